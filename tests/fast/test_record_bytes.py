@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainers.openrlhf import side_inputs
+from ngrpo.trainers.common import side_inputs
 from perturbations import ReplayRecord, UsageError, check_perturbation, create, replaying
 from perturbations.replay import packing
 from perturbations.replay.packing import MOST_CANDIDATES

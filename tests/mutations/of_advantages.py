@@ -147,14 +147,14 @@ ADVANTAGES = [
         "copo: the bonus punishes",
     ),
     Mutation(
-        "ngrpo/trainers/openrlhf/visits.py",
+        "ngrpo/trainers/openrlhf/step_advantages.py",
         "return [self._seen[key] - 1 for key in keys]",
         "return [self._seen[key] for key in keys]",
         "test_advantages.py",
         "copo: an answer counts itself",
     ),
     Mutation(
-        "ngrpo/trainers/openrlhf/metrics.py",
+        "ngrpo/trainers/common/mismatch.py",
         "agreed += int(record.agreed[counted].sum())",
         "agreed += int(record.agreed.sum())",
         "test_measures.py",
@@ -224,7 +224,7 @@ AT_THE_BOUND = [
         ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/advantage_seams.py",
+        "ngrpo/trainers/openrlhf/step_advantages.py",
         _ORDER,
         ("advantages.reshape(-1)[order]", "advantages.reshape(-1)", "answers get each other's advantages"),
         ("result[order] = values", "result[:] = values", "answers stand in each other's groups"),
@@ -274,7 +274,7 @@ CREDITS = [
         ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/credit_loss.py",
+        "ngrpo/trainers/common/policy_loss.py",
         _IN_LOSS,
         ("term - term.detach()", "term", "the term moves the ratio"),
         ("(length - 1 - action_mask.shape[1])", "(length - action_mask.shape[1])", "the row after the token"),
@@ -313,13 +313,17 @@ CREDITS = [
         ("silent & positive", "silent", "first_token: wrong answers lose theirs though they should keep it"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/credit_seams.py",
+        "ngrpo/trainers/openrlhf/step_advantages.py",
         "test_credits.py",
         (
             "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
             "torch.cat([h.flatten() for h in entropies])[: len(advantages)]",
             "padding is counted among the tokens",
         ),
+    ),
+    *of_file(
+        "ngrpo/trainers/openrlhf/model_actors.py",
+        "test_credits.py",
         ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),
     ),
 ]
@@ -362,16 +366,16 @@ NOISES = [
         ),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/policy_noise.py",
+        "ngrpo/trainers/openrlhf/trainer.py",
         "test_policy_noises.py",
-        ("            self._send(0.0)\n", "", "noisy evaluation"),
-        ("if self.chosen[0] != self.noise_step:", "if self.chosen[1] is None:", "σ is chosen once"),
+        ("            self.send_weights(0.0)\n", "", "noisy evaluation"),
+        ("if self.noise[0] != self.noise_step:", "if self.noise[1] is None:", "σ is chosen once"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/importance.py",
+        "ngrpo/trainers/common/importance.py",
         "test_policy_noises.py",
-        ('"divergence": -ratio.mean()', '"divergence": ratio.mean()', "the sign of the divergence"),
-        ("weight.clamp(low, high) if", "weight if", "the mean of weights that are not cut"),
-        ("| (weight > high)", "", "what is above the bounds does not count as cut"),
+        ('"divergence": -log_ratio.mean()', '"divergence": log_ratio.mean()', "the sign of the divergence"),
+        ("weight.clamp(weights.low, weights.high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > weights.high)", "", "what is above the bounds does not count as cut"),
     ),
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.density_loss import densities
+from ngrpo.trainers.common.densities import densities
 from perturbations import create, parameters
 from perturbations.methods.tarpo import TARPO
 from perturbations.replay.scope import LastHidden, ReplayScope
