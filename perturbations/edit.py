@@ -112,10 +112,7 @@ _mixed_rows = Compiled(
 
 
 def realise(
-    edit: InputEdit,
-    lookup: Callable[[Tensor], Tensor],
-    noise_keys: Tensor | None,
-    module: Mixer | None = None,
+    edit: InputEdit, lookup: Callable[[Tensor], Tensor], noise_keys: Tensor | None, module: Mixer | None = None
 ) -> Tensor:
     """The vectors of an edit, (B, D) in the embedding's dtype; ``lookup`` takes ids of any shape to shape + (D,).
 

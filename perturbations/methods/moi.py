@@ -22,9 +22,7 @@ class MixtureOfInputs(LikeliestTokens):
     k: int = option(20, "likeliest tokens in the mixture; the paper takes all", low=2)
     beta: float = option(1.0, "β, how much the sampled token counts", low=0.0)
     entropy: str = option(
-        "all",
-        "the uncertainty H: of all tokens, or of the k likeliest as released",
-        choices=("all", "top"),
+        "all", "the uncertainty H: of all tokens, or of the k likeliest as released", choices=("all", "top")
     )
 
     def propose(self, step: Step) -> Proposal:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,12 +65,6 @@ class Drift:
         return shares
 
 
-class MakeIndex(Protocol):
-    """Makes an index from an embedding matrix; a ``probe`` answers for few tokens and is then thrown away."""
-
-    def __call__(self, embedding: Shard, probe: bool) -> TableIndex: ...
-
-
 class Neighborhood(NeighborIndex):
     """Answers from an index that it keeps or makes anew, as the refresh policy says, and follows the drift.
 
@@ -84,11 +77,15 @@ class Neighborhood(NeighborIndex):
     """
 
     def __init__(
-        self, make: MakeIndex, matrix: Callable[[], Tensor | Shard], refresh: Refresh, metric: str = "cosine"
+        self,
+        make: Callable[[Shard, bool], TableIndex],
+        matrix: Callable[[], Tensor | Shard],
+        refresh: Refresh,
+        metric: str = "cosine",
     ) -> None:
         """
         Args:
-            make: makes the index.
+            make: makes the index; where its flag is True, a probe that answers for few tokens and is thrown away.
             matrix: gives the embedding matrix, (V, D), or a rank's shard of it, as it is now.
             refresh: the policy.
             metric: the index's metric.
@@ -144,7 +141,7 @@ class Neighborhood(NeighborIndex):
             return
         with torch.inference_mode(False), torch.no_grad():
             joining = self._joining(k)
-            now_in_use = self._index if due else self._make(self._matrix(), probe=True)
+            now_in_use = self._index if due else self._make(self._matrix(), True)
             before = _sets(old, joining, k)
             now = _sets(now_in_use, torch.cat([self._watched, joining]), k)
             count = len(self._watched)
@@ -161,7 +158,7 @@ class Neighborhood(NeighborIndex):
         self._on_demand, self._outlived = rows_on_demand(matrix), False
         if self._on_demand and self._refresh.every != 1:
             matrix = replace(matrix, rows=matrix.rows.clone())
-        index = self._make(matrix, probe=False)
+        index = self._make(matrix, False)
         if self._refresh.every is not None:
             index.follow()
         return index

@@ -103,10 +103,7 @@ def _gate_checks(gate: Gate) -> _Checks:
         yield f"open rows for {label}", partial(of_gate.check_open, gate, label, step)
 
 
-_SUITES = {
-    "perturbation": (registry.perturbations, _perturbation_checks),
-    "gate": (registry.gates, _gate_checks),
-}
+_SUITES = {"perturbation": (registry.perturbations, _perturbation_checks), "gate": (registry.gates, _gate_checks)}
 
 
 def _outcome(run: Callable[[], None]) -> PerturbationError | None:

@@ -166,11 +166,9 @@ def _check_acts(proposal: Proposal, acts: Tensor, where: str) -> None:
     edit = proposal.edit
     check_tensor(f"{where} acts", acts, (len(edit.ids),), torch.bool, edit.ids.device)
     alone = (edit.weights * (edit.ids == proposal.tokens.unsqueeze(-1))).sum(dim=-1)
-    if ((alone - 1.0).abs() > CLOSE)[~acts].any() or (edit.sigma is not None and edit.sigma[~acts].any()):
-        raise PerturbationError(
-            f"{where} a position where acts is False is fed something else than its token.",
-            "Give the token weight 1 there, and no noise.",
-        )
+    other = ((alone - 1.0).abs() > CLOSE)[~acts].any() or (edit.sigma is not None and edit.sigma[~acts].any())
+    what = f"{where} a position where acts is False is fed something else than its token."
+    require(not other, what, "Give the token weight 1 there, and no noise.")
 
 
 def _check_weights(perturbation: Perturbation, edit: InputEdit, where: str) -> None:
@@ -243,19 +241,12 @@ def check_module(perturbation: Perturbation) -> None:
 
 def _check_record(step: Step, proposal: Proposal, where: str) -> None:
     """The edits survive being written to a record, to bytes and back."""
-    edit = proposal.edit
-    record = ReplayRecord(
-        seed=1,
-        prompt_tokens=1,
-        num_tokens=int(step.positions[-1]) + 1,
-        positions=step.positions.to(torch.int32).numpy(),
-        ids=edit.ids.to(torch.int32).numpy(),
-        weights=edit.weights.numpy(),
-        sigma=None if edit.sigma is None else edit.sigma.numpy(),
-        vectors=None if edit.vectors is None else edit.vectors.numpy(),
-        normalizer=None if edit.normalizer is None else edit.normalizer.numpy(),
-        agreed=(proposal.tokens == step.sampled).numpy(),
-    )
+    edit, end = proposal.edit, int(step.positions[-1]) + 1
+    positions, ids = (part.to(torch.int32).numpy() for part in (step.positions, edit.ids))
+    parts = {name: getattr(edit, name) for name in ("sigma", "vectors", "normalizer")}
+    arrays = {name: None if part is None else part.numpy() for name, part in parts.items()}
+    agreed = (proposal.tokens == step.sampled).numpy()
+    record = ReplayRecord(1, 1, end, positions, ids, edit.weights.numpy(), agreed=agreed, **arrays)
     again = ReplayRecord.from_bytes(record.to_bytes())
     for name in ("positions", "ids", "weights", "sigma", "vectors", "normalizer", "agreed"):
         one, two = getattr(record, name), getattr(again, name)

@@ -165,8 +165,13 @@ class TestGroupsOfEqualValues:
 
 
 class TestRegistry:
-    def test_each_has_its_name(self) -> None:
-        assert all(registry.get(name).name == name for name in available())
+    def test_each_stands_in_the_file_that_the_registry_names(self) -> None:
+        homes = registry.in_tree()
+        folder = ROOT / "ngrpo" / "methods" / "advantages"
+        files = {path.stem for path in folder.glob("*.py")} - {"base", "__init__"}
+        assert {home.rpartition(".")[2] for home in homes.values()} == files and homes.keys() == available().keys()
+        for name, home in homes.items():
+            assert (registry.get(name).name, registry.get(name).__module__) == (name, home)
 
     @pytest.mark.parametrize("name", list(available()))
     def test_a_spec_makes_it_again(self, name: str) -> None:
