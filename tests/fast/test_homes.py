@@ -24,7 +24,7 @@ DONE_AT_HOME = {
     ),
     "ngrpo/trainers/openrlhf/weight_sync.py": (
         r"def (broadcast_to_vllm|update_weight\w*|load_weights_file)\(",
-        {"ngrpo/trainers/openrlhf/policy_noise.py", "ngrpo/trainers/verl/http_server.py"},
+        {"ngrpo/trainers/openrlhf/policy_noise.py", "ngrpo/trainers/verl/rollout_server.py"},
     ),
     "ngrpo/rollout/new_weights.py": (r"\.(load_weights|reload_weights) = ", set()),
 }
