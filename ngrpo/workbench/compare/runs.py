@@ -93,7 +93,7 @@ def _values(config: RunConfig) -> list[str]:
 def _model_folders(config: RunConfig) -> dict[str, str]:
     """What tells the weights apart that local model folders hold, by the folder as it was named."""
     named = {flag.values[0] for flag in Flags(config.openrlhf) if flag.name.endswith(parse.MODEL_FLAG) and flag.values}
-    folders = {name for value in named for name in value.split(",")} - packaged.PACKAGED.keys()
+    folders = {name for value in named for name in value.split(",")} - set(packaged.PACKAGED)
     return {name: weights for name in folders if (weights := packaged.fingerprint(name)) is not None}
 
 
