@@ -2,10 +2,10 @@
 """usage: ngrpo doctor [--model NAME_OR_FOLDER] [--no-self-test]
 
 Looks at everything that a perturbed training rests on, and says of each thing
-that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, what
-is replaced in OpenRLHF, vLLM's plugin. Then a self-test in half a minute: a
-rollout of the packaged model, perturbed, and its replay. Ends with a block for
-a bug report.
+that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, the
+upstream patches, vLLM's plugin. Then a self-test in half a minute: a rollout
+of the packaged model, perturbed, and its replay. Ends with a block for a bug
+report.
 
   --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; first it is
                             told from its config.json whether it is supported
@@ -33,6 +33,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
@@ -68,21 +69,7 @@ class Finding:
 
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Prints the findings as they come, and a block for a bug report.
-
-    Args:
-        argv: everything after ``ngrpo doctor``.
-        report: called with a line for the user beside the result.
-
-    Returns:
-        0 where all is well, else 1.
-
-    Raises:
-        UsageError: for words that are not its own.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(__doc__, end="")
-        return 0
+    """Prints the findings as they come, and a block for a bug report."""
     parser = CommandParser("doctor", "", "")
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
@@ -116,7 +103,7 @@ def examine(model: str | None, report: Callable[[str], None], named: str | None 
     yield _judged("compiler", lambda: "what is compiled on first use can be", lambda: profile.check(Flags()))
     yield _placement(profile.name)
     yield Finding("flash-attn", _flash_attn(profile.name))
-    yield _seams(profile.name)
+    yield _patches(profile.name)
     yield _plugin()
     yield from _model_runner(profile.name)
     if named is not None:
@@ -211,17 +198,14 @@ def _flash_attn(hardware: str) -> str:
     return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
 
 
-def _seams(hardware: str) -> Finding:
-    from ngrpo.trainers.openrlhf import seams
-
-    conditions = {word for seam in seams.SEAMS for word in seam.when.split(" or ")} - {"cpu"}
-    rows = seams.active(conditions | ({"cpu"} if hardware == "cpu" else set()))
+def _patches(hardware: str) -> Finding:
+    rows = [row for row in (*patches.OPENRLHF, *patches.VLLM) if hardware == "cpu" or row.when != "cpu"]
     try:
-        seams.check((), rows)
-    except seams.SeamMismatch as error:
+        patches.check(rows)
+    except patches.PatchMismatch as error:
         first, *_, fix = str(error).splitlines()
-        return Finding("what is replaced upstream", first, f"{fix} All rows: python -m ngrpo.trainers.openrlhf.seams")
-    return Finding("what is replaced upstream", f"all {len(rows)} definitions are as they were when ours were written")
+        return Finding("upstream patches", first, f"{fix} All rows: python -m ngrpo.patches")
+    return Finding("upstream patches", f"all {len(rows)} definitions match the table")
 
 
 def _plugin() -> Finding:
@@ -308,7 +292,7 @@ def self_test(model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from ngrpo.rollout import model_runner, take_trajectories
-    from ngrpo.trainers.openrlhf.replay_probe import prove
+    from ngrpo.trainers.common.replay_check import check_replay
     from perturbations import replaying
 
     folder = packaged.resolve(model)
@@ -339,7 +323,7 @@ def self_test(model: str) -> dict[str, Any]:
         log_probs = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
         return log_probs[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
 
-    prove(reference, of_texts)
+    check_replay(reference, of_texts)
     sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
     theirs = torch.tensor([log_probs.tolist() for _, _, log_probs in rollouts])
 

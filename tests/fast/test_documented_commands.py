@@ -46,7 +46,7 @@ ELSEWHERE = {
     r"python -m benchmarks\.gpu --list": ("prints the stages", "tests/fast/test_gpu_script.py"),
     r"pip install --no-deps --no-build-isolation -e \.": ("changes the environment", "benchmarks/gpu/stages.py"),
     r"python -m benchmarks\.gpu --print": ("prints figures that only a GPU gives", "tests/fast/test_gpu_script.py"),
-    r"python -m ngrpo\.trainers\.openrlhf\.seams": ("is a test by itself", "tests/fast/test_seams.py"),
+    r"python -m ngrpo\.patches": ("is a test by itself", "tests/fast/test_patches.py"),
     r"ngrpo data \w+( && ngrpo data \w+)*": (NETWORK, "tests/fast/test_data_preparation.py"),
     r"ray start --(head|address) .*": ("begins a cluster", "tests/pipeline/test_faults.py"),
     r"(bash|sbatch) examples/clusters/\S+ .*": ("needs a cluster", "tests/fast/test_clusters.py"),

@@ -16,7 +16,7 @@ from ngrpo.config.kinds import FLAGS
 from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream import placement as gpus
-from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.compare.runs import run_config
 from perturbations.errors import UsageError
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
@@ -32,7 +32,7 @@ def test_custom_examples_check_themselves(name: str) -> None:
 
 def test_each_row_of_the_ablation_is_a_strategy() -> None:
     file = Path(__file__).resolve().parents[2] / "examples" / "ablation.yaml"
-    plan, _ = arguments.parse(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
+    plan, _ = read_plan(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
     ids = [arm.id for arm in plan.arms]
     assert len(set(ids)) == len(ids) == sum(line.lstrip().startswith("- ") for line in file.read_text().splitlines())
     assert plan.baseline == "none base=grpo" and plan.seeds == (0, 1, 2)
@@ -45,7 +45,7 @@ def test_each_row_of_the_ablation_is_a_strategy() -> None:
 def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
     """Each row is a training that is accepted, and every method of the tree is in one."""
     file = Path(__file__).resolve().parents[2] / "examples" / "all_methods.yaml"
-    plan, _ = arguments.parse(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
+    plan, _ = read_plan(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
     ids = [arm.id for arm in plan.arms]
     assert len(set(ids)) == len(ids) and plan.baseline in ids
     for kept, flag in FLAGS.items():

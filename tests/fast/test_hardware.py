@@ -15,17 +15,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from ngrpo import patches
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import cpu, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import plugin
-from ngrpo.trainers.openrlhf import install, launch, nodes
+from ngrpo.trainers.openrlhf import launch, nodes, worker
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
+from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from perturbations.errors import UsageError
-from tests.fast.run import run_of
+from tests.fast.run import check_pairs, run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = profile_for("cpu")
@@ -59,7 +61,7 @@ def test_default_flags_are_added_only_where_absent_and_told() -> None:
 
 def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: installed)
-    monkeypatch.setattr(install, "has_flash_attn", lambda: installed)
+    monkeypatch.setattr(worker, "has_flash_attn", lambda: installed)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -103,7 +105,6 @@ def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
     flags = rules.of_hardware(Flags(run.openrlhf), run)
     next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
-    rules._attention(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 
@@ -113,7 +114,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     done: dict[str, object] = {}
     monkeypatch.setenv(RUN_ID, "")
     monkeypatch.setattr(launch, "_start_ray", lambda profile, flags, conditions, settings: done.update(ray=conditions))
-    monkeypatch.setattr(launch, "install", lambda conditions: done.update(seams=conditions))
+    monkeypatch.setattr(patches, "install", lambda conditions: done.update(patches=conditions))
     monkeypatch.setattr(launch, "_run", lambda words: done.update(words=words))
     return done
 
@@ -135,7 +136,7 @@ def test_what_cuda_starts_with_and_without_flash_attn(
 ) -> None:
     set_flash_attn(monkeypatch, installed)
     start(run_of(openrlhf=(*given, *PLACED), hardware="cuda"))
-    held = {} if installed else dict.fromkeys(("ray", "seams"), ("without_flash_attn",))
+    held = {} if installed else dict.fromkeys(("ray", "patches"), ("without_flash_attn",))
     assert launched == {**held, "words": [*added, *given, *PLACED]}, "the patch is in this process and in the workers"
 
 
@@ -149,36 +150,39 @@ def test_cuda_without_flash_attn_refuses_what_needs_it(
 ) -> None:
     set_flash_attn(monkeypatch, False)
     monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
-    expected = f"^{' '.join(flags)} cannot be used here: .*flash-attn, which is not installed.* Fix: .*docs/install.md"
+    expected = f"^{' '.join(flags)} cannot be used with an environment without flash-attn: .* Fix: .*docs/install.md"
     with pytest.raises(UsageError, match=expected):
         start(run_of(openrlhf=tuple(flags), hardware="cuda"))
     assert launched == {}
 
 
 def test_kernels_from_the_hub_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.check_attention(Flags(["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]), "cuda")
-    monkeypatch.setattr(stand_ins, "find_spec", lambda name: name == "kernels" or None)
-    stand_ins.check_attention(Flags(FLASH), "cuda")
+    for missing in (["flash-attn"], ["flash-attn", "kernels"]):
+        hub = ["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]
+        check_pairs(hub, run_of(), hardware="cuda", missing=missing)
+    check_pairs(FLASH, run_of(), hardware="cuda", missing=["flash-attn"])
     with pytest.raises(UsageError, match="needs CUDA"):
-        stand_ins.check_attention(Flags(FLASH), "cpu")
+        check_pairs(FLASH, run_of(), hardware="cpu")
+    monkeypatch.setattr(stand_ins, "find_spec", lambda name: SimpleNamespace(origin="") if name == "kernels" else None)
+    assert stand_ins.missing() == ["flash-attn"]
 
 
-@pytest.mark.parametrize("driver", [True, False])
-@pytest.mark.parametrize("worker", [True, False])
-def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, driver: bool, worker: bool) -> None:
-    set_flash_attn(monkeypatch, driver)
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("there", [True, False])
+def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, here: bool, there: bool) -> None:
+    set_flash_attn(monkeypatch, here)
     settings = run_of(perturbation={"name": "neighbor"})
     profile = profile_for("cuda")
-    hook = install.setup_hook(conditions_for(profile, settings), settings)
-    set_flash_attn(monkeypatch, worker)
+    hook = worker.setup_hook(conditions_for(profile, settings), settings)
+    set_flash_attn(monkeypatch, there)
     held: set[str] = set()
-    monkeypatch.setattr(install, "install", held.update)
+    monkeypatch.setattr(patches, "install", held.update)
     monkeypatch.setattr(run, "_current", run.current_run())  # put back after the test
     monkeypatch.setenv("PATH", "/usr/bin")
     hook()
     assert os.environ["PATH"].startswith(os.path.dirname(sys.executable)), "DeepSpeed finds ninja there"
     assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
-    assert held == {"perturbation", *(() if driver and worker else ("without_flash_attn",))}
+    assert held == {"perturbation", *(() if here and there else ("without_flash_attn",))}
 
 
 @pytest.mark.more
@@ -214,9 +218,10 @@ def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> No
 
 
 def test_harmless_values_pass() -> None:
-    stand_ins.check_attention(Flags(["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]), "cpu")
-    stand_ins.check_attention(Flags(["--ds.packing_samples", "--train.dynamic_batch_enable"]), "cpu")
-    CPU.check(Flags(["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]))
+    attention = ["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]
+    packing = ["--ds.packing_samples", "--train.dynamic_batch_enable"]
+    for words in (attention, packing, ["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]):
+        check_pairs(words, run_of(), hardware="cpu")
 
 
 @pytest.mark.parametrize("given", ["sdpa", "eager", None])
@@ -236,13 +241,13 @@ def test_packed_samples_keep_the_attention_of_the_command_line(
 def test_an_engine_on_a_cpu_has_processes_as_ranks_and_the_trainers_dtype(
     monkeypatch: pytest.MonkeyPatch, ranks: int, backend: str, given: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(run, "_current", run_of(openrlhf=("--ds.param_dtype", given)))
+    monkeypatch.setattr(run, "_current", run_of(openrlhf=("--ds.param_dtype", given), hardware="cpu"))
 
     class Engine:
         async def __init__(self, **kwargs: object) -> None:
             self.kwargs = kwargs
 
-    engine = cpu.engine_on_cpu(Engine)
+    engine = rollout_actor(Engine)
     made = engine.__new__(engine)
     given_by_openrlhf = {"distributed_executor_backend": "as it was", "dtype": "bfloat16"}
     asyncio.run(made.__init__(tensor_parallel_size=ranks, **given_by_openrlhf))
@@ -279,10 +284,10 @@ def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
 def test_float32_is_the_default_of_a_cpu_and_refused_elsewhere() -> None:
     flags = Flags([]).with_defaults(CPU.default_flags)
     assert openrlhf_parser.resolved(["--reward.remote_url", "reward.py", *flags.argv])["ds.param_dtype"] == "fp32"
-    with pytest.raises(UsageError, match=r"fp32 cannot be used with --hardware cuda: .*Use bf16, or leave it out"):
-        profile_for("cuda").check(Flags(["--ds.param_dtype", "fp32"]))
-    with pytest.raises(UsageError, match=r"--ds\.tensor_parallel_size 2 needs --ds\.param_dtype bf16"):
-        CPU.check(Flags(["--ds.tensor_parallel_size", "2"]).with_defaults(CPU.default_flags))
+    with pytest.raises(UsageError, match=r"fp32 cannot be used with --hardware cuda: .*use bf16, or leave it out"):
+        check_pairs(["--ds.param_dtype", "fp32"], run_of(), hardware="cuda")
+    with pytest.raises(UsageError, match=r"--ds\.tensor_parallel_size 2 .*add --ds\.param_dtype bf16"):
+        check_pairs(["--ds.tensor_parallel_size", "2", *flags.argv], run_of(), hardware="cpu")
     CPU.check(Flags(["--ds.tensor_parallel_size", "2", "--ds.param_dtype", "bf16"]))
 
 
@@ -314,11 +319,11 @@ def test_an_engine_joins_ray_without_the_hook_of_its_run() -> None:
     given = RuntimeEnv(env_vars={"X": "1", WORKER_PROCESS_SETUP_HOOK_ENV_VAR: "key"})
     given["worker_process_setup_hook"] = "in_worker"
     config = SimpleNamespace(ray_runtime_env=given)
-    plugin._without_setup_hook(config)
+    plugin.without_setup_hook(config)
     assert config.ray_runtime_env.to_dict() == {"env_vars": {"X": "1"}}
     for other in (None, RuntimeEnv(), RuntimeEnv(env_vars={"X": "1"})):  # no Ray, or no run of ours
         before = other and other.to_dict()
-        plugin._without_setup_hook(SimpleNamespace(ray_runtime_env=other))
+        plugin.without_setup_hook(SimpleNamespace(ray_runtime_env=other))
         assert (other and other.to_dict()) == before
 
 

@@ -15,7 +15,7 @@ from ngrpo.config import preflight, rules
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
-from ngrpo.trainers.openrlhf import weight_sync
+from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 
@@ -159,7 +159,7 @@ def test_the_actor_looks_for_the_weights_once_it_has_loaded(
             self.actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({norm: nn.LayerNorm(4)})))
 
     run_with(monkeypatch, policy_noise=AQN)
-    actor = weight_sync.told_of_noise(Plain)()
+    actor = policy_model_actor(Plain)()
     if not refused:
         actor.init_model_from_pretrained("strategy", pretrain="m")
         return

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import with_overrides
 from perturbations import create, streams
 from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample
@@ -43,7 +43,7 @@ def actor(hf_model: Any) -> Iterator[Any]:
     with flash_attn_stand_in():
         from openrlhf.models import actor as module
     original = module.log_probs_from_logits
-    module.log_probs_from_logits = with_replacements(original)
+    module.log_probs_from_logits = with_overrides(original)
     made = module.Actor(hf_model, temperature=TEMPERATURE)
     made.packing_samples = False
     yield made

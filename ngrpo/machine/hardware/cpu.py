@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.config.run import current_run
+from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import Profile
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -29,47 +29,14 @@ _ROLES = ("actor", "ref", "reward", "critic")
 # Above the ports of Ray's workers (10002 to 19999), below those that Linux gives to outgoing connections.
 _PORTS = range(20000, 32768)
 
-# (flag, whether its value is refused, the reason and what to do)
-_REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-    ("--vllm.sync_backend", lambda v: v == "nccl", "NCCL needs CUDA; leave it out (this profile sets gloo)"),
-    (
-        "--vllm.gpu_memory_utilization",
-        lambda v: True,
-        "the KV cache has a fixed size on CPU; use VLLM_CPU_KVCACHE_SPACE instead (GiB, 1 if unset)",
-    ),
-    (
-        "--ds.lora.rank",
-        lambda v: v != "0",
-        "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know; leave it out",
-    ),
-    ("--vllm.enable_sleep", lambda v: True, "vLLM has no sleep mode on CPU; leave it out"),
-    ("--ds.load_in_4bit", lambda v: True, "4-bit loading needs CUDA; leave it out"),
-    ("--ds.use_liger_kernel", lambda v: True, "Liger kernels need CUDA; leave it out"),
-    ("--ds.param_dtype", lambda v: v == "fp16", "DeepSpeed has no float16 on CPU; leave it out for float32"),
-)
-
 
 def check(flags: Flags) -> None:
-    """Refuses what would fail late, or be ignored, without CUDA.
-
-    Raises:
-        UsageError: With the flag, why it cannot work here, and what to do.
-    """
-    for name, refused, reason in _REFUSED:
-        value = flags.value(name)
-        if value is not None and refused(value):
-            raise UsageError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
+    """Raises ``UsageError`` without the compiler that vLLM needs on a CPU."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise UsageError(
             f"No C++ compiler ({compiler!r}): vLLM's sampler is compiled on first use. "
             "Install one (Debian: apt-get install g++) or point CXX at it."
-        )
-    tensor = flags.value("--ds.tensor_parallel_size") or "1"
-    if tensor != "1" and flags.value("--ds.param_dtype") == "fp32":
-        raise UsageError(
-            f"--ds.tensor_parallel_size {tensor} needs --ds.param_dtype bf16 in OpenRLHF, and --hardware cpu trains in"
-            " float32 where none is given. Add it, or leave tensor parallelism out."
         )
 
 
@@ -195,18 +162,14 @@ def moving_average(original: Callable[..., None]) -> Callable[..., None]:
     return average
 
 
-def engine_on_cpu(plain: Any) -> type:
-    """`RolloutRayActor`: the trainer's dtype, and processes of its own as tensor-parallel ranks, as vLLM's on a CPU."""
-
-    class EngineOnCPU(plain):
-        async def __init__(self, *args: object, **kwargs: Any) -> None:
-            if Flags(current_run().openrlhf).value("--ds.param_dtype") == "fp32":
-                kwargs["dtype"] = "float32"
-            if kwargs.get("tensor_parallel_size", 1) > 1:
-                kwargs["distributed_executor_backend"] = "mp"
-            await plain.__init__(self, *args, **kwargs)
-
-    return EngineOnCPU
+def engine_arguments(run: RunConfig, tensor_parallel_size: int) -> dict[str, str]:
+    """Arguments of vLLM's engine: the trainer's dtype, and processes as ranks, since vLLM has no Ray executor here."""
+    arguments = {}
+    if Flags(run.openrlhf).value("--ds.param_dtype") == "fp32":
+        arguments["dtype"] = "float32"
+    if tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments
 
 
 def with_float32(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import product
 from math import gcd
 
-from ngrpo.config import entry_check
 from ngrpo.machine.models import architecture
 from ngrpo.machine.models.architecture import ModelSize
 from ngrpo.machine.upstream import openrlhf_parser, placement
@@ -243,7 +242,7 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
 def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     """The actor's number of ranks for each of the run's models."""
     roles = ["actor", "ref"]
-    roles += ["critic"] * (entry_check.estimator(flags) == "gae")
+    roles += ["critic"] * (openrlhf_parser.value_of(flags, "--algo.advantage.estimator") == "gae")
     roles += ["reward"] * (not flags.has("--reward.remote_url", "--train.agent_func_path"))
     sizes = {"num_gpus_per_node": str(per_node)} | ({"num_nodes": str(nodes)} if nodes > 1 else {})
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}

@@ -18,7 +18,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     import argparse
@@ -42,32 +41,10 @@ def has_flash_attn() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def check_attention(flags: Flags, hardware: str) -> None:
-    """Refuses what needs flash-attn, for a run without it.
-
-    Args:
-        flags: the final OpenRLHF flags.
-        hardware: ``"cpu"``, where flash-attn is of no use, or ``"cuda"``, where it is not installed.
-
-    Raises:
-        UsageError: with the flag, the reason and what to do.
-    """
-    ring, attention = flags.value("--ds.ring_attn_size"), flags.value("--ds.attn_implementation") or ""
-    # transformers 5.15 takes a kernel from the hub in place of flash-attn where the package `kernels` is installed.
-    from_hub = hardware == "cuda" and (attention != "flash_attention_2" or find_spec("kernels") is not None)
-    if ring not in (None, "1"):
-        flag, instead = f"--ds.ring_attn_size {ring}", "leave it out"
-    elif "flash" in attention and not from_hub:
-        flag, instead = f"--ds.attn_implementation {attention}", "use sdpa or eager"
-    else:
-        return
-    where, why, install = " with --hardware cpu", "needs CUDA", ""
-    if hardware == "cuda":
-        where, why = " here", "is not installed where the run starts"
-        install = ", or install flash-attn, for which docs/install.md names prebuilt wheels"
-    raise UsageError(
-        f"{flag} cannot be used{where}: it is computed by flash-attn, which {why}. Fix: {instead}{install}."
-    )
+def missing() -> list[str]:
+    """Packages of attention kernels that are not installed here."""
+    there = {"flash-attn": has_flash_attn(), "kernels": find_spec("kernels") is not None}
+    return [name for name, found in there.items() if not found]
 
 
 def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,12 +2,13 @@
 """Runs OpenRLHF's own training program in this process, on the Ray and the hardware at hand.
 
 `openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser; what is ours is in place
-before it starts: the seams in this process, and in every Ray worker through `worker_process_setup_hook`.
+before it starts: the upstream patches in this process, and in every Ray worker through `worker_process_setup_hook`.
 Without a perturbation, on CUDA and with flash-attn there is nothing of ours at all: that is stock OpenRLHF.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import runpy
 import sys
@@ -16,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
+from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware import Profile, processes, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser, placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
-from ngrpo.trainers.openrlhf.install import install, setup_hook
+from ngrpo.trainers.openrlhf.worker import setup_hook
 
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
 
@@ -54,6 +56,7 @@ def launch(run: RunConfig) -> None:
         SystemExit: OpenRLHF's parser refused a flag (or printed its help).
     """
     profile = profile_for(run.hardware)
+    run = dataclasses.replace(run, hardware=profile.name)  # as found here, for all processes of the run
     flags = Flags(run.openrlhf)
     conditions = conditions_for(profile, run)
     for name, value in profile.env.items():
@@ -63,12 +66,12 @@ def launch(run: RunConfig) -> None:
     if conditions:
         if not flags.has("--help"):
             _start_ray(profile, flags, conditions, run)
-        install(conditions)
+        patches.install(conditions)
     _run(flags.argv)
 
 
 def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
-    """Returns the conditions of `seams.py` that hold; none means stock OpenRLHF."""
+    """Returns the conditions of `patches.py` that hold; none means stock OpenRLHF."""
     held = {
         "cpu": profile.name == "cpu",
         stand_ins.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not stand_ins.has_flash_attn(),

@@ -18,9 +18,8 @@ from types import SimpleNamespace
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
+from ngrpo import patches
 from ngrpo.config.verl_lines import MODE
-from ngrpo.trainers.openrlhf.install import place
-from ngrpo.trainers.verl.verl_seams import TRAINER
 
 
 def registered(upstream: type) -> type:
@@ -121,4 +120,4 @@ refuse_without_mode(sys.argv[1:])
 PlatformRegistry.register(platform=_CPU)(type("PlatformCPU", (PlatformBase,), _METHODS))
 if os.environ.get(_VARIABLE) == _CPU:
     sys.meta_path.append(_VLLMForCPU())  # verl looks for a distribution of that name
-place([TRAINER])
+patches.install(["verl"])

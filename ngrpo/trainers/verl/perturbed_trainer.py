@@ -12,10 +12,10 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
+from ngrpo import patches
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainers.openrlhf.gap import check_gap
-from ngrpo.trainers.openrlhf.metrics import step_metrics
-from ngrpo.trainers.verl import overrides, verl_seams
+from ngrpo.trainers.common.mismatch import check_gap, step_metrics
+from ngrpo.trainers.verl import overrides
 from ngrpo.trainers.verl.replaying_engine import TOKEN_LOG_PROBS, PerturbedWorker, trajectories
 from ngrpo.trainers.verl.rollout_server import PerturbedReplica
 from perturbations.base import Perturbation
@@ -32,7 +32,7 @@ def perturbed(upstream: type) -> type:
 
     class PerturbedTrainer(upstream):  # type: ignore[misc, valid-type]
         def __init__(self, config: DictConfig) -> None:
-            verl_seams.check()
+            patches.check(patches.active(["verl"]))
             self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
             RolloutReplicaRegistry.register("vllm", lambda: PerturbedReplica)
             super().__init__(config)

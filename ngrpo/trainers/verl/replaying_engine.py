@@ -25,9 +25,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainers.openrlhf.density_loss import Densities
+from ngrpo.trainers.common.densities import Densities
 from perturbations import registry
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -124,7 +124,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             sharded = isinstance(self.module, FSDPModule)
             if sharded:
                 self.module.unshard()
-            logits, temperature = present(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
+            logits, temperature = require(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
             # A copy: verl's cross entropy may write its gradient over the logits that it was given.
             logits = logits / temperature if temperature != 1.0 else logits.clone()
             values, offsets = own.values(), own.offsets()
@@ -132,7 +132,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             inside = torch.ones_like(values[None], dtype=torch.bool) if packed else _inside(offsets)
             rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
             labels = torch.zeros_like(rows, dtype=torch.int64)  # the token's log-probability is known
-            densities = self._densities.replace(logits, labels, rows)[inside]
+            densities = self._densities.override(logits, labels, rows)[inside]
             result["log_probs"] = torch.nested.nested_tensor_from_jagged(densities, offsets)
             if sharded and not torch.is_grad_enabled():
                 self.module.reshard()

@@ -20,8 +20,8 @@ from ngrpo.rollout import settings
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainers.openrlhf.rollout_actor import PickUps
-from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
+from ngrpo.trainers.common.engine_records import PickUps
+from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations import registry, seeds
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -48,7 +48,7 @@ def request_arguments(
     validates = bool(trajectory["validate"])
     return {
         "enabled": bool(registry.create(**spec).perturb_eval or not validates),
-        "seed": seeds.of_dataset_row(str(trajectory["step"]), str(trajectory["sample_index"]), validates),
+        "seed": seeds.trajectory_seed(str(trajectory["step"]), str(trajectory["sample_index"]), str(validates)),
         "sample": session,
     }
 
