@@ -20,7 +20,7 @@ from ngrpo.machine.upstream.sources import IMPORT, source_of
 from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS
 from perturbations.errors import UsageError
 
-_TRAINER = "openrlhf 0.11.2"
+_OPENRLHF = "openrlhf 0.11.2"
 _ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_actor", "launcher", "vllm_engine"))
 _SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
 _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
@@ -42,7 +42,7 @@ class PatchMismatch(UsageError):
 
 
 def _row(
-    module: str, attribute: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _TRAINER
+    module: str, attribute: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
 ) -> Patch:
     """A row; ``ours`` is of `ngrpo.trainers.openrlhf` where its module has no dot, else of `ngrpo.machine`."""
     path = ours and ours.partition(":")[0]
@@ -241,12 +241,12 @@ VLLM: tuple[Patch, ...] = (
 
 # Nothing of verl is replaced: its classes are subclassed and its functions relied upon.
 VERL: tuple[Patch, ...] = (
-    _verl(_TRAINER, "PPOTrainer._init_resource_pool_mgr", "493680a47259", "ours puts our workers in"),
-    _verl(_TRAINER, "PPOTrainer._compute_old_log_prob", "47e705af8fb4", "ours sends the spec along, and measures"),
-    _verl(_TRAINER, "PPOTrainer._compute_ref_log_prob", "647f0c685c99", "ours sends the spec along"),
-    _verl(_TRAINER, "PPOTrainer._update_actor", "61e4a008610f", "ours sends the spec along, and asks for the answer"),
-    _verl(_TRAINER, "PPOTrainer._step_once", "0555717c3378", "the order of these"),
-    _verl(_TRAINER, "register_trainer", "39c894aab481", "the trainer's mode"),
+    _verl(_BASE, "PPOTrainer._init_resource_pool_mgr", "493680a47259", "ours puts our workers in"),
+    _verl(_BASE, "PPOTrainer._compute_old_log_prob", "47e705af8fb4", "ours sends the spec along, and measures"),
+    _verl(_BASE, "PPOTrainer._compute_ref_log_prob", "647f0c685c99", "ours sends the spec along"),
+    _verl(_BASE, "PPOTrainer._update_actor", "61e4a008610f", "ours sends the spec along, and asks for the answer"),
+    _verl(_BASE, "PPOTrainer._step_once", "0555717c3378", "the order of these"),
+    _verl(_BASE, "register_trainer", "39c894aab481", "the trainer's mode"),
     _verl(_SYNC, "PPOTrainerSync", "3a7430396064",
         "stays as it is; ours is registered beside it. No request runs while weights change",
         "ngrpo.trainers.verl.entry_point:registered"),

@@ -6,13 +6,12 @@
     trainer = PerturbedGRPOTrainer(model, rewards, args=GRPOConfig(use_vllm=True, ...), train_dataset=prompts,
                                    perturbation={"name": "neighbor", "rate": 0.1})
 
-Needs ``pip install --no-deps trl==1.16.0`` beside this project; docs/integrations.md says what is and is not covered.
+Needs ``pip install --no-deps trl==1.16.0``; docs/integrations.md says what is and is not covered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -41,12 +40,10 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         args, kwargs: TRL's own.
 
     Attributes:
-        perturbation_gap: the largest difference between the rollout's and the replayed log-probabilities in the last
-            batch of rollouts, in nats; also logged.
+        perturbation_gap: the largest training–inference mismatch of the last rollout batch, in nats; also logged.
 
     Raises:
-        UsageError: for settings under which a rollout would not be replayed: a vLLM server, tools, images, a rollout
-            function, the liger loss, or a density in the place of the token's log-probability.
+        UsageError: for settings under which a rollout would not be replayed, such as a vLLM server or tools.
     """
 
     def __init__(
@@ -56,17 +53,21 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         vllm_options: Mapping[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
-        spec = registry.create(**perturbation).spec()
+        self._perturbation = registry.create(**perturbation)
         config = kwargs.get("args") or next((each for each in args if hasattr(each, "use_vllm")), None)
-        self._perturbation = registry.create(**spec)
         parts = {"perturbation": self._perturbation}
         compatibility.check(compatibility.TRL, Combination(parts=parts, settings=config, arguments=kwargs))
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
         self._records: dict[bool, list[ReplayRecord]] = {True: [], False: []}
         self._in_forward: list[int] | None = None
-        options = {**(vllm_options or {}), "additional_config": {"perturbation": spec}}
-        with _engine_with(options):
+        options = {**(vllm_options or {}), "additional_config": {"perturbation": self._perturbation.spec()}}
+        # TRL builds its engine in here: ours, with further options.
+        generation, llm = grpo_trainer.VLLMGeneration, vllm_generation.LLM
+        grpo_trainer.VLLMGeneration, vllm_generation.LLM = _PerturbedGeneration, partial(llm, **options)
+        try:
             super().__init__(*args, **kwargs)
+        finally:
+            grpo_trainer.VLLMGeneration, vllm_generation.LLM = generation, llm
         freeze(self.accelerator.unwrap_model(self.model), self._perturbation)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> Any:
@@ -81,9 +82,9 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._in_forward = None  # the forwards in here are of all rollouts, in their order
+        self._in_forward = None  # the next forwards are of all rollouts, in their order
         output = super()._generate_and_score_completions(inputs)
-        # Rides through TRL's shuffling and splitting of the batch.
+        # TRL shuffles and splits it with the batch.
         output[_ROWS] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
         if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
             mask = output["completion_mask"].bool()
@@ -124,7 +125,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
 
 
 class _PerturbedGeneration(vllm_generation.VLLMGeneration):
-    """TRL's colocated engine; a weight sync ends with what the perturbation needs of the new weights."""
+    """TRL's colocated engine, which refreshes the perturbation after a weight sync."""
 
     def sync_weights(self) -> None:
         worker = self.llm.llm_engine.model_executor.driver_worker
@@ -136,14 +137,3 @@ class _PerturbedGeneration(vllm_generation.VLLMGeneration):
         else:
             super().sync_weights()
         self.llm.collective_rpc("perturbation_prepare")
-
-
-@contextmanager
-def _engine_with(options: Mapping[str, Any]) -> Iterator[None]:
-    """While TRL builds its engine: ours, with further options."""
-    plain, llm = grpo_trainer.VLLMGeneration, vllm_generation.LLM
-    grpo_trainer.VLLMGeneration, vllm_generation.LLM = _PerturbedGeneration, partial(llm, **options)
-    try:
-        yield
-    finally:
-        grpo_trainer.VLLMGeneration, vllm_generation.LLM = plain, llm

@@ -19,7 +19,7 @@ from ngrpo.machine.console import catalogue
 from ngrpo.methods.advantages import available, compute, create, registry
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
 from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
-from ngrpo.trainers.verl.advantage_estimators import estimator
+from ngrpo.trainers.verl.overrides import estimator
 from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import UsageError
 from tests.conftest import ROOT

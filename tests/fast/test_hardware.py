@@ -34,22 +34,20 @@ CPU = profile_for("cpu")
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
 
-@pytest.mark.parametrize("name", ["cpuu", "tpu", ""])
-def test_unknown_hardware(name: str) -> None:
-    with pytest.raises(ValueError, match=f"Unknown hardware '{name}'.*'auto', 'cpu' or 'cuda'"):
+@pytest.mark.parametrize(
+    ("name", "meant"), [("tpu", ""), ("cuda0", " Did you mean 'cuda'?"), ("gpu", " Did you mean 'cuda'?")]
+)
+def test_unknown_hardware(name: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
         profile_for(name)
-
-
-def test_a_near_miss_is_suggested() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'cuda'"):
-        profile_for("cuda0")
+    assert str(caught.value) == f"Unknown hardware {name!r}: choose 'auto', 'cpu' or 'cuda'.{meant}"
 
 
 @needs_torch
-def test_auto_is_what_torch_sees() -> None:
-    import torch
-
-    assert profile_for("auto").name == ("cuda" if torch.cuda.is_available() else "cpu")
+@pytest.mark.parametrize(("has_gpu", "name"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_what_torch_sees(monkeypatch: pytest.MonkeyPatch, has_gpu: bool, name: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert profile_for("auto").name == name
 
 
 def test_default_flags_are_added_only_where_absent_and_told() -> None:
@@ -66,22 +64,16 @@ def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     monkeypatch.setattr(worker, "has_flash_attn", lambda: installed)
 
 
-def test_cuda_with_flash_attn_is_stock_openrlhf(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_flash_attn(monkeypatch, True)
-    profile = profile_for("cuda")
-    perturbed = run_of(perturbation={"name": "neighbor"})
-    assert conditions_for(profile, run_of()) == () and profile.env == {} == profile.default_flags
-    assert conditions_for(profile, perturbed) == ("perturbation",)
-
-
 @pytest.mark.parametrize("installed", [True, False])
-def test_conditions_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+def test_conditions_with_and_without_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    """CUDA with flash-attn is unchanged OpenRLHF; on a CPU flash-attn is of no use."""
     set_flash_attn(monkeypatch, installed)
-    perturbed = run_of(perturbation={"name": "neighbor"})
-    assert conditions_for(CPU, perturbed) == ("cpu", "without_flash_attn", "perturbation"), "of no use on a CPU"
+    profile, perturbed = profile_for("cuda"), run_of(perturbation={"name": "neighbor"})
+    without = () if installed else ("without_flash_attn",)
+    assert conditions_for(profile, run_of()) == without and profile.env == {} == profile.default_flags
+    assert conditions_for(profile, perturbed) == (*without, "perturbation")
+    assert conditions_for(CPU, perturbed) == ("cpu", "without_flash_attn", "perturbation")
     assert conditions_for(CPU, run_of(reproducible=True)) == ("cpu", "without_flash_attn", "reproducible")
-    if not installed:
-        assert conditions_for(profile_for("cuda"), run_of()) == ("without_flash_attn",)
 
 
 @pytest.mark.parametrize(
@@ -127,27 +119,27 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return done
 
 
-def test_cuda_without_flash_attn_trains_with_sdpa_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object]
+@pytest.mark.parametrize(
+    ("installed", "given", "added"),
+    [
+        (False, ("--train.seed", "1"), ("--ds.attn_implementation", "sdpa")),
+        (False, ("--ds.attn_implementation", "eager"), ()),
+        (True, ("--ds.packing_samples",), ()),
+    ],
+)
+def test_what_cuda_starts_with_and_without_flash_attn(
+    monkeypatch: pytest.MonkeyPatch,
+    launched: dict[str, object],
+    installed: bool,
+    given: tuple[str, ...],
+    added: tuple[str, ...],
 ) -> None:
-    set_flash_attn(monkeypatch, False)
-    start(run_of(openrlhf=("--train.seed", "1", *PLACED), hardware="cuda"))
-    held = ("without_flash_attn",)
-    words = ["--ds.attn_implementation", "sdpa", "--train.seed", "1", *PLACED]
-    assert launched == dict(ray=held, patches=held, words=words), "the patch is in this process and in the workers"
-    start(run_of(openrlhf=("--ds.attn_implementation", "eager", *PLACED), hardware="cuda"))
-    assert launched["words"] == ["--ds.attn_implementation", "eager", *PLACED]
+    set_flash_attn(monkeypatch, installed)
+    start(run_of(openrlhf=(*given, *PLACED), hardware="cuda"))
+    held = {} if installed else dict.fromkeys(("ray", "patches"), ("without_flash_attn",))
+    assert launched == {**held, "words": [*added, *given, *PLACED]}, "the patch is in this process and in the workers"
 
 
-def test_cuda_with_flash_attn_starts_openrlhf_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, launched: dict[str, object]
-) -> None:
-    set_flash_attn(monkeypatch, True)
-    start(run_of(openrlhf=("--ds.packing_samples", *PLACED), hardware="cuda"))
-    assert launched == dict(words=["--ds.packing_samples", *PLACED])
-
-
-PACKING = [["--ds.packing_samples"], ["--train.dynamic_batch_enable"]]
 RING = ["--ds.ring_attn_size", "2"]
 FLASH = ["--ds.attn_implementation", "flash_attention_2"]
 
@@ -227,7 +219,8 @@ def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> No
 
 def test_harmless_values_pass() -> None:
     attention = ["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]
-    for words in (attention, *PACKING, ["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]):
+    packing = ["--ds.packing_samples", "--train.dynamic_batch_enable"]
+    for words in (attention, packing, ["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]):
         check_pairs(words, run_of(), hardware="cpu")
 
 

@@ -81,22 +81,22 @@ def test_particular_embeddings_and_layers_are_noted() -> None:
     assert "recurrent" in " ".join(found.notes) and "per-layer" in " ".join(found.notes)
 
 
-def test_a_type_on_which_the_replay_was_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(architecture, "_measured", lambda model_type: ("wrong", "the replay is wrong"))
-    refused = architecture.support_from(config("LlamaForCausalLM", "llama")).refused
-    assert refused == ("on a tiny model of this type the replay is wrong (docs/models.md)",)
-
-
-def test_what_the_table_tells_of_a_type_is_told_as_it_stands_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    for verdict, told in (
-        ("right", "the replay is exact"),
-        ("doubtful", "wrong by the rule on largest gaps"),
-        ("unknown", "vLLM 0.29 did not run a tiny model of it on a CPU"),
-    ):
-        monkeypatch.setattr(architecture, "_measured", lambda model_type, found=(verdict, told): found)
-        found = architecture.support_from(config("LlamaForCausalLM", "llama"))
-        assert not found.refused and told in str(found)
-        assert any(told in line for line in found.unknown) == (verdict == "unknown")
+@pytest.mark.parametrize(
+    ("verdict", "told", "place"),
+    [
+        ("right", "the replay is exact", "notes"),
+        ("doubtful", "wrong by the rule on largest gaps", "notes"),
+        ("unknown", "vLLM 0.29 did not run a tiny model of it on a CPU", "unknown"),
+        ("wrong", "on a tiny model of this type the replay is wrong (docs/models.md)", "refused"),
+    ],
+)
+def test_what_the_table_tells_of_a_type(monkeypatch: pytest.MonkeyPatch, verdict: str, told: str, place: str) -> None:
+    sentence = "the replay is wrong" if verdict == "wrong" else told
+    monkeypatch.setattr(architecture, "_measured", lambda model_type: (verdict, sentence))
+    found = architecture.support_from(config("LlamaForCausalLM", "llama"))
+    for name in ("notes", "unknown", "refused"):
+        assert any(told in line for line in getattr(found, name)) == (name == place)
+    assert (told in str(found)) == (verdict != "wrong")
 
 
 def test_of_which_engine_and_trainer_make_different_models() -> None:

@@ -12,7 +12,7 @@ from ngrpo import cli
 from ngrpo.config.verl_lines import hydra
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages import Advantage
-from ngrpo.trainers.verl import advantage_estimators
+from ngrpo.trainers.verl.overrides import register_advantage
 from perturbations.errors import UsageError
 
 pytest.importorskip("openrlhf")
@@ -120,9 +120,9 @@ class Fading(advantages.registry.get("group_norm")):  # type: ignore[misc]
 def test_what_verls_estimators_refuse(name: str, options: dict[str, object], kl_in_reward: bool, said: str) -> None:
     """Before verl is asked for anything: tests/verl has these with verl's own configuration."""
     with pytest.raises(UsageError) as caught:
-        advantage_estimators.register(name, options, kl_in_reward=kl_in_reward)
+        register_advantage(name, options, kl_in_reward=kl_in_reward)
     assert said in str(caught.value)
-    advantage_estimators.register("grpo", {}, kl_in_reward=True)  # verl's own business
+    register_advantage("grpo", {}, kl_in_reward=True)  # verl's own business
 
 
 def test_an_advantage_says_whether_it_changes_over_the_run() -> None:

@@ -19,7 +19,7 @@ VALUES = [
         ("rows.split(size)", "[rows]", "credits: the entropies of a batch in one block"),
     ),
     *of_file(
-        "ngrpo/trainers/verl/advantage_estimators.py",
+        "ngrpo/trainers/verl/overrides.py",
         "test_advantages.py",
         ("token_level_rewards.sum(dim=-1)", "token_level_rewards[:, -1]", "verl: the reward of the last column"),
         ("if bool(response_mask[rows].any())", "if True", "verl: padding is a group"),

@@ -219,7 +219,7 @@ def test_samples_without_their_record_are_refused(folder: Path, group: None) -> 
     batch = batch_of(sequences, records)
     rows = [{KEY: FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack()} for r in moved]
     batch["extra_fields"] = NonTensorStack(*rows)
-    with pytest.raises(RuntimeError, match="3 \\+ 4 tokens of prompt and answer"):
+    with pytest.raises(RuntimeError, match="3 \\+ 4 tokens of prompt and response"):
         engine.infer_batch(batch)
     padding = batch_of(sequences, records)
     padding["uid"] = NonTensorStack("00", "01", "pad12", "03")

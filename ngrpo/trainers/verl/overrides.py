@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A perturbation in verl's configuration: read, checked against what is not replayed, and handed to the engine."""
+"""A perturbation and an advantage in verl's configuration: read, checked, and handed to the engine and to verl."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
 from ngrpo.config.verl_lines import MODE
+from ngrpo.methods import advantages
+from ngrpo.methods.advantages.base import Advantage
 from ngrpo.rollout.settings import DEFERRED_PROBE, KEY
-from ngrpo.trainers.verl import advantage_estimators
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -17,7 +23,7 @@ from perturbations.errors import UsageError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-MANAGER = "ngrpo.trainers.verl.agent_loops.PerturbedAgentLoopManager"
+MANAGER = "ngrpo.trainers.verl.rollout_server.PerturbedAgentLoopManager"
 _ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"
 _GAP_LIMIT = 10.0
 
@@ -48,10 +54,51 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     perturbation = registry.create(**options)
     advantage = OmegaConf.to_container(OmegaConf.create(config.get("advantage") or {}), resolve=True)
     in_reward = bool(config.algorithm.use_kl_in_reward)
-    advantage_estimators.register(str(config.algorithm.adv_estimator), dict(advantage), kl_in_reward=in_reward)
+    register_advantage(str(config.algorithm.adv_estimator), dict(advantage), kl_in_reward=in_reward)
     compatibility.check(compatibility.VERL, Combination(parts={"perturbation": perturbation}, settings=config))
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
         OmegaConf.update(config, _ADDITIONAL, {KEY: perturbation.spec(), DEFERRED_PROBE: True}, force_add=True)
         config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
     return perturbation, float(limit), strict
+
+
+def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: bool) -> None:
+    """Enters an advantage of this project into verl's registry; verl's own estimators are there already.
+
+    Args:
+        name: ``algorithm.adv_estimator``.
+        options: ``advantage.…``.
+        kl_in_reward: ``algorithm.use_kl_in_reward``.
+
+    Raises:
+        UsageError: for bad options, options of an estimator of verl's, an advantage that needs more than the rewards of
+            a group, or rewards that would contain a KL term.
+    """
+    if name not in advantages.available():
+        if options:
+            raise UsageError(f"advantage.{next(iter(options))}: algorithm.adv_estimator={name} has no such options.")
+        return
+    advantage = advantages.create(name, **options)
+    asked = Combination(parts={"advantage": advantage}, arguments={"kl_in_reward": kl_in_reward})
+    compatibility.check(compatibility.VERL_ADVANTAGE, asked)
+    from verl.trainer.ppo.core_algos import register_adv_est
+
+    register_adv_est(name)(estimator(advantage))
+
+
+def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
+    """As verl calls it: token rewards and mask, (B, T) each, and the group of each row; returns (B, T) twice."""
+
+    def compute(
+        token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **_: object
+    ) -> tuple[Tensor, Tensor]:
+        rewards, values = token_level_rewards.sum(dim=-1), torch.zeros(len(index))
+        for group in dict.fromkeys(index):
+            rows = torch.from_numpy(np.flatnonzero(index == group))
+            if bool(response_mask[rows].any()):  # not verl's padding
+                values[rows] = advantage.compute(rewards[rows][None])[0].to(values.dtype)
+        full = values.to(rewards.device).unsqueeze(-1) * response_mask
+        return full, full
+
+    return compute

@@ -13,10 +13,11 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from ngrpo import patches
+from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.mismatch import check_gap, step_metrics
 from ngrpo.trainers.verl import overrides
-from ngrpo.trainers.verl.http_server import PerturbedReplica
-from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, PerturbedWorker, trajectories
+from ngrpo.trainers.verl.replaying_engine import TOKEN_LOG_PROBS, PerturbedWorker, trajectories
+from ngrpo.trainers.verl.rollout_server import PerturbedReplica
 from perturbations.base import Perturbation
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 _REPLAYED, _SHIFT = (f"actor/{KEY}/{name}" for name in ("replayed", "shift_sum"))
 
 
-def perturbed(plain: type) -> type:
+def perturbed(upstream: type) -> type:
     """The trainer, as a subclass of verl's ``PPOTrainerSync``."""
 
-    class PerturbedTrainer(plain):  # type: ignore[misc, valid-type]
+    class PerturbedTrainer(upstream):  # type: ignore[misc, valid-type]
         def __init__(self, config: DictConfig) -> None:
             patches.check(patches.active(["verl"]))
             self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
@@ -75,27 +76,22 @@ _NOT_REPLAYED = (
 
 
 def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]:
-    """The step's measures, of rollout against replay before the update; see docs/metrics.md.
-
-    Args:
-        batch: verl's ``KVBatchMeta``, whose old log-probabilities were computed.
-        perturbation: of the rollouts.
+    """The step's measures of rollout against replay, before the update; see docs/metrics.md.
 
     Raises:
-        RuntimeError: where they were computed without a replay, or a sample came without its record.
+        RuntimeError: where the old log-probabilities were not replayed, or a sample came without its record.
     """
-    fields = ["extra_fields", "uid", "prompts", "responses", "response_mask"]
+    fields = ["extra_fields", "uid", "prompts", "responses", "response_mask", TOKEN_LOG_PROBS]
     try:
-        data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=[*fields, TOKEN_LOG_PROBS])
+        data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=fields)
         replayed = data[TOKEN_LOG_PROBS].unbind()
     except (KeyError, ValueError) as error:
         raise RuntimeError(_NOT_REPLAYED.format("The old log-probabilities")) from error
-    records, log_probs = trajectories(data), []
-    masks = tu.get(data, "response_mask").unbind()
-    for of_sequence, mask in zip(replayed, masks):
+    log_probs = []
+    for of_sequence, mask in zip(replayed, tu.get(data, "response_mask").unbind()):
         # Entry t of a sequence's log-probabilities is of token t + 1.
         of_tokens = np.concatenate([[np.nan], of_sequence.float().numpy()[:-1]])
         trained = np.zeros(len(of_tokens), dtype=bool)
         trained[len(trained) - len(mask) :] = mask.numpy().astype(bool)
         log_probs.append(np.where(trained, of_tokens, np.nan))
-    return step_metrics(records, log_probs, perturbation)
+    return step_metrics(trajectories(data), log_probs, perturbation)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's FSDP engine whose forwards see what the rollout saw, and the worker that it runs in.
 
-Registered in verl's `EngineRegistry` where this module is imported: in the workers of a perturbed run. What says that a
-batch is to be replayed is the batch itself: the trainer puts the perturbation's spec into it.
+The workers of a perturbed run import this module, which registers the engine in verl's `EngineRegistry`. A batch is
+replayed if the trainer put the perturbation's spec into it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import build_attention_mask_from_nested
 
+from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.densities import Densities
 from perturbations import registry
 from perturbations.errors import UsageError, require
@@ -33,12 +34,9 @@ from perturbations.replay.trajectory import FinishedTrajectory
 if TYPE_CHECKING:
     from transformers.modeling_outputs import CausalLMOutput
 
-KEY = "perturbation"
-"""Of a batch: the spec. Of a sample's ``extra_fields``: its record. Of metrics: their prefix."""
 TOKEN_LOG_PROBS = "perturbation_token_log_probs"
-"""What a forward-only pass gives beside the log-probabilities: the tokens' own, which a density takes the place of."""
+"""A further output of forward-only passes: the tokens' own log-probabilities, which a density replaces."""
 Loss = Callable[..., tuple[Tensor, dict[str, object]]]
-_PADDING = "pad"  # verl's name for samples that only fill a batch begins with it, and is else a UUID
 
 
 def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
@@ -47,32 +45,32 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
     Raises:
         RuntimeError: for a sample without one, or whose tokens are not those of the rollout.
     """
-    fields, names = tu.get(batch, "extra_fields"), tu.get(batch, "uid")
-    fields, names = (part if isinstance(part, list) else [part] * len(batch) for part in (fields, names))
+    fields, names = (
+        part if isinstance(part, list) else [part] * len(batch)
+        for part in (tu.get(batch, "extra_fields"), tu.get(batch, "uid"))
+    )
     lengths = [part.offsets().diff().tolist() for part in (batch["prompts"], batch["responses"])]
-    return [_trajectory(str(name), row, *length) for name, row, *length in zip(names, fields, *lengths)]
-
-
-def _trajectory(
-    name: str, fields: dict[str, dict[str, bytes]] | None, prompt: int, answer: int
-) -> FinishedTrajectory | None:
-    if name.startswith(_PADDING):
-        return None
-    packed = (fields or {}).get(KEY)
-    if packed is None:
-        raise RuntimeError(
-            f"sample {name} has no replay record. Each sample of a perturbed run brings its own in extra_fields;"
-            " without it the model would be trained on inputs that the rollout did not see. An agent loop of one's"
-            " own must hand on the extra_fields of what generate() returns."
-        )
-    trajectory = FinishedTrajectory.unpack(packed)
-    start, end = trajectory.record.prompt_tokens, trajectory.record.num_tokens
-    if start != prompt or end < prompt + answer:
-        raise RuntimeError(
-            f"sample {name} has {prompt} + {answer} tokens of prompt and answer, its record has {start} +"
-            f" {end - start}: tokens were added or cut in front between rollout and training."
-        )
-    return trajectory
+    found: list[FinishedTrajectory | None] = []
+    for name, row, prompt, response in zip(names, fields, *lengths):
+        if str(name).startswith("pad"):  # verl's samples that only fill a batch; other names are UUIDs
+            found.append(None)
+            continue
+        packed = (row or {}).get(KEY)
+        if packed is None:
+            raise RuntimeError(
+                f"sample {name} has no replay record. Each sample of a perturbed run brings its own in extra_fields;"
+                " without it the model would be trained on inputs that the rollout did not see. A custom agent loop"
+                " must pass on the extra_fields of what generate() returns."
+            )
+        trajectory = FinishedTrajectory.unpack(packed)
+        start, end = trajectory.record.prompt_tokens, trajectory.record.num_tokens
+        if start != prompt or end < prompt + response:
+            raise RuntimeError(
+                f"sample {name} has {prompt} + {response} tokens of prompt and response, its record has {start} +"
+                f" {end - start}: tokens were added or cut in front between rollout and training."
+            )
+        found.append(trajectory)
+    return found
 
 
 class ReplayingEngine(FSDPEngineWithLMHead):
@@ -83,11 +81,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Loss | None, forward_only: bool
     ) -> tuple[Tensor, dict[str, dict]]:
-        """As verl's. Without a loss the tokens' own log-probabilities are added to the output, with one measures.
-
-        Raises:
-            RuntimeError: where nothing was replayed.
-        """
+        """As verl's. The output also has the tokens' own log-probabilities without a loss, and measures with one."""
         spec = tu.get_non_tensor_data(micro_batch, key=KEY, default=None)
         if spec is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
@@ -98,13 +92,12 @@ class ReplayingEngine(FSDPEngineWithLMHead):
         scope = ReplayScope(
             self.module.get_input_embeddings(), perturbation=perturbation, device=torch.device(get_device_id())
         )
-        # Records of answers that were cut to verl's response length end where the sample does: the mask cuts them.
+        # The mask cuts the record of a response that was cut to verl's response length.
         mask = build_attention_mask_from_nested(micro_batch["input_ids"])
         with scope(records, mask) as stats:
             if perturbation.has_density:
-                temperature = micro_batch["temperature"]
-                advantages = None if forward_only else _by_position(micro_batch)
-                self._densities = Densities(scope, float(temperature), advantages)
+                advantages = None if forward_only else _advantages(micro_batch)
+                self._densities = Densities(scope, float(micro_batch["temperature"]), advantages)
             try:
                 loss, output = super().forward_step(micro_batch, self._scored(loss_function), forward_only)
                 if self._densities is not None and self._densities.left:
@@ -120,7 +113,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: CausalLMOutput, output_args: object, micro_batch: TensorDict, **kwargs: object
     ) -> dict[str, Tensor]:
-        """As verl's, with the densities of the forward at hand in place of the tokens' log-probabilities."""
+        """As verl's, with the forward's densities in place of the tokens' log-probabilities."""
         result = super().prepare_model_outputs(output, output_args, micro_batch, **kwargs)
         if tu.get_non_tensor_data(micro_batch, key=KEY, default=None) is None:
             return result
@@ -131,32 +124,25 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             sharded = isinstance(self.module, FSDPModule)
             if sharded:
                 self.module.unshard()
-            result["log_probs"] = self._with_densities(
-                own, require(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
-            )
+            logits, temperature = require(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
+            # A copy: verl's cross entropy may write its gradient over the logits that it was given.
+            logits = logits / temperature if temperature != 1.0 else logits.clone()
+            values, offsets = own.values(), own.offsets()
+            packed = logits.shape[:2] == (1, len(values))
+            inside = torch.ones_like(values[None], dtype=torch.bool) if packed else _inside(offsets)
+            rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
+            labels = torch.zeros_like(rows, dtype=torch.int64)  # the token's log-probability is known
+            densities = self._densities.override(logits, labels, rows)[inside]
+            result["log_probs"] = torch.nested.nested_tensor_from_jagged(densities, offsets)
             if sharded and not torch.is_grad_enabled():
                 self.module.reshard()
         return result
 
-    def _with_densities(self, own: NestedTensor, logits: Tensor, temperature: float) -> Tensor:
-        """Nested log-probabilities with the density at perturbed positions; logits (1, total, V) or (B, T, V)."""
-        # A copy: verl's cross entropy may write its gradient over the logits that it was given.
-        logits = logits / temperature if temperature != 1.0 else logits.clone()
-        values, offsets = own.values(), own.offsets()
-        if logits.shape[:2] == (1, len(values)):
-            inside = torch.ones_like(values[None], dtype=torch.bool)
-        else:
-            inside = _inside(offsets)
-        rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
-        labels = torch.zeros_like(rows, dtype=torch.int64)  # the token's log-probability is known
-        replaced = require(self._densities, "the densities of the forward").override(logits, labels, rows)[inside]
-        return torch.nested.nested_tensor_from_jagged(replaced, offsets)
-
     def _scored(self, loss_function: Loss | None) -> Loss | None:
-        """The loss, which is given what of a density enters the policy loss alone."""
-        if loss_function is None or self._densities is None:
-            return loss_function
+        """The loss, with the part of a density that only counts in the policy loss."""
         densities = self._densities
+        if loss_function is None or densities is None:
+            return loss_function
 
         def loss(
             model_output: dict[str, NestedTensor], data: TensorDict, dp_group: object = None
@@ -181,18 +167,17 @@ def _inside(offsets: Tensor) -> Tensor:
     return torch.arange(int(lengths.max()), device=offsets.device) < lengths.unsqueeze(1)
 
 
-def _by_position(micro_batch: TensorDict) -> Tensor:
-    """Advantages at the position of their token, (B, T), 0 at the prompts'."""
+def _advantages(micro_batch: TensorDict) -> Tensor:
+    """Advantages at the position of their token, (B, T), 0 in the prompt."""
     offsets, rows = micro_batch["input_ids"].offsets(), micro_batch["advantages"].unbind()
-    inside = _inside(offsets)
-    full = torch.zeros(inside.shape)
+    full = torch.zeros(_inside(offsets).shape)
     for row, (end, values) in enumerate(zip(offsets.diff().tolist(), rows)):
         full[row, end - len(values) : end] = values.float().cpu()
     return full
 
 
 class ReplayingCPUEngine(ReplayingEngine):
-    """The same without an accelerator. verl 0.9.1 registers its engine for CUDA and NPU only."""
+    """The engine without an accelerator. verl 0.9.1 registers its own for CUDA and NPU only."""
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
         # A reference model is offloaded by verl: from the CPU to the CPU, through pinned memory, which needs a GPU.
@@ -209,7 +194,7 @@ EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(ReplayingCPU
 
 
 class ReplayingTrainingWorker(TrainingWorker):
-    """verl's worker of one model; without an accelerator its process group is gloo's alone."""
+    """verl's worker of one model; without an accelerator its process group is gloo's."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         if get_device_name() == "cpu" and not torch.distributed.is_initialized():

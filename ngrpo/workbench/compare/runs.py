@@ -102,7 +102,7 @@ def identity(plan: Plan, run: Run) -> str:
         named += [value for value in options if isinstance(value, str) and not re.fullmatch(r"[\w-]*", value)]
     files = contents(named)
     models = [flag.values[0] for flag in flags if flag.name.endswith(parse.MODEL_FLAG) and flag.values]
-    for name in {name for value in models for name in value.split(",")} - packaged.PACKAGED.keys():
+    for name in {name for value in models for name in value.split(",")} - set(packaged.PACKAGED):
         weights = packaged.fingerprint(name)
         if weights is not None:
             files[name] = weights

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's agent loops and vLLM server: a request names its trajectory, and its response comes with the replay record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from omegaconf import OmegaConf
+from torch import Tensor
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from ngrpo.rollout import settings
+from ngrpo.rollout.async_scheduling import cut_to_answer
+from ngrpo.rollout.records import confirm
+from ngrpo.rollout.settings import KEY
+from ngrpo.trainers.common.engine_records import PickUps
+from ngrpo.trainers.common.weights_file import repack_tied_heads
+from perturbations import registry, seeds
+from perturbations.errors import UsageError
+from perturbations.replay.trajectory import FinishedTrajectory
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from omegaconf import DictConfig
+
+_SINGLE_TURN = "single_turn_agent"
+
+
+def request_arguments(
+    config: DictConfig, trajectory: Mapping[str, object], agent_name: str, session: int
+) -> dict[str, object]:
+    """What a request tells the engine: the seed follows from step, sample and the trajectory's number in the group.
+
+    Raises:
+        UsageError: for an agent loop other than verl's of a single turn.
+    """
+    if agent_name != _SINGLE_TURN:
+        raise UsageError(f"agent_name={agent_name!r}: records cover one turn, so only {_SINGLE_TURN} is supported.")
+    spec = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config[KEY])
+    validates = bool(trajectory["validate"])
+    return {
+        "enabled": bool(registry.create(**spec).perturb_eval or not validates),
+        "seed": seeds.trajectory_seed(str(trajectory["step"]), str(trajectory["sample_index"]), str(validates)),
+        "sample": session,
+    }
+
+
+def perturbed_worker(upstream: type) -> type:
+    """`AgentLoopWorkerTQ` with these arguments.
+
+    Its class has no importable name, as verl's own behind ``@ray.remote``: so Ray pickles both by value.
+    """
+
+    class PerturbedAgentLoopWorker(upstream):  # type: ignore[misc]
+        async def _run_agent_loop(
+            self,
+            sampling_params: dict[str, object],
+            trajectory: dict[str, object],
+            *,
+            agent_name: str,
+            **rest: object,
+        ) -> object:
+            arguments = request_arguments(self.config, trajectory, agent_name, int(str(rest.get("session_id", 0))))
+            params = {**sampling_params, "extra_args": {KEY: arguments}}  # verl gives all of a group one dictionary
+            return await upstream._run_agent_loop(self, params, trajectory, agent_name=agent_name, **rest)
+
+    return PerturbedAgentLoopWorker
+
+
+class PerturbedAgentLoopManager(AgentLoopManagerTQ):
+    """verl's manager, which starts our workers."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        upstream = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
+        self.agent_loop_workers_class = ray.remote(perturbed_worker(upstream))
+
+
+class PerturbedHttpServer(vLLMHttpServer):
+    """A server whose engine arguments may name a perturbation; without one it is verl's own."""
+
+    _pick_ups: PickUps | None = None
+
+    async def run_server(self, args: Namespace) -> None:
+        """Starts the engine; every worker confirms the perturbation and checks its overrides before the first request.
+
+        Raises:
+            RuntimeError: where a worker runs unperturbed.
+        """
+        await super().run_server(args)
+        spec = (args.additional_config or {}).get(KEY)
+        if spec is None:
+            return
+        await confirm(self.engine, settings.fingerprint(registry.create(**spec), None))
+        await self.engine.collective_rpc("perturbation_probe")
+        self._pick_ups = PickUps(self.engine)
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: object, **kwargs: object
+    ) -> TokenOutput:
+        """As verl's; ``extra_fields`` of a perturbed response has the record.
+
+        Raises:
+            RuntimeError: for an aborted response: its last input token is unknown.
+        """
+        if self._pick_ups is None:
+            return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
+        extra_args = sampling_params.get("extra_args") or {}
+        own = dict(extra_args.get(KEY) or {})
+        # Rows of a dataset need not be numbered, so the prompt itself is in the seed.
+        own["seed"] = seeds.of_row_and_prompt(prompt_ids, own.get("seed", 0))
+        params = {**sampling_params, "extra_args": {**extra_args, KEY: own}}
+        output = await super().generate(prompt_ids, params, request_id, *args, **kwargs)
+        if output.stop_reason == "aborted":
+            await self.engine.collective_rpc("perturbation_drop", args=([request_id],))
+            raise RuntimeError(f"request {request_id} was aborted: a part of a perturbed response is not trained on.")
+        trajectory = FinishedTrajectory.unpack(await self._pick_ups.take(request_id))
+        if own.get("enabled", True):
+            trajectory = cut_to_answer(trajectory, len(output.token_ids))
+            of_tokens = np.full(trajectory.record.num_tokens, np.nan, dtype=np.float32)
+            of_tokens[trajectory.record.prompt_tokens :] = trajectory.log_probs
+            output.extra_fields[KEY] = dataclasses.replace(trajectory, log_probs=of_tokens).pack()
+        return output
+
+    def _get_worker_extension_cls(self) -> str:
+        return f"{__name__}.{PerturbedWorkerExtension.__name__}"
+
+
+class PerturbedReplica(vLLMReplica):
+    """verl's replica, which starts our server."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self.server_class = ray.remote(PerturbedHttpServer)
+
+
+class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
+    """verl's extension of vLLM's workers, which refreshes the perturbation after a weight sync."""
+
+    def update_weights_from_ipc(self, *args: object, **kwargs: object) -> None:
+        if self.device.type != "cpu":
+            super().update_weights_from_ipc(*args, **kwargs)
+            attached = getattr(self, "perturbation", None)
+            if attached is not None:
+                attached.weights_changed()
+            return
+        # vLLM 0.29 repacks linear weights after loading on a CPU. Only `reload_weights`, which refreshes the
+        # perturbation itself, does so again.
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
+
+        received: list[tuple[str, Tensor]] = []
+
+        def keep(weights: list[tuple[str, Tensor]], is_last: bool) -> None:
+            received.extend((name, tensor.clone()) for name, tensor in weights)  # the bucket is used again
+
+        BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm=True).receive_weights(keep)
+        self.model_runner.reload_weights(weights_iterator=iter(received))
+        repack_tied_heads(self.model_runner.get_model())
