@@ -143,7 +143,9 @@ def allowed(field: dataclasses.Field) -> str:
     return "" if high is None else f"at most {high}"
 
 
-def coerce(owner: type, field: dataclasses.Field, value: object, what: str = "perturbation") -> object:
+def coerce(
+    owner: type, field: dataclasses.Field, value: object, what: str = "perturbation", *, label: str | None = None
+) -> object:
     """Brings a value of the command line or a YAML file to its field's type and checks its range.
 
     Args:
@@ -151,6 +153,7 @@ def coerce(owner: type, field: dataclasses.Field, value: object, what: str = "pe
         field: one of its fields.
         value: a string from the command line, or a YAML scalar.
         what: the word for the owner in messages.
+        label: what messages begin with, in place of the owner and the option.
 
     Returns:
         The value in the field's type.
@@ -158,7 +161,7 @@ def coerce(owner: type, field: dataclasses.Field, value: object, what: str = "pe
     Raises:
         UsageError: with the value, what is allowed and how to fix it.
     """
-    label = f"{what} option {field.name}={value!r}"
+    label = label or f"{what} option {field.name}={value!r}"
     if field.metadata.get("registry") is not None:
         return _made(field.metadata["registry"], label, field.name, value)
     accepted = kinds(owner, field.name)

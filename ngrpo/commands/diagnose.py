@@ -41,21 +41,7 @@ _DEFAULT = "none,neighbor,gaussian,gumbel"
 
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
-    """Diagnoses.
-
-    Args:
-        argv: everything after ``ngrpo diagnose``.
-        report: called with each line for the user that is not the result.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        UsageError: for bad input, before any model loads.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(_parser().format_help(), end="")
-        return 0
+    """Diagnoses."""
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ngrpo.config.preflight import check_model
@@ -140,7 +126,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
     from ngrpo.machine.hardware import profile_for
     from ngrpo.workbench.diagnose.sample import GroupSampling
 
-    args = _parser().read(argv)
+    args = parser().read(argv)
     if args.tokens and not args.embedding_map:
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
     args.dtype = args.dtype or profile_for(args.hardware).engine_options.get("dtype", "auto")
@@ -152,14 +138,15 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
     return args, sampling, without_repeats(strategies, args.at_step, args.of_steps)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
+def parser() -> CommandParser:
+    """The command's flags and its help."""
+    made = CommandParser(
         "diagnose",
         "Before any training: how different the answers of a group are under each strategy, and how valid.",
         _EXAMPLES,
     )
-    parser.add_problems()
-    add = parser.add_argument
+    made.add_problems()
+    add = made.add_argument
     add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")
     add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
         help="one strategy per value, for each of --perturbations that has the option; may be repeated",
@@ -180,4 +167,4 @@ def _parser() -> CommandParser:
     add("--hardware", default="auto", help="auto, cpu or cuda [auto]")
     add("--dtype", help="of the model, as vLLM takes it [float32 on a CPU, else auto]")
     add("--out", metavar="DIR", help="the folder [runs/<time>-diagnose]; again: goes on there")
-    return parser
+    return made

@@ -68,21 +68,7 @@ class Finding:
 
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Prints the findings as they come, and a block for a bug report.
-
-    Args:
-        argv: everything after ``ngrpo doctor``.
-        report: called with a line for the user beside the result.
-
-    Returns:
-        0 where all is well, else 1.
-
-    Raises:
-        UsageError: for words that are not its own.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(__doc__, end="")
-        return 0
+    """Prints the findings as they come, and a block for a bug report."""
     parser = CommandParser("doctor", "", "")
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")

@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ngrpo.config import parse, rules, run_notes
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import text_table
 from ngrpo.machine.hardware import memory_estimate, profile_of_run
 from ngrpo.machine.hardware.memory_estimate import Part
 from ngrpo.machine.models import model_size
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import machine, openrlhf_parser, placement
 from ngrpo.machine.upstream.machine import GIB, Machine
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.placement import Args
 from perturbations.errors import UsageError
 
@@ -23,6 +27,34 @@ Check = tuple[str, Callable[[], str | None]]
 """What is told of a check, and the check: it raises where something is wrong, and returns why it could not look."""
 _WIDTH = 78
 _WRONG = "WRONG"  # in a line about what cannot work
+
+
+def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
+    """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, kept or asked of the network.
+
+    Args:
+        run: what is asked for.
+        shape: the GPUs that it is for (`ngrpo.machine.upstream.machine.planned`), or ``true`` for what is at hand.
+        checks_only: leave out all but the checks.
+
+    Returns:
+        0, or 1 where a check fails or the memory does not suffice.
+
+    Raises:
+        UsageError: for flags that make no run.
+    """
+    planned = machine.planned(shape, parse.DRY_RUN)
+    if run.hardware == "auto" and shape.lower() != "true":
+        run = replace(run, hardware="cuda")
+    run = replace(run, run_dir=run.run_dir or "runs/dry", machine=planned)
+    flags = rules.resolve_flags(run)
+    rules.check_parsed(flags)
+    for note in (*run.notes, *run_notes.notes(flags, run), *rules.notes(flags, run)):
+        print(f"warning: {note}")
+    if not checks_only:
+        print(f"added to OpenRLHF's flags: {shlex.join(rules.preview(Flags((), flags.added), run))}\n")
+    checks = rules.outcomes(flags, run)
+    return run_checks(checks) if checks_only else show(rules.preview(flags, run), run, planned, checks)
 
 
 def show(argv: Sequence[str], run: RunConfig, machine: Machine, checks: Sequence[Check]) -> int:

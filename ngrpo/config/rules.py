@@ -11,18 +11,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ngrpo.config import (
-    batch_check,
-    checkpoint_check,
-    correction_check,
-    entry_check,
-    parse,
-    preflight,
-    presets,
-    second_round_check,
-)
-from ngrpo.config.dataset_check import is_checked
-from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config import batch_check, compatibility, parse, preflight, presets
+from ngrpo.config.compatibility import HARDWARE, TRAINING
+from ngrpo.config.dataset_check import check_files, is_checked
+from ngrpo.config.features import ESTIMATOR, Combination
+from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import attention, placing, profile_of_run
 from ngrpo.machine.models import model_support, packaged
@@ -61,16 +54,18 @@ class Rule:
     about: Callable[[Flags, RunConfig], str] | None = None
 
 
-def _attention(flags: Flags, run: RunConfig) -> None:
+def _hardware(flags: Flags, run: RunConfig) -> str | None:
+    """The profile's own check, and what does not go with it or without flash-attn."""
     profile = profile_of_run(run.hardware)
-    if attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
-        attention.check(flags, profile.name)
+    asked = Combination(run=run, flags=flags, hardware=profile.name, missing=attention.missing())
+    compatibility.check(HARDWARE, asked)
+    return profile.check(flags)
 
 
 def check_parsed(flags: Flags) -> None:
     """Raises ``UsageError`` for complete flags that OpenRLHF's parser would refuse or fail over."""
     # OpenRLHF takes its critic from the reward model, and fails without words where there is no reward at all.
-    if entry_check.estimator(flags) == "gae" and not flags.value("--critic.model_name_or_path"):
+    if openrlhf_parser.value_of(flags, ESTIMATOR) == "gae" and not flags.value("--critic.model_name_or_path"):
         reward_files.check_any(flags.argv)
     openrlhf_parser.check(flags.argv)
 
@@ -108,7 +103,7 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
     """The dataset and where rewards come from, and why not all rows were looked at."""
     if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
         _prepared(run.task)  # it could not be
-    preflight.check_files(flags)
+    check_files(flags)
     reward_files.check_rewards(flags.argv)
     for name in ("--data.prompt_dataset", "--eval.dataset"):
         value = flags.value(name)
@@ -146,22 +141,8 @@ RULES = (
     ),
     Rule("given", preflight.check_model_named),
     Rule("given", preflight.check_numbers),
-    Rule("given", preflight.check_average),
-    Rule("given", entry_check.check_frozen),
-    Rule("given", preflight.check_replay),
-    Rule("complete", preflight.check_density),
-    Rule("complete", preflight.check_credit),
-    Rule("complete", entry_check.check_kl),
-    Rule("complete", preflight.check_policy_noise),
-    Rule("complete", preflight.check_sampling_schedule),
-    Rule("complete", correction_check.check_warmup),
-    Rule("complete", second_round_check.check_second_round),
-    Rule(
-        "start",
-        lambda flags, run: profile_of_run(run.hardware).check(flags),
-        lambda flags, run: f"hardware {profile_of_run(run.hardware).name} can do it",
-    ),
-    Rule("start", _attention, lambda *_: "attention and packing"),
+    Rule("complete", lambda flags, run: compatibility.check(TRAINING, Combination(run=run, flags=flags))),
+    Rule("start", _hardware, lambda flags, run: f"hardware {profile_of_run(run.hardware).name} can do it"),
     Rule(
         "start",
         lambda flags, run: check_parsed(flags),
@@ -177,8 +158,8 @@ RULES = (
     ),
     Rule(
         "start",
-        checkpoint_check.check_loaded,
-        lambda flags, _: checkpoint_check.first_step(flags) or "starts at step 0",
+        preflight.check_loaded,
+        lambda flags, _: preflight.first_step(flags) or "starts at step 0",
     ),
     Rule("start", _output, lambda flags, run: f"{run.run_dir} can be written"),
     Rule("data", _data, lambda *_: "dataset and reward"),
@@ -220,7 +201,7 @@ def completed(run: RunConfig) -> Flags:
     flags = parse.replace_model_names(flags, packaged.check_name)
     flags = flags.with_defaults(packaged.training_flags(flags.value("--actor.model_name_or_path")))
     flags = flags.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
-    for kind in beside_perturbation():
+    for kind in run_level_kinds():
         part = run.part(kind.name)
         if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
             flags = flags.with_defaults(part.flags(flags))
@@ -253,7 +234,7 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     return told
 
 
-def unstarted(run: RunConfig) -> Flags:
+def resolve_flags(run: RunConfig) -> Flags:
     """All flags of a run that is not started; the files of its task are elsewhere.
 
     Raises:
@@ -268,8 +249,8 @@ def unstarted(run: RunConfig) -> Flags:
 
 
 def checked(run: RunConfig) -> Flags:
-    """:func:`unstarted`, after all that can be looked at before a start; ``UsageError`` for the first broken rule."""
-    flags = unstarted(run)
+    """:func:`resolve_flags`, after all checks before a start; ``UsageError`` for the first broken rule."""
+    flags = resolve_flags(run)
     for stage in ("start", "data", "model"):
         check(stage, flags, run)
     return flags
@@ -283,7 +264,7 @@ def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
 
 
 def preview(flags: Flags, run: RunConfig) -> list[str]:
-    """The words of :func:`unstarted` with a task's files where a start would have them."""
+    """The words of :func:`resolve_flags` with a task's files where a start would have them."""
     folder = None
     if run.task is not None:
         with suppress(UsageError):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config import parse, presets, run, sampling
+from ngrpo.config import parse, presets, rules, run, sampling
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import PROFILE as CPU
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.advantages import create
 from ngrpo.trainers.openrlhf import install, launch
 from ngrpo.trainers.openrlhf.seams import active
+from perturbations.errors import UsageError
 from tests.fast.run import run_of
 
 
@@ -101,8 +102,9 @@ class TestAddedFlags:
         ],
     )
     def test_what_does_not_go_together(self, line: str, parts: list[str]) -> None:
-        with pytest.raises(ValueError) as caught:
-            self.added(line)
+        asked = parse.run_config(["--model", "m", *line.split()])
+        with pytest.raises(UsageError) as caught:
+            rules.completed(asked)
         for part in parts:
             assert part in str(caught.value)
 

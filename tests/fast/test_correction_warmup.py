@@ -124,7 +124,7 @@ def test_a_schedule_s_own_weights_can_grow() -> None:
         ([], "cannot be used with --algo.advantage.is_correction_level off"),
         (WEIGHTS[:2], "cannot be used with --algo.advantage.is_correction_mode mask"),
         ([*WEIGHTS, "--actor.policy_loss_type", "gspo"], "cannot be used with --actor.policy_loss_type gspo"),
-        ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "2", "5"], "Give --algo.advantage.is_correction_thr"),
+        ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "2", "5"], "give --algo.advantage.is_correction_thr"),
         ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "0.5"], "threshold 0 0.5: its weights begin at 1"),
         ([*WEIGHTS, "--second_round", "lope"], "cannot be used with --second_round lope"),
     ],

@@ -223,9 +223,9 @@ WORDS += ["--credit", "simko"]
     [
         (
             ["--perturbation", "latent", "--perturbation.density", "latent", "--algo.kl.init_coef", "0"],
-            "density of --perturbation latent: no token is drawn",
+            "--credit simko cannot be used with the density of --perturbation latent: no token is drawn",
         ),
-        (["--ds.ring_attn_size", "2"], "cannot be used with --ds.ring_attn_size 2"),
+        (["--ds.ring_attn_size", "2"], "--ds.ring_attn_size 2 cannot be used with --credit simko"),
         (["--credit.alpha", "1.5"], r"alpha='1.5': must be"),
     ],
 )

@@ -12,6 +12,7 @@ from ngrpo.config import parse, preflight
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.first_evaluation import evaluating_first
 from perturbations.errors import UsageError
+from tests.fast.run import check_pairs
 
 
 class Trainer:
@@ -55,5 +56,6 @@ def test_what_it_needs(words: list[str], said: str) -> None:
     settings = parse.run_config(["--eval.at_start"])
     with pytest.raises(UsageError, match=said):
         preflight.check_eval_at_start(Flags(words), settings)
+        check_pairs(words, settings)
     preflight.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), settings)
     preflight.check_eval_at_start(Flags(words), parse.run_config([]))

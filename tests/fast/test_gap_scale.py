@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config import preflight
+from ngrpo.config.run_notes import gap_notes
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.openrlhf import metrics, unperturbed
 from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
@@ -176,7 +176,7 @@ def test_rollouts_at_other_temperatures_are_not_judged(
 
 def test_a_start_says_that_the_gap_is_not_judged() -> None:
     ladder, neighbor = sampling_schedules.create("ladder").spec(), create("neighbor").spec()
-    assert preflight.gap_notes(run_of(sampling_schedule=ladder)) == []
-    assert preflight.gap_notes(run_of(perturbation=neighbor)) == []
-    (note,) = preflight.gap_notes(run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
+    assert [*gap_notes(run_of(sampling_schedule=ladder))] == []
+    assert [*gap_notes(run_of(perturbation=neighbor))] == []
+    (note,) = gap_notes(run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
     assert note.endswith("their gap is logged and not judged, and --perturbation.strict does nothing.")

@@ -25,7 +25,7 @@ from ngrpo.trainers.openrlhf import install, launch, nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
 from perturbations.errors import UsageError
-from tests.fast.run import run_of
+from tests.fast.run import check_pairs, run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = profile_for("cpu")
@@ -111,7 +111,6 @@ def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
     flags = rules.of_hardware(Flags(run.openrlhf), run)
     next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
-    rules._attention(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 
@@ -157,20 +156,21 @@ def test_cuda_without_flash_attn_refuses_what_needs_it(
 ) -> None:
     set_flash_attn(monkeypatch, False)
     monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    expected = (
-        f"^{' '.join(flags)} cannot be used here: .*flash-attn, and that is not installed.* Fix: .*docs/install.md"
-    )
+    expected = f"^{' '.join(flags)} cannot be used with an environment without flash-attn: .* Fix: .*docs/install.md"
     with pytest.raises(UsageError, match=expected):
         start(run_of(openrlhf=tuple(flags), hardware="cuda"))
     assert launched == {}
 
 
 def test_kernels_from_the_hub_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention.check(Flags(["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]), "cuda")
-    monkeypatch.setattr(attention, "find_spec", lambda name: name == "kernels" or None)
-    attention.check(Flags(FLASH), "cuda")
+    for missing in (["flash-attn"], ["flash-attn", "kernels"]):
+        hub = ["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]
+        check_pairs(hub, run_of(), hardware="cuda", missing=missing)
+    check_pairs(FLASH, run_of(), hardware="cuda", missing=["flash-attn"])
     with pytest.raises(UsageError, match="needs CUDA"):
-        attention.check(Flags(FLASH), "cpu")
+        check_pairs(FLASH, run_of(), hardware="cpu")
+    monkeypatch.setattr(attention, "find_spec", lambda name: SimpleNamespace(origin="") if name == "kernels" else None)
+    assert attention.missing() == ["flash-attn"]
 
 
 @pytest.mark.parametrize("driver", [True, False])
@@ -224,10 +224,9 @@ def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> No
 
 
 def test_harmless_values_pass() -> None:
-    attention.check(Flags(["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]), "cpu")
-    for packs in PACKING:
-        attention.check(Flags(packs), "cpu")
-    CPU.check(Flags(["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]))
+    attention = ["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]
+    for words in (attention, *PACKING, ["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]):
+        check_pairs(words, run_of(), hardware="cpu")
 
 
 @pytest.mark.parametrize("given", ["sdpa", "eager", None])
@@ -269,10 +268,10 @@ def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
 def test_float32_is_the_default_of_a_cpu_and_refused_elsewhere() -> None:
     flags = Flags([]).with_defaults(CPU.default_flags)
     assert openrlhf_parser.resolved(["--reward.remote_url", "reward.py", *flags.argv])["ds.param_dtype"] == "fp32"
-    with pytest.raises(UsageError, match=r"fp32 cannot be used with --hardware cuda: .*Use bf16, or leave it out"):
-        profile_for("cuda").check(Flags(["--ds.param_dtype", "fp32"]))
-    with pytest.raises(UsageError, match=r"--ds\.tensor_parallel_size 2 needs --ds\.param_dtype bf16"):
-        CPU.check(Flags(["--ds.tensor_parallel_size", "2"]).with_defaults(CPU.default_flags))
+    with pytest.raises(UsageError, match=r"fp32 cannot be used with --hardware cuda: .*use bf16, or leave it out"):
+        check_pairs(["--ds.param_dtype", "fp32"], run_of(), hardware="cuda")
+    with pytest.raises(UsageError, match=r"--ds\.tensor_parallel_size 2 .*add --ds\.param_dtype bf16"):
+        check_pairs(["--ds.tensor_parallel_size", "2", *flags.argv], run_of(), hardware="cpu")
     CPU.check(Flags(["--ds.tensor_parallel_size", "2", "--ds.param_dtype", "bf16"]))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config.kinds import KINDS, Kind, beside_perturbation, of_registry
+from ngrpo.config.kinds import KINDS, Kind, of_registry, run_level_kinds
 from perturbations.registry import Registry
 from tests.conftest import ROOT
 
@@ -27,7 +27,7 @@ def test_every_registry_has_its_row() -> None:
 def test_what_a_row_names_is_there(kind: Kind) -> None:
     assert (ROOT / kind.page).is_file()
     assert "${Class}" in kind.template() and "${Class}" in kind.template("test_")
-    assert (kind in beside_perturbation()) == (not kind.flag.startswith("--perturbation"))
+    assert (kind in run_level_kinds()) == (not kind.flag.startswith("--perturbation"))
 
 
 def test_a_further_kind_is_a_row_and_a_folder(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ class TestRows:
         words = f"--data.prompt_dataset {file} --reward.remote_url http://r {more}"
         base = BASE.replace("--task arithmetic ", "")
         run = parse.run_config(f"{base}{SIZES}{MODEL} --data.label_key label {words}".split())
-        return rules.unstarted(dataclasses.replace(run, machine=machine.planned("8x80", "-"), run_dir="runs/x"))
+        return rules.resolve_flags(dataclasses.replace(run, machine=machine.planned("8x80", "-"), run_dir="runs/x"))
 
     def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo.config import parse, preflight, rules
+from ngrpo.config import parse, rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
 from ngrpo.trainers.openrlhf import policy_noise, weight_sync
@@ -21,7 +21,7 @@ from ngrpo.trainers.openrlhf.seams import active
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
-from tests.fast.run import run_of, run_with
+from tests.fast.run import check_pairs, run_of, run_with
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -296,17 +296,18 @@ def test_the_command_line() -> None:
     [
         (["--train.async_enable"], "--train.async_enable cannot be used with --policy_noise psn: an evaluation"),
         (["--ds.zero_stage", "3"], "--ds.zero_stage 3 cannot be used with --policy_noise psn: under ZeRO-3"),
-        (["--algo.advantage.is_correction_level", "token"], "which the density of --perturbation gumbel takes"),
+        (
+            ["--algo.advantage.is_correction_level", "token"],
+            "level token cannot be used with the density of --perturbation gumbel",
+        ),
     ],
 )
 def test_what_it_cannot_go_with(words: list[str], message: str) -> None:
     spec, density = policy_noises.create("psn").spec(), create("gumbel", density="gumbel").spec()
     settings = run_of(policy_noise=spec, perturbation=density)
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        preflight.check_policy_noise(Flags(words), settings)
-    preflight.check_policy_noise(
-        Flags(["--ds.zero_stage", "2", "--algo.advantage.is_correction_level", "off"]), settings
-    )
+        check_pairs(words, settings)
+    check_pairs(["--ds.zero_stage", "2", "--algo.advantage.is_correction_level", "off"], settings)
 
 
 def test_gspo_has_no_weights_of_tokens() -> None:
@@ -319,15 +320,17 @@ def test_gspo_has_no_weights_of_tokens() -> None:
 
     assert complete("--preset", "grpo").value("--algo.advantage.is_correction_level") == "token"
     for words in (["--preset", "gspo"], ["--actor.policy_loss_type", "gspo"]):
-        with pytest.raises(UsageError, match=r"--policy_noise psn cannot be used with --actor\.policy_loss_type gspo"):
+        with pytest.raises(
+            UsageError, match=r"--actor\.policy_loss_type gspo with .* cannot be used with --policy_noise psn"
+        ):
             complete(*words)
         assert complete(*words, "--algo.advantage.is_correction_level", "off").has("--actor.policy_loss_type")
 
 
 def test_an_adaptive_noise_needs_the_rollouts_log_probabilities() -> None:
     words, settings = ["--algo.advantage.is_correction_level", "off"], policy_noises.create("psn", adaptive=True).spec()
-    with pytest.raises(UsageError, match=r"Leave --algo\.advantage\.is_correction_level at token"):
-        preflight.check_policy_noise(Flags(words), run_of(policy_noise=settings))
+    with pytest.raises(UsageError, match=r"leave --algo\.advantage\.is_correction_level at token"):
+        check_pairs(words, run_of(policy_noise=settings))
 
 
 def test_steps_of_a_run_count_the_smaller_batches() -> None:

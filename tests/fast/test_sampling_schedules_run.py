@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config import parse, preflight, rules
+from ngrpo.config import parse, rules
 from ngrpo.machine.console import catalogue
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
@@ -23,7 +23,7 @@ from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
 from ngrpo.trainers.openrlhf.seams import active
 from perturbations import create
 from perturbations.errors import UsageError
-from tests.fast.run import run_of, run_with
+from tests.fast.run import check_pairs, run_of, run_with
 from tests.fast.schedule_doubles import Generator, Step
 
 NAMES = sorted(sampling_schedules.available())
@@ -290,9 +290,9 @@ def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
         ("ead", [], True, "--sampling.schedule ead cannot be used with the density of --perturbation gumbel"),
         ("ead", ["--eval.temperature", "0"], False, "cannot be used with --eval.temperature 0"),
         ("ead", ["--actor.policy_loss_type", "gspo"], False, "or add --algo.advantage.is_correction_level off"),
-        ("e3", ["--actor.policy_loss_type", "gspo"], False, "negative advantage. Leave one of them out."),
+        ("e3", ["--actor.policy_loss_type", "gspo"], False, "negative advantage. Fix: leave one of them out"),
         ("e3", ["--train.async_enable"], False, "--train.async_enable cannot be used with --sampling.schedule e3"),
-        ("e3", ["--algo.advantage.is_correction_level", "off"], False, "needs the rollouts' log-probabilities"),
+        ("e3", ["--algo.advantage.is_correction_level", "off"], False, "it follows the rollouts' log-probabilities"),
     ],
 )
 def test_what_it_cannot_go_with(name: str, words: list[str], density: bool, message: str) -> None:
@@ -300,6 +300,6 @@ def test_what_it_cannot_go_with(name: str, words: list[str], density: bool, mess
     spec = (create("gumbel", density="gumbel") if density else create("soft")).spec()
     asked = run_of(sampling_schedule=schedule.spec(), perturbation=spec)
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        preflight.check_sampling_schedule(Flags(words).with_defaults(schedule.flags(Flags())), asked)
+        check_pairs(Flags(words).with_defaults(schedule.flags(Flags())).argv, asked)
     fine = run_of(sampling_schedule=schedule.spec(), perturbation=create("soft").spec())
-    preflight.check_sampling_schedule(Flags(["--eval.temperature", "0.6"]).with_defaults(schedule.flags(Flags())), fine)
+    check_pairs(Flags(["--eval.temperature", "0.6"]).with_defaults(schedule.flags(Flags())).argv, fine)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ngrpo.config.parse import run_config
-from ngrpo.config.rules import unstarted
+from ngrpo.config.rules import resolve_flags
 from ngrpo.config.run import RunConfig
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.methods.second_rounds.base import opening
@@ -412,13 +412,16 @@ MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples
 @pytest.mark.parametrize(
     "words, told",
     [
-        ("", "Add --advantage group_norm, or --second_round.group kept"),
-        ("--advantage copo", "--advantage copo looks at more"),
-        ("--advantage group_norm --advantage.overlong exclude", "--advantage group_norm looks at more"),
+        ("", "add --advantage group_norm, or --second_round.group kept"),
+        ("--advantage copo", "--advantage copo cannot be used with --second_round lope: it looks at more"),
+        (
+            "--advantage group_norm --advantage.overlong exclude",
+            "--advantage group_norm cannot be used with",
+        ),
         ("--perturbation neighbor", "--perturbation neighbor cannot be used with --second_round lope"),
         ("--sampling.top_k 5 --sampling.correct_mask", "--sampling.correct_mask cannot"),
-        ("--train.agent_func_path agent.py", "--train.agent_func_path cannot"),
-        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt cannot"),
+        ("--train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot"),
+        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt 2 cannot"),
         ("--actor.policy_loss_type gspo", "gspo cannot"),
         ("--advantage group_norm --credit simko", "--credit simko cannot"),
         ("--rollout.n_samples_per_prompt 1 --advantage group_norm", "n_samples_per_prompt 1 cannot"),
@@ -428,18 +431,18 @@ MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples
 )
 def test_what_it_cannot_go_with(words: str, told: str) -> None:
     with pytest.raises(UsageError, match=told.replace("(", r"\(")):
-        unstarted(run_config([*MODEL, "--second_round", "lope", *words.split()]))
+        resolve_flags(run_config([*MODEL, "--second_round", "lope", *words.split()]))
 
 
 def test_a_reward_model_comes_too_late() -> None:
     words = ["--model", "smollm2-135m", "--data.prompt_dataset", "x.jsonl", "--advantage", "group_norm"]
-    with pytest.raises(UsageError, match="A reward model comes too late"):
-        unstarted(run_config([*words, "--second_round", "lope"]))
+    with pytest.raises(UsageError, match="a reward model, which comes too late"):
+        resolve_flags(run_config([*words, "--second_round", "lope"]))
 
 
 def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
     words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
-    assert unstarted(run_config(words)).value("--algo.kl.init_coef") == "0"
-    assert unstarted(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
+    assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
+    assert resolve_flags(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
     kept = run_config([*MODEL, "--second_round", "repeat", "--second_round.group", "kept"])
-    assert unstarted(kept) and "second_round" in kept.conditions
+    assert resolve_flags(kept) and "second_round" in kept.conditions

@@ -64,14 +64,10 @@ SCHEDULES = [
         ("since = past - 1 - start", "since = past - start", "e3: the target is a step ahead"),
     ),
     *of_file(
-        "ngrpo/config/preflight.py",
+        "ngrpo/config/features.py",
         "test_sampled_text.py",
-        ("and not perturbation.samples_text:", "and False:", "weights of tokens that were not drawn from the policy"),
-    ),
-    *of_file(
-        "ngrpo/config/correction_check.py",
-        "test_sampled_text.py",
-        ("if replace(perturbation, **{field.name: choice}).samples_text:", "if False:", "no way out is named"),
+        ("or made.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
+        ("if replace(made, **{entry.name: choice}).samples_text:", "if False:", "no way out is named"),
     ),
     *of_file(
         "perturbations/testing/proposal.py",

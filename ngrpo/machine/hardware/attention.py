@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     import argparse
@@ -27,8 +26,6 @@ WITHOUT_FLASH_ATTN = "without_flash_attn"
 DEFAULT_FLAGS: dict[str, Default] = {"--ds.attn_implementation": "sdpa"}
 """OpenRLHF flags that are added without flash-attn; OpenRLHF's default is flash_attention_2."""
 
-_INSTALL = "install flash-attn, for which docs/install.md names prebuilt wheels"
-
 
 def has_flash_attn() -> bool:
     """Whether flash-attn 2 is installed in this Python environment; nothing is imported to find out."""
@@ -37,23 +34,10 @@ def has_flash_attn() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def check(flags: Flags, hardware: str) -> None:
-    """Refuses what needs flash-attn, for a run without it.
-
-    Args:
-        flags: The final OpenRLHF flags.
-        hardware: ``"cpu"``, where flash-attn is of no use, or ``"cuda"``, where it is not installed.
-
-    Raises:
-        UsageError: With the flag, the reason and what to do.
-    """
-    ring = flags.value("--ds.ring_attn_size")
-    if ring not in (None, "1"):
-        _refuse("--ds.ring_attn_size", ring, hardware, "it is computed with flash-attn", "leave it out")
-    value = flags.value("--ds.attn_implementation") or ""
-    # transformers 5.15 takes a kernel from the hub in the place of flash-attn where the package `kernels` is there.
-    if "flash" in value and (hardware == "cpu" or (value == "flash_attention_2" and find_spec("kernels") is None)):
-        _refuse("--ds.attn_implementation", value, hardware, "it is computed by flash-attn", "use sdpa or eager")
+def missing() -> list[str]:
+    """Packages of attention kernels that are not installed here."""
+    there = {"flash-attn": has_flash_attn(), "kernels": find_spec("kernels") is not None}
+    return [name for name, found in there.items() if not found]
 
 
 def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,13 +55,3 @@ def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(args)
 
     return get_strategy
-
-
-def _refuse(name: str, value: str, hardware: str, reason: str, instead: str) -> None:
-    flag = f"{name} {value}".rstrip()
-    if hardware == "cpu":
-        raise UsageError(f"{flag} cannot be used with --hardware cpu: {reason}, and that needs CUDA. Fix: {instead}.")
-    raise UsageError(
-        f"{flag} cannot be used here: {reason}, and that is not installed where the run starts. Fix: {instead}, or"
-        f" {_INSTALL}."
-    )

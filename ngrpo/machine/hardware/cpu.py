@@ -26,47 +26,14 @@ if TYPE_CHECKING:
 
 _ROLES = ("actor", "ref", "reward", "critic")
 
-# (flag, whether its value is refused, the reason and what to do)
-_REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-    ("--vllm.sync_backend", lambda v: v == "nccl", "NCCL needs CUDA; leave it out (this profile sets gloo)"),
-    (
-        "--vllm.gpu_memory_utilization",
-        lambda v: True,
-        "the KV cache has a fixed size on CPU; use VLLM_CPU_KVCACHE_SPACE instead (GiB, 1 if unset)",
-    ),
-    (
-        "--ds.lora.rank",
-        lambda v: v != "0",
-        "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know; leave it out",
-    ),
-    ("--vllm.enable_sleep", lambda v: True, "vLLM has no sleep mode on CPU; leave it out"),
-    ("--ds.load_in_4bit", lambda v: True, "4-bit loading needs CUDA; leave it out"),
-    ("--ds.use_liger_kernel", lambda v: True, "Liger kernels need CUDA; leave it out"),
-    ("--ds.param_dtype", lambda v: v == "fp16", "DeepSpeed has no float16 on CPU; leave it out for float32"),
-)
-
 
 def check(flags: Flags) -> None:
-    """Refuses what would fail late, or be ignored, without CUDA.
-
-    Raises:
-        UsageError: With the flag, why it cannot work here, and what to do.
-    """
-    for name, refused, reason in _REFUSED:
-        value = flags.value(name)
-        if value is not None and refused(value):
-            raise UsageError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
+    """Raises ``UsageError`` without the compiler that vLLM needs on a CPU."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise UsageError(
             f"No C++ compiler ({compiler!r}): vLLM's sampler is compiled on first use. "
             "Install one (Debian: apt-get install g++) or point CXX at it."
-        )
-    tensor = flags.value("--ds.tensor_parallel_size") or "1"
-    if tensor != "1" and flags.value("--ds.param_dtype") == "fp32":
-        raise UsageError(
-            f"--ds.tensor_parallel_size {tensor} needs --ds.param_dtype bf16 in OpenRLHF, and --hardware cpu trains in"
-            " float32 where none is given. Add it, or leave tensor parallelism out."
         )
 
 

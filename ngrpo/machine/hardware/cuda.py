@@ -57,11 +57,6 @@ def check(flags: Flags) -> str | None:
     """
     import torch
 
-    if flags.value("--ds.param_dtype") == "fp32":
-        raise UsageError(
-            "--ds.param_dtype fp32 cannot be used with --hardware cuda: OpenRLHF's engines compute in bfloat16 there."
-            " Use bf16, or leave it out."
-        )
     torch_release, offload = torch.version.cuda, flags.has("--ds.adam_offload")
     if flags.has("--help"):
         return None

@@ -11,7 +11,6 @@ from contextlib import suppress
 from itertools import product
 from math import gcd
 
-from ngrpo.config import entry_check
 from ngrpo.machine.hardware import memory_estimate
 from ngrpo.machine.models import model_size
 from ngrpo.machine.upstream import openrlhf_parser, placement
@@ -102,7 +101,7 @@ def _gpus(values: Mapping[str, int | None], machine: Machine) -> int:
 def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     """As many ranks for each model that is trained or asked as for the actor."""
     roles = ["actor", "ref"]
-    roles += ["critic"] * (entry_check.estimator(flags) == "gae")
+    roles += ["critic"] * (openrlhf_parser.value_of(flags, "--algo.advantage.estimator") == "gae")
     roles += ["reward"] * (not (flags.has("--reward.remote_url") or flags.has("--train.agent_func_path")))
     sizes = {"num_gpus_per_node": str(per_node)} | ({"num_nodes": str(nodes)} if nodes > 1 else {})
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}

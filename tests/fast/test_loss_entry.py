@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a perturbation's entry in the loss can go with: refusals, warnings, the KL term, and what is frozen."""
+"""A perturbation's entry in the loss: refusals, warnings, the KL term, and frozen parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.config import entry_check, preflight
 from ngrpo.config.run import RunConfig
+from ngrpo.config.run_notes import loss_notes
 from ngrpo.machine.console.catalogue import described
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages, credits, policy_noises
@@ -25,9 +25,10 @@ from perturbations.registry import create
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.density_model import batch
 from tests.fast.policy_actor import PolicyModelActor
-from tests.fast.run import check_flags, run_of, run_with
+from tests.fast.run import check_flags, check_pairs, run_of, run_with
 
 MODEL = ["--actor.model_name_or_path", "m"]
+ONE_UPDATE = ["--rollout.batch_size", "4", "--train.batch_size", "32"]
 GROUPS = ["--algo.advantage.estimator", "group_norm"]
 
 
@@ -78,7 +79,7 @@ LATENT = made("latent", density="latent")
 def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
     perturbation: Perturbation, words: list[str], parts: dict, named: str | None
 ) -> None:
-    found = entry_check.notes(Flags([*MODEL, *words]), settings(perturbation, **parts))
+    found = [*loss_notes(Flags([*MODEL, *words]), settings(perturbation, **parts))]
     if named is None:
         assert found == []
     else:
@@ -87,7 +88,7 @@ def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
 
 
 def test_a_run_without_a_perturbation_is_not_warned_of() -> None:
-    assert entry_check.notes(Flags(MODEL), run_of(advantage={"name": "psr"})) == []
+    assert [*loss_notes(Flags(MODEL), run_of(advantage={"name": "psr"}))] == []
 
 
 def test_the_listing_says_which_scores_have_mean_0() -> None:
@@ -107,10 +108,10 @@ def test_a_density_that_counts_by_its_score_refuses_noisy_rollouts(name: str, co
     words = [*MODEL, "--algo.advantage.is_correction_level", correction]
     for perturbation in (made("gaussian", base="soft", density="gaussian"), made("normal", density="normal")):
         with pytest.raises(UsageError, match=r"cannot be used with the density.*too narrow"):
-            preflight.check_policy_noise(Flags(words), settings(perturbation, policy_noise={"name": name}))
+            check_pairs(words, settings(perturbation, policy_noise={"name": name}))
     if correction == "off":
         plain = settings(made("gaussian", base="soft"), policy_noise={"name": name})
-        preflight.check_policy_noise(Flags(words), plain)
+        check_pairs(words, plain)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +124,9 @@ def test_a_density_that_counts_by_its_score_refuses_noisy_rollouts(name: str, co
 )
 def test_densities_of_draws_have_no_correction_and_say_so(words: list[str], parts: dict, named: str | None) -> None:
     perturbation = made("multiplex", density="joint")
-    found = entry_check.notes(Flags([*MODEL, *GROUPS, *words]), settings(perturbation, **parts))
+    found = [*loss_notes(Flags([*MODEL, *GROUPS, *words]), settings(perturbation, **parts))]
     assert len(found) == (named is not None) and all("nothing corrects" in note and named in note for note in found)
-    assert entry_check.notes(Flags([*MODEL, *GROUPS, *words]), settings(made("multiplex"), **parts)) == []
+    assert [*loss_notes(Flags([*MODEL, *GROUPS, *words]), settings(made("multiplex"), **parts))] == []
 
 
 # --- filters of the request -------------------------------------------------------------------------
@@ -156,11 +157,11 @@ def test_a_request_s_filters_would_choose_among_the_draws(words: list[str], samp
 def test_kl_needs_a_token() -> None:
     fuzzy = settings(made("gaussian", base="fuzzy", density="gaussian"))
     for words in ([], ["--algo.kl.init_coef", "0.001"]):
-        with pytest.raises(UsageError, match=r"--algo\.kl\.init_coef 0\.0\d+ cannot be used with the density"):
-            entry_check.check_kl(Flags([*MODEL, *words]), fuzzy)
-    entry_check.check_kl(Flags([*MODEL, "--algo.kl.init_coef", "0"]), fuzzy)
+        with pytest.raises(UsageError, match=r"--algo\.kl\.init_coef 0\.0\d+.* cannot be used with the density"):
+            check_pairs([*MODEL, *words, *ONE_UPDATE], fuzzy)
+    check_pairs([*MODEL, "--algo.kl.init_coef", "0", *ONE_UPDATE], fuzzy)
     for other in (made("gaussian", base="soft", density="gaussian"), made("gumbel", density="gumbel")):
-        entry_check.check_kl(Flags(MODEL), settings(other))
+        check_pairs([*MODEL, *ONE_UPDATE], settings(other))
 
 
 def kl_gradient(monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation) -> tuple[Tensor, Tensor]:
