@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
-from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json
+from ngrpo.machine.storage.result_folder import folder_for
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -45,15 +45,17 @@ examples
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again."""
-    from ngrpo.workbench.evaluate.evaluation import rescore
+    from ngrpo.workbench.evaluate.evaluation import check_rescore_flags, rescore
     from ngrpo.workbench.evaluate.outcome import table
+    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     args, command, engine_options = _read(argv)
     for note in command.notes:
         report(f"warning: {note}")
     if args.rescore is not None:
         folder = Path(args.rescore).expanduser()
-        _check_rescore(argv, args, command, engine_options, folder)
+        policy = RolloutPolicy(command, args.at_step, args.of_steps)
+        check_rescore_flags(argv, args, engine_options, command.spec, policy)
         result = rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
@@ -102,20 +104,6 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]
     args = parser().read(rest)
     args.task = command.task
     return args, command, engine_options
-
-
-def _check_rescore(
-    argv: Sequence[str], args: argparse.Namespace, command: RunConfig, engine_options: dict[str, object], folder: Path
-) -> None:
-    """Refuses what would only change how samples are drawn; a folder without an evaluation is for `rescore` to tell."""
-    from ngrpo.workbench.evaluate import rescore_flags
-    from ngrpo.workbench.evaluate.evaluation import PROBLEMS
-    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
-
-    settings = read_json(folder / SETTINGS)
-    if isinstance(settings, dict) and (folder / PROBLEMS).is_file():
-        policy = RolloutPolicy(command, args.at_step, args.of_steps)
-        rescore_flags.check(argv, args, engine_options, command.spec, policy, settings)
 
 
 def _evaluate(

@@ -22,18 +22,13 @@ Interval = dict[str, Any]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k responses, drawn without replacement from n, is right.
+    """The chance that at least one of k responses, drawn without replacement from n of which c are right, is right.
 
     The unbiased estimator 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), exact up to the
     rounding of one division.
 
-    Args:
-        n: responses, at least 1.
-        c: right ones among them, in [0, n].
-        k: responses drawn, in [1, n].
-
     Raises:
-        ValueError: for a number outside its range.
+        ValueError: unless n is at least 1, c in [0, n] and k in [1, n], all whole numbers.
     """
     _check_counts(n, c)
     if not _whole(k) or not 1 <= k <= n:
@@ -43,16 +38,16 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_at_n(n: int, c: int) -> float:
-    """The share of right responses, c / n; n and c as in :func:`pass_at_k`."""
+    """The fraction of right responses, c / n; n and c as in :func:`pass_at_k`."""
     _check_counts(n, c)
     return c / n
 
 
 def cover_at(n: int, c: int, tau: float) -> bool:
-    """Whether at least the share τ of the responses is right, τ in (0, 1]; n and c as in :func:`pass_at_k`.
+    """Whether at least the fraction τ of the responses is right, τ in (0, 1]; n and c as in :func:`pass_at_k`.
 
-    Cover@τ is the share of such problems. Dragoi et al. 2025 (arXiv 2510.08325) define it by the chance that a response
-    is right; c / n estimates that chance.
+    Cover@τ is the fraction of such problems. Dragoi et al. 2025 (arXiv 2510.08325) define it by the chance that a
+    response is right; c / n estimates that chance.
     """
     _check_counts(n, c)
     if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0.0 < tau <= 1.0:
@@ -89,10 +84,7 @@ def with_noise(difference: Interval) -> Interval:
 
 
 def interval(table: np.ndarray) -> Interval:
-    """Mean and interval of one arm.
-
-    Args:
-        table: seeds × problems (or seeds × 1), float.
+    """Mean and interval of one arm's table, seeds × problems or seeds × 1.
 
     Returns:
         ``value``, ``low``, ``high``, and ``over``: ``seeds``; ``problems`` for one seed; None for a single number,
@@ -116,21 +108,19 @@ def interval(table: np.ndarray) -> Interval:
 def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
     """Mean paired difference, its interval, and the paired t test over seeds.
 
-    Args:
-        ours: seeds × problems of an arm.
-        baseline: the same seeds and problems, in the same order, of the baseline.
+    Both tables are seeds × problems, with the same seeds and problems in the same order.
 
     Returns:
         As :func:`interval`, and:
 
-        ``p``: two-sided, of no difference; None for one seed, and where every seed has the same difference, which
-        leaves a t test no spread.
+        ``p``: two-sided, of no difference; None for one seed, and for equal differences in all seeds, which leave a t
+        test no spread.
         ``spread``: the standard deviation of the differences over ``seeds``; None for one seed.
         ``within_noise``: whether the difference may be chance, by ``p``; :func:`correct` corrects it. With one seed:
         whether the interval over problems contains 0.
 
     Raises:
-        ValueError: where the shapes differ.
+        ValueError: for tables of different shapes.
     """
     if np.shape(ours) != np.shape(baseline):
         raise ValueError(
@@ -154,10 +144,10 @@ def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
 
 
 def correct(differences: Sequence[Interval]) -> None:
-    """Corrects paired differences that answer one question of several arms, in place.
+    """Corrects paired differences of several arms in one measure, in place; those without a p-value stay as they are.
 
     Adds ``p_corrected`` (Holm's), ``comparisons`` (their number) and ``detectable``, the smallest true difference that
-    four of five repetitions find, and updates ``within_noise``. Differences without a p-value are left as they are.
+    four of five repetitions find, and updates ``within_noise``.
     """
     tested = [difference for difference in differences if difference["p"] is not None]
     for difference, p in zip(tested, holm([difference["p"] for difference in tested])):
@@ -167,10 +157,10 @@ def correct(differences: Sequence[Interval]) -> None:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for being several, by Holm's step-down method (Scandinavian Journal of Statistics 6, 1979).
+    """p-values corrected for their number by Holm's step-down method (Scandinavian Journal of Statistics 6, 1979).
 
-    The chance that any true null hypothesis has a corrected value below α is at most α, however they depend on each
-    other. The i-th smallest of m (i from 0) is multiplied by m − i; none is below a smaller one's, and none above 1.
+    The chance that any true null hypothesis has a corrected value below α is at most α, for any dependence. The i-th
+    smallest of m (i from 0) is multiplied by m − i; none is below a smaller one's, and none above 1.
     """
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -180,16 +170,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) -> float | None:
-    """The smallest true difference that a two-sided paired t test finds with a chance of 80%.
+    """The smallest true difference that a two-sided paired t test finds with a chance of 80%; None below two pairs.
 
     Args:
         spread: standard deviation of the paired differences over seeds.
         pairs: seeds.
         comparisons: the level is 0.05 over this number, which is Holm's first and hardest step.
         tasks: how many are pooled, each with this number of seeds and this spread.
-
-    Returns:
-        The difference; None for fewer than two pairs.
     """
     if pairs < 2:
         return None
@@ -199,7 +186,7 @@ def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) 
     critical = float(stats.t.isf((1 - LEVEL) / (2 * comparisons), freedom))
 
     def missing(shift: float) -> float:
-        """The power at a true difference of ``shift`` standard errors, in its own direction, less the one wanted."""
+        """The power at a true difference of ``shift`` standard errors, in its own direction, less ``POWER``."""
         return float(stats.nct.sf(critical, freedom, shift)) - POWER
 
     shift: Any = optimize.brentq(missing, 0.0, 3 * critical + 10)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of an evaluation: going on, refusing, damage, a full disk; with a made-up engine in vLLM's place."""
+"""The folder of an evaluation: resuming, refusals, a full disk; with a made-up engine instead of vLLM's."""
 
 from __future__ import annotations
 
 import json
-import os
-import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +14,13 @@ import pytest
 from ngrpo import cli
 from ngrpo.commands.eval import run
 from ngrpo.machine.models import packaged
-from ngrpo.machine.storage.result_folder import ResultFolder, read_json
+from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
+from tests.fast.file_limit import largest_file
 
 PROBLEMS = [
     Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)
@@ -145,12 +144,14 @@ def test_repeats_of_a_prompt_have_seeds_of_their_own(
 def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     before = lines(tmp_path)
-    with pytest.raises(UsageError, match=r"other settings \(n was 3, and is now 4\)\. Give another --out"):
-        evaluate(llm, PROBLEMS, out=tmp_path, n=4)
-    with pytest.raises(UsageError, match=r'sampling was .*"temperature": 0\.6.*, and is now .*"temperature": 1'):
-        evaluate(llm, PROBLEMS, out=tmp_path, n=3, sampling=Sampling(temperature=1))
-    with pytest.raises(UsageError, match="digest"):
-        evaluate(llm, [PROBLEMS[0], Problem("p2", PROBLEMS[1].messages, "5", "task:arithmetic")], out=tmp_path, n=3)
+    changed = [PROBLEMS[0], replace(PROBLEMS[1], answer="5")]
+    for problems, settings, says in (
+        (PROBLEMS, {"n": 4}, r"other settings \(n was 3, and is now 4\)\. Give another --out"),
+        (PROBLEMS, {"sampling": Sampling(temperature=1)}, r'sampling was .*"temperature": 0\.6.*, and is now .*: 1'),
+        (changed, {}, "digest"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            evaluate(llm, problems, out=tmp_path, **{"n": 3, **settings})
     assert lines(tmp_path) == before
 
 
@@ -180,62 +181,17 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     assert packaged.fingerprint(str(tmp_path)) != before
 
 
-def test_one_writer_at_a_time(llm: MadeUp, tmp_path: Path) -> None:
-    with (
-        ResultFolder.opened(tmp_path),
-        pytest.raises(UsageError, match=r"another command .* is at work in this folder.*another --out"),
-    ):
-        evaluate(llm, PROBLEMS, out=tmp_path, n=3)
-    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
-
-
-def test_a_damaged_line_is_named(llm: MadeUp, tmp_path: Path) -> None:
-    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
-    kept = lines(tmp_path)
-    (tmp_path / "samples.jsonl").write_text("\n".join([kept[0], kept[1][:20], *kept[2:]]) + "\n")
-    with pytest.raises(UsageError, match=r"samples\.jsonl: line 2 is damaged"):
-        evaluate(llm, PROBLEMS, out=tmp_path, n=3)
-
-
 def test_a_full_disk_loses_nothing(llm: MadeUp, tmp_path: Path) -> None:
     """The system refuses the write in the middle of a line, as it does where the disk is full."""
     evaluate(llm, PROBLEMS, out=tmp_path / "whole", n=3)
     whole = lines(tmp_path / "whole")
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole[0]) * 4 + 20, old[1]))
-    try:
-        with pytest.raises(UsageError, match=r"cannot be written: File too large.*the same command again"):
-            evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    refused = pytest.raises(UsageError, match=r"cannot be written: File too large.*the same command again")
+    with largest_file(len(whole[0]) * 4 + 20), refused:
+        evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
     assert whole[:4] == lines(tmp_path / "full")[:4]
     llm.asked = 0
     evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
     assert llm.asked == 2 and lines(tmp_path / "full") == whole
-
-
-def test_a_result_that_cannot_be_written_leaves_the_old_one(llm: MadeUp, tmp_path: Path) -> None:
-    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
-    before = (tmp_path / "evaluation.json").read_text()
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, old[1]))
-    try:
-        with pytest.raises(UsageError, match=r"evaluation\.json cannot be written"):
-            evaluate(llm, PROBLEMS, out=tmp_path, n=3, k=[1])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    assert (tmp_path / "evaluation.json").read_text() == before
-    assert [file.name for file in tmp_path.glob(".*")] == [".lock"]
-
-
-def test_a_place_that_is_no_folder(llm: MadeUp, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="file cannot be written"):
-        evaluate(llm, PROBLEMS, out=tmp_path / "file", n=3)
-    if os.geteuid() != 0:
-        (tmp_path / "closed").mkdir(mode=0o500)
-        with pytest.raises(UsageError, match="cannot be written"):
-            evaluate(llm, PROBLEMS, out=tmp_path / "closed" / "out", n=3)
 
 
 def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,8 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
 def test_an_error_of_the_work_itself_is_not_blamed_on_the_folder(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="weights"), ResultFolder.opened(tmp_path):
         raise FileNotFoundError("weights")
+    with pytest.raises(KeyError), writing(tmp_path):
+        raise KeyError
 
 
 def test_a_last_line_that_was_cut_is_dropped_with_a_message(tmp_path: Path) -> None:
@@ -103,15 +105,12 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
         read_json(tmp_path / "a.json")
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_file_and_the_lines_before(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"old": 1})
     with largest_file(50), pytest.raises(CannotWrite, match=r"a\.json cannot be written: File too large.*is kept"):
         write_json(tmp_path / "a.json", {"new": "x" * 100})
     assert read_json(tmp_path / "a.json") == {"old": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
-
-
-def test_a_full_disk_keeps_the_lines_before(tmp_path: Path) -> None:
     folder = ResultFolder(tmp_path)
     folder.append("a.jsonl", [{"i": 0}])
     with largest_file(15), pytest.raises(CannotWrite, match="File too large"):
@@ -123,11 +122,6 @@ def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
     write_text(tmp_path / "page.html", "x")
     (tmp_path / "other").write_text("x")
     assert (tmp_path / "page.html").stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
-def test_other_errors_pass(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), writing(tmp_path):
-        raise KeyError
 
 
 def test_a_byte_that_was_altered_is_noticed(tmp_path: Path) -> None:

@@ -32,10 +32,8 @@ def test_interval_over_seeds_by_hand() -> None:
         "high": pytest.approx(0.4 + 0.49683, abs=1e-5),
         "over": "seeds",
     }
-
-
-def test_a_single_number_has_no_interval() -> None:
-    assert statistics.interval(np.array([[0.4]])) == {"value": 0.4, "low": None, "high": None, "over": None}
+    single = statistics.interval(np.array([[0.4]]))
+    assert single == {"value": 0.4, "low": None, "high": None, "over": None}, "a single number has no interval"
 
 
 def test_paired_t_test_by_hand() -> None:
@@ -125,10 +123,7 @@ def test_a_second_task_adds_pairs_and_degrees_of_freedom() -> None:
     two, one = statistics.detectable(0.05, 2, 1, 2), statistics.detectable(0.05, 3)
     assert two is not None and one is not None
     assert two == pytest.approx(one * math.sqrt(3 / 4))
-
-
-def test_one_pair_detects_nothing() -> None:
-    assert statistics.detectable(0.05, 1) is None
+    assert statistics.detectable(0.05, 1) is None, "one pair detects nothing"
 
 
 def of(value: float, p: float, count: int = 1, seeds: int = 5) -> dict[str, Any]:
@@ -166,12 +161,6 @@ def problems(value: float, low: float) -> dict[str, Any]:
 )
 def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
     assert expected in results.verdict(difference, "Mean@8", "none", seeds)
-
-
-def test_pass_at_k_of_counts() -> None:
-    """n = 4: Pass@2 of c = 0, 1, 2 is 0, 1 - C(3,2)/C(4,2) = 1/2, 1 - C(2,2)/C(4,2) = 5/6."""
-    assert [statistics.pass_at_k(4, c, 2) for c in range(3)] == pytest.approx([0.0, 0.5, 5 / 6])
-    assert [statistics.cover_at(4, c, 0.5) for c in range(1, 4)] == [False, True, True], "at least half"
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.2), (-0.2, 0.0)])

@@ -50,6 +50,20 @@ def comparison(counted: dict[str, float]) -> dict:
     }  # fmt: skip
 
 
+def publish(monkeypatch: pytest.MonkeyPatch, study: Path, out: Path, *words: str) -> str:
+    """The tables that the program writes."""
+    monkeypatch.setattr(sys, "argv", ["trap_results", str(study), "--out", str(out), *words])
+    trap_results.main()
+    return (out / "tables.md").read_text()
+
+
+def left(study: Path, found: dict, task: str = "shortcut") -> Path:
+    """A study's folder with the results of a comparison."""
+    (study / task).mkdir(parents=True, exist_ok=True)
+    (study / task / "results.json").write_text(json.dumps(found))
+    return study
+
+
 def test_tables() -> None:
     found = comparison({"none": 0.01, "away": 0.1})
     none, away = trap_results.ends(found)
@@ -67,20 +81,14 @@ def test_tables() -> None:
 def test_only_whole_comparisons_are_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, out = tmp_path / "runs" / "shortcut", tmp_path / "out"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(sys, "argv", ["trap_results", str(folder.parent), "--out", str(out)])
+    study, out = tmp_path / "runs", tmp_path / "out"
     whole = comparison({"none": 0.0, "away": 0.0})
-    (folder / "results.json").write_text(
-        json.dumps({**whole, "runs": [*whole["runs"][1:], {"id": "x", "status": "pending"}]})
-    )
+    left(study, {**whole, "runs": [*whole["runs"][1:], {"id": "x", "status": "pending"}]})
     with pytest.raises(SystemExit):
-        trap_results.main()
+        publish(monkeypatch, study, out)
     assert "1 runs are not finished: x" in capsys.readouterr().err and not out.exists()
-    (folder / "results.json").write_text(json.dumps(whole))
-    trap_results.main()
+    text = publish(monkeypatch, left(study, whole), out)
     assert "away" in (out / "shortcut" / "report.html").read_text()
-    text = (out / "tables.md").read_text()
     assert "6 of 6 runs, 6 minutes" in text and "Before training: 0.250." in text
     assert "Rollouts of the untrained model, 64 groups of 8:" in text
     assert "| `away` | 0.500 | 0.750 | 0.400 | 0.200 | 0.300 | 2.500 | – |" in text
@@ -89,16 +97,10 @@ def test_only_whole_comparisons_are_published(
 def test_published_tables_are_made_again_from_what_was_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, out = tmp_path / "runs" / "shortcut", tmp_path / "out"
-    folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(comparison({"none": 0.1, "away": 0.2})))
-    for study in (folder.parent, out):
-        monkeypatch.setattr(sys, "argv", ["trap_results", str(study), "--out", str(out)])
-        trap_results.main()
-        if study == folder.parent:
-            first = (out / "tables.md").read_bytes()
-            (out / "tables.md").unlink()
-    assert (out / "tables.md").read_bytes() == first
+    study, out = left(tmp_path / "runs", comparison({"none": 0.1, "away": 0.2})), tmp_path / "out"
+    first = publish(monkeypatch, study, out)
+    (out / "tables.md").unlink()
+    assert publish(monkeypatch, out, out) == first
 
 
 def renamed(found: dict, name: str) -> dict:
@@ -107,14 +109,11 @@ def renamed(found: dict, name: str) -> dict:
 
 
 def test_a_later_part_joins_what_was_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, out = tmp_path / "runs" / "shortcut", tmp_path / "out"
-    folder.mkdir(parents=True)
+    study, out = tmp_path / "runs", tmp_path / "out"
     first = comparison({"none": 0.1, "away": 0.2})
     more = renamed({**first, "machine": {"cpu": "Y"}}, "later")
-    for part, words in ((first, []), (more, ["--join"])):
-        (folder / "results.json").write_text(json.dumps(part))
-        monkeypatch.setattr(sys, "argv", ["trap_results", str(folder.parent), "--out", str(out), *words])
-        trap_results.main()
+    publish(monkeypatch, left(study, first), out)
+    text = publish(monkeypatch, left(study, more), out, "--join")
     whole = publishing.published(out)["shortcut"]
     assert [row["strategy"] for row in whole["summary"]] == ["none", "away", "later"] and len(whole["runs"]) == 9
     assert [row["name"] for row in whole["diagnosis"]["strategies"]] == ["away", "later"]
@@ -122,21 +121,14 @@ def test_a_later_part_joins_what_was_published(tmp_path: Path, monkeypatch: pyte
     # One comparison of two strategies has one p of each: corrected for one there, for two here.
     alone, together = (rows[1]["difference"]["mean_at_n"] for rows in (first["summary"], whole["summary"]))
     assert together["p"] == alone["p"] and together["p_corrected"] == pytest.approx(2 * alone["p_corrected"])
-    text = (out / "tables.md").read_text()
-    assert "9 of 9 runs" in text
-    assert "of X; Y" in text
+    assert "9 of 9 runs" in text and "of X; Y" in text
     assert "`none` run again on Y, not counted above: 0.600 0.600 0.610 (mean 0.603)." in text
 
 
 def test_other_tasks_stay_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
     for task in ("two_peaks", "shortcut"):
-        folder = tmp_path / task / task
-        folder.mkdir(parents=True)
-        (folder / "results.json").write_text(json.dumps(comparison({"none": 0.1, "away": 0.2})))
-        monkeypatch.setattr(sys, "argv", ["trap_results", str(folder.parent), "--out", str(out)])
-        trap_results.main()
-    text = (out / "tables.md").read_text()
+        study = left(tmp_path / task, comparison({"none": 0.1, "away": 0.2}), task)
+        text = publish(monkeypatch, study, tmp_path / "out")
     assert text.index("## shortcut") < text.index("## two_peaks")
 
 

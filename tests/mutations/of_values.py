@@ -180,6 +180,10 @@ VALUES = [
         "ngrpo/workbench/statistics.py",
         "test_significance.py",
         ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),
+    ),
+    *of_file(
+        "ngrpo/workbench/statistics.py",
+        "test_report_samples.py",
         ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
     ),
     *of_file(

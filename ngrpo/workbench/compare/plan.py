@@ -35,14 +35,7 @@ _REPEATED = ("strategy", "sweep")
 _SWITCHES = ("stock", "discard-models")
 _OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", *_SWITCHES, *_REPEATED)
 # Flags of other commands, by their prefix, each with the training flags that share the prefix.
-_TRAINING = (
-    "--eval.at_start",
-    "--eval.dataset",
-    "--eval.split",
-    "--eval.steps",
-    "--eval.temperature_",
-    "--eval.n_samples",
-)
+_TRAINING = tuple(f"--eval.{end}" for end in ("at_start", "dataset", "split", "steps", "temperature_", "n_samples"))
 _GROUPS: dict[str, tuple[str, ...]] = {"eval": _TRAINING, "diagnose": ()}
 
 

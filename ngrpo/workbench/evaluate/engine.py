@@ -8,7 +8,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.hardware import processes
 from ngrpo.workbench.scoring import Problem
@@ -30,13 +30,13 @@ Job = tuple[list[int], int, int]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn.
+    """How responses are drawn.
 
     Attributes:
         temperature: 0 is greedy.
         top_p: in (0, 1].
-        max_tokens: longest answer, in tokens.
-        seed: with the problem's text, how often that was asked before, and the sample's number it decides every draw.
+        max_tokens: the longest response, in tokens.
+        seed: with the problem's text, its number of earlier repeats, and the sample's number it decides every draw.
     """
 
     temperature: float = 0.6
@@ -57,14 +57,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generated:
-    """One answer.
+    """One response.
 
     Attributes:
         job: its place in the list of jobs.
         text: without special tokens.
-        tokens: all that were generated, the end token included.
+        tokens: all generated ones, with the end token.
         finish: ``stop``, or ``length`` where the limit cut it.
-        record: what was fed in place of tokens; None where the engine keeps no records.
+        record: the inputs that replaced tokens; None where the engine keeps no records.
     """
 
     job: int
@@ -83,15 +83,15 @@ def build(
     options: Mapping[str, Any] | None = None,
     schedule: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A ``vllm.LLM`` with reproducible token draws, perturbed or not.
+    """A ``vllm.LLM`` of a folder or hub name, with reproducible token draws, perturbed or not.
 
     Args:
         model: a folder or hub name.
         spec: the perturbation, or None.
-        max_model_len: prompt and answer together.
+        max_model_len: tokens of prompt and response together.
         hardware: a hardware profile.
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
-        schedule: the spec of a sampling schedule that answers follow, or None.
+        schedule: the spec of a sampling schedule, or None.
 
     Raises:
         UsageError: where vLLM refuses the model or the options.
@@ -100,7 +100,9 @@ def build(
 
     profile = profile_for(hardware)
     environment = {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}
-    if not _has_descriptor(sys.stdout):  # vLLM 0.29 asks an engine in this process for one
+    try:
+        sys.stdout.fileno()
+    except (OSError, AttributeError):  # a notebook's stream; vLLM 0.29 needs a descriptor for an engine in this process
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     for name, value in environment.items():
         os.environ.setdefault(name, value)
@@ -122,20 +124,10 @@ def build(
         raise UsageError(f"vLLM does not start with {settings}: {error}") from error
 
 
-def _has_descriptor(stream: TextIO) -> bool:
-    """Whether a stream is the process's own, and not one that a notebook put in its place."""
-    try:
-        return stream.fileno() >= 0
-    except (OSError, AttributeError):  # io.UnsupportedOperation is an OSError
-        return False
-
-
 def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:
-    """Makes an engine that somebody else built ready, and tells whether its draws are reproducible.
+    """Sets the perturbation of an engine built elsewhere, and returns whether its draws are reproducible.
 
-    Raises:
-        RuntimeError: for a perturbation where the engine has none installed.
-        UsageError: for a bad spec.
+    Raises ``RuntimeError`` for a perturbation where the engine has none installed, ``UsageError`` for a bad spec.
     """
     from ngrpo.rollout import set_perturbation
 
@@ -148,11 +140,7 @@ def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model folder or hub name.
-
-    Raises:
-        UsageError: where it cannot be loaded: a hub name without network, or a folder without a tokenizer.
-    """
+    """The tokenizer of a model folder or hub name; raises ``UsageError`` where it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
@@ -179,19 +167,19 @@ def generate(
     step: int = 0,
     answers: int = 1,
 ) -> Generator[list[Generated], None, None]:
-    """Answers in the order in which they finish.
+    """Responses in the order in which they finish.
 
     Args:
         llm: an idle ``vllm.LLM``.
-        jobs: what to sample.
+        jobs: one for each response.
         sampling: how to draw.
         perturbed: whether the engine's perturbation acts.
         reproducible: whether the engine has this project's token draws.
-        step: the training step that a sampling schedule of the engine goes by.
-        answers: how many answers each prompt gets, numbered from 0 on by the jobs' samples.
+        step: the training step for a sampling schedule of the engine.
+        answers: responses to each prompt, numbered from 0 on by the jobs' samples.
 
     Yields:
-        Those that finished together. An iterator closed early aborts what is still running.
+        Those that finished together. An iterator closed early aborts the running requests.
     """
     from ngrpo.rollout import take_records
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of a model: sample, check, keep, count."""
+"""Evaluation of a model: sample, check, keep, count; and checking kept samples again."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from ngrpo.machine.console.progress import span
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
-from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
+from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder, read_json
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.evaluate import engine as engines
-from ngrpo.workbench.evaluate.engine import Sampling
+from ngrpo.workbench.evaluate.engine import Generated, Job, Sampling
 from ngrpo.workbench.evaluate.outcome import checked_ks, summarise
-from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder
+from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED, RolloutPolicy, noisy_folder
 from ngrpo.workbench.evaluate.scorers import check_problems, check_scorer, score
 from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
@@ -28,6 +30,7 @@ from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.tokenizers import TokenizerLike
 
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 _REPORT_SECONDS = 10.0
@@ -53,9 +56,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Samples n answers per problem, checks them and counts.
 
-    Every sample goes to ``samples.jsonl`` as it finishes. Called again with the same settings and folder this goes on
-    where it was stopped; a finished evaluation is only counted again. Same seed, same samples: see
-    docs/evaluation.md on how far that reaches.
+    Every sample goes to ``samples.jsonl`` as it finishes. A second call with the same settings and folder resumes; a
+    finished evaluation is only counted again. The same seed gives the same samples, within the limits of
+    docs/evaluation.md.
 
     Args:
         model: a packaged name, a folder or a hub name; or a live, idle ``vllm.LLM``. A live engine takes
@@ -67,7 +70,7 @@ def evaluate(
         sampling: how answers are drawn.
         perturbation: a spec; None: the model as it is.
         policy: a sampling schedule and noise on the weights, for a model that is loaded here.
-        dataset: what the problems are called in the result.
+        dataset: the problems' name in the result.
         hardware: a hardware profile, for a model that is loaded here.
         engine_options: keyword arguments of ``vllm.LLM``, for a model that is loaded here.
         report: called with lines of progress.
@@ -110,21 +113,105 @@ def evaluate(
         missing = [(p, i) for p in problems for i in range(n) if (p.id, i) not in existing]
         seconds, runner = _known(folder)
         if missing:
+            from ngrpo.rollout import model_runner
+
+            before, total = len(samples), len(samples) + len(missing)
             if samples:
-                report(f"going on: {len(samples)} of {len(samples) + len(missing)} samples are in {out}")
-            progress = _Progress(len(samples), len(samples) + len(missing), report)
-            batches = _generate(
-                model, problems, missing, n, sampling, perturbation, policy, hardware, engine_options, progress
+                report(f"going on: {before} of {total} samples are in {out}")
+            tokenizer = engines.load_tokenizer(model) if isinstance(model, str) else model.get_tokenizer()
+            prompts = {p.id: engines.render(tokenizer, p) for p in problems}
+            jobs = _jobs(tokenizer, prompts, missing, sampling.seed)
+            if isinstance(model, str):
+                length = _checked_length(model, jobs, sampling.max_tokens)
+                report(f"loading {model}")
+                schedule = policy.specs.get("sampling_schedule")
+                with noisy_folder(model, policy) as weights:
+                    llm = engines.build(
+                        weights, perturbation, length, hardware=hardware, options=engine_options, schedule=schedule
+                    )
+                reproducible = True
+            else:
+                llm, reproducible = model, engines.prepare(model, perturbation)
+            if not reproducible:
+                report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
+            runner = model_runner(llm) if reproducible else None
+            began = told = time.monotonic()
+            stream = engines.generate(
+                llm,
+                jobs,
+                sampling,
+                perturbed=perturbation is not None,
+                reproducible=reproducible,
+                step=policy.step,
+                answers=1 if policy.schedule is None else n,  # a schedule may give each of them its own temperature
             )
-            with closing(batches):
-                for rows in batches:
+            with closing(stream):
+                for batch in stream:
+                    rows = [_row(answer, *missing[answer.job], prompts, perturbation) for answer in batch]
                     folder.append(SAMPLES, rows)
                     samples += rows
-                    progress.tell(samples)
-            seconds, runner = progress.seconds, progress.runner
+                    now, done = time.monotonic(), len(samples)
+                    if now - told >= _REPORT_SECONDS or done == total:
+                        told = now
+                        mean = sum(sample["reward"] for sample in samples) / done
+                        left = (now - began) / (done - before) * (total - done)
+                        report(f"{done} of {total} samples, mean reward {mean:.3f}, {span(left)} left")
+            seconds = time.monotonic() - began
         result = summarise(settings, problems, samples, ks, seconds, runner)
         folder.write(RESULT, result)
     return result
+
+
+def _jobs(
+    tokenizer: TokenizerLike, prompts: Mapping[str, str], missing: Sequence[tuple[Problem, int]], run_seed: int
+) -> list[Job]:
+    """The requests for missing samples, seeded by the prompt's tokens, so that --limit changes no problem's samples.
+
+    Problems with the same prompt would get equal samples; the number of earlier ones keeps their seeds apart.
+    """
+    asked = {problem.id for problem, _ in missing}
+    earlier: Counter[str] = Counter()
+    seeded = {}
+    for name, prompt in prompts.items():
+        if name in asked:
+            tokens = tokenizer.encode(prompt, add_special_tokens=False)
+            repeat = [earlier[prompt]] if earlier[prompt] else []
+            seeded[name] = tokens, trajectory_seed(run_seed, json.dumps(tokens), *repeat)
+        earlier[prompt] += 1
+    return [(*seeded[problem.id], sample) for problem, sample in missing]
+
+
+def _checked_length(model: str, jobs: Sequence[Job], max_tokens: int) -> int:
+    """Tokens of the longest prompt and response; raises ``UsageError`` where the model has fewer positions."""
+    from transformers import AutoConfig
+
+    needed = max(len(tokens) for tokens, _, _ in jobs) + max_tokens
+    limit = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
+    if isinstance(limit, int) and needed > limit:
+        raise UsageError(
+            f"--max-tokens {max_tokens}: with the longest prompt that is {needed} positions, and {model} has {limit}."
+            f" Use at most --max-tokens {max(1, max_tokens - (needed - limit))}."
+        )
+    return needed
+
+
+def _row(
+    answer: Generated, problem: Problem, sample: int, prompts: Mapping[str, str], spec: Mapping[str, Any] | None
+) -> Sample:
+    """A line of ``samples.jsonl``."""
+    prompt = prompts[problem.id]
+    row = {
+        "problem": problem.id,
+        "sample": sample,
+        "prompt": prompt,
+        "text": answer.text,
+        "tokens": len(answer.tokens),
+        "finish": answer.finish,
+        **score(problem, answer.text, prompt=prompt).columns(),
+    }
+    if spec is not None:
+        row["perturbed"] = None if answer.record is None else len(answer.record)
+    return row
 
 
 def rescore(
@@ -134,7 +221,7 @@ def rescore(
     k: Sequence[int] | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any] | None:
-    """Checks the samples of a folder again, without generating.
+    """Checks the samples of an evaluation's folder again, without generating.
 
     Args:
         folder: of an evaluation.
@@ -143,7 +230,7 @@ def rescore(
         report: called with lines of progress.
 
     Returns:
-        The new result; None where samples are missing: they are checked again, but there is nothing to count yet.
+        The new result; None where samples are missing: the others are checked again, but nothing is counted.
 
     Raises:
         UsageError: for a folder without an evaluation, or a bad scorer.
@@ -157,18 +244,17 @@ def rescore(
     with ResultFolder.opened(path, report) as held:
         settings: dict[str, Any] = held.read(SETTINGS)
         samples = _samples(held)
-        problems = []
-        for row in held.lines(PROBLEMS, "id", "messages", "answer", "scorer"):
-            row["messages"] = tuple(row["messages"])
-            problems.append(Problem(**row))
+        rows = held.lines(PROBLEMS, "id", "messages", "answer", "scorer")
+        problems = [replace(Problem(**row), messages=tuple(row["messages"])) for row in rows]
         ks = checked_ks(k, settings["n"])
         if scorer != "auto":
             problems = [replace(problem, scorer=scorer) for problem in problems]
-            settings = {**settings, "scorer": scorer, "digest": digest(problems)}
-        settings = {**settings, "scorer_files": contents(problem.scorer for problem in problems)}
+            settings |= {"scorer": scorer, "digest": digest(problems)}
+        settings["scorer_files"] = contents(problem.scorer for problem in problems)
         by_id = {problem.id: problem for problem in problems}
         for sample in samples:
-            sample.update(_verdict(by_id[sample["problem"]], sample["text"], sample["prompt"]))
+            verdict = score(by_id[sample["problem"]], sample["text"], prompt=sample["prompt"])
+            sample.update(verdict.columns())
         held.write_lines(SAMPLES, samples)
         held.write_lines(PROBLEMS, map(asdict, problems))
         held.write(SETTINGS, settings)
@@ -189,124 +275,62 @@ def _samples(folder: ResultFolder) -> list[Sample]:
     return list(samples.values())
 
 
-def _generate(
-    model: str | LLM,
-    problems: Sequence[Problem],
-    missing: Sequence[tuple[Problem, int]],
-    n: int,
-    sampling: Sampling,
-    spec: Mapping[str, Any] | None,
-    policy: RolloutPolicy,
-    hardware: str,
-    options: Mapping[str, Any] | None,
-    progress: _Progress,
-) -> Generator[list[Sample], None, None]:
-    """Lines of ``samples.jsonl`` in the order in which they finish, each with its verdict."""
-    from ngrpo.rollout import model_runner
-
-    tokenizer = engines.load_tokenizer(model) if isinstance(model, str) else model.get_tokenizer()
-    prompts = {p.id: engines.render(tokenizer, p) for p in problems}
-    asked = dict.fromkeys(p.id for p, _ in missing)
-    tokens = {key: tokenizer.encode(prompts[key], add_special_tokens=False) for key in asked}
-    if isinstance(model, str):
-        length = max(map(len, tokens.values())) + sampling.max_tokens
-        _check_length(model, length, sampling.max_tokens)
-        progress.report(f"loading {model}")
-        with noisy_folder(model, policy) as weights:
-            schedule = policy.specs.get("sampling_schedule")
-            llm = engines.build(weights, spec, length, hardware=hardware, options=options, schedule=schedule)
-        reproducible = True
-    else:
-        llm, reproducible = model, engines.prepare(model, spec)
-        if not reproducible:
-            progress.report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
-    progress.runner = model_runner(llm) if reproducible else None
-    progress.start()
-    # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
-    repeats = _repeats(prompts)
-    again = {key: [count] if count else [] for key, count in repeats.items()}
-    seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt), *again[key]) for key, prompt in tokens.items()}
-    jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
-    perturbed, step = spec is not None, policy.step
-    # A schedule may give each of a problem's answers a temperature of its own.
-    answers = 1 if policy.schedule is None else n
-    kinds = {"perturbed": perturbed, "reproducible": reproducible, "step": step, "answers": answers}
-    stream = engines.generate(llm, jobs, sampling, **kinds)
-    with closing(stream):
-        for batch in stream:
-            rows = []
-            for answer in batch:
-                problem, index = missing[answer.job]
-                row = {
-                    "problem": problem.id,
-                    "sample": index,
-                    "prompt": prompts[problem.id],
-                    "text": answer.text,
-                    "tokens": len(answer.tokens),
-                    "finish": answer.finish,
-                    **_verdict(problem, answer.text, prompts[problem.id]),
-                }
-                if spec is not None:
-                    row["perturbed"] = None if answer.record is None else len(answer.record)
-                rows.append(row)
-            yield rows
-
-
-def _repeats(prompts: Mapping[str, str]) -> dict[str, int]:
-    """How many problems before each one have its prompt; with equal seeds they would get equal answers."""
-    asked: Counter[str] = Counter()
-    repeats = {}
-    for problem, prompt in prompts.items():
-        repeats[problem] = asked[prompt]
-        asked[prompt] += 1
-    return repeats
-
-
 def _known(folder: ResultFolder) -> tuple[float, str | None]:
     """Seconds and model runner of the last run that sampled into a folder."""
     last = folder.read(RESULT) or {}
     return last.get("seconds", 0.0), last.get("versions", {}).get("model runner")
 
 
-class _Progress:
-    """Lines of progress, every few seconds."""
+def check_rescore_flags(
+    argv: Sequence[str],
+    args: argparse.Namespace,
+    engine: Mapping[str, object],
+    spec: Mapping[str, object] | None,
+    policy: RolloutPolicy,
+) -> None:
+    """Checks that the sampling flags of ``ngrpo eval --rescore`` have the values that the samples were drawn with.
 
-    def __init__(self, before: int, total: int, report: Report) -> None:
-        """``before``: samples that were there already; ``total``: with those that are missing."""
-        self.report, self._before, self._total = report, before, total
-        self.runner: str | None = None
-        self.start()
+    ``argv`` is everything after ``ngrpo eval``; our own options, vLLM's, the perturbation and the policy are read from
+    it.
 
-    def start(self) -> None:
-        """The engine has been loaded: from here on time counts."""
-        self._began = self._last_report = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._began
-
-    def tell(self, samples: Sequence[Sample]) -> None:
-        """Some samples have been added."""
-        now, done = time.monotonic(), len(samples)
-        if now - self._last_report < _REPORT_SECONDS and done < self._total:
-            return
-        self._last_report = now
-        mean = sum(sample["reward"] for sample in samples) / done
-        left = self.seconds / (done - self._before) * (self._total - done)
-        self.report(f"{done} of {self._total} samples, mean reward {mean:.3f}, {span(left)} left")
-
-
-def _verdict(problem: Problem, text: str, prompt: str) -> dict[str, Any]:
-    return score(problem, text, prompt=prompt).columns()
-
-
-def _check_length(model: str, needed: int, max_tokens: int) -> None:
-    from transformers import AutoConfig
-
-    limit = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
-    if isinstance(limit, int) and needed > limit:
-        raise UsageError(
-            f"--max-tokens {max_tokens}: with the longest prompt that is {needed} positions, and {model} has {limit}."
-            f" Use at most --max-tokens {max(1, max_tokens - (needed - limit))}."
-        )
+    Raises:
+        UsageError: for a flag with another value, or without an effect on scores.
+    """
+    folder = Path(args.rescore).expanduser()
+    settings = read_json(folder / SETTINGS)
+    if not (isinstance(settings, dict) and (folder / PROBLEMS).is_file()):
+        return  # no evaluation: `rescore` raises
+    model = str(packaged.folder_of(args.model)) if args.model in packaged.PACKAGED else args.model
+    # By flag: the setting of the samples, and of the command line.
+    pairs: dict[str, tuple[object, object]] = {
+        "--model": (settings["model"], str(Path(model).expanduser()) if (model or "").startswith("~") else model),
+        "--data": (settings["dataset"], args.data),
+        "--task": (settings["dataset"], f"task {args.task}"),
+        "--limit": (settings["problems"], args.limit),
+        "--n": (settings["n"], args.n),
+        "--perturbation": (settings["perturbation"], spec),
+        "rollouts": ({name: settings[name] for name in DESCRIBED if name in settings}, policy.described()),
+    }
+    for name, value in settings["sampling"].items():
+        pairs[f"--{name.replace('_', '-')}"] = value, getattr(args, name)
+    for name, value in settings["engine"].items():
+        pairs[f"--vllm.{name}"] = value, engine.get(name)
+    for flag in Flags(argv):
+        name = flag.name
+        if name in ("--rescore", "--scorer", "--k"):
+            continue
+        if name == "--actor.model_name_or_path":
+            name = "--model"
+        elif name in ("--at-step", "--of-steps") or name.startswith(("--sampling.schedule", "--policy_noise")):
+            name = "rollouts"
+        elif name.startswith("--vllm."):
+            name = "--" + name[2:].replace("-", "_")
+        elif name.startswith("--perturbation"):
+            name = "--perturbation"
+        before, now = pairs.get(name, (None, flag.name))
+        if before != now:
+            kept = f" The samples there were drawn with {before}." if before not in (None, {}) else ""
+            raise UsageError(
+                f"{' '.join(flag.argv)} has no effect on --rescore {args.rescore}, which scores the samples that are"
+                f" there.{kept} Leave it out, or evaluate into another folder without --rescore."
+            )

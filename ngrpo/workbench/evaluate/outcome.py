@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED
 from ngrpo.workbench.scoring import TIMED_OUT, Problem
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 
 DEFAULT_KS = (1, 4, 8, 16, 32)
-
-# What `ngrpo.workbench.evaluate.rollout_policy.RolloutPolicy.described` adds to an evaluation's settings.
-_ROLLOUTS = ("sampling_schedule", "policy_noise", "training_step", "sigma")
 
 
 def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
@@ -48,7 +46,7 @@ def summarise(
         problems: in order.
         samples: n for each problem.
         ks: for Pass@k.
-        seconds: that sampling took in the last run, loading left out.
+        seconds: the time of sampling in the last run, without loading.
         runner: vLLM's model runner, where it is known.
     """
     from ngrpo.machine.upstream.versions import machine, versions
@@ -59,7 +57,7 @@ def summarise(
     tokens = sum(sample["tokens"] for sample in samples)
     result = {
         "format": 1,
-        **{key: settings[key] for key in _ROLLOUTS if key in settings},
+        **{key: settings[key] for key in DESCRIBED if key in settings},
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
         "versions": versions(runner),
         "machine": machine(),
@@ -81,44 +79,34 @@ def summarise(
 
 def table(result: Mapping[str, Any], folder: object) -> str:
     """The result for people."""
-    sampling, n = result["sampling"], result["n"]
-    spec = result["perturbation"]
+    sampling, problems, n = result["sampling"], result["problems"], result["n"]
+    spec = result["perturbation"] or {"name": "off"}
+    drawn_with = [f"{key.replace('_', ' ')} {result[key]['name']}" for key in DESCRIBED[:2] if key in result]
+    always = sum(problem["correct"] == n for problem in problems)
+    never = sum(problem["correct"] == 0 for problem in problems)
     lines = [
         "",
         f"model         {result['model']}",
-        f"problems      {result['dataset']}: {len(result['problems'])} × {n} samples, checked by {result['scorer']}",
+        f"problems      {result['dataset']}: {len(problems)} × {n} samples, checked by {result['scorer']}",
         f"sampling      temperature {sampling['temperature']:g}, top-p {sampling['top_p']:g}, at most"
         f" {sampling['max_tokens']} tokens, seed {sampling['seed']}",
-        "perturbation  " + ("off" if spec is None else " ".join(_said(spec))),
-        *_rollouts(result),
+        f"perturbation  {spec['name']}" + (f" rate={spec['rate']}" if "rate" in spec else ""),
+    ]
+    if drawn_with:
+        sigma = f", σ {result['sigma']:g}" if "sigma" in result else ""
+        lines.append(f"drawn with    {', '.join(drawn_with)}{sigma}, of training step {result['training_step']}")
+    lines += [
         "",
         f"Mean@{n:<7}  {result['mean_at_n']:.3f}",
         *(f"Pass@{k:<7}  {value:.3f}" for k, value in result["pass_at_k"].items()),
         "",
         f"answers       {result['parsed']:.0%} readable, {result['cut']:.0%} cut by the length limit,"
         f" {result['timed_out']:.0%} timed out in scoring, {result['tokens_per_answer']:.0f} tokens on average",
-        f"solved        {_solved(result['problems'], n)}",
+        f"solved        {always} always, {len(problems) - always - never} sometimes, {never} never",
     ]
     if "perturbed_rate" in result:
         lines.append(f"perturbed     {result['perturbed_rate']:.3f} of the generated positions")
     return "\n".join([*lines, f"samples       {folder}", ""])
-
-
-def _rollouts(result: Mapping[str, Any]) -> list[str]:
-    """A line about a schedule and noise on the weights, where answers were drawn with one of them."""
-    named = [f"{key.replace('_', ' ')} {result[key]['name']}" for key in _ROLLOUTS[:2] if key in result]
-    sigma = f", σ {result['sigma']:g}" if "sigma" in result else ""
-    return [f"drawn with    {', '.join(named)}{sigma}, of training step {result['training_step']}"] if named else []
-
-
-def _said(spec: Mapping[str, Any]) -> list[str]:
-    return [str(spec["name"]), *(f"{key}={value}" for key, value in spec.items() if key == "rate")]
-
-
-def _solved(problems: Sequence[Mapping[str, Any]], n: int) -> str:
-    always = sum(problem["correct"] == n for problem in problems)
-    never = sum(problem["correct"] == 0 for problem in problems)
-    return f"{always} always, {len(problems) - always - never} sometimes, {never} never"
 
 
 def _mean(values: Sequence[float]) -> float:

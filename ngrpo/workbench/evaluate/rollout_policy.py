@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rollouts of a training have beside a perturbation, without the training: a schedule, noise on the weights.
+"""How a training step draws its rollouts apart from the perturbation: a sampling schedule, and noise on the weights.
 
-Both change over a training, so they are taken as they are at one of its steps.
+Both change over a training; without one they are taken at a given step.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,16 +25,17 @@ if TYPE_CHECKING:
     from ngrpo.methods.policy_noises.base import PolicyNoise
     from ngrpo.methods.sampling_schedules.base import SamplingSchedule
 
-AT_STEP, OF_STEPS = "--at-step", "--of-steps"
+# The keys of `RolloutPolicy.described`.
+DESCRIBED = ("sampling_schedule", "policy_noise", "training_step", "sigma")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 @dataclass(frozen=True)
 class RolloutPolicy:
-    """How the rollouts of one training step are drawn, beside their perturbation.
+    """How the rollouts of one training step are drawn, apart from their perturbation; :meth:`of` checks it.
 
     Attributes:
-        run: what asks for a sampling schedule and noise on the weights; nothing else of it counts.
+        run: only its sampling schedule and its noise on the weights count.
         step: the training step, from 0.
         steps: training steps of the whole run; None where nothing depends on it.
     """
@@ -46,14 +46,28 @@ class RolloutPolicy:
 
     @classmethod
     def of(cls, run: RunConfig, step: int = 0, steps: int | None = None) -> RolloutPolicy:
-        """What a run asks for, checked.
+        """The policy of a run, checked.
 
         Raises:
             UsageError: for a schedule that follows a training, a σ that depends on a run's length which is not given,
                 or a step that no run has.
         """
+        if step < 0 or (steps is not None and not step < steps):
+            last = "" if steps is None else f" to {steps - 1}, the last of --of-steps {steps}"
+            raise UsageError(f"--at-step {step}: must be a training step, from 0{last}.")
         policy = cls(run, step, steps)
-        policy.check()
+        if policy.schedule is not None and policy.schedule.follows_training:
+            raise UsageError(
+                f"--sampling.schedule {policy.schedule.name} chooses its temperature by the rollouts of a training, and"
+                " there is none here. Leave it out; --temperature sets another one."
+            )
+        if policy.noise is not None and steps is None:
+            lengths = (step + 1, 10 * (step + 1), 1000 * (step + 1))
+            if len({policy.noise.scale(step, length, None, None) for length in lengths}) > 1:
+                raise UsageError(
+                    f"--policy_noise {policy.noise.name}: its σ depends on how long the training is. Add --of-steps N,"
+                    " the run's number of training steps."
+                )
         return policy
 
     @property
@@ -83,33 +97,15 @@ class RolloutPolicy:
 
     @property
     def notes(self) -> list[str]:
-        """What to know of the step."""
+        """Warnings about the step."""
         if self.noise is None or self.scale > 0.0:
             return []
         return [
-            f"--policy_noise {self.noise.name} has no noise at training step {self.step}: {AT_STEP} N takes another one"
+            f"--policy_noise {self.noise.name} has no noise at training step {self.step}: --at-step N takes another one"
         ]
 
-    def check(self) -> None:
-        """Raises ``UsageError`` as :meth:`of`."""
-        if self.step < 0 or (self.steps is not None and not self.step < self.steps):
-            last = "" if self.steps is None else f" to {self.steps - 1}, the last of {OF_STEPS} {self.steps}"
-            raise UsageError(f"{AT_STEP} {self.step}: must be a training step, from 0{last}.")
-        if self.schedule is not None and self.schedule.follows_training:
-            raise UsageError(
-                f"--sampling.schedule {self.schedule.name} chooses its temperature by the rollouts of a training, and"
-                " there is none here. Leave it out; --temperature sets another one."
-            )
-        if self.noise is not None and self.steps is None:
-            lengths = (self.step + 1, 10 * (self.step + 1), 1000 * (self.step + 1))
-            if len({self.noise.scale(self.step, steps, None, None) for steps in lengths}) > 1:
-                raise UsageError(
-                    f"--policy_noise {self.noise.name}: its σ depends on how long the training is. Add {OF_STEPS} N,"
-                    " the run's number of training steps."
-                )
-
     def check_temperature(self, temperature: float) -> None:
-        """Raises ``UsageError`` where a schedule meets greedy answers, which no temperature changes."""
+        """Raises ``UsageError`` for a schedule with greedy answers, which no temperature changes."""
         if self.schedule is not None and temperature == 0.0:
             raise UsageError(
                 f"--sampling.schedule {self.schedule.name} cannot be used with --temperature 0: which token is the"
@@ -125,14 +121,10 @@ class RolloutPolicy:
 
 @contextmanager
 def noisy_model(model: str, policy: RolloutPolicy) -> Iterator[Any]:
-    """The Hugging Face model with the noise of a policy on its weights, in its own dtype.
+    """The Hugging Face model of a folder or hub name, in its own dtype, with the noise of a policy on its weights.
 
-    On a CPU it is the noise that a training on a CPU with the same model has at this step; on another device a training
+    On a CPU the noise is that of a training on a CPU with the same model at this step; on another device a training
     draws other noise of the same kind.
-
-    Args:
-        model: a folder or hub name.
-        policy: with noise.
     """
     from transformers import AutoModelForCausalLM
 
@@ -144,34 +136,30 @@ def noisy_model(model: str, policy: RolloutPolicy) -> Iterator[Any]:
 
 @contextmanager
 def noisy_folder(model: str, policy: RolloutPolicy) -> Iterator[str]:
-    """A model folder with noise on its weights, for as long as it is needed; without noise the model itself."""
+    """A temporary model folder with noise on its weights; without noise the model itself."""
     if not policy.scale:
         yield model
         return
-    with tempfile.TemporaryDirectory(prefix="ngrpo-noisy-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ngrpo-noisy-") as name:
+        folder, source = Path(name), Path(model).expanduser()
         with noisy_model(model, policy) as loaded:
             loaded.save_pretrained(folder)
-        _copy_rest(model, Path(folder))
-        yield folder
+        # The tokenizer and all other files that belong to the weights.
+        if source.is_dir():
+            for file in source.iterdir():
+                if file.is_file() and not file.name.endswith(_WEIGHTS) and not (folder / file.name).exists():
+                    shutil.copy(file, folder)
+        else:
+            from transformers import AutoTokenizer
 
-
-def _copy_rest(model: str, folder: Path) -> None:
-    """The tokenizer and whatever else stands beside the weights."""
-    source = Path(model).expanduser()
-    if not source.is_dir():
-        from transformers import AutoTokenizer
-
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        tokenizer.save_pretrained(folder)
-        return
-    for file in source.iterdir():
-        if file.is_file() and not file.name.endswith(_WEIGHTS) and not (folder / file.name).exists():
-            shutil.copy(file, folder)
+            tokenizer: Any = AutoTokenizer.from_pretrained(model)
+            tokenizer.save_pretrained(folder)
+        yield name
 
 
 @contextmanager
 def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
-    """An engine in this process with noise on its weights; with the model's own ones again after it.
+    """An idle engine in this process with noise on its weights, and with the model's own ones again after it.
 
     Args:
         llm: of `ngrpo.workbench.diagnose.group_sampling.build`, idle.
@@ -182,22 +170,21 @@ def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
         yield
         return
     with noisy_model(model, policy) as loaded:
-        _load(llm, loaded)
+        _load_weights(llm, loaded)
     try:
         yield
     finally:
-        _load(llm, loaded)  # the noise has been taken off again
+        _load_weights(llm, loaded)  # the noise has been taken off again
 
 
-def _load(llm: LLM, loaded: PreTrainedModel) -> None:
+def _load_weights(llm: LLM, loaded: PreTrainedModel) -> None:
     from safetensors.torch import save_file
 
     from ngrpo.trainers.common.weights_file import load_weights_file
 
     dtype = llm.llm_engine.model_config.dtype
-    handle, path = tempfile.mkstemp(prefix="ngrpo-noisy-", suffix=".safetensors")
-    os.close(handle)
-    try:
+    with tempfile.TemporaryDirectory(prefix="ngrpo-noisy-") as folder:
+        path = f"{folder}/weights.safetensors"
         save_file({name: p.detach().to(dtype).contiguous() for name, p in loaded.named_parameters()}, path)
 
         def load(worker: Any) -> int:
@@ -205,5 +192,3 @@ def _load(llm: LLM, loaded: PreTrainedModel) -> None:
 
         llm.llm_engine.collective_rpc(load)
         llm.llm_engine.reset_prefix_cache()
-    finally:
-        os.unlink(path)

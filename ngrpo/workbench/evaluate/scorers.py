@@ -27,7 +27,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
 
     Args:
         problem: the question, its reference and its scorer.
-        text: what the model said.
+        text: the model's response.
         prompt: the prompt as the model saw it, for a reward file; the question's own text if None.
 
     Returns:
@@ -42,14 +42,25 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         return math_answers.check(problem.answer, said)
     if problem.scorer == "choice":
         return answers.check_choice(problem.answer, said, problem.meta.get("options"))
+    label = problem.meta.get("label", problem.answer)
     if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
-        return _by_task(problem, said)
+        # The task's own reward, so that evaluation and training agree on every answer.
+        task = _task(problem.scorer)
+        reward = float(task.score(said, label))
+        return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), task.final_answer(said), reward)
     check_scorer(problem.scorer)
-    return _by_file(problem, text, prompt)
+    try:
+        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
+        outcome = result if isinstance(result, dict) else {"rewards": result}
+        reward, value = (_number(outcome.get(key, outcome["rewards"])) for key in ("rewards", "scores"))
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
+    return Verdict.of(value >= _FULL, last_statement(text), reward)
 
 
 def check_problems(problems: Sequence[Problem]) -> None:
-    """Checks problems and their scorers before an hour of sampling, and not after it.
+    """Checks problems and their scorers before an hour of sampling.
 
     Raises:
         UsageError: where there are none, two have one id, a package is missing, or a reward file fails.
@@ -63,42 +74,16 @@ def check_problems(problems: Sequence[Problem]) -> None:
 
 
 def check_scorer(name: str) -> None:
-    """Checks that there is such a scorer.
-
-    Raises:
-        UsageError: for an unknown one, an unknown task's or a missing file, with the nearest match.
-    """
+    """Raises ``UsageError`` for an unknown scorer, a task's too, or a missing file, with the nearest match."""
     check_scorer_name(name)
     if name.startswith(OF_TASK):
         tasks.check_name(name[len(OF_TASK) :].partition(":")[0], argument_needed=False)
-
-
-def _by_task(problem: Problem, text: str) -> Verdict:
-    """The task's own reward, so that evaluation and training agree on every answer."""
-    task = _task(problem.scorer)
-    label = problem.meta.get("label", problem.answer)
-    reward = float(task.score(text, label))
-    extracted = task.final_answer(text)
-    return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), extracted, reward)
 
 
 @lru_cache(maxsize=8)
 def _task(scorer: str) -> Any:
     check_scorer(scorer)
     return import_module(f"ngrpo.workbench.tasks.{scorer.removeprefix(OF_TASK).partition(':')[0]}")
-
-
-def _by_file(problem: Problem, text: str, prompt: str) -> Verdict:
-    label = problem.meta.get("label", problem.answer)
-    try:
-        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
-        outcome = result if isinstance(result, dict) else {"rewards": result}
-        reward, value = (_number(outcome.get(key, outcome["rewards"])) for key in ("rewards", "scores"))
-    except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
-    extracted = last_statement(text)
-    return Verdict.of(value >= _FULL, extracted, reward)
 
 
 @lru_cache(maxsize=8)
