@@ -11,8 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.machine.console.text_table import aligned
-from ngrpo.machine.console.token_texts import fed, pieces
+from ngrpo.machine.console.text import fed_texts, text_table, token_texts
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
@@ -279,12 +278,12 @@ def side_by_side(
         by_strategy = []
         for name, its_groups in groups.items():
             sample = its_groups[number][0]
-            texts, perturbed = pieces(sample.tokens, tokenizer), sample.perturbed
+            texts, perturbed = token_texts(sample.tokens, tokenizer), sample.perturbed
             tokens: list[dict[str, Any]] = [{"text": text, "perturbed": i in perturbed} for i, text in enumerate(texts)]
             if sample.record is not None:
                 rows = {p - sample.record.prompt_tokens: row for row, p in enumerate(sample.record.positions.tolist())}
                 for i in perturbed:
-                    tokens[i] |= fed(sample.record, rows[i], tokenizer)
+                    tokens[i] |= fed_texts(sample.record, rows[i], tokenizer)
             by_strategy.append({"strategy": name, "reward": sample.reward, "tokens": tokens})
         question = {"problem": problem.messages[-1]["content"], "answer": problem.answer}
         questions.append({**question, "by_strategy": by_strategy})
@@ -300,7 +299,7 @@ def table(diagnosis: dict[str, Any]) -> str:
             figure(dig(strategy, *(key.format(group=group) for key in keys)), digits) for _, keys, digits in _COLUMNS
         ]
         rows.append([strategy["name"], *numbers])
-    return "\n".join(aligned(rows))
+    return "\n".join(text_table(rows))
 
 
 def differences(diagnosis: dict[str, Any]) -> str:
