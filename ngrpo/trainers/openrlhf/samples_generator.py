@@ -22,7 +22,6 @@ from ngrpo.rollout.settings import KEY
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ray.actor import ActorHandle
     from vllm import SamplingParams
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
@@ -101,9 +100,7 @@ def samples_generator(plain: type) -> type:
 class _Engine:
     """Stands for an engine's handle, and adds to each of its requests."""
 
-    def __init__(
-        self, engine: ActorHandle, arguments: Mapping[str, Any], masks: Mapping[str, Any], two_rounds: bool
-    ) -> None:
+    def __init__(self, engine: Any, arguments: Mapping[str, Any], masks: Mapping[str, Any], two_rounds: bool) -> None:
         """
         Args:
             engine: Ray's handle of a rollout actor.
