@@ -283,8 +283,9 @@ def _reference(value: object) -> str:
     return "" if value is None else str(value).strip()
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(value: object) -> dict[str, Any]:
     """A dictionary, or JSON text of one; {} for anything else."""
-    with suppress(TypeError, ValueError):
-        value = json.loads(value)
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = json.loads(value)
     return value if isinstance(value, dict) else {}
