@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from benchmarks.machine import describe
 from ngrpo.workbench.evaluate import load_problems
-from ngrpo.workbench.scoring.math_answers import check
+from ngrpo.workbench.scoring.answers import check_math
 
 _FRACTION = re.compile(r"(-?)\\frac\{(\d+)\}\{(\d+)\}")
 _INTEGER = re.compile(r"-?\d+|-?\d{1,3}(,\d{3})+")
@@ -130,9 +130,9 @@ def measure(answers: list[str], seed: int = 0) -> tuple[dict[str, Rate], dict[st
     wrong: dict[str, Rate] = {}
     for answer in answers:
         for form, text in right_forms(answer):
-            right.setdefault(form, Rate()).add(not check(answer, text).correct, answer, text)
+            right.setdefault(form, Rate()).add(not check_math(answer, text).correct, answer, text)
         for form, text in wrong_forms(answer, answers, chance):
-            wrong.setdefault(form, Rate()).add(check(answer, text).correct, answer, text)
+            wrong.setdefault(form, Rate()).add(check_math(answer, text).correct, answer, text)
     return right, wrong
 
 
@@ -147,9 +147,9 @@ def told_apart(answers: list[str]) -> dict[str, Rate]:
     """
     rates: dict[str, Rate] = {}
     for answer in answers:
-        boxed = check(_UNRELATED, f"\\boxed{{{answer}}}").extracted
+        boxed = check_math(_UNRELATED, f"\\boxed{{{answer}}}").extracted
         for form, text in right_forms(answer):
-            rates.setdefault(form, Rate()).add(check(_UNRELATED, text).extracted != boxed, answer, text)
+            rates.setdefault(form, Rate()).add(check_math(_UNRELATED, text).extracted != boxed, answer, text)
     return rates
 
 

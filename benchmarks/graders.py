@@ -23,8 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.machine import describe
-from ngrpo.workbench.scoring import math_answers
-from ngrpo.workbench.scoring.answers import check_choice, last_boxed
+from ngrpo.workbench.scoring.answers import check_choice, check_math, last_boxed
 from tests.fast.scorer_pairs import CHOICE, MATH, Pair
 
 Grader = Callable[[Pair], bool]
@@ -56,7 +55,7 @@ def graders(verl: Path | None) -> dict[str, Grader]:
         return parse(pair.response, config)[:1] == [pair.gold.lower()]
 
     found: dict[str, Grader] = {
-        "ngrpo": lambda p: (check_choice(*p[2:4], p.options) if p.options else math_answers.check(*p[2:4])).correct,
+        "ngrpo": lambda p: (check_choice(*p[2:4], p.options) if p.options else check_math(*p[2:4])).correct,
         "math-verify": lambda p: letters(p) if p.options else verify(parse(f"\\boxed{{{p.gold}}}"), parse(p.response)),
         "latex2sympy2_extended": _by_latex2sympy,
         "OpenCompass": of_opencompass,

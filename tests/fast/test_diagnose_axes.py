@@ -16,7 +16,7 @@ from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.workbench import statistics
 from ngrpo.workbench.diagnose import measures
 from ngrpo.workbench.diagnose.diagnosis import differences, table, warnings_of
-from ngrpo.workbench.diagnose.group_sampling import Sample, fed_inputs
+from ngrpo.workbench.diagnose.group_sampling import Sample, fed_inputs, recorded_inputs
 from ngrpo.workbench.diagnose.measures import fed_the_same
 from ngrpo.workbench.evaluate import Problem
 from perturbations import ReplayRecord, streams
@@ -204,10 +204,9 @@ def test_noise_is_drawn_as_in_the_rollout() -> None:
     embeddings = matrix_embeddings(matrix)
     fields = vars(record(2, [3], [[4]], [[1.0]]))
     noisy = ReplayRecord(**{**fields, "sigma": np.array([0.7], dtype=np.float32)})
+    (vector,) = recorded_inputs(noisy, noisy.positions, embeddings.matrix(), None)
     key = streams.keys(torch.tensor([5]), torch.tensor([3]), streams.Stream.NOISE)
-    noise = 0.7 * streams.normal(key, 8)[0].double()
-    found = fed_inputs([noisy], [[1, 4]], embeddings, None)
-    assert found["relative_shift"] == pytest.approx((noise.norm() / matrix[4].norm()).item(), rel=1e-6)
+    assert torch.equal(vector, matrix[4] + 0.7 * streams.normal(key, 8)[0])
 
 
 def test_a_sample_survives_its_line() -> None:

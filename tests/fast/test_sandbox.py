@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import random
+import runpy
 from pathlib import Path
 
 import pytest
@@ -104,12 +104,10 @@ def test_tasks_write_the_same_files_every_time(name: str, tmp_path: Path) -> Non
         assert max(len(row["input"].split()) for row in rows) + 10 < 64
         kept[file] = {row["input"] for row in rows}
     assert name == "two_peaks" or kept["train.jsonl"].isdisjoint(kept["eval.jsonl"])
-    spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     row = rows[0]
     prompt = f"<|im_start|>user\n {row['input']} <|im_start|>assistant\n"
-    found = module.reward_func([f"{prompt} {row['label']} <|im_end|>", prompt], [prompt] * 2, [row["label"]] * 2)
+    reward_func = runpy.run_path(flags["--reward.remote_url"])["reward_func"]
+    found = reward_func([f"{prompt} {row['label']} <|im_end|>", prompt], [prompt] * 2, [row["label"]] * 2)
     assert found["rewards"].tolist() == [1.0, 0.0]
 
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,18 @@ from ngrpo.workbench.tasks import arithmetic, reasoning_gym
 from perturbations.errors import UsageError
 
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def reward_of(flags: Any) -> Any:
+    """The function in a task's file, loaded as by OpenRLHF 0.11.2 (utils/agent.py)."""
+    spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.reward_func
+
+
+def rows_of(file: str | Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(file).read_text().splitlines()]
 
 
 def test_problems() -> None:
@@ -41,6 +54,7 @@ def test_problems() -> None:
         ("7 + 5 = 12", 1.0),
         ("**12**", 1.0),
         ("12.0", 1.0),
+        ("17-12", 1.0),  # no sign
         ("12, not 13", 0.0),
         ("7 + 5 = 1", 0.0),
         ("112", 0.0),
@@ -55,10 +69,6 @@ def test_score(answer: str, expected: float) -> None:
     assert arithmetic.score(answer, "12") == expected
 
 
-def test_minus_between_numbers_is_not_a_sign() -> None:
-    assert arithmetic.score("17-12", "12") == 1.0
-
-
 def test_reward_reads_the_answer_only() -> None:
     assert answers.generated(CHAT + "12", CHAT) == "12"
     # A prompt cut from the left does not match; the last turn's opening does.
@@ -67,18 +77,16 @@ def test_reward_reads_the_answer_only() -> None:
 
 
 def test_file_for_openrlhf(tmp_path: Path) -> None:
-    """Loads the file and consumes its answer as OpenRLHF 0.11.2 does (utils/agent.py)."""
+    """The reward is consumed as by OpenRLHF 0.11.2 (utils/agent.py)."""
     import torch
 
     flags = tasks.prepare("arithmetic", tmp_path)
-    spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    info = module.reward_func([CHAT + "It is 12<|im_end|>"], [CHAT], ["12"])
+    reward_func = reward_of(flags)
+    info = reward_func([CHAT + "It is 12<|im_end|>"], [CHAT], ["12"])
     assert torch.tensor([info["rewards"]]).tolist() == [1.0]
     assert torch.tensor([info["scores"]]).shape == (1,)
     assert {key: value.flatten()[0].item() for key, value in info["extra_logs"].items()} == {"answers_with_number": 1.0}
-    rows = [json.loads(line) for line in Path(flags["--data.prompt_dataset"]).read_text().splitlines()]
+    rows = rows_of(flags["--data.prompt_dataset"])
     assert len(rows) == arithmetic.TRAIN_ROWS and set(rows[0]) == {"input", "label"}
 
 
@@ -89,14 +97,10 @@ def test_only_what_is_missing_is_added(tmp_path: Path) -> None:
     assert added[added.index("--data.label_key") + 1] == "label"
 
 
-def test_unknown_task() -> None:
-    with pytest.raises(UsageError, match=r"'arithmetc'\. Did you mean 'arithmetic'"):
-        tasks.check_name("arithmetc")
-
-
 @pytest.mark.parametrize(
     ("task", "says"),
     [
+        ("arithmetc", r"'arithmetc'\. Did you mean 'arithmetic'"),
         ("arithmetic:3", "arithmetic takes no argument. Write --task arithmetic"),
         ("reasoning_gym", "needs an argument: --task reasoning_gym:DATASET, such as"),
         ("reasoning_gym:", "needs an argument"),
@@ -134,10 +138,7 @@ class TestReasoningGym:
             tasks.prepare("reasoning_gym:ransom_note", folder)
         for name in ("train.jsonl", "eval.jsonl"):
             assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
-        train, held_out = (
-            [json.loads(line) for line in (folders[0] / name).read_text().splitlines()]
-            for name in ("train.jsonl", "eval.jsonl")
-        )
+        train, held_out = (rows_of(folders[0] / name) for name in ("train.jsonl", "eval.jsonl"))
         assert len(held_out) <= reasoning_gym.EVAL_ROWS and len(train) > 1000
         assert {row["input"] for row in train}.isdisjoint(row["input"] for row in held_out)
         assert set(train[0]) == {"input", "label"}
@@ -171,19 +172,16 @@ class TestReasoningGym:
     @pytest.mark.more
     def test_reward_file(self, tmp_path: Path) -> None:
         flags = tasks.prepare("reasoning_gym:chain_sum", tmp_path)
-        spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+        reward_func = reward_of(flags)
+        row = rows_of(tmp_path / "train.jsonl")[0]
         prompt = f"<|im_start|>user\n{row['input']}<|im_end|>\n<|im_start|>assistant\n"
         answer = json.loads(row["label"])["entry"]["answer"]
-        info = module.reward_func([f"{prompt}<answer>{answer}</answer><|im_end|>"], [prompt], [row["label"]])
+        info = reward_func([f"{prompt}<answer>{answer}</answer><|im_end|>"], [prompt], [row["label"]])
         assert info["rewards"].tolist() == info["scores"].tolist() == [1.0]
         assert info["extra_logs"]["answers_in_tags"].tolist() == [1.0]
         # The question itself names the tags: the prompt must not count.
-        assert module.reward_func([prompt + "7"], [prompt], [row["label"]])["extra_logs"][
-            "answers_in_tags"
-        ].tolist() == [0.0]
+        untagged = reward_func([prompt + "7"], [prompt], [row["label"]])["extra_logs"]
+        assert untagged["answers_in_tags"].tolist() == [0.0]
 
 
 def test_math_file(tmp_path: Path) -> None:
@@ -191,14 +189,12 @@ def test_math_file(tmp_path: Path) -> None:
     source = tmp_path / "mine.jsonl"
     source.write_text(json.dumps({"problem": "Half of one?", "answer": "1/2"}) + "\n")
     flags = tasks.prepare(f"math:{source}", tmp_path / "task")
-    (row,) = [json.loads(line) for line in Path(flags["--data.prompt_dataset"]).read_text().splitlines()]
+    (row,) = rows_of(flags["--data.prompt_dataset"])
     assert row["label"] == "1/2" and row["input"][0]["content"].startswith("Half of one?")
     assert "--eval.dataset" not in flags
-    spec = importlib.util.spec_from_file_location("reward_func", flags["--reward.remote_url"])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    reward_func = reward_of(flags)
     prompts = [CHAT] * 3
-    info = module.reward_func([CHAT + text for text in ("\\boxed{0.5}", "2", "hm")], prompts, ["1/2"] * 3)
+    info = reward_func([CHAT + text for text in ("\\boxed{0.5}", "2", "hm")], prompts, ["1/2"] * 3)
     assert info["rewards"].tolist() == [1.0, 0.0, 0.0]
     assert info["extra_logs"]["answers_found"].tolist()[:2] == [1.0, 1.0]
 

@@ -294,7 +294,7 @@ def fed_inputs(
     vectors, anchors, written = [], [], []
     for i, pairs in itertools.groupby(chosen, key=itemgetter(0)):
         record, rows = records[i], np.array([row for _, row in pairs])
-        vectors.append(_recorded_inputs(record, record.positions[rows], matrix, module))
+        vectors.append(recorded_inputs(record, record.positions[rows], matrix, module))
         anchors += record.ids[rows, record.weights[rows].argmax(axis=1)].tolist()
         written += [responses[i][position - record.prompt_tokens] for position in record.positions[rows]]
     stacked = torch.cat(vectors)
@@ -309,7 +309,7 @@ def fed_inputs(
     }
 
 
-def _recorded_inputs(record: ReplayRecord, positions: np.ndarray, matrix: Tensor, module: nn.Module | None) -> Tensor:
+def recorded_inputs(record: ReplayRecord, positions: np.ndarray, matrix: Tensor, module: nn.Module | None) -> Tensor:
     """The inputs (N, D) at some perturbed positions, replayed as in a training."""
     embedding = nn.Embedding.from_pretrained(matrix)
     tokens = torch.zeros(1, record.num_tokens, dtype=torch.int64, device=matrix.device)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ngrpo.workbench import tasks
-from ngrpo.workbench.scoring import Problem, Verdict, answers, math_answers
-from ngrpo.workbench.scoring.answers import generated, last_statement
+from ngrpo.workbench.scoring import Problem, Verdict
+from ngrpo.workbench.scoring.answers import check_choice, check_math, generated, last_statement
 from ngrpo.workbench.scoring.reward_files import OF_TASK, check_scorer_name
 from perturbations.errors import UsageError
 
@@ -39,9 +39,9 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
     prompt = problem.question if prompt is None else prompt
     said = generated(prompt + text, prompt)
     if problem.scorer == "math":
-        return math_answers.check(problem.answer, said)
+        return check_math(problem.answer, said)
     if problem.scorer == "choice":
-        return answers.check_choice(problem.answer, said, problem.meta.get("options"))
+        return check_choice(problem.answer, said, problem.meta.get("options"))
     label = problem.meta.get("label", problem.answer)
     if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
         # The task's own reward, so that evaluation and training agree on every answer.

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a response: its generated part, its text after thinking, boxes, statements, numbers, and a choice's letter.
-
-The one reader of answers, for tasks, evaluation and trainer alike.
-"""
+"""Reading a response, for tasks, evaluation and trainer alike: its generated part, text after thinking, boxes,
+statements and numbers; and the checks of math answers and of a choice's letter."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import string
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from decimal import Decimal
+from importlib.util import find_spec
+from typing import Any
 
-from ngrpo.workbench.scoring import Verdict
+from ngrpo.workbench.scoring import TIMED_OUT, Verdict
+from perturbations.errors import UsageError
 
 _THOUGHT = re.compile(r"<(think|thinking)>.*?</\1>", re.DOTALL)
 _THOUGHT_BEGINS, _THOUGHT_ENDS = re.compile(r"<think(?:ing)?>"), re.compile(r"</think(?:ing)?>")
@@ -40,10 +47,10 @@ def visible(text: str) -> str:
 
 
 def last_boxes(text: str) -> list[str]:
-    """The contents of the last ``\\boxed{...}`` and of those joined to it by a comma, "and" or "or".
+    """The contents of the last ``\\boxed{...}`` and of boxes joined to it by a comma, "and" or "or".
 
-    Braces are balanced; ``\\boxed 3`` gives ``3``. Where the last box was cut off before its end, its content is empty:
-    an earlier one is not what the text settles on. No boxes give no contents.
+    Braces are balanced; ``\\boxed 3`` gives ``3``. A last box that was cut off has an empty content: the text does not
+    settle on an earlier one. No boxes give no contents.
     """
     contents: list[str] = []
     begin = len(text)
@@ -111,7 +118,7 @@ def last_statement(text: str) -> str | None:
 
 
 def outcome(text: str) -> str:
-    """What an answer comes to, so that two ways to the same answer are one outcome.
+    """The result of a response, so that two ways to the same answer are one outcome.
 
     The content of the last box, else the last number, else the whole text in lower case with single spaces. Unlike
     :func:`last_statement` it keeps all of a box, such as a fraction.
@@ -119,6 +126,58 @@ def outcome(text: str) -> str:
     text = visible(text)
     boxed = "".join((last_boxed(text) or "").split())
     return boxed or last_number(text) or " ".join(text.lower().split())
+
+
+# --- math -------------------------------------------------------------------------------------------
+# Some answers take sympy for ever, such as 9^(9^9) multiplied out, which no exception interrupts; a child process can
+# be ended. It is a program of its own: a fork would copy the threads of a model, and multiprocessing would run the
+# parent's script once more.
+
+_lock = threading.Lock()
+_child: Any = None
+
+
+def check_math(answer: str, text: str) -> Verdict:
+    """Compares a model's answer with the reference; from any thread.
+
+    Args:
+        answer: the reference: LaTeX or plain, without dollar signs or with them.
+        text: the response. docs/evaluation.md says which part of it counts.
+
+    Returns:
+        The verdict; ``timed_out`` where two tries took more than `math_equality.CPU_SECONDS` of the processor each,
+        however busy the machine.
+
+    Raises:
+        UsageError: where math-verify is not installed.
+    """
+    with _lock:
+        verdict = _ask(answer, text)
+        return _ask(answer, text) if verdict.verdict == TIMED_OUT else verdict
+
+
+def _ask(answer: str, text: str) -> Verdict:
+    """The child's verdict; a new child's where the last one has ended. A child ends with its parent's pipe."""
+    global _child
+    if _child is None or _child.poll() is not None:
+        if find_spec("math_verify") is None:
+            raise UsageError(
+                "math answers are checked by math-verify, which is not installed. Run: pip install math-verify"
+            )
+        command = [sys.executable, "-m", "ngrpo.workbench.scoring.math_equality"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        _child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=environment, text=True)
+    with suppress(BrokenPipeError):
+        print(json.dumps([answer, text]), file=_child.stdin, flush=True)
+    reply = _child.stdout.readline()
+    if reply:
+        return Verdict(**json.loads(reply))
+    if _child.wait() > 0:  # neither ended by its time limit nor by the system
+        raise UsageError(
+            f"the process that checks math answers did not start. Try: {sys.executable} -c 'import math_verify'"
+        )
+    return Verdict(TIMED_OUT)
 
 
 # --- multiple choice --------------------------------------------------------------------------------
@@ -162,11 +221,11 @@ _LISTED = re.compile(r"^\W*([A-Z])\s*[.):]\s*\S|\(([A-Z])\)", re.MULTILINE)
 
 
 def check_choice(answer: str, text: str, options: Sequence[str] | None = None) -> Verdict:
-    """Compares the letter that an answer settles on with the right one.
+    """Compares the letter that a response settles on with the right one.
 
     Args:
         answer: the right letter.
-        text: what the model said.
+        text: the response.
         options: the options' texts in order, where known: then only their letters count, and an option's text counts
             as its letter.
 

@@ -8,7 +8,7 @@ import random
 import re
 import string
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -94,7 +94,7 @@ def load_problems(
         problem = replace(problem, id=f"{name}-{i}", scorer=problem.scorer if scorer == "auto" else scorer)
         if problem.answer or problem.scorer == "reasoning_gym":
             form = "" if layout in ("verl", "OpenRLHF") else LETTER if problem.scorer == "choice" else BOXED
-            problems.append(_instructed(_checked(where, problem), form if instruction is None else instruction))
+            problems.append(_completed(where, problem, form if instruction is None else instruction))
         elif not skip_unanswered:
             raise UsageError(
                 f"{where} has no answer ({layout} layout; columns {', '.join(row)}). Add the reference, or leave such"
@@ -107,22 +107,19 @@ def load_problems(
     return problems
 
 
-def _checked(where: str, problem: Problem) -> Problem:
-    """The problem with a reference as its scorer reads it; ``UsageError`` where the scorer cannot."""
+def _completed(where: str, problem: Problem, instruction: str) -> Problem:
+    """The problem with its instruction, and a reference as its scorer reads it; UsageError where the scorer cannot."""
     if problem.scorer == "reasoning_gym" and "label" not in problem.meta:
         raise UsageError(f"{where} was not made by reasoning-gym: its label has no entry of a dataset.")
-    if problem.scorer != "choice":
-        return problem
-    letters = string.ascii_uppercase[: len(problem.meta.get("options", string.ascii_uppercase))]
-    letter = problem.answer.strip("().").upper()
-    if len(letter) != 1 or letter not in letters:
-        raise UsageError(
-            f"{where}: the answer {problem.answer!r} is not a letter from A to {letters[-1]}, as scorer choice needs."
-        )
-    return replace(problem, answer=letter)
-
-
-def _instructed(problem: Problem, instruction: str) -> Problem:
+    if problem.scorer == "choice":
+        letters = string.ascii_uppercase[: len(problem.meta.get("options", string.ascii_uppercase))]
+        letter = problem.answer.strip("().").upper()
+        if len(letter) != 1 or letter not in letters:
+            raise UsageError(
+                f"{where}: the answer {problem.answer!r} is not a letter from A to {letters[-1]}, as scorer choice"
+                " needs."
+            )
+        problem = replace(problem, answer=letter)
     if not instruction:
         return problem
     *before, last = problem.messages
@@ -165,7 +162,7 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
         ) from None
     if isinstance(loaded, dict):
         splits = [str(split) for split in loaded]
-        chosen = splits[0] if len(splits) == 1 else next((s for s in _SPLITS if s in splits), None)
+        chosen = next((split for split in _SPLITS if split in splits), splits[0] if len(splits) == 1 else None)
         if chosen is None:
             raise UsageError(f"--data {name}: has the splits {', '.join(splits)}. Name one: {name}@{splits[0]}.")
         loaded = loaded[chosen]
@@ -177,7 +174,7 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
 
 @contextmanager
 def offline_if_unreachable(name: str) -> Iterator[None]:
-    """Asks the hub once, and has the cache alone read if it does not answer; a loader asks five times before that."""
+    """Asks the hub once, and reads only the cache if there is no reply; a loader would ask five times."""
     import datasets
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -187,8 +184,8 @@ def offline_if_unreachable(name: str) -> Iterator[None]:
         if not any(before):
             HfApi().dataset_info(name, timeout=HUB_SECONDS)
     except (HfHubHTTPError, HFValidationError):
-        pass  # an answer, which the loader will have too
-    except Exception:  # of whatever library sends the request
+        pass  # a reply, which the loader gets too
+    except Exception:  # of any library that sends the request
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -289,8 +286,6 @@ def _reference(value: object) -> str:
 def _mapping(value: object) -> dict[str, Any]:
     """A dictionary, or JSON text of one; {} for anything else."""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             value = json.loads(value)
-        except ValueError:
-            return {}
     return value if isinstance(value, dict) else {}

@@ -2,10 +2,10 @@
 """Tasks by name: one module here for each, with its problems and its reward.
 
 A module has ``problems()``, training and held-out rows with the columns ``input`` and ``label`` (None: nothing is held
-out); ``reward_func``, since its file is also the value of OpenRLHF's ``--reward.remote_url``, loaded by path; and for
-evaluation ``score(answer, label)`` and ``final_answer(answer)``. An answer is right from a reward of ``RIGHT_FROM``, by
-default 1. With a constant ``ARGUMENT`` (its name in upper case, for help) the task is asked for as ``name:argument``,
-which ``problems`` takes and ``check`` refuses if it is wrong; with ``OPTIONAL`` it may be left out.
+out); ``reward_func``, since OpenRLHF loads its file as ``--reward.remote_url``; and for evaluation ``score(answer,
+label)`` and ``final_answer(answer)``. An answer is right from a reward of ``RIGHT_FROM``, by default 1. With a constant
+``ARGUMENT``, a name for help, the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one;
+with ``OPTIONAL`` it may be left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Default
 from ngrpo.workbench.scoring import Problem
-from ngrpo.workbench.scoring.answers import generated
+from ngrpo.workbench.scoring.answers import generated, last_number
 from ngrpo.workbench.scoring.problems import load_problems
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -72,8 +72,8 @@ def prepare(task: str, folder: Path) -> dict[str, Default]:
     """Writes a task's problems to ``train.jsonl`` and, if some are held out, ``eval.jsonl``.
 
     Args:
-        task: ``name`` or ``name:argument``, the name from :func:`available`.
-        folder: where to write, inside the run's folder; made if missing.
+        task: ``name`` or ``name:argument``.
+        folder: where to write; made if missing.
 
     Returns:
         OpenRLHF's flags for the task (None: a switch).
@@ -121,6 +121,24 @@ def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
     return [replace(p, id=f"{name}-{i}", scorer=scorer) for i, p in enumerate(problems)]
 
 
+def distinct_rows(draw: Callable[[], tuple[str, str]], count: int) -> Rows:
+    """``count`` rows with different questions; ``draw`` gives a random question and its label."""
+    labels: dict[str, str] = {}
+    while len(labels) < count:
+        question, label = draw()
+        labels[question] = label
+    return [{"input": question, "label": label} for question, label in labels.items()]
+
+
+def number_score(answer: str, label: str) -> float:
+    """1 where the last number of a response is the label, else 0; no credit for the form.
+
+    The last, because a response like ``7 + 5 = 12`` repeats the question first. A number that the length limit cut is
+    wrong.
+    """
+    return float(last_number(answer) == label)
+
+
 def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -> Callable[..., dict[str, Any]]:
     """A reward function as OpenRLHF 0.11.2 calls it (``utils/agent.py``).
 
@@ -145,6 +163,11 @@ def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -
         return {"rewards": rewards, "scores": rewards, "extra_logs": {log: formed}}
 
     return reward_func
+
+
+def number_reward() -> Callable[..., dict[str, Any]]:
+    """:func:`reward_function` of :func:`number_score`, with the fraction of responses that have a number."""
+    return reward_function(lambda a, label: (number_score(a, label), last_number(a) is not None), "answers_with_number")
 
 
 def _module(name: str) -> Any:

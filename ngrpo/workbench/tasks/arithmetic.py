@@ -7,7 +7,7 @@ import itertools
 import random
 
 from ngrpo.workbench.scoring.answers import last_number
-from ngrpo.workbench.tasks import Split, reward_function
+from ngrpo.workbench.tasks import Split, number_reward, number_score
 
 # Of nine wordings the one with the most right answers at the start: 0.16 at temperature 1 and 12 new tokens
 # (SmolLM2-135M-Instruct, 128 samples); the others lay between 0.00 and 0.12.
@@ -18,13 +18,9 @@ EVAL_ROWS = 16
 
 
 def problems(rows: int = TRAIN_ROWS) -> Split:
-    """Sums of two numbers, the same on every machine.
+    """Training rows, and one row for each ordered pair that is held out; the same on every machine.
 
-    Args:
-        rows: training rows; each pass over all pairs is shuffled again, so any prefix is balanced.
-
-    Returns:
-        Training rows, and one evaluation row for each ordered pair that is held out (3 + 5 is not 5 + 3).
+    Each pass over all pairs is shuffled again, so any prefix of the training rows is balanced.
     """
     pairs = list(itertools.product(SUMMANDS, SUMMANDS))
     chance = random.Random(0)
@@ -38,14 +34,4 @@ def problems(rows: int = TRAIN_ROWS) -> Split:
     return every[EVAL_ROWS:], every[:EVAL_ROWS]
 
 
-def score(answer: str, label: str) -> float:
-    """1 where the last number of an answer is the label, else 0; no credit for the form.
-
-    The last, because an answer like ``7 + 5 = 12`` repeats the question first. A number that the length
-    limit cut is wrong.
-    """
-    return float(last_number(answer) == label)
-
-
-final_answer = last_number
-reward_func = reward_function(lambda a, label: (score(a, label), last_number(a) is not None), "answers_with_number")
+score, final_answer, reward_func = number_score, last_number, number_reward()

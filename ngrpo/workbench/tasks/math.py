@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ngrpo.workbench.scoring import Problem, math_answers
-from ngrpo.workbench.scoring.answers import last_statement
+from ngrpo.workbench.scoring import Problem
+from ngrpo.workbench.scoring.answers import check_math, last_statement
 from ngrpo.workbench.scoring.problems import load_problems
 from ngrpo.workbench.tasks import reward_function
 
@@ -39,7 +39,7 @@ def score(answer: str, label: str) -> float:
 
 
 def _judge(answer: str, label: str) -> tuple[float, bool]:
-    verdict = math_answers.check(label, answer)
+    verdict = check_math(label, answer)
     return verdict.reward, verdict.parsed
 
 

@@ -11,7 +11,7 @@ import random
 
 from ngrpo.workbench import sandbox
 from ngrpo.workbench.scoring.answers import last_number
-from ngrpo.workbench.tasks import Split, reward_function
+from ngrpo.workbench.tasks import Split, distinct_rows, number_reward, number_score
 
 TRAIN_ROWS = 4096
 EVAL_ROWS = 256
@@ -20,12 +20,12 @@ EVAL_ROWS = 256
 def problems(rows: int = TRAIN_ROWS) -> Split:
     """Training and held-out rows, the same on every machine; no question is in both."""
     chance = random.Random(0)
-    by_text: dict[str, dict[str, str]] = {}
-    while len(by_text) < rows + EVAL_ROWS:
+
+    def draw() -> tuple[str, str]:
         numbers = sandbox.sign_problem(chance)
-        text = sandbox.sign_question(numbers)
-        by_text[text] = {"input": text, "label": str(solution(numbers))}
-    every = list(by_text.values())
+        return sandbox.sign_question(numbers), str(solution(numbers))
+
+    every = distinct_rows(draw, rows + EVAL_ROWS)
     return every[EVAL_ROWS:], every[:EVAL_ROWS]
 
 
@@ -35,10 +35,4 @@ def solution(numbers: list[int]) -> int:
     return min(total for total in map(sum, signed) if total >= 0)
 
 
-def score(answer: str, label: str) -> float:
-    """1 where the last number of an answer is the label, else 0."""
-    return float(last_number(answer) == label)
-
-
-final_answer = last_number
-reward_func = reward_function(lambda a, label: (score(a, label), last_number(a) is not None), "answers_with_number")
+score, final_answer, reward_func = number_score, last_number, number_reward()

@@ -62,13 +62,7 @@ def problems(name: str) -> Split:
 
 
 def generate(name: str, rows: int = TRAIN_ROWS, held_out: int = EVAL_ROWS) -> Split:
-    """Training and held-out rows, generated in this process; no question is in both.
-
-    Args:
-        name: a dataset of reasoning-gym.
-        rows: training rows; fewer where the dataset repeats itself or meets held-out questions.
-        held_out: rows for evaluation; fewer where the dataset repeats itself.
-    """
+    """Training and held-out rows, generated in this process; no question is in both, so there may be fewer."""
     import reasoning_gym
 
     halves: list[dict[str, dict[str, str]]] = []
@@ -91,11 +85,9 @@ def label_of(name: str, entry: dict[str, Any]) -> str:
 
 
 def score(answer: str, label: str) -> float:
-    """reasoning-gym's own score of an answer, in [0, 1]; 0 where its scorer fails on the answer.
+    """reasoning-gym's own score of a response's :func:`final_answer`, in [0, 1]; 0 where its scorer fails.
 
-    Args:
-        answer: the generated text; the last ``<answer>`` (else the last box, else all) is scored.
-        label: from :func:`label_of`.
+    The label is of :func:`label_of`.
     """
     problem = json.loads(label, object_hook=_unpacked)
     scorer = _scorer(problem["dataset"])
@@ -107,7 +99,7 @@ def score(answer: str, label: str) -> float:
 
 
 def final_answer(answer: str) -> str | None:
-    """The text between the last answer tags; else the last ``\\boxed{}``; else the whole answer."""
+    """The text between the last answer tags; else the last ``\\boxed{}``; else the whole response."""
     answer = _SPECIAL.sub("", visible(answer))
     tagged = _TAGGED.findall(answer)
     return (tagged[-1] if tagged else last_boxed(answer) or answer).strip() or None

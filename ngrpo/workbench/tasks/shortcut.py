@@ -11,7 +11,7 @@ import random
 
 from ngrpo.workbench import sandbox
 from ngrpo.workbench.scoring.answers import last_number
-from ngrpo.workbench.tasks import Rows, Split, reward_function
+from ngrpo.workbench.tasks import Rows, Split, distinct_rows, number_score, reward_function
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -36,12 +36,7 @@ def check(form: str) -> None:
 
 
 def problems(form: str = "first", rows: int = TRAIN_ROWS) -> Split:
-    """Training and held-out rows, the same on every machine; no question is in both.
-
-    Args:
-        form: a key of :data:`FORMS`.
-        rows: training rows.
-    """
+    """Training and held-out rows of a form, the same on every machine; no question is in both."""
     held_out = _rows(form, EVAL_ROWS, random.Random(_EVAL_SEED))
     held_out_texts = {row["input"] for row in held_out}
     candidates = _rows(form, rows + len(held_out), random.Random(_TRAIN_SEED))
@@ -50,18 +45,13 @@ def problems(form: str = "first", rows: int = TRAIN_ROWS) -> Split:
 
 def _rows(form: str, count: int, chance: random.Random) -> Rows:
     late, easy = FORMS[form]
-    by_text: dict[str, dict[str, str]] = {}
-    while len(by_text) < count:
+
+    def draw() -> tuple[str, str]:
         digits = sandbox.digit_problem(chance, easy=chance.random() < easy)
-        text = sandbox.digit_question(digits, late)
-        by_text[text] = {"input": text, "label": str(sum(digits) % 10)}
-    return list(by_text.values())
+        return sandbox.digit_question(digits, late), str(sum(digits) % 10)
+
+    return distinct_rows(draw, count)
 
 
-def score(answer: str, label: str) -> float:
-    """1 where the last number of an answer is the label, else 0."""
-    return float(last_number(answer) == label)
-
-
-final_answer = last_number
+score, final_answer = number_score, last_number
 reward_func = reward_function(lambda a, label: (score(a, label), sandbox.COUNT in a.split()), "task/counted")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child process of math_answers.py: reads references with responses, and writes a verdict for each."""
+"""Whether a math response equals its reference; as a program, the child process of `answers.check_math`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,21 @@ from math_verify import parse, verify
 from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
 
-from ngrpo.workbench.scoring import TIMED_OUT, UNREADABLE, Verdict
+from ngrpo.workbench.scoring import UNREADABLE, Verdict
 from ngrpo.workbench.scoring.answers import last_boxed
-from ngrpo.workbench.scoring.math_reading import Answer, Value, canonical_or_none, exactly, letters, read, relations_of
-from ngrpo.workbench.scoring.math_text import prepared, rewritten
+from ngrpo.workbench.scoring.math_reading import (
+    Answer,
+    Value,
+    canonical_or_none,
+    exactly,
+    letters,
+    prepared,
+    read,
+    relations_of,
+    rewritten,
+)
 
 CPU_SECONDS = 5
-# Where sympy cannot be interrupted, the system ends the process.
-_HARD_CPU_SECONDS = 8
 _MEMORY = 8 << 30
 # A decimal with fewer digits stands for its own value alone: 0.33 is not 1/3, 0.333333 is.
 _DIGITS = 6
@@ -44,12 +51,10 @@ def same(gold: Answer, said: Answer) -> bool:
         return True
     if gold.words and len(gold.words) == 1 and said.label and gold.words[0] == said.label.lower():
         return True
-    if gold.clock or said.clock:
-        if gold.clock and said.clock:
-            return gold.clock[:2] == said.clock[:2] and (
-                gold.clock[2] == said.clock[2] or not (gold.clock[2] and said.clock[2])
-            )
-        gold, said = (_as_ratio(answer) for answer in (gold, said))
+    if gold.clock and said.clock:
+        halves = {gold.clock[2], said.clock[2]} - {""}
+        return gold.clock[:2] == said.clock[:2] and len(halves) < 2
+    gold, said = (_as_ratio(answer) for answer in (gold, said))
     if gold.words or said.words:
         return gold.words == (said.words or (letters("".join(said.items)),))
     if len(gold.items) == 1 and len({item.partition("=")[0] for item in said.items}) == len(said.items) > 1:
@@ -97,7 +102,7 @@ def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
     relations = [isinstance(value, (Relational, And)) for value in (gold, said)]
     if all(relations):
         return _same_relations(gold, said)
-    if relations[1] and _is_equation(said):
+    if relations[1] and isinstance(take_last_relation(said), sympy.Eq):
         return equal(gold, take_last_relation(said).rhs, gold_text, said_text.rpartition("=")[2])
     if relations[0] and is_assignment_relation(gold):
         return equal(take_last_relation(gold).rhs, said, gold_text.rpartition("=")[2], said_text)
@@ -162,10 +167,6 @@ def _same_relation(one: tuple[str, Value], other: tuple[str, Value]) -> bool:
     return bool(factor.is_number and factor.is_nonzero and ("Than" not in one[0] or factor.is_positive))
 
 
-def _is_equation(value: Value) -> bool:
-    return isinstance(take_last_relation(value), sympy.Eq)
-
-
 def _verified(gold: Value, said: Value) -> bool:
     return verify(gold, said, float_rounding=30, timeout_seconds=0, allow_set_relation_comp=True)
 
@@ -202,33 +203,19 @@ def _unfinished(items: Sequence[str]) -> bool:
     return any(_OPERATION.search(_POWER_OF_TEN.sub("e", item).rpartition("=")[2]) for item in items)
 
 
-class _Late(BaseException):
-    """No ``Exception``, which sympy and math-verify would swallow."""
-
-
-def _late(number: int, frame: object) -> None:
-    raise _Late
-
-
 def main() -> None:
-    """Answers line by line until the other end closes."""
+    """Writes a verdict for each line of standard input, a reference and a response as JSON, until it closes."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    signal.signal(signal.SIGVTALRM, _late)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no reply
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, _HARD_CPU_SECONDS)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # the system ends the process: sympy catches exceptions
         try:
-            signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
             verdict = compare(*json.loads(line))
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        except _Late:
-            verdict = Verdict(TIMED_OUT)
         except Exception:
             verdict = Verdict(UNREADABLE)
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(asdict(verdict)), file=replies, flush=True)
 
