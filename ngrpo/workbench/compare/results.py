@@ -19,7 +19,7 @@ from ngrpo.workbench.compare import shares, verdicts
 from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import status
-from ngrpo.workbench.report.groups import MOST_BYTES, fitting
+from ngrpo.workbench.report.answers import MOST_BYTES, fitting
 from ngrpo.workbench.statistics import pass_at_k
 
 FORMAT = 1

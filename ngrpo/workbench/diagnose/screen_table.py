@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.console.text import text_table
-from ngrpo.workbench.report.values import dig, figure
+from ngrpo.workbench.report.values import dig, format_number
 
 if TYPE_CHECKING:
     from ngrpo.config.arms import Arm
@@ -41,7 +41,8 @@ def table(diagnosis: dict[str, Any]) -> str:
     rows = [head]
     for strategy in diagnosis["strategies"]:
         values = (dig(strategy, *(key.format(group=group) for key in path)) for _, path, _ in _COLUMNS)
-        rows.append([strategy["name"], *(figure(value, digits) for value, (_, _, digits) in zip(values, _COLUMNS))])
+        cells = (format_number(value, digits) for value, (_, _, digits) in zip(values, _COLUMNS))
+        rows.append([strategy["name"], *cells])
     return "\n".join(text_table(rows))
 
 
