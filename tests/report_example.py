@@ -256,10 +256,7 @@ def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any
         "pass_at_k": {k: _around(value, 0.03, seeds) for k, value in wins.items()},
         "difference": None
         if base
-        else {
-            "mean_at_n": change(gain, 0.03),
-            "pass_at_k": {k: change(wins[k] - plain[k], 0.04) for k in wins},
-        },
+        else {"mean_at_n": change(gain, 0.03), "pass_at_k": {k: change(wins[k] - plain[k], 0.04) for k in wins}},
         "verdict": verdict,
         "cost": {
             "tokens_per_second": {"value": 121.0 if base else 118.4, "ratio": 1.0 if base else 0.9785},
