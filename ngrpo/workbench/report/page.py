@@ -144,17 +144,14 @@ def _provenance(source: Mapping[str, Any]) -> dict[str, Any]:
         str(row.get("id", row.get("name"))): {key: row[key] for key in _PROVENANCE if key in row}
         for row in values.rows(source, "strategies")
     }
-    sources = {
-        "Command": source.get("command"),
-        "Strategies: perturbation and settings": strategies,
-        "Seeds": list(dict.fromkeys(str(run.get("seed")) for run in values.rows(source, "runs"))),
-        "Flags of OpenRLHF shared by all": source.get("openrlhf_args"),
+    seeds = dict.fromkeys(str(run.get("seed")) for run in values.rows(source, "runs"))
+    texts = {
+        "Command": shlex.join(map(str, source.get("command") or ())),
+        "Strategies: perturbation and settings": strategies and json.dumps(strategies, indent=1, ensure_ascii=False),
+        "Seeds": shlex.join(seeds),
+        "Flags of OpenRLHF shared by all": shlex.join(map(str, source.get("openrlhf_args") or ())),
     }
-    quoted = {}
-    for title, value in ((title, value) for title, value in sources.items() if value):
-        as_words = isinstance(value, list)
-        quoted[title] = shlex.join(map(str, value)) if as_words else json.dumps(value, indent=1, ensure_ascii=False)
-    return {"facts": facts, "quoted": quoted}
+    return {"facts": facts, "quoted": {title: text for title, text in texts.items() if text}}
 
 
 def _write(path: Path, kind: str, title: str, head: dict[str, Any], sections: list[Section]) -> None:
