@@ -242,7 +242,8 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
             text += f"; {word} in {other}: {', '.join(new)}" if new else ""
     missing = len(names) - len(tested)
     text += f" ({plural(missing, 'strategy')} could not be compared)." if missing else "."
-    fewest = min((change["seeds"] for change in tested if noise(change) == "beyond noise"), default=ENOUGH_SEEDS)
+    seeds = [change.get("seeds") or ENOUGH_SEEDS for change in tested if noise(change) == "beyond noise"]
+    fewest = min(seeds, default=ENOUGH_SEEDS)
     if fewest < ENOUGH_SEEDS:
         text += f" Of {plural(fewest, 'seed')}: too few to tell a method from luck."
     return text
