@@ -25,7 +25,7 @@ from ngrpo.workbench.report.values import (
 )
 
 ENOUGH_SEEDS = 3
-"""The seeds that tell a method from luck, as in `ngrpo.workbench.compare.verdicts`."""
+"""The seeds that tell a method from luck, as in `ngrpo.workbench.compare.results`."""
 _MOST_NAMES = 4
 _MOST_K = 4
 _MIDDLE, _HALF = 100.0, 92.0  # of a drawing 200 wide
