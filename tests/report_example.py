@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 import random
+import shlex
 from typing import Any
 
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 STRATEGIES = ("none", "neighbor rate=0.1", "gaussian rate=0.1", "gumbel")
 SPECS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -56,34 +58,14 @@ def example(steps: int = 40, seeds: int = 3, strategies: tuple[str, ...] = STRAT
     return {
         "format": 1,
         "created": "2025-11-21T09:30:00+00:00",
-        "command": [
-            "ngrpo",
-            "compare",
-            "--perturbations",
-            "none,neighbor,gaussian,gumbel",
-            "--seeds",
-            "0,1,2",
-            "--task",
-            "arithmetic",
-            "--model",
-            "HuggingFaceTB/SmolLM2-135M-Instruct",
-        ],
+        "command": shlex.split(f"ngrpo compare --perturbations none,neighbor --seeds 0,1,2 --task arithmetic {MODEL}"),
         "baseline": "none",
-        "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "model": MODEL,
         "task": "arithmetic",
         "hardware": "cpu",
         "machine": MACHINE,
         "versions": VERSIONS,
-        "openrlhf_args": [
-            "--actor.model_name_or_path",
-            "HuggingFaceTB/SmolLM2-135M-Instruct",
-            "--rollout.batch_size",
-            "8",
-            "--rollout.n_samples_per_prompt",
-            "4",
-            "--actor.adam.lr",
-            "1e-5",
-        ],
+        "openrlhf_args": shlex.split(f"--actor.model_name_or_path {MODEL} --rollout.batch_size 8"),
         "strategies": [
             {
                 "id": name,
@@ -142,7 +124,7 @@ def diagnosis(strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
         )
     return {
         "format": 1,
-        "model": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "model": MODEL,
         "dataset": "gsm8k",
         "group": 8,
         "prompts": 64,
@@ -274,10 +256,7 @@ def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any
         "pass_at_k": {k: _around(value, 0.03, seeds) for k, value in wins.items()},
         "difference": None
         if base
-        else {
-            "mean_at_n": change(gain, 0.03),
-            "pass_at_k": {k: change(wins[k] - plain[k], 0.04) for k in wins},
-        },
+        else {"mean_at_n": change(gain, 0.03), "pass_at_k": {k: change(wins[k] - plain[k], 0.04) for k in wins}},
         "verdict": verdict,
         "cost": {
             "tokens_per_second": {"value": 121.0 if base else 118.4, "ratio": 1.0 if base else 0.9785},

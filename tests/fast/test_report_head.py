@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from ngrpo.workbench.compare import results
-from ngrpo.workbench.report import forest
-from ngrpo.workbench.report.marks import Series
+from ngrpo.workbench.report import headline
+from ngrpo.workbench.report.drawing import Series
 from tests.report_example import example
 from tests.report_page import Page, check_numbers, written
 
@@ -61,23 +61,23 @@ def summary(**changes: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     ],
 )
 def test_the_sentence(rows: dict[str, Any], said: str | None) -> None:
-    assert forest.sentence(summary(**rows), "none", [MEAN]) == said
+    assert headline.sentence(summary(**rows), "none", [MEAN]) == said
 
 
 def test_another_measure_is_named_for_who_is_not_named_already() -> None:
     rows = summary(a=change(0.2, noise=False), b=change(0.0, noise=True))
     for name, value in (("a", 0.3), ("b", -0.3)):
         rows[name]["difference"]["pass_at_k"] = {"8": change(value, noise=False)}
-    said = forest.sentence(rows, "none", [MEAN, PASS])
+    said = headline.sentence(rows, "none", [MEAN, PASS])
     assert said == "Better than “none” in Mean@8 beyond noise: a; worse in Pass@8: b."
-    assert forest.sentence(rows, "none", []) is None and forest.sentence(rows, "another", [MEAN]) is None
+    assert headline.sentence(rows, "none", []) is None and headline.sentence(rows, "another", [MEAN]) is None
 
 
 def test_the_picture_by_hand() -> None:
     """The longest length, 0.25, is 92 wide beside the middle at 100; the best stands first."""
     rows = summary(worse=change(-0.2, noise=False), missing=None, better=change(0.1, noise=True, least=0.125))
     series = {name: Series(i, name) for i, name in enumerate(rows)}
-    better, worse, missing = forest.forest(series, rows, "none", MEAN)
+    better, worse, missing = headline.forest(series, rows, "none", MEAN)
     assert [one.series.name for one in (better, worse, missing)] == ["better", "worse", "missing"]
     assert (better.at, better.ends, better.band) == (136.8, (118.4, 155.2), (54.0, 146.0))
     assert (worse.at, worse.ends, worse.band) == (26.4, (8.0, 44.8), (63.2, 136.8))
@@ -92,7 +92,7 @@ def test_the_picture_by_hand() -> None:
 
 
 def test_as_many_seeds_as_the_verdicts_ask_for() -> None:
-    assert forest.ENOUGH_SEEDS == results.ENOUGH_SEEDS
+    assert headline.ENOUGH_SEEDS == results.ENOUGH_SEEDS
 
 
 def head_alone(text: str) -> str:

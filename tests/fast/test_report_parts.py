@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import ngrpo.workbench.report
-from ngrpo.workbench.report.curves import _points
-from ngrpo.workbench.report.marks import Series
-from ngrpo.workbench.report.scale import counted, spread
-from ngrpo.workbench.report.values import between, duration, figure, shown, signed, size, token
+from ngrpo.workbench.report.charts import _points
+from ngrpo.workbench.report.drawing import Series, counted, spread
+from ngrpo.workbench.report.values import between, duration, format_number, shown, signed, size, token
 
 
 def test_looks_of_twelve_strategies_differ_without_colour() -> None:
@@ -34,31 +33,29 @@ def test_seeds_are_averaged_per_bin() -> None:
 def test_scales() -> None:
     """Steps of 1, 2, 2.5 or 5: 0.13 to 0.92 in five is 0.158 each, so 0.2."""
     scale = spread([0.13, 0.92], 100.0, 0.0, share=True)
-    assert scale.labels == ("0.0", "0.2", "0.4", "0.6", "0.8", "1.0")
+    assert scale.labels == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
     assert scale(0.5) == 50.0 and scale(7.0) == 0.0
-    assert spread([0.8, 0.81], 0, 1).labels == ("0.800", "0.802", "0.804", "0.806", "0.808", "0.810")
+    assert spread([0.8, 0.81], 0, 1).labels == ["0.800", "0.802", "0.804", "0.806", "0.808", "0.810"]
     assert spread([3.0, 3.0], 0.0, 1.0)(3.0) == 0.5
-    assert spread([], 0, 1).labels[0] == "0.0"
-    assert spread([0.0, 4e-8], 0, 1, count=4).labels == ("0", "1e−8", "2e−8", "3e−8", "4e−8")
-    assert spread([-2e6, 0.0], 0, 1, count=4).labels[0] == "−2.0e6"
-    assert len(set(spread([0.0359, 0.0366], 0, 1, count=4).labels)) == len(
-        spread([0.0359, 0.0366], 0, 1, count=4).labels
-    )
-    steps = counted(list(range(1, 41)), 0.0, 39.0)
-    assert steps.labels == ("1", "10", "20", "30", "40") and steps(11) == 10.0
-    assert counted([5], 0.0, 10.0).labels == ("5",) and counted([5], 0.0, 10.0)(5) == 5.0
+    assert spread([0.0, 4e-8], 0, 1, count=4).labels == ["0", "1e−8", "2e−8", "3e−8", "4e−8"]
+    assert spread([-2e6, 0.0], 0, 1, count=4).labels[0] == "−2,000,000"
+    near = spread([0.0359, 0.0366], 0, 1, count=4).labels
+    assert len(set(near)) == len(near)
+    steps = counted(list(range(1, 41)), 0.0, 39.0, count=6)
+    assert steps.labels == ["1", "10", "20", "30", "40"] and steps(11) == 10.0
+    assert counted([5], 0.0, 10.0, count=6).labels == ("5",) and counted([5], 0.0, 10.0, count=6)(5) == 5.0
 
 
 def test_values() -> None:
-    assert [figure(v) for v in (0.12345, -1, None, float("nan"), True, "3", 1234.5)] == [
+    assert [format_number(v) for v in (0.12345, -1, None, float("nan"), True, "3", 1234.5)] == [
         "0.123", "−1.000", "–", "–", "–", "–", "1,234.500",
     ]  # fmt: skip
-    assert figure(3.2e-6, 5) == "3.2e−06"
+    assert format_number(3.2e-6, 5) == "3.2e−06"
     assert (signed(0.03), signed(-0.03), signed(0), signed(None)) == ("+0.030", "−0.030", "0.000", "–")
     assert between(-0.1, 0.2, 1, sign=True) == "−0.1 to +0.2" and between(None, 1) == "–"
     assert (size(0), size(1536), size(2 * 1024**3)) == ("0 B", "1.50 KiB", "2.00 GiB")
     assert (duration(59.6), duration(720), duration(11100)) == ("60 s", "12 min", "3 h 05 min")
-    assert [shown(v) for v in (None, "", float("nan"), 0, "a\u202eb\x07")] == ["–", "–", "–", "0", "a[U+202E]b␇"]
+    assert [shown(v) for v in (None, "", float("nan"), 0, "ab\x07\ud800")] == ["–", "–", "–", "0", "ab␇\ufffd"]
     assert (token("\n\n"), token(" "), token("\ta")) == ("⏎⏎", "␣", "⇥a")
 
 

@@ -68,16 +68,12 @@ def described(name: str) -> str:
 
 
 def _registry_of_file(name: str) -> Registry:
-    """The registry that takes a user's file or module."""
-    refusals = []
+    """The registry that takes a user's file or module; the first one, whose error follows, where none does."""
     for kind_registry in FLAGS:
-        try:
+        with suppress(UsageError):
             kind_registry.get(name)
-        except UsageError as error:
-            refusals.append(error)
-        else:
             return kind_registry
-    raise refusals[0]
+    return registry.perturbations
 
 
 def _described(kind_registry: Registry, name: str) -> str:

@@ -23,7 +23,7 @@ from ngrpo.workbench.evaluate.engine import load_tokenizer
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 from ngrpo.workbench.evaluate.scorers import check_problems
 from ngrpo.workbench.report import write_diagnosis
-from ngrpo.workbench.report.values import dig, figure
+from ngrpo.workbench.report.values import dig, format_number
 from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
 
@@ -296,7 +296,8 @@ def table(diagnosis: dict[str, Any]) -> str:
     rows = [["", *(heading.format(group=group) for heading, _, _ in _COLUMNS)]]
     for strategy in diagnosis["strategies"]:
         numbers = [
-            figure(dig(strategy, *(key.format(group=group) for key in keys)), digits) for _, keys, digits in _COLUMNS
+            format_number(dig(strategy, *(key.format(group=group) for key in keys)), digits)
+            for _, keys, digits in _COLUMNS
         ]
         rows.append([strategy["name"], *numbers])
     return "\n".join(text_table(rows))

@@ -1,57 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Charts: lines with bands, points with whiskers, as paths and labels that templates/charts.html draws as SVG."""
+"""The charts: curves over steps and over k, diversity against validity, and the embedding map.
+
+Each is paths and labels that templates/charts.html draws as SVG.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-from ngrpo.workbench.report.marks import Series
-from ngrpo.workbench.report.scale import Scale, spread
-from ngrpo.workbench.report.values import MISSING, between, figure
+from ngrpo.workbench.report.drawing import (
+    SMALL,
+    SQUARE,
+    WIDE,
+    Label,
+    Scale,
+    Series,
+    Size,
+    counted,
+    doubling,
+    place_label,
+    spread,
+)
+from ngrpo.workbench.report.values import between, dig, ends, format_number, number, rows, token
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 30, 46
 _MOST_MARKERS = 12
+_MOST_BINS = 60
+_MOST_COPIES = 1500
+# Key in a step, title, decimals.
+_SMALL_CHARTS = (
+    ("rate", "Perturbation rate", 3),
+    ("shift", "Relative shift of the input", 4),
+    ("gap_perturbed_mean", "Rollout–trainer gap, perturbed", 5),
+    ("gap_plain_mean", "Rollout–trainer gap, plain", 5),
+)
+# Heading with the better direction, keys, decimals.
+_MEASURES = (
+    ("Reward ↑", ("reward",), 3),
+    ("Learnable groups ↑", ("learnable_groups",), 3),
+    ("Groups of one trajectory ↓", ("single_trajectory_groups",), 3),
+    ("Groups fed the same inputs ↓", ("same_input_groups",), 3),
+    ("Distinct answers ↑", ("diversity", "distinct_answers"), 3),
+    ("Distinct intermediate results ↑", ("diversity", "distinct_intermediate"), 3),
+    ("Self-BLEU ↓", ("diversity", "self_bleu"), 3),
+    ("Distinct-2 ↑", ("diversity", "distinct_2"), 3),
+    ("Edit distance ↑", ("diversity", "edit_distance"), 3),
+    ("Parseable ↑", ("validity", "parseable"), 3),
+    ("Repetition ↓", ("validity", "repetition"), 3),
+    ("Perplexity ↓", ("validity", "perplexity"), 2),
+    ("Anchor still nearest ↑", ("validity", "anchor_nearest"), 3),
+    ("Text still nearest ↑", ("validity", "text_nearest"), 3),
+    ("Cut off at the limit ↓", ("truncated",), 3),
+    ("Relative shift of the input", ("relative_shift",), 3),
+    ("Actual rate", ("rate",), 3),
+    ("Tokens per second", ("tokens_per_second",), 1),
+    ("Record (bytes per token)", ("record_bytes_per_token",), 2),
+)
+# Class, outline around a point, and meaning of the map's marks.
+_DOT = ("anchor", "M{:g} {:g}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z", "a token")
+_NEAR = ("near", "M{:g} {:g}h0", "perturbed, still the token or one related to it")
+_FAR = ("far", "M{:g} {:g}m-2.5 -2.5l5 5m-5 0l5 -5", "perturbed, nearest to an unrelated token")
+_DIAMOND = ("nearby", "M{:g} {:g}m-3 0l3 -3l3 3l-3 3Z", "a neighbor of a token")
+
+Point = tuple[float, float | None, float | None, float | None]
+"""x; y, None in a gap; the ends of its band, None where there is none."""
+Logged = Mapping[int, Mapping[str, Any]]
+"""A run's rows by step."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """A chart's own units. ``kind`` sets the size of its type in style.css: the wide one shrinks more on a phone."""
-
-    width: int
-    height: int
-    kind: str
-
-    @property
-    def across(self) -> tuple[float, float]:
-        """The plane's left and right edge."""
-        return _LEFT, self.width - _RIGHT
-
-    @property
-    def upward(self) -> tuple[float, float]:
-        """The plane's lower and upper edge."""
-        return self.height - _BOTTOM, _TOP
-
-
-WIDE = Size(560, 300, "wide")
-SMALL = Size(360, 210, "small")
-SQUARE = Size(480, 380, "square")
-
-
-@dataclass(frozen=True)
-class Label:
-    """A text beside a point; ``anchor`` is the side of it that stands at ``x``, as in SVG."""
-
-    text: str
-    x: float
-    y: float
-    anchor: str
-
-
-@dataclass(frozen=True)
-class Group:
-    """What is shown and hidden together: paths with their CSS classes, markers over them, and labels."""
+class Group(NamedTuple):
+    """Paths with their CSS classes, markers over them, and labels, shown and hidden together."""
 
     classes: str
     paths: Sequence[tuple[str, str]]
@@ -60,17 +80,8 @@ class Group:
     labels: Sequence[Label] = ()
 
 
-@dataclass(frozen=True)
-class Chart:
-    """What is drawn.
-
-    Attributes:
-        name: unique in the page; the ids inside come from it.
-        title: what the chart shows, for those who cannot see it; ``desc`` says the values.
-        size: its size; ``xs`` and ``ys`` are its scales, ``x_title`` and ``y_title`` are theirs.
-        groups: in the order in which they are drawn.
-        data: what script.js reads values from.
-    """
+class Chart(NamedTuple):
+    """A drawing; ``name`` is unique in the page, ``desc`` says the values, and script.js reads ``data``."""
 
     name: str
     title: str
@@ -84,77 +95,54 @@ class Chart:
     data: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Line:
-    """One strategy's curve.
-
-    Attributes:
-        series: the strategy.
-        points: ``(x, y, low, high)`` by x; y is None in a gap, low and high are None where there is no band.
-    """
-
-    series: Series
-    points: Sequence[tuple[float, float | None, float | None, float | None]]
-
-
-@dataclass(frozen=True)
-class Point:
-    """One strategy's point.
-
-    Attributes:
-        series: the strategy.
-        x: its value across.
-        y: its value upward.
-        x_interval: whisker across.
-        y_interval: whisker upward.
-        notes: lines for the tooltip.
-    """
+class Score(NamedTuple):
+    """A strategy's point: validity ``x``, diversity ``y``, their intervals, and further lines of its tooltip."""
 
     series: Series
     x: float
     y: float
-    x_interval: Sequence[float] | None = None
-    y_interval: Sequence[float] | None = None
-    notes: Sequence[str] = field(default_factory=tuple)
+    across: tuple[float, float] | None
+    upward: tuple[float, float] | None
+    notes: Sequence[str]
 
 
 def line_chart(
     name: str,
-    lines: Sequence[Line],
+    lines: Mapping[Series, Sequence[Point]],
     xs: Scale,
     labels: Sequence[str],
     *,
     title: str,
-    x_title: str,
     y_title: str,
-    size: Size,
+    x_title: str = "training step",
+    size: Size = WIDE,
     digits: int = 3,
 ) -> Chart | None:
     """Curves with their bands.
 
     Args:
         name: unique in the page.
-        lines: the curves, each with a point (or a gap) for every position of ``labels``.
+        lines: points by strategy, one (or a gap) for every position of ``labels``.
         xs: the scale across.
-        labels: what each position is called in the tooltip, ``step 12``.
-        title: what the chart shows, for those who cannot see it.
-        x_title: title of the axis across.
+        labels: the tooltip's name of each position, ``step 12``.
+        title: description for those who cannot see the chart.
         y_title: title of the axis upward, written above it.
+        x_title: title of the axis across.
         size: its size.
         digits: decimals in the tooltip.
 
     Returns:
         The chart; None where no line has a point.
     """
-    reach = [value for line in lines for point in line.points for value in point[1:] if value is not None]
+    reach = [value for points in lines.values() for point in points for value in point[1:] if value is not None]
     if not reach:
         return None
-    ys = spread(reach, *size.upward, count=4 if size.kind == "small" else 5, share=True)
-    groups, series = [], []
+    ys = spread(reach, *size.upward, count=4 if size is SMALL else 5, share=True)
+    groups, readings, finals = [], [], []
     many = " many" if len(lines) > 5 else ""
-    for line in lines:
-        pixels = [(xs(x), None if y is None else ys(y)) for x, y, _, _ in line.points]
-        band = [(xs(x), ys(low), ys(high)) for x, _, low, high in line.points if low is not None and high is not None]
+    for series, points in lines.items():
+        pixels = [(xs(x), None if y is None else ys(y)) for x, y, _, _ in points]
+        band = [(xs(x), ys(low), ys(high)) for x, _, low, high in points if low is not None and high is not None]
         paths = []
         if len(band) > 1:
             edge = [f"{x:g} {low:g}" for x, low, _ in band] + [f"{x:g} {high:g}" for x, _, high in reversed(band)]
@@ -163,72 +151,20 @@ def line_chart(
             x, low, high = band[0]
             paths.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
         paths.append(("line", _path(pixels)))
+        # Each strategy's markers start elsewhere, so that overlapping curves can still be told apart.
         stride = -(-len(pixels) // _MOST_MARKERS)
-        # Each strategy's markers start elsewhere, so that curves on top of each other can still be told apart.
-        offset = line.series.index % stride if stride > 1 else 0
-        markers = [(x, y) for x, y in pixels[offset::stride] if y is not None]
-        groups.append(Group(line.series.classes, paths, line.series, markers))
+        markers = [(x, y) for x, y in pixels[series.index % stride :: stride] if y is not None]
+        groups.append(Group(series.classes, paths, series, markers))
         texts = [
-            figure(y, digits) + (f" ({between(low, high, digits)})" if low is not None and high is not None else "")
-            for _, y, low, high in line.points
+            format_number(y, digits) + (f" ({between(low, high, digits)})" if low is not None else "")
+            for _, y, low, high in points
         ]
-        series.append([line.series.index, line.series.name, [y for _, y in pixels], texts])
-    columns = [xs(point[0]) for point in lines[0].points]
-    data = {"kind": "lines", "x": columns, "labels": list(labels), "series": series}
-    finals = "; ".join(f"{line.series.name}: {_last(line, digits)}" for line in lines)
-    return Chart(name, title, f"Last values: {finals}.", size, xs, ys, x_title, y_title, groups, data)
-
-
-def scatter(name: str, points: Sequence[Point], *, title: str, x_title: str, y_title: str, size: Size) -> Chart | None:
-    """One labelled point per strategy, with whiskers. Arguments as in `line_chart`; None without points."""
-    if not points:
-        return None
-    xs = spread([v for p in points for v in (p.x, *(p.x_interval or ()))], *size.across)
-    ys = spread([v for p in points for v in (p.y, *(p.y_interval or ()))], *size.upward)
-    groups, data, boxes, marks = [], [], [], []
-    for point in points:  # Labels keep off markers and whiskers.
-        x, y = xs(point.x), ys(point.y)
-        boxes.append((x - 6, y - 6, x + 6, y + 6))
-        whiskers = []
-        if point.x_interval:
-            left, right = map(xs, point.x_interval)
-            boxes.append((left, y - 1, right, y + 1))
-            whiskers.append(("whisker", f"M{left:g} {y:g}H{right:g}"))
-        if point.y_interval:
-            low, high = map(ys, point.y_interval)
-            boxes.append((x - 1, high, x + 1, low))
-            whiskers.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
-        marks.append((point.series, x, y, whiskers))
-        data.append([x, y, point.series.index, [point.series.name, *point.notes]])
-    for one, x, y, whiskers in marks:
-        labels = place_label(one.name, x, y, size, boxes)
-        groups.append(Group(f"{one.classes} big", whiskers, one, [(x, y)], labels))
-    text = "; ".join(f"{p.series.name}: {x_title} {figure(p.x)}, {y_title} {figure(p.y)}" for p in points)
-    return Chart(name, title, f"{text}.", size, xs, ys, x_title, y_title, groups, {"kind": "points", "points": data})
-
-
-def place_label(
-    text: str, x: float, y: float, size: Size, boxes: list[tuple[float, float, float, float]], *, force: bool = False
-) -> list[Label]:
-    """A label beside a point where nothing else is, or none where there is no room (unless forced)."""
-    short = text if len(text) <= 28 else text[:27] + "…"
-    wide, high = 7.6 * len(short), 13.0  # At the largest size of type; see style.css.
-    right = size.width - 2
-    spots = [(x + 9, y, "start"), (x - 9, y, "end"), (x, y - 14, "middle"), (x, y + 14, "middle")]
-    spots += [(x + 8, y - 12, "start"), (x - 8, y - 12, "end"), (x + 8, y + 12, "start"), (x - 8, y + 12, "end")]
-    for at, level, anchor in spots:
-        begin = at - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
-        box = (begin, level - high / 2, begin + wide, level + high / 2)
-        inside = box[0] >= 2 and box[2] <= right and box[1] >= _TOP - 10 and box[3] <= size.upward[0]
-        if inside and not any(_overlap(box, other) for other in boxes):
-            break
-    else:
-        if not force:
-            return []
-        at, level, anchor = (x + 9, y, "start") if x < size.width / 2 else (x - 9, y, "end")
-        box = (x, y, x, y)
-    boxes.append(box)
-    return [Label(short, at, level, anchor)]
+        readings.append([series.index, series.name, [y for _, y in pixels], texts])
+        last = next((y for _, y, _, _ in reversed(points) if y is not None), None)
+        finals.append(f"{series.name}: {format_number(last, digits)}")
+    columns = [xs(point[0]) for point in next(iter(lines.values()))]
+    data = {"kind": "lines", "x": columns, "labels": list(labels), "series": readings}
+    return Chart(name, title, f"Last values: {'; '.join(finals)}.", size, xs, ys, x_title, y_title, groups, data)
 
 
 def _path(pixels: Sequence[tuple[float, float | None]]) -> str:
@@ -242,9 +178,237 @@ def _path(pixels: Sequence[tuple[float, float | None]]) -> str:
     return "".join(parts)
 
 
-def _last(line: Line, digits: int) -> str:
-    return next((figure(y, digits) for _, y, _, _ in reversed(line.points) if y is not None), MISSING)
+def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
+    """Evaluation and reward over steps, and small charts of rate, shift and gap.
+
+    Means are over the finished runs of a strategy. Only the evaluation compares strategies: each draws its rollouts,
+    and so their rewards, in its own way.
+    """
+    runs, evaluated = _by_step(results, series, "steps"), _by_step(results, series, "evaluations")
+    steps = sorted({step for group in runs.values() for run in group for step in run})
+    if not steps:
+        return {"order": []}
+    width = -(-len(steps) // _MOST_BINS)
+    bins = [steps[i : i + width] for i in range(0, len(steps), width)]
+    labels = [f"step {part[0]}" if len(part) == 1 else f"steps {part[0]}–{part[-1]}" for part in bins]
+    order = [one for one in series.values() if one.name in runs]
+    at = sorted({step for group in evaluated.values() for run in group for step in run})
+    held_out = line_chart(
+        "learning-evaluation",
+        {one: _points(evaluated[one.name], "mean_at_n", [[step] for step in at]) for one in order},
+        counted(steps + at, *WIDE.across, count=7),
+        [f"step {step}" for step in at],
+        title="Evaluation while training, unperturbed, over training steps",
+        y_title="Mean@n",
+    )
+
+    def chart(key: str, title: str, digits: int, size: Size) -> Chart | None:
+        lines = {one: _points(runs[one.name], key, bins) for one in order}
+        lines = {one: points for one, points in lines.items() if any(y is not None for _, y, _, _ in points)}
+        xs = counted(steps, *size.across, count=4 if size is SMALL else 7)
+        about = f"{title} over training steps"
+        return line_chart(f"learning-{key}", lines, xs, labels, title=about, y_title=title, size=size, digits=digits)
+
+    notes = ["Lines are means over the finished runs of a strategy."]
+    if any(len(group) > 1 for group in runs.values()):
+        notes.append("Bands run from the lowest to the highest seed.")
+    if width > 1:
+        notes.append(f"Each point is the mean of {width} steps.")
+    ids = [row.get("id") for row in rows(results, "strategies")]
+    absent = [one.name for one in series.values() if one.name in ids and one.name not in runs]
+    if absent:
+        notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
+    small = [made for key, title, digits in _SMALL_CHARTS if (made := chart(key, title, digits, SMALL))]
+    reward = chart("reward", "Reward of the training rollouts", 3, WIDE)
+    return {"order": order, "notes": notes, "evaluation": held_out, "reward": reward, "small": small}
 
 
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _by_step(results: Mapping[str, Any], series: Mapping[str, Series], key: str) -> dict[str, list[Logged]]:
+    """The rows that each strategy's finished runs logged under a key."""
+    runs: dict[str, list[Logged]] = {}
+    for run in rows(results, "runs"):
+        if run.get("status") == "done" and run.get("strategy") in series:
+            logged = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
+            runs.setdefault(run["strategy"], []).append(logged)
+    return runs
+
+
+def _points(runs: Sequence[Logged], key: str, bins: Sequence[Sequence[int]]) -> list[Point]:
+    """Mean over seeds in each bin of steps, with the lowest and the highest seed where there are several."""
+    points: list[Point] = []
+    for part in bins:
+        seeds = []
+        for run in runs:
+            values = [value for step in part if (value := number(dig(run.get(step), key))) is not None]
+            if values:
+                seeds.append(sum(values) / len(values))
+        mean = sum(seeds) / len(seeds) if seeds else None
+        low, high = (min(seeds), max(seeds)) if len(seeds) > 1 else (None, None)
+        points.append((sum(part) / len(part), mean, low, high))
+    return points
+
+
+def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, trained: bool) -> dict[str, Any] | None:
+    """Pass@k over k, of results (``trained``: their ``summary``) or of a diagnosis (its ``strategies``)."""
+    curves: dict[str, dict[int, Any]] = {}
+    for row in rows(source, "summary" if trained else "strategies"):
+        name = str(row.get("strategy" if trained else "name"))
+        for k, value in (row.get("pass_at_k") or {}).items():
+            interval = value if trained else {"value": value}
+            if number(dig(interval, "value")) is not None and name in series:
+                curves.setdefault(name, {})[int(k)] = interval
+    ks = sorted({k for curve in curves.values() for k in curve})
+    if not ks:
+        return None
+
+    def point(k: int, interval: object) -> Point:
+        value, low, high = (number(dig(interval, key)) for key in ("value", "low", "high"))
+        return math.log2(k), value, low, high
+
+    lines = {one: [point(k, curves[one.name].get(k)) for k in ks] for one in series.values() if one.name in curves}
+    over = [dig(row, "mean_at_n", "over") for row in rows(source, "summary")]
+    chart = line_chart(
+        "pass-at-k",
+        lines,
+        doubling(ks, *WIDE.across),
+        [f"Pass@{k}" for k in ks],
+        title="Pass@k over the number of samples k",
+        x_title="samples k",
+        y_title="Pass@k",
+    )
+    banded = " or ".join(what for what in ("seeds", "problems") if what in over)
+    return {"order": list(lines), "chart": chart, "banded": banded}
+
+
+def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
+    """One point per strategy, with whiskers: more valid to the right, more diverse upward; and all numbers."""
+    strategies = rows(diagnosis, "strategies")
+    if not strategies:
+        return None
+    scores = []
+    for row in strategies:
+        x, y = (number(dig(row, axis, "score")) for axis in ("validity", "diversity"))
+        if x is None or y is None:
+            continue
+        across, upward = (ends(dig(row, "intervals", axis)) for axis in ("validity", "diversity"))
+        notes = [
+            f"{axis} {format_number(value)}" + (f" ({between(*interval)})" if interval else "")
+            for axis, value, interval in (("validity", x, across), ("diversity", y, upward))
+        ]
+        if number(row.get("reward")) is not None:
+            notes.append(f"reward {format_number(row['reward'])}")
+        scores.append(Score(series[str(row.get("name"))], x, y, across, upward, notes))
+    columns = [column for column in _MEASURES if any(number(dig(row, *column[1])) is not None for row in strategies)]
+    order = [one.series for one in scores]
+    return {"chart": _scatter(scores), "order": order, "columns": columns, "listed": by_series(strategies, series)}
+
+
+def _scatter(scores: Sequence[Score]) -> Chart | None:
+    if not scores:
+        return None
+    xs = spread([value for one in scores for value in (one.x, *(one.across or ()))], *SQUARE.across)
+    ys = spread([value for one in scores for value in (one.y, *(one.upward or ()))], *SQUARE.upward)
+    drawn, readings, boxes = [], [], []
+    for one in scores:  # Labels keep off markers and whiskers.
+        x, y = xs(one.x), ys(one.y)
+        boxes.append((x - 6, y - 6, x + 6, y + 6))
+        whiskers = []
+        if one.across:
+            left, right = map(xs, one.across)
+            boxes.append((left, y - 1, right, y + 1))
+            whiskers.append(("whisker", f"M{left:g} {y:g}H{right:g}"))
+        if one.upward:
+            low, high = map(ys, one.upward)
+            boxes.append((x - 1, high, x + 1, low))
+            whiskers.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
+        drawn.append((one.series, x, y, whiskers))
+        readings.append([x, y, one.series.index, [one.series.name, *one.notes]])
+    groups = [
+        Group(f"{series.classes} big", whiskers, series, [(x, y)], place_label(series.name, x, y, SQUARE, boxes))
+        for series, x, y, whiskers in drawn
+    ]
+    x_title, y_title = "validity → more valid is better", "↑ diversity: more diverse is better"
+    values = [
+        f"{one.series.name}: {x_title} {format_number(one.x)}, {y_title} {format_number(one.y)}" for one in scores
+    ]
+    title = "Diversity against validity, one point per strategy"
+    data = {"kind": "points", "points": readings}
+    return Chart("diversity-validity", title, f"{'; '.join(values)}.", SQUARE, xs, ys, x_title, y_title, groups, data)
+
+
+def by_series(
+    strategies: Sequence[Mapping[str, Any]], series: Mapping[str, Series]
+) -> list[tuple[Series, Mapping[str, Any]]]:
+    """The rows of a diagnosis, each with its strategy's look."""
+    return [(series[str(row.get("name"))], row) for row in strategies]
+
+
+def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
+    """Tokens and their perturbed copies in the plane of two principal components, one panel per perturbation.
+
+    Copies related and unrelated to their token differ in shape and colour.
+    """
+    map_data = dig(diagnosis, "embedding_map")
+    tokens = _placed([{**row, "index": i} for i, row in enumerate(rows(map_data, "tokens"))])
+    neighbors, perturbations = _placed(rows(map_data, "neighbors")), rows(map_data, "perturbations")
+    if not tokens or not perturbations:
+        return None
+    copies = [point for perturbation in perturbations for point in _placed(rows(perturbation, "points"))]
+    xs, ys = (  # The same plane in every panel.
+        spread([point[axis] for point in (*tokens, *neighbors, *copies)], *edges, count=7)
+        for axis, edges in (("x", SQUARE.across), ("y", SQUARE.upward))
+    )
+
+    def pixels(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+        return [(xs(point["x"]), ys(point["y"])) for point in _placed(points)]
+
+    def path(mark: tuple[str, str, str], points: Sequence[tuple[float, float]]) -> tuple[str, str]:
+        return mark[0], "".join(mark[1].format(x, y) for x, y in points) or "M0 0"
+
+    anchors, nearby = pixels(tokens), pixels(neighbors)
+    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+
+    def labels(named: Sequence[Mapping[str, Any]], at: Sequence[tuple[float, float]], force: bool) -> list[Label]:
+        texts = [token(row.get("text")).strip() for row in named]
+        return [label for text, xy in zip(texts, at) for label in place_label(text, *xy, SQUARE, boxes, force=force)]
+
+    bold, faint = labels(tokens, anchors, True), labels(neighbors, nearby, False)
+    variance = dig(map_data, "explained_variance") or (None, None)
+    x_title, y_title = (
+        f"component {i}" + ("" if v is None else f" ({100 * v:.0f}% of variance)") for i, v in enumerate(variance, 1)
+    )
+    panels = []
+    for count, perturbation in enumerate(perturbations):
+        name, points = str(perturbation.get("strategy")), rows(perturbation, "points")
+        stride = -(-len(points) // _MOST_COPIES) or 1
+        near, far = (pixels([p for p in points[::stride] if bool(p.get("related")) is kind]) for kind in (True, False))
+        share = f"{_percent(perturbation.get('unrelated_share'))} became an unrelated token"
+        changed = f"{_percent(perturbation.get('changed_share'))} changed their nearest token"
+        readings = [[x, y, -1, _nearest(row, points)] for row, (x, y) in zip(tokens, anchors)]
+        marks = [path(_NEAR, near), path(_FAR, far), path(_DIAMOND, nearby), path(_DOT, anchors)]
+        groups = [Group("halo faint", marks, labels=faint), Group("halo", (), labels=bold)]
+        title = f"{name}: perturbed embeddings and their nearest tokens"
+        data = {"kind": "points", "points": readings}
+        chart = Chart(f"map-{count}", title, f"{share}, {changed}.", SQUARE, xs, ys, x_title, y_title, groups, data)
+        panel = {"name": name, "series": series.get(name), "share": share, "changed": changed, "points": len(points)}
+        panels.append({**panel, "stride": stride, "chart": chart})
+    shapes = [_DOT, _NEAR, _FAR, *([_DIAMOND] if neighbors else [])]
+    legend = [(kind, outline.format(6, 6), words) for kind, outline, words in shapes]
+    return {"panels": panels, "legend": legend, "metric": dig(map_data, "metric")}
+
+
+def _placed(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [point for point in points if ends((point.get("x"), point.get("y"))) is not None]
+
+
+def _nearest(row: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines of the tooltip: the tokens that a token's copies are read as, the most frequent first."""
+    counts = Counter(token(point.get("nearest")) for point in points if point.get("token") == row["index"])
+    lines = [f"“{other}” {count}×" for other, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))]
+    more = [f"and {len(lines) - 6} others"] if len(lines) > 6 else []
+    return [f"“{token(row.get('text'))}” is read as", *lines[:6], *more]
+
+
+def _percent(share: object) -> str:
+    fraction = number(share)
+    return "–" if fraction is None else f"{format_number(100 * fraction, 1)}%"

@@ -1,36 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The headline: what was compared on what, what failed, and what was found."""
+"""The head of a report and its tables: what was compared, what failed, what was found, and what it cost."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from ngrpo.workbench.report.forest import forest, sentence
-from ngrpo.workbench.report.marks import Series
-from ngrpo.workbench.report.tables import by_strategy, evaluated
-from ngrpo.workbench.report.values import dig, duration, figure, number, numbers, plural, rows, shown
+from ngrpo.workbench.report.drawing import Series
+from ngrpo.workbench.report.values import (
+    MISSING,
+    between,
+    dig,
+    duration,
+    ends,
+    format_number,
+    noise,
+    number,
+    plural,
+    rows,
+    shortened,
+    shown,
+    signed,
+    size,
+)
 
+ENOUGH_SEEDS = 3
+"""The seeds that tell a method from luck, as in `ngrpo.workbench.compare.results`."""
 _MOST_NAMES = 4
+_MOST_K = 4
+_MIDDLE, _HALF = 100.0, 92.0  # of a drawing 200 wide
+_COSTS = (("tokens_per_second", 1), ("step_seconds", 2), ("memory_bytes", None))
+# A column: its heading, and the keys of its value in a row of the summary.
+Metric = tuple[str, tuple[str, ...]]
+Summary = Mapping[str, Mapping[str, Any]]
 
 
 def comparison_title(results: Mapping[str, Any]) -> str:
     """``neighbor and gaussian against none``, not escaped."""
     baseline = results.get("baseline")
-    others = [_together(row.get("id")) for row in rows(results, "strategies") if row.get("id") != baseline]
+    others = [row.get("id") for row in rows(results, "strategies") if row.get("id") != baseline]
     if not others:
-        return _together(baseline or "Comparison")
+        return _joined([baseline or "Comparison"])
     if len(others) > _MOST_NAMES:
-        return f"{len(others)} strategies against {_together(baseline or 'each other')}"
-    return f"{_listed(others)} against {_together(baseline)}" if baseline else _listed(others)
+        return f"{len(others)} strategies against {_joined([baseline or 'each other'])}"
+    return _joined(others) + (f" against {_joined([baseline])}" if baseline else "")
 
 
 def diagnosis_title(diagnosis: Mapping[str, Any]) -> str:
-    """``What the exploration is worth: none, neighbor``, not escaped."""
-    names = [_together(row.get("name")) for row in rows(diagnosis, "strategies")]
-    what = _listed(names) if 0 < len(names) <= _MOST_NAMES else plural(len(names), "strategy")
-    return f"Before any training: {what}"
+    """``Before any training: none and neighbor``, not escaped."""
+    names = [row.get("name") for row in rows(diagnosis, "strategies")]
+    return f"Before any training: {_joined(names) if 0 < len(names) <= _MOST_NAMES else plural(len(names), 'strategy')}"
+
+
+def _joined(names: Sequence[object]) -> str:
+    """Names with commas and an "and"; no name breaks in two where it can be avoided."""
+    *others, last = (str(name).replace(" ", "\u00a0") for name in names)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
@@ -38,6 +63,11 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
     runs = rows(results, "runs")
     seeds = list(dict.fromkeys(shown(run.get("seed")) for run in runs))
     states = {state: [run for run in runs if run.get("status") == state] for state in ("done", "failed", "pending")}
+    created = results.get("created") or ""  # 2026-11-22T05:50:00+0000
+    zone = "UTC" if created[19:] in ("+0000", "+00:00") else created[19:]
+    summary, baseline = by_strategy(results), str(results.get("baseline"))
+    metrics = evaluated(results, summary)
+    measure = metrics[0] if metrics else ("Mean@n", ("mean_at_n",))
     return {
         "facts": {
             "Model": results.get("model"),
@@ -45,22 +75,12 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
             "Machine": _machine(results),
             "Seeds": f"{len(seeds)} ({', '.join(seeds)})" if seeds else None,
             "Runs": ", ".join(f"{len(of_state)} {state}" for state, of_state in states.items() if of_state) or "none",
-            "Made": _moment(results.get("created")),
+            "Made": created and f"{created[:10]} {created[11:16]} {zone}",
         },
         "runs": len(runs),
-        "failed": [{**run, "error": _short(run.get("error"))} for run in states["failed"]],
+        "failed": [{**run, "error": _cause(run.get("error"))} for run in states["failed"]],
         "pending": len(states["pending"]),
         "one_seed": len(seeds) == 1,
-        **_differences(results, series),
-    }
-
-
-def _differences(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """One sentence and one picture of the differences to the baseline."""
-    summary, baseline = by_strategy(results), str(results.get("baseline"))
-    metrics = evaluated(results, summary)
-    measure = metrics[0] if metrics else ("Mean@n", ("mean_at_n",))
-    return {
         "sentence": sentence(summary, baseline, metrics),
         "forest": forest(series, summary, baseline, measure) if baseline in summary else [],
         "measure": measure[0],
@@ -70,24 +90,22 @@ def _differences(results: Mapping[str, Any], series: Mapping[str, Series]) -> di
 
 def training_headline(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of one run: machine, time, and each evaluated metric before and after."""
-    evaluated = {}
-    for tag, by_step in (summary.get("evaluation") or {}).items():
-        points = sorted((int(step), number(value)) for step, value in by_step.items() if str(step).isdigit())
-        if "_pass" in tag and points:
-            ends = [points[0], points[-1]] if len(points) > 1 else points
-            evaluated[tag.rpartition("/")[2]] = " → ".join(f"{figure(value)} (step {step})" for step, value in ends)
     facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": duration(summary.get("seconds"))}
-    return {"facts": {**facts, **evaluated}}
+    for tag, by_step in (summary.get("evaluation") or {}).items():
+        if "_pass" in tag and by_step:
+            points = sorted((int(step), value) for step, value in by_step.items())
+            first_and_last = dict((points[0], points[-1]))
+            scores = [f"{format_number(value)} (step {step})" for step, value in first_and_last.items()]
+            facts[tag.rpartition("/")[2]] = " → ".join(scores)
+    return {"facts": facts}
 
 
 def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Facts, warnings, and each strategy's diversity and validity against the unperturbed one's, in words."""
     strategies = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
-    plain = next(
-        (row for row in strategies if row.get("name") == diagnosis.get("baseline")), strategies[0] if strategies else {}
-    )
-    warnings = diagnosis.get("warnings")
+    first = strategies[0] if strategies else {}
+    baseline = next((row for row in strategies if row.get("name") == diagnosis.get("baseline")), first)
     return {
         "facts": {
             "Model": diagnosis.get("model"),
@@ -96,23 +114,30 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
             "Machine": _machine(diagnosis),
             "Took": duration(diagnosis.get("seconds")),
         },
-        "warnings": warnings if isinstance(warnings, list) else [],
-        "beside": plain.get("name"),
+        "warnings": diagnosis.get("warnings"),
+        "beside": baseline.get("name"),
         "verdicts": [
-            (series[str(row.get("name"))], f"{_against(row, plain, 'diversity')}; {_against(row, plain, 'validity')}.")
+            (
+                series[str(row.get("name"))],
+                f"{_against(row, baseline, 'diversity', 'diverse')}; {_against(row, baseline, 'validity', 'valid')}.",
+            )
             for row in strategies
-            if row is not plain
+            if row is not baseline
         ],
     }
 
 
-def _together(name: object) -> str:
-    """A name that a title does not break in two where it can be avoided."""
-    return str(name).replace(" ", "\u00a0")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adjective: str) -> str:
+    """``more diverse (0.61 against 0.35)``, or that the intervals overlap."""
+    one, other = number(dig(row, axis, "score")), number(dig(baseline, axis, "score"))
+    if one is None or other is None:
+        return f"{axis} unknown"
+    pair = f"{format_number(one)} against {format_number(other)}"
+    own, others = ends(dig(row, "intervals", axis)), ends(dig(baseline, "intervals", axis))
+    if own and others and own[0] <= others[1] and others[0] <= own[1]:
+        return f"{axis} {pair}, the intervals overlap"
+    how = "equally" if one == other else "more" if one > other else "less"
+    return f"{how} {adjective} ({pair})"
 
 
 def _machine(source: Mapping[str, Any]) -> str | None:
@@ -122,29 +147,191 @@ def _machine(source: Mapping[str, Any]) -> str | None:
     return ", ".join(str(part) for part in parts if part) or None
 
 
-def _moment(value: object) -> Any:
-    """An ISO time without its fraction and its T; anything else as it is."""
-    match = re.fullmatch(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)(:\d\d)?(\.\d+)?(Z|\+00:00)?(.*)", str(value))
-    return f"{match[1]} {match[2]}{' UTC' if match[5] else ''}{match[6]}" if match else value
-
-
-def _short(error: object) -> str:
+def _cause(error: object) -> str:
     """The line that names the cause: the first one of ours, the last one of a traceback."""
     lines = str(error or "").strip().splitlines() or ["no error was recorded"]
-    line = lines[0] if lines[0].startswith(("error: ", "training failed: ")) else lines[-1]
-    return line if len(line) <= 160 else line[:159] + "…"
+    return shortened(lines[0] if lines[0].startswith(("error: ", "training failed: ")) else lines[-1], 160)
 
 
-def _against(row: Mapping[str, Any], first: Mapping[str, Any], axis: str) -> str:
-    """``more diverse (0.61 against 0.35)``, or that the intervals overlap."""
-    one, other = number(dig(row, axis, "score")), number(dig(first, axis, "score"))
-    if one is None or other is None:
-        return f"{axis} unknown"
-    pair = f"{figure(one)} against {figure(other)}"
-    ends, others = numbers(dig(row, "intervals", axis), 2), numbers(dig(first, "intervals", axis), 2)
-    if ends and others and ends[0] <= others[1] and others[0] <= ends[1]:
-        return f"{axis} {pair}, the intervals overlap"
-    adjective = {"diversity": "diverse", "validity": "valid"}[axis]
-    return (
-        f"equally {adjective} ({pair})" if one == other else f"{'more' if one > other else 'less'} {adjective} ({pair})"
-    )
+class Row(NamedTuple):
+    """One strategy's line of the picture of differences.
+
+    Attributes:
+        series: the strategy.
+        text: its difference, interval and test in words; its verdict where there is no difference.
+        hint: the tooltip's lines, among them its whole verdict.
+        at: the place of its difference, 100 of 200 for no difference; None where nothing was compared.
+        ends: the places of its interval's ends.
+        band: the places between which these seeds would often have missed a difference.
+    """
+
+    series: Series
+    text: str
+    hint: Sequence[str]
+    at: float | None = None
+    ends: tuple[float, float] | None = None
+    band: tuple[float, float] | None = None
+
+
+def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric: Metric) -> list[Row]:
+    """A line for each strategy but the baseline, the best first, those without a difference last."""
+    measure, keys = metric
+    changes = {name: dig(row, "difference", *keys) or {} for name, row in summary.items() if name != baseline}
+    values = {name: number(change.get("value")) for name, change in changes.items()}
+    lengths = [
+        abs(length)
+        for change in changes.values()
+        for key in ("value", "low", "high", "detectable")
+        if (length := number(change.get(key)))
+    ]
+    reach = max(lengths, default=1.0)
+
+    def beside(value: float) -> float:
+        return round(_MIDDLE + _HALF * value / reach, 1)
+
+    lines = []
+    for name in sorted(changes, key=lambda name: (values[name] is None, -(values[name] or 0.0))):
+        change, value, verdict = changes[name], values[name], str(summary[name].get("verdict") or MISSING)
+        if value is None:
+            lines.append(Row(series[name], verdict, (name, verdict)))
+            continue
+        low, high, least = (number(change.get(key)) for key in ("low", "high", "detectable"))
+        text = f"{signed(value)} ({between(low, high, sign=True)}), {noise(change) or MISSING}"
+        hint = [name, f"{measure} {text}", verdict]
+        if least is not None:
+            hint.append(f"a difference below about {format_number(least)} would often have been missed")
+        interval = None if low is None or high is None else (beside(low), beside(high))
+        band = None if least is None else (beside(-least), beside(least))
+        lines.append(Row(series[name], text, hint, beside(value), interval, band))
+    return lines
+
+
+def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str | None:
+    """The strategies that are better or worse than the baseline beyond noise, and in which measure.
+
+    Args:
+        summary: by strategy.
+        baseline: its name.
+        metrics: the evaluation's columns; the first one decides, a later one adds strategies not named yet.
+
+    Returns:
+        None where nothing was compared.
+    """
+    names = [name for name in summary if name != baseline]
+    if not names or not metrics or baseline not in summary:
+        return None
+    measure, keys = metrics[0]
+    tested = [change for name in names if noise(change := dig(summary[name], "difference", *keys))]
+    against = f"“{baseline}” in {measure}"
+    if not tested:
+        return f"Nothing could be compared with {against}: no evaluation has finished for both."
+    if all(change.get("over") == "problems" for change in tested):
+        return f"One seed each: no strategy can be called better or worse than {against}."
+    better, worse = _beyond_noise(summary, names, keys)
+    if better:
+        text = f"Better than {against} beyond noise: {', '.join(better)}"
+    elif len(names) == 1:
+        text = f"{names[0]} is not better than {against} beyond noise"
+    else:
+        text = f"None of {len(names)} strategies is better than {against} beyond noise"
+    if worse:
+        text += f"; worse: {', '.join(worse)}"
+    for other, keys in metrics[1:]:
+        for word, known, found in zip(("better", "worse"), (better, worse), _beyond_noise(summary, names, keys)):
+            new = [name for name in found if name not in known]
+            text += f"; {word} in {other}: {', '.join(new)}" if new else ""
+    missing = len(names) - len(tested)
+    text += f" ({plural(missing, 'strategy')} could not be compared)." if missing else "."
+    seeds = [change.get("seeds") or ENOUGH_SEEDS for change in tested if noise(change) == "beyond noise"]
+    fewest = min(seeds, default=ENOUGH_SEEDS)
+    if fewest < ENOUGH_SEEDS:
+        text += f" Of {plural(fewest, 'seed')}: too few to tell a method from luck."
+    return text
+
+
+def _beyond_noise(summary: Summary, names: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The strategies that are better, and those that are worse, than the baseline beyond noise."""
+    changes = {name: dig(summary[name], "difference", *keys) for name in names}
+    values = {name: number(dig(c, "value")) or 0.0 for name, c in changes.items() if noise(c) == "beyond noise"}
+    return [name for name in values if values[name] > 0], [name for name in values if values[name] < 0]
+
+
+def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
+    """Per strategy: Mean@n and Pass@k with interval and difference to the baseline, and the change of its reward."""
+    summary = by_strategy(results)
+    metrics = evaluated(results, summary)
+    perturbed = {str(row.get("id")) for row in rows(results, "strategies") if row.get("perturbation") is not None}
+    listed = []
+    for name, one in series.items():
+        if name not in summary:
+            continue
+        row = summary[name]
+        failed = len(rows(row, "failed"))
+        under = "baseline, " if name == results.get("baseline") else ""
+        under += plural(len(rows(row, "seeds")), "seed") + (f", {failed} failed" if failed else "")
+        listed.append((one, under, row, "of perturbed rollouts" if name in perturbed else "of its rollouts"))
+    return {
+        "metrics": metrics,
+        "listed": listed,
+        "notes": _notes(summary),
+        "verdicts": [(series[name], row.get("verdict")) for name, row in summary.items()],
+        "untrained": results.get("untrained"),
+    }
+
+
+def _notes(summary: Summary) -> list[str]:
+    """What the intervals are over, the correction for several comparisons, and the smallest detectable difference."""
+    changes = [change for row in summary.values() if (change := dig(row, "difference", "mean_at_n"))]
+    over = [dig(row, "mean_at_n", "over") for row in summary.values()]
+    notes = []
+    if "seeds" in over:
+        notes.append("Intervals over seeds are of 95%, by Student's t, each for itself; they hold for these problems.")
+    if "problems" in over:
+        notes.append("With one seed the interval is over problems alone: none over seeds can be given.")
+    if (count := max((number(change.get("comparisons")) or 0 for change in changes), default=0)) > 1:
+        notes.append(
+            "“Beyond noise” is a paired t test over seeds at 5%, by Holm's correction for"
+            f" {count:.0f} comparisons within each column."
+        )
+    least = [value for change in changes if (value := number(change.get("detectable")))]
+    if least:
+        reach = " to ".join(dict.fromkeys((format_number(min(least)), format_number(max(least)))))
+        notes.append(
+            f"Smallest difference in Mean@n that so many seeds find with a chance of 80%: {reach}, by the spread seen."
+        )
+    return notes
+
+
+def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
+    """Each strategy's costs, and their ratios to the baseline of the same comparison."""
+    listed = []
+    for name, row in by_strategy(results).items():
+        costs = []
+        for key, digits in _COSTS:
+            value, ratio = dig(row, "cost", key, "value"), number(dig(row, "cost", key, "ratio"))
+            under = None if ratio is None else f"×{format_number(ratio, 2)}"
+            if name == results.get("baseline"):
+                under = "baseline"
+            costs.append((size(value) if digits is None else format_number(value, digits), under))
+        listed.append((series[name], costs, format_number(dig(row, "cost", "record_bytes_per_token", "value"), 2)))
+    return {"listed": listed} if listed else None
+
+
+def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The rows of the summary, by the name of a strategy of the comparison."""
+    ids = {str(row.get("id")) for row in rows(results, "strategies")}
+    return {name: row for row in rows(results, "summary") if (name := str(row.get("strategy"))) in ids}
+
+
+def evaluated(results: Mapping[str, Any], summary: Summary) -> list[Metric]:
+    """The evaluation's columns. Pass@1 is Mean@n; of many k a few are enough for a table."""
+    columns: list[Metric] = []
+    if any(number(dig(row, "mean_at_n", "value")) is not None for row in summary.values()):
+        counts = {number(dig(run, "evaluation", "n")) for run in rows(results, "runs")} - {None}
+        columns.append((f"Mean@{counts.pop():.0f}" if len(counts) == 1 else "Mean@n", ("mean_at_n",)))
+    ks = sorted({k for row in summary.values() for k in row.get("pass_at_k") or ()}, key=int)
+    if columns and "1" in ks:
+        ks.remove("1")
+    if len(ks) > _MOST_K:
+        ks = [ks[i * (len(ks) - 1) // (_MOST_K - 1)] for i in range(_MOST_K)]
+    return columns + [(f"Pass@{k}", ("pass_at_k", k)) for k in ks]

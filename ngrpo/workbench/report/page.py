@@ -1,34 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: sections in their order, rendered from the templates beside this file, style and script inside."""
+"""Reading a result file, and its page: sections in their order, rendered from templates, style and script inside."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from ngrpo.machine.storage.result_folder import write_text
-from ngrpo.workbench.report import curves, groups, headline, map_panels, picture, provenance, samples, tables, values
-from ngrpo.workbench.report.load import check
-from ngrpo.workbench.report.marks import all_series
+from ngrpo.machine.storage.result_folder import read_json, write_text
+from ngrpo.workbench.report import answers, charts, headline, values
+from ngrpo.workbench.report.drawing import all_series
+from perturbations.errors import UsageError
 
-Content = dict[str, Any] | None
+FORMAT = 1
+# Kind of result: its file, the command that writes it, and the lists that it must hold.
+KINDS = {
+    "comparison": ("results.json", "ngrpo compare", ("strategies", "runs")),
+    "diagnosis": ("diagnosis.json", "ngrpo diagnose", ("strategies",)),
+    "training run": ("summary.json", "ngrpo train", ("steps",)),
+}
+_PROVENANCE = ("perturbation", "base", "settings", "paper")
+# Name to link to, heading, content; None leaves the section out.
+Section = tuple[str, str, dict[str, Any] | None]
 
 
-class Section(NamedTuple):
-    """A section of the page: the name to link to, its heading, its content (None: left out) and its template."""
+def load(path: Path) -> tuple[str, dict[str, Any], Path]:
+    """Reads a result.
 
-    name: str
-    heading: str
-    content: Content
-    template: str
+    Args:
+        path: ``results.json``, ``diagnosis.json``, ``summary.json``, or a folder with one of them, in this order.
+
+    Returns:
+        A key of :data:`KINDS`, the content, and the file it was read from.
+
+    Raises:
+        UsageError: for a file that is missing, cannot be read, is not JSON, is something else, or is of a newer format.
+    """
+    names = [name for name, _, _ in KINDS.values()]
+    file = next((path / name for name in names if (path / name).is_file()), path)
+    if file.is_dir():
+        raise UsageError(
+            f"{path} has neither {' nor '.join(names)}. Give the folder that `ngrpo compare`, `ngrpo diagnose` or"
+            " `ngrpo train` wrote."
+        )
+    data = read_json(file)
+    if data is None and not file.exists():
+        raise UsageError(f"{file}: there is no such file or folder. Give a folder, {' or '.join(names)}.")
+    if not isinstance(data, dict):
+        raise UsageError(f"{file}: a JSON object was expected, found {type(data).__name__}.")
+    kind = "comparison" if "runs" in data else "training run" if "steps" in data else "diagnosis"
+    _, made_by, needed = KINDS[kind]
+    what, advice = f"{file}: not a {kind} of ngrpo", f"Give a file that `{made_by}` wrote."
+    version = data.get("format")
+    if type(version) is not int or version < 1:
+        raise UsageError(f"{what}: format is {version!r}, must be {FORMAT}. {advice}")
+    if version > FORMAT:
+        raise UsageError(f"{file}: format {version} is newer than this ngrpo knows ({FORMAT}). Update ngrpo.")
+    for key in needed:
+        if not isinstance(data.get(key), list):
+            raise UsageError(f"{what}: {key!r} must be a list, found {type(data.get(key)).__name__}. {advice}")
+    return kind, data, file
 
 
 def write_report(results: Mapping[str, Any], path: Path) -> None:
@@ -39,22 +78,22 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
         path: the HTML file; its folder must exist. A report already there is replaced whole or left as it is.
 
     Raises:
-        UsageError: where this is no comparison, is of a newer format, or the file cannot be written.
+        UsageError: where the file cannot be written.
     """
-    check(results, "comparison")
     series = all_series(results)
     diagnosis = results.get("diagnosis") or {}
+    runs = values.rows(results, "runs")
     sections = [
-        _section("results", "Results", tables.results_table(results, series)),
-        _section("learning", "Learning curves", curves.learning(results, series)),
-        _section("pass-at-k", "Pass@k", curves.pass_at_k(results, series, trained=True)),
-        _section("cost", "Cost", tables.cost_table(results, series)),
-        _section("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
-        _section("samples", "Sample answers", samples.samples(diagnosis, series)),
-        _section("groups", "Groups", groups.groups(values.rows(results, "runs"), series)),
-        _section("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
-        _section("runs", "Runs", {"runs": values.rows(results, "runs")}),
-        _section("made", "How it was made", provenance.made(results)),
+        ("results", "Results", headline.results_table(results, series)),
+        ("learning", "Learning curves", charts.learning(results, series)),
+        ("pass-at-k", "Pass@k", charts.pass_at_k(results, series, trained=True)),
+        ("cost", "Cost", headline.cost_table(results, series)),
+        ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
+        ("samples", "Sample answers", answers.samples(diagnosis, series)),
+        ("groups", "Groups", answers.groups(runs, series)),
+        ("map", "Embedding map", charts.embedding_map(diagnosis, series)),
+        ("runs", "Runs", {"runs": runs}),
+        ("made", "How it was made", _provenance(results)),
     ]
     title = headline.comparison_title(results)
     _write(path, "Comparison", title, headline.comparison_headline(results, series), sections)
@@ -62,15 +101,15 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
 
 def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
     """Writes the report of a diagnosis; arguments and errors as in `write_report`."""
-    check(diagnosis, "diagnosis")
     series = all_series({"diagnosis": diagnosis})
+    strategies = values.rows(diagnosis, "strategies")
     sections = [
-        _section("results", "Results", picture.diagnosis_table(diagnosis, series), "diagnosis"),
-        _section("diversity", "Diversity and validity", picture.diversity_validity(diagnosis, series)),
-        _section("pass-at-k", "Pass@k", curves.pass_at_k(diagnosis, series, trained=False)),
-        _section("samples", "Sample answers", samples.samples(diagnosis, series)),
-        _section("map", "Embedding map", map_panels.embedding_map(diagnosis, series)),
-        _section("made", "How it was made", provenance.made(diagnosis)),
+        ("results", "Results", {"listed": charts.by_series(strategies, series)} if strategies else None),
+        ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
+        ("pass-at-k", "Pass@k", charts.pass_at_k(diagnosis, series, trained=False)),
+        ("samples", "Sample answers", answers.samples(diagnosis, series)),
+        ("map", "Embedding map", charts.embedding_map(diagnosis, series)),
+        ("made", "How it was made", _provenance(diagnosis)),
     ]
     title = headline.diagnosis_title(diagnosis)
     _write(path, "Diagnosis", title, headline.diagnosis_headline(diagnosis, series), sections)
@@ -78,33 +117,51 @@ def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
 
 def write_training(summary: Mapping[str, Any], path: Path) -> None:
     """Writes the report of one training run from its ``summary.json``; errors as in `write_report`."""
-    check(summary, "training run")
     name = str(values.dig(summary, "perturbation", "name") or "none")
     strategy = {"id": name, "perturbation": summary.get("perturbation")}
-    parts = {key: summary.get(key) for key in ("seed", "steps", "groups")}
-    run = {"strategy": name, "status": "done", **parts}
+    run = {"strategy": name, "status": "done", **{key: summary.get(key) for key in ("seed", "steps", "groups")}}
     results = {**summary, "strategies": [strategy], "runs": [run]}
     series = all_series(results)
     sections = [
-        _section("learning", "Learning curves", curves.learning(results, series)),
-        _section("groups", "Groups", groups.groups([run], series)),
-        _section("made", "How it was made", provenance.made(results)),
+        ("learning", "Learning curves", charts.learning(results, series)),
+        ("groups", "Groups", answers.groups([run], series)),
+        ("made", "How it was made", _provenance(results)),
     ]
     _write(path, "Training run", name, headline.training_headline(summary), sections)
 
 
-def _section(name: str, heading: str, content: Content, template: str | None = None) -> Section:
-    return Section(name, heading, content, f"{template or name}.html")
+def _provenance(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Command, machine, versions, seeds and specs: enough to make the result again."""
+    facts = []
+    for key in ("versions", "machine", "sampling"):
+        if section := source.get(key):
+            plain = {
+                name: json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else values.shown(value)
+                for name, value in section.items()
+            }
+            facts.append((key.capitalize(), plain))
+    strategies = {
+        str(row.get("id", row.get("name"))): {key: row[key] for key in _PROVENANCE if key in row}
+        for row in values.rows(source, "strategies")
+    }
+    seeds = dict.fromkeys(str(run.get("seed")) for run in values.rows(source, "runs"))
+    texts = {
+        "Command": shlex.join(map(str, source.get("command") or ())),
+        "Strategies: perturbation and settings": strategies and json.dumps(strategies, indent=1, ensure_ascii=False),
+        "Seeds": shlex.join(seeds),
+        "Flags of OpenRLHF shared by all": shlex.join(map(str, source.get("openrlhf_args") or ())),
+    }
+    return {"facts": facts, "quoted": {title: text for title, text in texts.items() if text}}
 
 
-def _write(path: Path, kind: str, title: str, summary: dict[str, Any], sections: list[Section]) -> None:
+def _write(path: Path, kind: str, title: str, head: dict[str, Any], sections: list[Section]) -> None:
     style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("style.css", "script.js"))
     template = _templates().get_template("page.html")
     page = template.render(
         kind=kind,
         title=title,
-        headline=summary,
-        sections=[section for section in sections if section.content is not None],
+        headline=head,
+        sections=[section for section in sections if section[2] is not None],
         style=Markup(style),
         script=Markup(script),
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -124,10 +181,6 @@ def _templates() -> Environment:
     )
     environment.filters["shown"] = values.shown
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
-    functions: tuple[Any, ...] = (
-        *(values.between, values.dig, values.duration, values.figure, values.number, values.numbers, values.plural),
-        *(values.rows, values.signed, values.size, values.noise),
-    )
-    for function in functions:
-        environment.globals.update({function.__name__: function})
+    names = "between dig duration ends format_number noise number plural rows signed size"
+    environment.globals.update({name: getattr(values, name) for name in names.split()})
     return environment

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a result file as text: nothing hidden in strings, numbers with a dash where there is none."""
+"""Values of a result file as text: no invisible characters, and a dash where a number is missing."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import Undefined
@@ -14,10 +13,9 @@ from ngrpo.machine.console.progress import span
 
 MISSING = "–"
 _LARGEST = 1e100  # Beyond it differences overflow; nothing measured is that large.
-_CONTROLS = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {0x7F: 0x2421}
-_SURROGATES = re.compile("[\ud800-\udfff\x80-\x9f]")
-# What turns the direction of the text around it, shown by name instead of obeyed.
-_DIRECTIONS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+# Control characters as symbols; those without a symbol, and what UTF-8 cannot hold, as U+FFFD.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)} | {0x7F: 0x2421}
+_VISIBLE |= dict.fromkeys([*range(0x80, 0xA0), *range(0xD800, 0xE000)], 0xFFFD)
 
 
 def dig(data: object, *keys: str) -> Any:
@@ -29,28 +27,25 @@ def dig(data: object, *keys: str) -> Any:
     return data
 
 
-def rows(data: object, *keys: str) -> list[Mapping[str, Any]]:
-    """The mappings of a list under nested keys; an empty list where there is none."""
-    part = dig(data, *keys)
-    return [row for row in part if isinstance(row, Mapping)] if isinstance(part, list | tuple) else []
+def rows(data: object, *keys: str) -> list[Any]:
+    """The list under nested keys; an empty one where there is none."""
+    return dig(data, *keys) or []
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None for everything else: null, NaN, infinities, text, true and false."""
+    """A finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= _LARGEST else None  # NaN compares as false
 
 
-def numbers(value: object, count: int) -> list[float] | None:
-    """A list of exactly ``count`` finite numbers, else None."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != count:
-        return None
-    parts = [number(part) for part in value]
-    return None if None in parts else [part for part in parts if part is not None]
+def ends(interval: Any) -> tuple[float, float] | None:
+    """Both ends of an interval, None where one is missing."""
+    low, high = (number(end) for end in interval or (None, None))
+    return None if low is None or high is None else (low, high)
 
 
-def figure(value: object, digits: int = 3) -> str:
+def format_number(value: object, digits: int = 3) -> str:
     """A number with so many decimals, ``–`` where there is none."""
     amount = number(value)
     if amount is None:
@@ -62,23 +57,21 @@ def figure(value: object, digits: int = 3) -> str:
 
 def signed(value: object, digits: int = 3) -> str:
     """A difference with its sign: ``+0.031``, ``−0.012``, ``0.000``."""
-    text = figure(value, digits)
-    amount = number(value)
-    return f"+{text}" if amount is not None and amount > 0 else text
+    return ("+" if (number(value) or 0.0) > 0 else "") + format_number(value, digits)
 
 
 def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
     """An interval, ``0.381 to 0.442``; ``–`` where an end is missing."""
     if number(low) is None or number(high) is None:
         return MISSING
-    show = signed if sign else figure
+    show = signed if sign else format_number
     return f"{show(low, digits)} to {show(high, digits)}"
 
 
 def noise(difference: object) -> str | None:
-    """What is said of a difference that was tested; None where that is unknown. One seed is never beyond noise."""
+    """The outcome of a difference's test; None where it was not tested. One seed is never beyond noise."""
     within = dig(difference, "within_noise")
-    if not isinstance(within, bool):
+    if within is None:
         return None
     return "within noise" if within else "one seed" if dig(difference, "over") == "problems" else "beyond noise"
 
@@ -93,30 +86,28 @@ def size(value: object) -> str:
 
 
 def duration(value: object) -> str:
-    """Seconds for people, as :func:`ngrpo.machine.console.progress.span` says them."""
+    """Seconds for people: ``12 min``."""
     amount = number(value)
     return MISSING if amount is None else span(amount)
-
-
-def visible(value: object) -> str:
-    """Text in which nothing is invisible, turns the reading direction, or cannot be written as UTF-8."""
-    text = str(value)
-    if text.isascii() and text.isprintable():
-        return text
-    text = _SURROGATES.sub("\ufffd", text).translate(_CONTROLS)
-    return _DIRECTIONS.sub(lambda match: f"[U+{ord(match[0]):04X}]", text)
 
 
 def shown(value: object) -> str:
     """A value as visible text, not escaped; ``–`` for None, what is absent, the empty string, NaN and infinities."""
     missing = value is None or value == "" or isinstance(value, Undefined)
-    return MISSING if missing or (isinstance(value, float) and not math.isfinite(value)) else visible(value)
+    not_finite = isinstance(value, float) and not math.isfinite(value)
+    return MISSING if missing or not_finite else str(value).translate(_VISIBLE)
 
 
 def token(value: object) -> str:
     """A token on one line, not escaped: ``⏎`` for a new line, ``⇥`` for a tab, ``␣`` for spaces alone."""
-    text = visible(value).replace("\n", "⏎").replace("\t", "⇥")
+    text = str(value).translate(_VISIBLE).replace("\n", "⏎").replace("\t", "⇥")
     return text if text.strip() else text.replace(" ", "␣")
+
+
+def shortened(text: str, length: int = 110) -> str:
+    """Text on one line, cut at a length."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def plural(count: int, word: str) -> str:

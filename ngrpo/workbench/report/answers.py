@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers side by side, perturbed positions marked: samples of a diagnosis, and the groups that a run kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ngrpo.workbench.report.drawing import Series
+from ngrpo.workbench.report.values import dig, format_number, number, plural, rows, shortened, shown, signed, token
+
+MOST_BYTES = 1_500_000
+"""Of all kept groups of a page, as JSON; the page names the number of steps left out."""
+_MOST_CANDIDATES = 12
+_MOST_BARS = 10
+
+
+def samples(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
+    """One block per problem: question, reference, and each strategy's answer in a column."""
+    problems = []
+    for sample in rows(diagnosis, "samples"):
+        answers = []
+        for answer in rows(sample, "by_strategy"):
+            name, tokens = str(answer.get("strategy")), rows(answer, "tokens")
+            changed = sum(bool(one.get("perturbed")) for one in tokens)
+            reward = format_number(answer.get("reward"), 2)
+            facts = f"reward {reward} · {changed} of {plural(len(tokens), 'token')} perturbed"
+            marked = [_marked(one) for one in tokens]
+            answers.append({"name": name, "series": series.get(name), "facts": facts, "tokens": marked})
+        question, short = sample.get("problem"), shortened(sample.get("problem") or "")
+        problems.append({"short": short, "question": question, "answer": sample.get("answer"), "answers": answers})
+    return {"problems": problems} if problems else None
+
+
+def _marked(one: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
+    """A token's text; for a perturbed one its tooltip, with ``more`` lines, and whether a line ends after it."""
+    raw = str(one.get("text") or "")
+    text = raw.replace("\n", "⏎\n").replace("\t", "⇥\t")
+    if not one.get("perturbed"):
+        return {"text": text}
+    pairs = [(name, weight) for name, weight in one.get("candidates") or () if number(weight) is not None]
+    notes = [f"{len(pairs) - _MOST_CANDIDATES} more"] if len(pairs) > _MOST_CANDIDATES else []
+    if number(one.get("sigma")) is not None:
+        notes.append(f"noise σ = {format_number(one['sigma'], 4)}")
+    mixture = [
+        [token(name), format_number(weight, 3), round(min(max(weight, 0.0), 1.0), 3)]
+        for name, weight in pairs[:_MOST_CANDIDATES]
+    ]
+    tip = {"title": token(raw) or "part of a character", "mixture": mixture, "notes": [*notes, *more]}
+    return {"text": text.removesuffix("\n") or "…", "tail": text.endswith("\n"), "tip": tip}
+
+
+def groups(runs: Sequence[Mapping[str, Any]], series: Mapping[str, Series]) -> dict[str, Any] | None:
+    """The steps that runs kept, under their strategy and seed.
+
+    Args:
+        runs: of a comparison, or one; of each strategy the first run that kept anything is shown.
+        series: the look of each strategy.
+
+    Returns:
+        ``runs``: name, series, seed and steps; ``left_out``: the number of kept steps beyond the page's limit. None
+        where no run kept anything.
+    """
+    having: dict[str, Mapping[str, Any]] = {}
+    for run in runs:
+        if rows(run, "groups"):
+            having.setdefault(str(run.get("strategy")), run)
+    if not having:
+        return None
+    entries, left_out = [], 0
+    for name, run in having.items():
+        lines = [line for line in rows(run, "groups") if rows(line, "groups")]
+        placed = fitting(lines, MOST_BYTES // len(having))
+        left_out += len(lines) - len(placed)
+        steps = [_step(line) for line in placed]
+        entries.append({"name": name, "series": series.get(name), "seed": run.get("seed"), "steps": steps})
+    return {"runs": entries, "left_out": left_out}
+
+
+def fitting(lines: Sequence[Mapping[str, Any]], room: int) -> list[Mapping[str, Any]]:
+    """The kept steps of a run that fit into ``room`` bytes of JSON: evenly spread, with the first and the last."""
+    sizes = [len(json.dumps(line, default=str)) for line in lines]
+    for count in range(len(lines), 0, -1):
+        at = sorted({round(i * (len(lines) - 1) / max(count - 1, 1)) for i in range(count)})
+        if sum(sizes[i] for i in at) <= room:
+            return [lines[i] for i in at]
+    return []
+
+
+def _step(line: Mapping[str, Any]) -> dict[str, Any]:
+    rewards = [value for each in rows(line, "rewards") if (value := number(each)) is not None]
+    edges = [(value, value) for value in sorted(set(rewards))]  # the lowest and the highest reward of each bar
+    if len(edges) > _MOST_BARS:
+        low, width = min(rewards), (max(rewards) - min(rewards)) / _MOST_BARS
+        edges = [(low + i * width, low + (i + 1) * width) for i in range(_MOST_BARS)]
+    group_rows = [_group(group, edges) for group in rows(line, "groups")]
+    counts = Counter(_bar(edges, reward) for reward in rewards)
+    held = Counter(answer["bar"] for group in group_rows for answer in group["answers"])
+    bars = [
+        {
+            "label": format_number(low, 2) if low == high else f"{format_number(low, 2)} to {format_number(high, 2)}",
+            "count": counts[i],
+            "share": round(100 * counts[i] / max(counts.values())),
+            "held": held[i],
+        }
+        for i, (low, high) in enumerate(edges)
+    ]
+    mean = format_number(sum(rewards) / len(rewards) if rewards else None)
+    return {"step": line.get("step"), "answers": len(rewards), "mean": mean, "bars": bars, "groups": group_rows}
+
+
+def _bar(edges: Sequence[tuple[float, float]], reward: float) -> int:
+    """The last bar that begins at or below a reward."""
+    return max((i for i, (low, _) in enumerate(edges) if low <= reward), default=0)
+
+
+def _group(group: Mapping[str, Any], edges: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    prompt = group.get("prompt")
+    answers = [_answer(answer, i, edges) for i, answer in enumerate(rows(group, "answers"), start=1)]
+    facts = [plural(len(answers), "answer")]
+    different, distinct, common = (
+        number(dig(group, "diversity", key)) for key in ("different", "distinct_2", "common_prefix")
+    )
+    if different is not None:
+        facts = [f"{different:.0f} different answers of {len(answers)}"]
+        if different == 1 < len(answers):
+            facts = [f"all {len(answers)} answers are the same"]
+        if distinct is not None:
+            facts.append(f"distinct-2 {format_number(distinct, 2)}")
+        if common is not None and different != 1:
+            facts.append(f"two answers part after {format_number(common, 1)} tokens on average")
+    return {"short": shortened(shown(prompt)), "prompt": prompt, "told": " · ".join(facts), "answers": answers}
+
+
+def _answer(answer: Mapping[str, Any], place: int, edges: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    texts, fed = rows(answer, "tokens"), dict(rows(answer, "fed"))
+    notes: list[list[str]] = [[] for _ in texts]
+    for lines, gap in zip(notes, rows(answer, "gaps")):
+        if number(gap) is not None:
+            lines.append(f"gap {gap:.2g}")
+    for lines, advantage in zip(notes, rows(answer, "advantages")):
+        if number(advantage) is not None:
+            lines.append(f"advantage {signed(advantage, 2)}")
+    tokens = [
+        _marked({"text": text, "perturbed": i in fed, **fed.get(i, {})}, notes[i]) for i, text in enumerate(texts)
+    ]
+    reward, cut = number(answer.get("reward")), answer.get("cut")
+    facts = [f"reward {format_number(reward, 2)}", f"advantage {signed(answer.get('advantage'), 2)}"]
+    facts.append(f"{len(fed)} of {plural(len(texts), 'token')} perturbed" if fed else plural(len(texts), "token"))
+    return {
+        "name": f"answer {place}",
+        "facts": " · ".join(facts),
+        "tokens": tokens,
+        "notes": notes if any(notes) else None,
+        "cut": None if cut is None else plural(cut, "more token"),
+        "bar": None if reward is None or not edges else _bar(edges, reward),
+    }

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of every drawing: a strategy's look, axes with ticks at round numbers, and labels beside points."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ngrpo.workbench.report.values import dig, rows
+
+HUES = 7  # --hue0 (the baseline's grey) to --hue6 in style.css
+_DASHES = 6
+# Outlines around (0, 0), of about the same area.
+_SHAPES = (
+    "M-3 0A3 3 0 1 0 3 0A3 3 0 1 0 -3 0Z",
+    "M-2.7 -2.7H2.7V2.7H-2.7Z",
+    "M0 -3.7L3.5 2.6H-3.5Z",
+    "M0 -3.9L3.4 0L0 3.9L-3.4 0Z",
+    "M0 3.7L3.5 -2.6H-3.5Z",
+    "M-1.2 -3.4H1.2V-1.2H3.4V1.2H1.2V3.4H-1.2V1.2H-3.4V-1.2H-1.2Z",
+)
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 30, 46
+# Places of a label: right and down of its point, SVG's text-anchor, and the share of the text to the left of it.
+_SPOTS = (
+    (9, 0, "start", 0.0),
+    (-9, 0, "end", 1.0),
+    (0, -14, "middle", 0.5),
+    (0, 14, "middle", 0.5),
+    (8, -12, "start", 0.0),
+    (-8, -12, "end", 1.0),
+    (8, 12, "start", 0.0),
+    (-8, 12, "end", 1.0),
+)
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+Label = tuple[str, float, float, str]  # text, x, y, text-anchor
+
+
+@dataclass(frozen=True)
+class Series:
+    """A strategy and its number in the list, 0 being the baseline or the first: colour is never the only difference."""
+
+    index: int
+    name: str
+
+    @property
+    def classes(self) -> str:
+        """The CSS classes of its hue and its dash; the pair is unique among the first 37."""
+        hue = 0 if self.index == 0 else 1 + (self.index - 1) % (HUES - 1)
+        return f"h{hue} d{(self.index + self.index // _DASHES) % _DASHES}"
+
+    @property
+    def shape(self) -> str:
+        """The outline of its marker."""
+        return _SHAPES[self.index % len(_SHAPES)]
+
+    @property
+    def hollow(self) -> bool:
+        """Whether its marker is hollow, as in every second half-dozen of strategies."""
+        return bool(self.index // _DASHES % 2)
+
+
+def all_series(results: Mapping[str, Any]) -> dict[str, Series]:
+    """The look of each strategy of a comparison, of a diagnosis, or of both; the baseline comes first."""
+    names = [str(row.get("id")) for row in rows(results, "strategies")]
+    names += [str(row.get("name")) for row in rows(results, "diagnosis", "strategies")]
+    baseline = dig(results, "baseline") or dig(results, "diagnosis", "baseline")
+    ordered = dict.fromkeys([name for name in names if name == baseline] + names)
+    return {name: Series(index, name) for index, name in enumerate(ordered)}
+
+
+class Size(NamedTuple):
+    """A chart's own units; ``kind`` sets the size of its type in style.css."""
+
+    width: int
+    height: int
+    kind: str
+
+    @property
+    def across(self) -> tuple[float, float]:
+        """The plane's left and right edge."""
+        return _LEFT, self.width - _RIGHT
+
+    @property
+    def upward(self) -> tuple[float, float]:
+        """The plane's lower and upper edge."""
+        return self.height - _BOTTOM, _TOP
+
+
+WIDE, SMALL, SQUARE = Size(560, 300, "wide"), Size(360, 210, "small"), Size(480, 380, "square")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A linear scale from values ``low < high`` to pixels ``start`` and ``end``, with labelled ticks."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: Sequence[float]
+    labels: Sequence[str]
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value, to a tenth; values outside are put on the edge."""
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    @property
+    def places(self) -> list[tuple[float, str]]:
+        """The pixel of each tick with its label."""
+        return [(self(tick), label) for tick, label in zip(self.ticks, self.labels)]
+
+
+def spread(values: Sequence[float], start: float, end: float, *, count: int = 5, share: bool = False) -> Scale:
+    """A scale with about ``count`` ticks over values, which ends at round numbers.
+
+    Args:
+        values: at least one.
+        start: pixel of its low end.
+        end: pixel of its high end.
+        count: about how many ticks.
+        share: whether values are mostly in [0, 1]: the scale then starts at 0 where that is near, and ends at 1 where
+            no value is larger.
+    """
+    low, high = min(values), max(values)
+    if share and 0 <= low <= 0.35 * high:
+        low = 0.0
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        room = abs(high) / 4 or 0.5
+        low, high = (max(low - room, 0.0) if share and low >= 0 else low - room), high + room
+    step = _step(low, high, count)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    if share and max(values) <= 1 < last * step:
+        last = max(first + 1, math.floor(1 / step + 1e-9))
+    ticks = [float(f"{i * step:.9g}") for i in range(first, last + 1)]
+    decimals = next((digits for digits in range(7) if math.isclose(round(step, digits), step)), None)
+    form = ".3g" if decimals is None or high >= 1e6 else f",.{decimals}f"
+    labels = [re.sub(r"e\+?(-?)0*", r"e\1", f"{tick:{form}}").replace("-", "−") for tick in ticks]
+    return Scale(ticks[0], max(ticks[-1], *values), start, end, ticks, labels)
+
+
+def counted(values: Sequence[float], start: float, end: float, *, count: int) -> Scale:
+    """A scale over training steps: whole numbers as ticks, the first and the last step among them."""
+    low, high = min(values), max(values)
+    if low == high:
+        return Scale(low - 1, high + 1, start, end, (low,), (f"{low:,.0f}",))
+    step = max(1.0, _step(low, high, count))
+    inner = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    ticks = [low, *(tick for tick in inner if tick - low > 0.6 * step and high - tick > 0.6 * step), high]
+    return Scale(low, high, start, end, ticks, [f"{tick:,.0f}" for tick in ticks])
+
+
+def doubling(values: Sequence[int], start: float, end: float) -> Scale:
+    """A logarithmic scale for k = 1, 2, 4, …: call it with ``math.log2(k)``; each k is a tick."""
+    logs = [math.log2(value) for value in values]
+    pad = 0.5 if len(logs) == 1 else 0.0
+    return Scale(logs[0] - pad, logs[-1] + pad, start, end, logs, [str(value) for value in values])
+
+
+def _step(low: float, high: float, count: int) -> float:
+    """1, 2, 2.5 or 5 times a power of ten, for about ``count`` steps."""
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
+
+
+def place_label(text: str, x: float, y: float, size: Size, boxes: list[Box], *, force: bool = False) -> list[Label]:
+    """A label beside a point, clear of all boxes; without room none, unless forced."""
+    short = text if len(text) <= 28 else text[:27] + "…"
+    width = 7.6 * len(short)  # at the largest size of type; see style.css
+    for right, down, anchor, before in _SPOTS:
+        left, middle = x + right - before * width, y + down
+        box = (left, middle - 6.5, left + width, middle + 6.5)
+        inside = left >= 2 and box[2] <= size.width - 2 and box[1] >= _TOP - 10 and box[3] <= size.upward[0]
+        clear = (box[2] <= b[0] or b[2] <= left or box[3] <= b[1] or b[3] <= box[1] for b in boxes)
+        if inside and all(clear):
+            boxes.append(box)
+            return [(short, x + right, middle, anchor)]
+    if not force:
+        return []
+    return [(short, x + 9, y, "start") if x < size.width / 2 else (short, x - 9, y, "end")]
