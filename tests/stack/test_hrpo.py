@@ -21,11 +21,6 @@ pytestmark = pytest.mark.stack
 DENSE = "tests.stack.own_perturbations:DenseShake"
 
 
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
 def shaken(module: torch.nn.Module) -> torch.nn.Module:
     """Far from where the gate starts: a between 0.2 and 1, σ all over its range."""
     generator = torch.Generator().manual_seed(7)
