@@ -118,24 +118,6 @@ def test_a_schedule_s_own_weights_can_grow() -> None:
     assert run.flags()["sampling.correction_warmup"] == 50
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "cannot be used with --algo.advantage.is_correction_level off"),
-        (WEIGHTS[:2], "cannot be used with --algo.advantage.is_correction_mode mask"),
-        ([*WEIGHTS, "--actor.policy_loss_type", "gspo"], "cannot be used with --actor.policy_loss_type gspo"),
-        ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "2", "5"], "give --algo.advantage.is_correction_thr"),
-        ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "0.5"], "threshold 0 0.5: its weights begin at 1"),
-        ([*WEIGHTS, "--second_round", "lope"], "cannot be used with --second_round lope"),
-    ],
-)
-def test_what_has_no_weight_of_each_token_is_refused(words: list[str], message: str) -> None:
-    run = parse.run_config(["--model", "m", "--task", "arithmetic", "--sampling.correction_warmup", "50", *words])
-    with pytest.raises(UsageError, match=r"--sampling\.correction_warmup 50") as caught:
-        rules.checked(run)
-    assert message in str(caught.value)
-
-
 @pytest.mark.parametrize("bounds", [[], ["ten"], ["0", "5", "10"]])
 def test_bounds_that_are_none_are_the_parser_s_to_refuse(bounds: list[str]) -> None:
     words = ["--sampling.correction_warmup", "50", *WEIGHTS, "--algo.advantage.is_correction_threshold", *bounds]

@@ -25,7 +25,7 @@ from perturbations.registry import create
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.density_model import batch
 from tests.fast.policy_actor import PolicyModelActor
-from tests.fast.run import check_flags, check_pairs, run_of, run_with
+from tests.fast.run import check_pairs, run_of, run_with
 
 MODEL = ["--actor.model_name_or_path", "m"]
 ONE_UPDATE = ["--rollout.batch_size", "4", "--train.batch_size", "32"]
@@ -132,25 +132,6 @@ def test_densities_of_draws_have_no_correction_and_say_so(words: list[str], part
 # --- filters of the request -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "sampling", "named"),
-    [
-        (["--rollout.top_p", "0.9"], {}, "--rollout.top_p 0.9"),
-        ([], {"top_k": 4}, "--sampling.top_k 4"),
-        ([], {"min_p": 0.1}, "--sampling.min_p 0.1"),
-        (["--rollout.top_p", "1"], {}, None),
-    ],
-)
-def test_a_request_s_filters_would_choose_among_the_draws(words: list[str], sampling: dict, named: str | None) -> None:
-    for name, density in (("gumbel", "gumbel"), ("latent", "exact"), ("multiplex", "joint"), ("gumbel", "token")):
-        run = settings(made(name, density=density), sampling=sampling)
-        if named is None or name == "multiplex" or density == "token":
-            check_flags([*MODEL, *words], run)  # further draws are within the filters; tokens have no density
-        else:
-            with pytest.raises(UsageError, match=rf"^{named} cannot be used with the density of --perturbation {name}"):
-                check_flags([*MODEL, *words], run)
-
-
 # --- the KL term ------------------------------------------------------------------------------------
 
 
@@ -252,13 +233,6 @@ def test_freezing_needs_a_head_to_freeze() -> None:
     freeze(Tied(False, head=False), made("soft", freeze="embedding"))
     with pytest.raises(ValueError, match=r"freeze='head'.*names no output embedding"):
         freeze(Tied(False, head=False), made("soft", freeze="head"))
-
-
-def test_frozen_inputs_and_reentrant_checkpointing() -> None:
-    words = [*MODEL, "--actor.gradient_checkpointing_reentrant"]
-    with pytest.raises(UsageError, match=r"reentrant cannot be used with --perturbation\.freeze both"):
-        check_flags(words, settings(made("latent")))
-    check_flags(words, settings(made("latent", freeze="head")))
 
 
 def test_the_defaults_are_the_releases() -> None:

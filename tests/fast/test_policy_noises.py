@@ -18,10 +18,9 @@ from ngrpo.methods import policy_noises
 from ngrpo.trainers.openrlhf import policy_noise, weight_sync
 from ngrpo.trainers.openrlhf.importance import importance_measures
 from ngrpo.trainers.openrlhf.seams import active
-from perturbations import create
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
-from tests.fast.run import check_pairs, run_of, run_with
+from tests.fast.run import run_with
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -291,25 +290,6 @@ def test_the_command_line() -> None:
         parse.run_config(["--policy_noise.sigma", "0.1"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--train.async_enable"], "--train.async_enable cannot be used with --policy_noise psn: an evaluation"),
-        (["--ds.zero_stage", "3"], "--ds.zero_stage 3 cannot be used with --policy_noise psn: under ZeRO-3"),
-        (
-            ["--algo.advantage.is_correction_level", "token"],
-            "level token cannot be used with the density of --perturbation gumbel",
-        ),
-    ],
-)
-def test_what_it_cannot_go_with(words: list[str], message: str) -> None:
-    spec, density = policy_noises.create("psn").spec(), create("gumbel", density="gumbel").spec()
-    settings = run_of(policy_noise=spec, perturbation=density)
-    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        check_pairs(words, settings)
-    check_pairs(["--ds.zero_stage", "2", "--algo.advantage.is_correction_level", "off"], settings)
-
-
 def test_gspo_has_no_weights_of_tokens() -> None:
     """Its narrow clip would leave out whatever the rollout's noise moved, in the direction of negative advantages."""
 
@@ -325,12 +305,6 @@ def test_gspo_has_no_weights_of_tokens() -> None:
         ):
             complete(*words)
         assert complete(*words, "--algo.advantage.is_correction_level", "off").has("--actor.policy_loss_type")
-
-
-def test_an_adaptive_noise_needs_the_rollouts_log_probabilities() -> None:
-    words, settings = ["--algo.advantage.is_correction_level", "off"], policy_noises.create("psn", adaptive=True).spec()
-    with pytest.raises(UsageError, match=r"leave --algo\.advantage\.is_correction_level at token"):
-        check_pairs(words, run_of(policy_noise=settings))
 
 
 def test_steps_of_a_run_count_the_smaller_batches() -> None:

@@ -68,32 +68,6 @@ def test_the_range_is_the_same_wherever_it_is_written() -> None:
     assert versions.is_supported_vllm(versions.VLLM_LAST)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--vllm.pipeline_parallel_size", "2"],
-        ["--vllm.speculative_config={}"],
-        ["--vllm.draft_model", "m"],
-        ["--ds.ring_attn_size", "2"],
-        ["--train.partial_rollout_enable"],
-        ["--ds.lora.rank", "8"],
-    ],
-)
-def test_what_a_perturbation_cannot_go_with(words: list[str]) -> None:
-    check_flags([*MODEL, *words], run_of())
-    with pytest.raises(ValueError, match=r"cannot be used with --perturbation neighbor: .* Fix: "):
-        check_flags([*MODEL, *words], SETTINGS)
-
-
-def test_an_average_that_zero_3_would_not_keep_is_refused() -> None:
-    """Also without a perturbation: what such a run saves is what it began with."""
-    for settings in (run_of(), SETTINGS):
-        with pytest.raises(UsageError, match=r"--train.enable_ema cannot be used with --ds.zero_stage 3: .* Fix: "):
-            check_flags([*MODEL, "--train.enable_ema", "--ds.zero_stage", "3"], settings)
-        check_flags([*MODEL, "--train.enable_ema"], settings)
-        check_flags([*MODEL, "--ds.zero_stage", "3"], settings)
-
-
 SIZES = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "2", "--train.batch_size", "8"]
 
 
@@ -123,24 +97,6 @@ def test_the_flags_of_a_packaged_model_count_for_a_density() -> None:
     check_flags(model, density)
     with pytest.raises(UsageError, match=r"--train.batch_size 64, .* 128 samples .*--rollout.batch_size 16"):
         check_flags([*model, "--rollout.batch_size", "16"], density)
-
-
-def test_one_update_of_each_rollout_passes() -> None:
-    settings = run_of(perturbation=create("gaussian", base="soft", density="gaussian").spec())
-    for words in (SIZES, [*SIZES, "--train.batch_size", "16"]):
-        check_flags([*MODEL, *words], settings)
-
-
-def test_harmless_values_pass() -> None:
-    words = [
-        "--vllm.pipeline_parallel_size",
-        "1",
-        "--ds.ring_attn_size=1",
-        "--ds.lora.rank=0",
-        "--vllm.speculative_config",
-        "none",
-    ]
-    check_flags([*MODEL, *words], SETTINGS)
 
 
 @pytest.mark.parametrize(

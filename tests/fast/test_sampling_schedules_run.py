@@ -14,7 +14,6 @@ import torch
 
 from ngrpo.config import parse, rules
 from ngrpo.machine.console import catalogue
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import Run
 from ngrpo.rollout import runner_v1, settings
@@ -23,7 +22,7 @@ from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
 from ngrpo.trainers.openrlhf.seams import active
 from perturbations import create
 from perturbations.errors import UsageError
-from tests.fast.run import check_pairs, run_of, run_with
+from tests.fast.run import run_with
 from tests.fast.schedule_doubles import Generator, Step
 
 NAMES = sorted(sampling_schedules.available())
@@ -282,24 +281,3 @@ def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
 
     assert correction() == "token"
     assert correction("--algo.advantage.is_correction_level", "off") == "off"
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "density", "message"),
-    [
-        ("ead", [], True, "--sampling.schedule ead cannot be used with the density of --perturbation gumbel"),
-        ("ead", ["--eval.temperature", "0"], False, "cannot be used with --eval.temperature 0"),
-        ("ead", ["--actor.policy_loss_type", "gspo"], False, "or add --algo.advantage.is_correction_level off"),
-        ("e3", ["--actor.policy_loss_type", "gspo"], False, "negative advantage. Fix: leave one of them out"),
-        ("e3", ["--train.async_enable"], False, "--train.async_enable cannot be used with --sampling.schedule e3"),
-        ("e3", ["--algo.advantage.is_correction_level", "off"], False, "it follows the rollouts' log-probabilities"),
-    ],
-)
-def test_what_it_cannot_go_with(name: str, words: list[str], density: bool, message: str) -> None:
-    schedule = sampling_schedules.create(name, evaluation=True)
-    spec = (create("gumbel", density="gumbel") if density else create("soft")).spec()
-    asked = run_of(sampling_schedule=schedule.spec(), perturbation=spec)
-    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        check_pairs(Flags(words).with_defaults(schedule.flags(Flags())).argv, asked)
-    fine = run_of(sampling_schedule=schedule.spec(), perturbation=create("soft").spec())
-    check_pairs(Flags(["--eval.temperature", "0.6"]).with_defaults(schedule.flags(Flags())).argv, fine)

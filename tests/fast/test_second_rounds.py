@@ -434,12 +434,6 @@ def test_what_it_cannot_go_with(words: str, told: str) -> None:
         resolve_flags(run_config([*MODEL, "--second_round", "lope", *words.split()]))
 
 
-def test_a_reward_model_comes_too_late() -> None:
-    words = ["--model", "smollm2-135m", "--data.prompt_dataset", "x.jsonl", "--advantage", "group_norm"]
-    with pytest.raises(UsageError, match="a reward model, which comes too late"):
-        resolve_flags(run_config([*words, "--second_round", "lope"]))
-
-
 def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
     words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
     assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
