@@ -1,6 +1,6 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
 # make test   the fast tests, and one file of engines or trainings for each claim (tests/claims.py): 15 minutes
-# make test-more all others but the slow ones: further options, seams, recipes, pictures, the report in a browser
+# make test-more all others but the slow ones: further options, patches, recipes, pictures, the report in a browser
 # make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
 # make test-verl runs tests/verl in an environment of its own, .venv/verl (4 GB); no part of CI.
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
@@ -117,8 +117,8 @@ browser:
 
 # A folder of its own: in .venv/ it would break the import of transformers' image code for all that does not need it.
 vision: $(READY)
-	@test -e $(VISION)/sitecustomize.py || { echo "== installing torchvision into $(VISION)"; \
-	  $(BIN)/python -m ngrpo.machine.hardware.torchvision_operators $(VISION); }
+	@grep -qs stand_ins $(VISION)/torchvision/__init__.py || { echo "== installing torchvision into $(VISION)"; \
+	  rm -rf $(VISION); $(BIN)/python -m ngrpo.machine.hardware.stand_ins $(VISION); }
 
 lint: $(READY)
 	@$(BIN)/ruff check .

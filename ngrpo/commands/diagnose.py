@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.machine.storage.result_folder import folder_for
-from ngrpo.workbench.diagnose.policies import policy_of, without_repeats
+from ngrpo.workbench.diagnose import policy_of, without_repeats
 from perturbations import registry
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngrpo.workbench.diagnose.sample import GroupSampling
+    from ngrpo.workbench.diagnose.group_sampling import GroupSampling
 
 State = Literal["finished", "unfinished", "other"]
 
@@ -58,9 +58,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
         if strategy.spec is not None:
             check_model(path, registry.create(**strategy.spec))
 
-    from ngrpo.workbench.diagnose.diagnosis import diagnose
-    from ngrpo.workbench.diagnose.diagnosis_folder import REPORT
-    from ngrpo.workbench.diagnose.screen_table import differences, table
+    from ngrpo.workbench.diagnose.diagnosis import REPORT, diagnose, differences, table
 
     if len(problems) < args.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {args.prompts} of --prompts")
@@ -108,7 +106,7 @@ def state(argv: Sequence[str], path: Path) -> State:
     Raises:
         UsageError: for bad input, or a damaged file.
     """
-    from ngrpo.workbench.diagnose.diagnosis_folder import DiagnosisFolder, map_settings_of, settings_of
+    from ngrpo.workbench.diagnose.diagnosis import DiagnosisFolder, map_settings_of, settings_of
 
     args, sampling, strategies = _read(argv)
     problems, dataset = problems_of(args, args.prompts, lambda line: None)
@@ -124,7 +122,7 @@ def state(argv: Sequence[str], path: Path) -> State:
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
     """The options, how to sample, and the strategies, all checked."""
     from ngrpo.machine.hardware import profile_for
-    from ngrpo.workbench.diagnose.sample import GroupSampling
+    from ngrpo.workbench.diagnose.group_sampling import GroupSampling
 
     args = parser().read(argv)
     if args.tokens and not args.embedding_map:

@@ -9,7 +9,7 @@ from math import inf, nan
 from pathlib import Path
 
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.models import config_file, parameter_names
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.base import Perturbation
@@ -116,7 +116,7 @@ def check_noised_model(folder: str, run: RunConfig) -> str | None:
     noise = run.policy_noise
     if noise is None:
         return None
-    names = parameter_names.of_folder(folder)
+    names = architecture.parameter_names(folder)
     if names is None:
         return f"not checked: which weights get noise; --policy_noise {noise.name} looks once the model has loaded."
     noise.selected(names)
@@ -152,7 +152,7 @@ def check_model(folder: str, perturbation: Perturbation | None) -> None:
     config = Path(folder) / "config.json"
     if perturbation is None or not config.is_file():
         return
-    values = config_file.read(config)
+    values = architecture.read_config(config)
     vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
     if isinstance(vocabulary, int):
         protected_ids(perturbation.protect, vocabulary)

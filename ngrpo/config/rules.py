@@ -11,18 +11,18 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ngrpo import patches
 from ngrpo.config import batch_check, compatibility, parse, preflight, presets
 from ngrpo.config.compatibility import HARDWARE, TRAINING
 from ngrpo.config.dataset_check import check_files, is_checked
 from ngrpo.config.features import ESTIMATOR, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.hardware import attention, placing, profile_of_run
-from ngrpo.machine.models import model_support, packaged
+from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
+from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import openrlhf_parser, placement, versions
-from ngrpo.machine.upstream.machine import Machine, here
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.trainers.openrlhf import seams
+from ngrpo.machine.upstream.placement import Machine
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from ngrpo.workbench.scoring import reward_files
@@ -56,7 +56,7 @@ class Rule:
 def _hardware(flags: Flags, run: RunConfig) -> str | None:
     """The profile's own check, and what does not go with it or without flash-attn."""
     profile = profile_of_run(run.hardware)
-    asked = Combination(run=run, flags=flags, hardware=profile.name, missing=attention.missing())
+    asked = Combination(run=run, flags=flags, hardware=profile.name, missing=stand_ins.missing())
     compatibility.check(HARDWARE, asked)
     return profile.check(flags)
 
@@ -76,13 +76,13 @@ def _resolved(check: Callable[[dict[str, Any]], str | None]) -> Callable[[Flags,
 
 def _machine(run: RunConfig) -> Machine:
     """The GPUs that a run with CUDA is planned for; none where nothing is there."""
-    return run.machine or here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+    return run.machine or placement.here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
 
 
 def _gpus(flags: Flags, run: RunConfig) -> str | None:
     if profile_of_run(run.hardware).name == "cpu":
         return None  # where a GPU is a share of the machine
-    return placing.check_machine(openrlhf_parser.resolved(flags.argv), _machine(run))
+    return gpu_plan.check_machine(openrlhf_parser.resolved(flags.argv), _machine(run))
 
 
 def _about_gpus(flags: Flags, run: RunConfig) -> str:
@@ -132,6 +132,12 @@ def _options(flags: Flags, run: RunConfig) -> str | None:
     )
 
 
+def _check_patches(run: RunConfig) -> None:
+    """The patches of the training, and vLLM's where anything is asked for that OpenRLHF lacks."""
+    conditions = conditions_for(profile_of_run(run.hardware), run)
+    patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
+
+
 RULES = (
     Rule(
         "given",
@@ -147,13 +153,13 @@ RULES = (
         lambda flags, run: check_parsed(flags),
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
-    Rule("start", _resolved(placing.check), lambda *_: "engines and models that share GPUs agree"),
+    Rule("start", _resolved(gpu_plan.check), lambda *_: "engines and models that share GPUs agree"),
     Rule("start", _gpus, lambda flags, run: _about_gpus(flags, run)),
     Rule("start", _resolved(batch_check.check), lambda *_: "the batches divide over the ranks"),
     Rule(
         "start",
-        lambda flags, run: seams.check(conditions_for(profile_of_run(run.hardware), run)),
-        lambda *_: "what is replaced upstream is as it was",
+        lambda flags, run: _check_patches(run),
+        lambda *_: "the upstream patches match the installed packages",
     ),
     Rule(
         "start",
@@ -166,8 +172,8 @@ RULES = (
     Rule("data", preflight.check_eval_at_start, lambda *_: "evaluation"),
     Rule(
         "model",
-        lambda flags, run: model_support.check_perturbed(_model(flags), run.spec),
-        lambda flags, run: model_support.told_of(_model(flags)),
+        lambda flags, run: architecture.check_perturbed(_model(flags), run.spec),
+        lambda flags, run: architecture.told_of(_model(flags)),
     ),
     Rule(
         "model",
@@ -217,11 +223,11 @@ def of_hardware(flags: Flags, run: RunConfig) -> Flags:
     """
     profile = profile_of_run(run.hardware)
     flags = flags.with_defaults(profile.default_flags)
-    if attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
-        flags = flags.with_defaults(attention.DEFAULT_FLAGS)
+    if stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
+        flags = flags.with_defaults(stand_ins.DEFAULT_FLAGS)
     if profile.name == "cuda" and not flags.has("--help"):
         whole = run.policy_noise is not None or flags.has("--train.enable_ema")
-        flags = placing.completed(flags, _machine(run), whole=whole)
+        flags = gpu_plan.completed(flags, _machine(run), whole=whole)
     return batch_check.with_rows(flags)
 
 
@@ -229,7 +235,7 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     """What to know of the placement and of the last step of a pass, for complete flags."""
     told = batch_check.notes(flags)
     if profile_of_run(run.hardware).name == "cuda":
-        told += placing.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
+        told += gpu_plan.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
     return told
 
 

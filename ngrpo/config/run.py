@@ -2,7 +2,7 @@
 """The run: all that `ngrpo train` was asked to do, one object, the same in all of its processes.
 
 A command line becomes one in :mod:`ngrpo.config.parse`. :meth:`RunConfig.flags` are the lines of ``run.yaml``, which
-the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.install`).
+the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.worker`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.config.kinds import KINDS, of_a_run
 from ngrpo.config.sampling import Sampling
 from ngrpo.machine.storage.result_folder import write_text, writing
-from ngrpo.machine.upstream.machine import Machine
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.placement import Machine
 from perturbations.options import option
 
 if TYPE_CHECKING:
@@ -139,8 +139,20 @@ class RunConfig:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def changes_rollouts(self) -> bool:
+        """Whether engines draw in another way than vLLM's own, and responses come with a record."""
+        given = self.perturbation, self.sampling_schedule
+        return any(part is not None for part in given) or self.reproducible or self.sampling.correct_mask
+
+    @property
+    def changes_rollout_policy(self) -> bool:
+        """Whether the policy that rolls out may be another one than the trainer's by design, so that it is measured."""
+        given = self.perturbation, self.policy_noise, self.sampling_schedule, self.sampling.correction_warmup
+        return any(part is not None for part in given) or self.sampling.correct_mask
+
+    @property
     def conditions(self) -> tuple[str, ...]:
-        """The conditions of `ngrpo.trainers.openrlhf.seams` that hold because of what is asked for."""
+        """The conditions of `ngrpo.patches` that hold because of what is asked for."""
         conditions = {
             **{name: spec is not None for name, spec in self.methods.items()},
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,

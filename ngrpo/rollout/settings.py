@@ -14,7 +14,7 @@ from ngrpo.methods.sampling_schedules.base import SamplingSchedule
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
-from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.buffers import ReplayBuffer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

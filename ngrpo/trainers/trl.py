@@ -25,7 +25,7 @@ from trl.trainer import grpo_trainer
 from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
 from ngrpo.rollout.records import take_records
-from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
+from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations import ReplayRecord, registry, replaying
 from perturbations.parameters import freeze
 

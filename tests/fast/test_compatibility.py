@@ -56,7 +56,7 @@ FEATURES = {
 # The pairs that a row refuses; every other pair makes a run.
 REFUSED = {
     "second": "perturbation unsampled density score parameters simko mask warm-up gspo vision",
-    "density": "adaptive schedule e3 mask top_p correction warm-up",
+    "density": "simko adaptive schedule e3 mask top_p correction warm-up",
     "score": "noise adaptive schedule e3 async correction warm-up epochs",
     "async": "noise adaptive e3 evaluation",
     "gspo": "credit simko adaptive schedule e3 warm-up",
@@ -124,12 +124,12 @@ RING = "--ds.ring_attn_size 2"
         (f"{GAUSSIAN} --train.async_enable", "--train.async_enable cannot be used with the density"),
         (
             f"{GUMBEL} --rollout.top_p 0.9",
-            "--rollout.top_p 0.9 cannot be used with the density",
+            "--rollout.top_p 0.9 cannot be used with the density of --perturbation gumbel",
         ),
-        (f"{GUMBEL} --sampling.top_k 4", "--sampling.top_k 4 cannot be used with the density"),
+        (f"{GUMBEL} --sampling.top_k 4", "--sampling.top_k 4 cannot be used with the density of --perturbation gumbel"),
         (
             f"{GUMBEL} --sampling.min_p 0.1",
-            "--sampling.min_p 0.1 cannot be used with the density",
+            "--sampling.min_p 0.1 cannot be used with the density of --perturbation gum",
         ),
         (f"{GUMBEL} --sampling.schedule ead", "--sampling.schedule ead cannot be used with the density of --perturb"),
         ("--policy_noise psn --train.async_enable", "--train.async_enable cannot be used with --policy_noise psn: an"),
@@ -146,7 +146,7 @@ RING = "--ds.ring_attn_size 2"
         (WARMUP, f"cannot be used with {OFF}"),
         (
             f"{WARMUP} --algo.advantage.is_correction_level token",
-            "used with --algo.advantage.is_correction_m",
+            "cannot be used with --algo.advantage.is_correction_m",
         ),
         (f"{WARMUP} {WEIGHTS} {BOUNDS} 2 5", f"give {BOUNDS} 0 10"),
         (f"{WARMUP} {WEIGHTS} {BOUNDS} 0.5", f"cannot be used with {BOUNDS} 0 0.5: its weights begin at 1"),

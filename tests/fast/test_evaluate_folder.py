@@ -21,7 +21,7 @@ from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import trajectory_seed
 
 PROBLEMS = [
     Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 
 def test_every_registry_has_its_row() -> None:
-    of_ours = [made for made in Registry.made if made.base.startswith(("ngrpo.", "perturbations:"))]
+    of_ours = [one for one in Registry.instances if one.base.startswith(("ngrpo.", "perturbations:"))]
     assert {kind.registry for kind in KINDS.values()} == set(of_ours)
     for kind in KINDS.values():
         assert of_registry(kind.registry) is kind and issubclass(kind.registry.base_class(), object)

@@ -17,12 +17,13 @@ from ngrpo.config.run_notes import loss_notes
 from ngrpo.machine.console.catalogue import described
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages, credits, policy_noises
-from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_training_step
+from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.parameters import freeze
 from perturbations.registry import create
 from perturbations.replay.trajectory import FinishedTrajectory
+from tests.fast import openrlhf_doubles
 from tests.fast.density_model import batch
 from tests.fast.policy_actor import PolicyModelActor
 from tests.fast.run import check_pairs, run_of, run_with
@@ -152,7 +153,7 @@ def kl_gradient(monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation) -> 
     records[1] = records[0].truncate(5)
     action = mask.clone()[:, 1:]
     action[:, :4] = 0
-    actor, found = replaying_actor(PolicyModelActor)(), {}
+    actor, found = policy_model_actor(PolicyModelActor)(), {}
 
     def training_step(self: Any, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
         weight = self.actor.model.head.weight
@@ -171,10 +172,11 @@ def kl_gradient(monkeypatch: pytest.MonkeyPatch, perturbation: Perturbation) -> 
         mm_train_inputs=[FinishedTrajectory(r, np.zeros(r.num_tokens, np.float32)).pack() for r in records],
         advantages=torch.ones(action.shape),
     )
-    trainer = SimpleNamespace(
-        actor=actor.actor, actor_loss_fn=lambda log_probs, *_, action_mask: -(log_probs * action_mask).sum()
-    )
-    replaying_training_step(training_step)(trainer, experience, 0.0, 0)
+
+    def policy_loss(log_probs: Tensor, *_: Any, action_mask: Tensor) -> Tensor:
+        return -(log_probs * action_mask).sum()
+
+    openrlhf_doubles.training_step(actor.actor, policy_loss, training_step, experience)
     return found["kl"], found["policy"]
 
 
@@ -187,7 +189,7 @@ def test_the_kl_term_is_the_tokens_in_gradient(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_score_that_no_loss_takes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo.trainers.openrlhf.density_loss import densities
+    from ngrpo.trainers.common.densities import densities
     from perturbations.replay.scope import ReplayScope
     from tests.fast.density_model import Model, hooked
 

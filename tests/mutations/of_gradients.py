@@ -83,7 +83,7 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/density_loss.py",
+        "ngrpo/trainers/common/densities.py",
         "test_loss_entry.py::test_the_kl_term_is_the_tokens_in_gradient",
         (
             "            return own\n        return own + density",

@@ -23,7 +23,7 @@ GROUPS = torch.tensor(REWARDS).reshape(-1, SIZE)
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What OpenRLHF's own classes computed with the seams in place."""
+    """What OpenRLHF's own classes computed with the patches in place."""
     return json.loads(run_module("tests.pipeline.openrlhf_experience").splitlines()[-1])
 
 

@@ -154,5 +154,5 @@ def warm_up(llm: Any) -> dict[str, int]:
         # The interpreter lacks this kernel's masks; the bitmask of the warm-up allows every token.
         patch.setattr(worker.model_runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *args: None)
         patch.setattr(jit_monitor, "activate", lambda **kwargs: seen.update(compiled_before=seen["compiled"]))
-        plugin._warmed_up(partial(gpu_worker.Worker.compile_or_warm_up_model, worker), worker.perturbation)()
+        plugin.warmed_up(partial(gpu_worker.Worker.compile_or_warm_up_model, worker), worker.perturbation)()
     return {**seen, "left": len(take(None)), "running": requests.running}

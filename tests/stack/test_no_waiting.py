@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_a_record_is_read_once_for_a_request_and_not_for_each_block(monkeypatch:
 
     from ngrpo.rollout.prefix_cache import with_trajectory_keys
 
-    plain = getattr(original, "_ngrpo_original", original)
+    plain = inspect.unwrap(original)
     keys_of, reads, read = with_trajectory_keys(plain), [], ReplayRecord.from_bytes
     monkeypatch.setattr(ReplayRecord, "from_bytes", lambda data: reads.append(1) or read(data))
     ids = np.zeros((2, 1), np.int32)

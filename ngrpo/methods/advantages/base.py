@@ -36,14 +36,11 @@ class Advantage(Options, ABC):
 
     @abstractmethod
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """The advantages of P groups.
+        """The advantages of P groups, (P, G): each row is a function of its own row.
 
         Args:
             rewards: (P, G) finite, float32 or wider.
             counts: (P, G), how often each answer's outcome was seen before; None unless :attr:`counted`.
-
-        Returns:
-            (P, G). Each row is a function of its own row of the rewards and counts.
         """
 
     def at_step(self, step: int) -> Advantage:
@@ -56,15 +53,12 @@ class Advantage(Options, ABC):
         return type(self).at_step is not Advantage.at_step
 
     def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
-        """As :meth:`formula`, with everything checked.
+        """As :meth:`formula`, with everything checked: (P, G), float32 or wider.
 
         Args:
             rewards: (P, G), one row for each prompt.
             counts: (P, G); ignored unless :attr:`counted`.
             overlong: which answers were cut off, (P, G) bool; ignored unless :attr:`leaves_out_overlong`.
-
-        Returns:
-            (P, G), float32 or wider.
 
         Raises:
             UsageError: for a wrong shape, or rewards that are not finite or that the formula is not made for.

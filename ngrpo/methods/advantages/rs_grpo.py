@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RS-GRPO: risk-sensitive advantages, between those of the mean and of the best reward (arXiv 2509.24261)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -13,7 +11,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import Advantage
-from perturbations.options import option
+from perturbations import option
 
 
 @register("rs_grpo")
