@@ -85,10 +85,14 @@ def trains_on_all_ranks(args: Args, prompts: int) -> bool:
     return True
 
 
+def _may_hang(args: Args) -> bool:
+    """Whether a step of fewer prompts than a whole one may hang."""
+    return not all(trains_on_all_ranks(args, prompts) for prompts in range(1, _step(args)[0]))
+
+
 def _rows(flags: Flags, args: Args) -> int | None:
     """Rows that a pass goes through; None where they are not known, or do not matter."""
-    whole, _ = _step(args)
-    if all(trains_on_all_ranks(args, prompts) for prompts in range(1, whole)):
+    if not _may_hang(args):
         return None
     counted = rows_of("--data.prompt_dataset", flags.value("--data.prompt_dataset") or "")
     if counted is None or (len(counted) > 1 and args["data.prompt_probs"]):
@@ -121,7 +125,7 @@ def check_rows(flags: Flags) -> str | None:
     """Raises ``UsageError`` for rows whose last step would hang; returns why it could not look, or None."""
     args = openrlhf_parser.resolved(flags.argv)
     whole, answers = _step(args)
-    if all(trains_on_all_ranks(args, prompts) for prompts in range(1, whole)):
+    if not _may_hang(args):
         return None
     rows = _rows(flags, args)
     if rows is None:
@@ -153,9 +157,7 @@ def notes(flags: Flags) -> list[str]:
             f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with answers that do not"
             f" divide over {_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
         )
-    if args["algo.dynamic_filtering_enable"] and not all(
-        trains_on_all_ranks(args, n) for n in range(1, _step(args)[0])
-    ):
+    if args["algo.dynamic_filtering_enable"] and _may_hang(args):
         told.append(
             "--algo.dynamic_filtering_enable: the last step has as many prompts as are left, and hangs where their"
             " answers do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it, or count on"

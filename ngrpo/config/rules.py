@@ -36,7 +36,6 @@ those of a prepared task; once the model is in its folder.
 """
 OF_TASK = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
 """OpenRLHF's flags that a task gives, before it is prepared."""
-Outcome = tuple[str, Callable[[], "str | None"]]
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,7 @@ def check(stage: Stage, flags: Flags, run: RunConfig) -> None:
             rule.check(flags, run)
 
 
-def outcomes(flags: Flags, run: RunConfig) -> list[Outcome]:
+def outcomes(flags: Flags, run: RunConfig) -> list[tuple[str, Callable[[], str | None]]]:
     """What a dry run says of each rule, and its check."""
     return [(rule.about(flags, run), partial(rule.check, flags, run)) for rule in RULES if rule.about is not None]
 
