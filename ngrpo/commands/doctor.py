@@ -2,10 +2,10 @@
 """usage: ngrpo doctor [--model NAME_OR_FOLDER] [--no-self-test]
 
 Looks at everything that a perturbed training rests on, and says of each thing
-that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, what
-is replaced in OpenRLHF, vLLM's plugin. Then a self-test in half a minute: a
-rollout of the packaged model, perturbed, and its replay. Ends with a block for
-a bug report.
+that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, the
+upstream patches, vLLM's plugin. Then a self-test in half a minute: a rollout
+of the packaged model, perturbed, and its replay. Ends with a block for a bug
+report.
 
   --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; first it is
                             told from its config.json whether it is supported
@@ -33,11 +33,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.machine.hardware import attention, placing, profile_for
-from ngrpo.machine.models import model_size, model_support, packaged
-from ngrpo.machine.upstream import machine, openrlhf_parser, versions
+from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
+from ngrpo.machine.models import architecture, packaged
+from ngrpo.machine.upstream import openrlhf_parser, placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -68,21 +69,7 @@ class Finding:
 
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Prints the findings as they come, and a block for a bug report.
-
-    Args:
-        argv: everything after ``ngrpo doctor``.
-        report: called with a line for the user beside the result.
-
-    Returns:
-        0 where all is well, else 1.
-
-    Raises:
-        UsageError: for words that are not its own.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(__doc__, end="")
-        return 0
+    """Prints the findings as they come, and a block for a bug report."""
     parser = CommandParser("doctor", "", "")
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
@@ -116,7 +103,7 @@ def examine(model: str | None, report: Callable[[str], None], named: str | None 
     yield _judged("compiler", lambda: "what is compiled on first use can be", lambda: profile.check(Flags()))
     yield _placement(profile.name)
     yield Finding("flash-attn", _flash_attn(profile.name))
-    yield _seams(profile.name)
+    yield _patches(profile.name)
     yield _plugin()
     yield from _model_runner(profile.name)
     if named is not None:
@@ -136,10 +123,10 @@ def _python() -> Finding:
 
 
 def _model(name: str) -> Finding:
-    support, subject = model_support.of_model(name, ask_hub=True), f"model {name}"
+    support, subject = architecture.support_of(name, ask_hub=True), f"model {name}"
     if support is None:
         return Finding(subject, "not known: its config.json is neither here nor could the hub be asked for it")
-    return Finding(subject, support.told(), "; ".join(support.refused) or None)
+    return Finding(subject, str(support), "; ".join(support.refused) or None)
 
 
 def _judged(subject: str, state: Callable[[], str], check: Callable[[], object]) -> Finding:
@@ -187,17 +174,17 @@ def _driver() -> str | None:
 
 def _placement(hardware: str) -> Finding:
     """Where a training without flags of a placement puts its models, and which models that holds."""
-    subject, there = "placement", machine.here()
+    subject, there = "placement", placement.here()
     if there is None:
         state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
         return Finding(subject, state if hardware == "cpu" else "no GPU in the Ray cluster that a run would join")
     size = {"by estimate, with answers of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
     base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
     base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
-    models = model_size.table()
+    models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = placing.completed(Flags([*base, name]), there)
-        fits = not placing.notes(openrlhf_parser.resolved(flags.argv), there)
+        flags = gpu_plan.completed(Flags([*base, name]), there)
+        fits = not gpu_plan.notes(openrlhf_parser.resolved(flags.argv), there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
@@ -206,22 +193,19 @@ def _placement(hardware: str) -> Finding:
 def _flash_attn(hardware: str) -> str:
     if hardware == "cpu":
         return "of no use on a CPU; the trainer's attention is PyTorch's own"
-    if attention.has_flash_attn():
+    if stand_ins.has_flash_attn():
         return f"{versions.installed('flash-attn')}: OpenRLHF's default attention"
     return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
 
 
-def _seams(hardware: str) -> Finding:
-    from ngrpo.trainers.openrlhf import seams
-
-    conditions = {word for seam in seams.SEAMS for word in seam.when.split(" or ")} - {"cpu"}
-    rows = seams.active(conditions | ({"cpu"} if hardware == "cpu" else set()))
+def _patches(hardware: str) -> Finding:
+    rows = [row for row in (*patches.OPENRLHF, *patches.VLLM) if hardware == "cpu" or row.when != "cpu"]
     try:
-        seams.check((), rows)
-    except seams.SeamMismatch as error:
+        patches.check(rows)
+    except patches.PatchMismatch as error:
         first, *_, fix = str(error).splitlines()
-        return Finding("what is replaced upstream", first, f"{fix} All rows: python -m ngrpo.trainers.openrlhf.seams")
-    return Finding("what is replaced upstream", f"all {len(rows)} definitions are as they were when ours were written")
+        return Finding("upstream patches", first, f"{fix} All rows: python -m ngrpo.patches")
+    return Finding("upstream patches", f"all {len(rows)} definitions match the table")
 
 
 def _plugin() -> Finding:
@@ -308,7 +292,7 @@ def self_test(model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from ngrpo.rollout import model_runner, take_trajectories
-    from ngrpo.trainers.openrlhf.replay_probe import prove
+    from ngrpo.trainers.common.replay_check import check_replay
     from perturbations import replaying
 
     folder = packaged.resolve(model)
@@ -339,7 +323,7 @@ def self_test(model: str) -> dict[str, Any]:
         log_probs = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
         return log_probs[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
 
-    prove(reference, of_texts)
+    check_replay(reference, of_texts)
     sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
     theirs = torch.tensor([log_probs.tolist() for _, _, log_probs in rollouts])
 

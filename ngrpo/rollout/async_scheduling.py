@@ -25,7 +25,7 @@ from torch import Tensor
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.tokens_left import TokensLeft
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
 # Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
@@ -100,7 +100,7 @@ class Notes:
         self._drain_edits(until)
         while self._masked and _arrived(self._masked[0], wait=self.written < until):
             note = self._masked.popleft()
-            masks, left = present(self._masks, "the store of masks"), present(note.left, "the tokens left")
+            masks, left = require(self._masks, "the store of masks"), require(note.left, "the tokens left")
             masks.write(note.slots, note.positions, *left.read(note.rows))
             self.written += 1
 

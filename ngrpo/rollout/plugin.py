@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's plugin entry point (group ``vllm.general_plugins``), loaded by vLLM in each of its processes.
+"""vLLM's plugin entry point (group ``vllm.general_plugins``), which vLLM loads in each of its processes.
 
-Everything here is inert until an engine is built with ``additional_config={"perturbation": {...}}``; but the engines of
-`ngrpo eval` and `ngrpo diagnose` end with the process that started them, and those of `ngrpo train` join its Ray.
+`register` puts the rows `VLLM` of `ngrpo.patches` in place, most of them functions of this file. They act only in an
+engine that is built with ``additional_config={"perturbation": {...}}``; but the engines of `ngrpo eval` and `ngrpo
+diagnose` end with the process that started them, and those of `ngrpo train` join its Ray.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from ngrpo import patches
+from ngrpo.machine.upstream import versions
+
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import ParallelConfig, VllmConfig
@@ -26,73 +30,37 @@ if TYPE_CHECKING:
     from ngrpo.rollout.vllm_objects import CoreClient, EngineFlags, FrontEnd, Worker
 
 logger = logging.getLogger("ngrpo.rollout")
-_MARK = "_ngrpo_original"
 
 
 def register() -> None:
-    """Puts the hooks in place, once per process.
-
-    Raises:
-        RuntimeError: where this vLLM is not one that the hooks were checked against.
-    """
+    """Puts the patches in place, in whichever process; an unsupported vLLM stays usable without a perturbation."""
     import vllm
 
     from ngrpo.machine.hardware import processes
-    from ngrpo.machine.upstream import versions
-    from ngrpo.rollout import new_weights
-    from ngrpo.rollout.async_scheduling import keep_length
 
     processes.end_with_owner()
-    if not versions.has_rollouts(vllm.__version__):
-        # An unsupported engine must stay usable without a perturbation; with one, create_engine_config refuses.
+    conditions = [patches.IN_VLLM]
+    if versions.has_rollouts(vllm.__version__):
+        conditions.append(patches.IN_SUPPORTED_VLLM)
+    else:
         release, ours = vllm.__version__, versions.VLLM_OF_ROLLOUTS
         logger.warning("ngrpo: vLLM %s is not supported (%s is); perturbations are off.", release, ours)
-        _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _refuse_any)
-        return
-    _wrap("vllm.engine.arg_utils", "EngineArgs.create_engine_config", _checked_config)
-    _wrap("vllm.config.vllm", "VllmConfig.compute_hash", _without_seed)
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.load_model", _then_attach)
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", new_weights.after_update)
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.sleep", new_weights.after_sleep)
-    _wrap("vllm.v1.worker.gpu_worker", "Worker.wake_up", new_weights.after_wake_up)
-    _wrap("vllm.v1.engine.core", "EngineCore.__init__", _with_own_prefix_blocks)
-    _wrap("vllm.v1.engine.core", "EngineCore.add_request", _probed_first)
-    _wrap("vllm.v1.engine.core", "EngineCore.collective_rpc", _with_probe_calls)
-    _wrap("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", _checked_request)
-    _wrap("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", _numbered_children)
-    _wrap("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", keep_length)
-    _wrap("vllm.v1.engine.llm_engine", "LLMEngine.__init__", _with_lengths)
-    _wrap("vllm.v1.engine.async_llm", "AsyncLLM.__init__", _with_lengths)
-    _wrap("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", _then_drop)
-    _wrap("vllm.v1.engine.async_llm", "AsyncLLM.abort", _then_drop_async)
-    _wrap("vllm.v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", _answered_by_every_rank)
-    _extend_workers()
+    patches.install(conditions)
 
 
-def _wrap(module: str, path: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a function or method by ``make(original)``, unless it has been."""
-    owner = importlib.import_module(module)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    original = vars(owner)[name]
-    if hasattr(original, _MARK):
-        return
-    replacement = functools.wraps(original)(make(original))
-    setattr(replacement, _MARK, original)
-    setattr(owner, name, replacement)
+def checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks the release, the spec and its combinations, in the caller's process, before any model loads."""
 
-
-def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Checks the spec and what it is combined with, in the caller's process, before any model loads."""
-
+    @functools.wraps(original)
     def create_engine_config(self: EngineFlags, *args: object, **kwargs: object) -> Any:
         from ngrpo.rollout import settings
 
         perturbation = settings.read(self.additional_config)
         settings.read_buffer(self.additional_config)
+        if perturbation is not None:
+            _check_release()
         config = original(self, *args, **kwargs)
-        _without_setup_hook(config.parallel_config)
+        without_setup_hook(config.parallel_config)
         if perturbation is not None:
             settings.check_engine(config, perturbation)
         return config
@@ -100,47 +68,44 @@ def _checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-def _without_setup_hook(config: ParallelConfig) -> None:
+def _check_release() -> None:
+    """Refuses a vLLM in which a patch would be missing or land elsewhere: vLLM loads plugins, and asks nothing back."""
+    import vllm
+
+    if not versions.has_rollouts(vllm.__version__):
+        needed = f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}"
+        raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
+    patches.check(patches.active(patches.VLLM_CONDITIONS))
+
+
+def without_setup_hook(config: ParallelConfig) -> None:
     """Takes `ngrpo train`'s set-up hook out of what a tensor-parallel engine joins Ray with; vLLM loads this plugin.
 
     The engine's core is a driver of its own, and Ray 2.55 refuses a driver the hook of another one.
     """
-    environment = config.ray_runtime_env
+    environment = getattr(config, "ray_runtime_env", None)
     if environment and environment.pop("worker_process_setup_hook", None):
         from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
         environment["env_vars"].pop(WORKER_PROCESS_SETUP_HOOK_ENV_VAR, None)
 
 
-def _refuse_any(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_engine_config(self: EngineFlags, *args: object, **kwargs: object) -> Any:
-        import vllm
-
-        from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS
-        from ngrpo.rollout import settings
-
-        if settings.read(self.additional_config) is not None:
-            needed = f"perturbations need vLLM {VLLM_OF_ROLLOUTS}"
-            raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
-        return original(self, *args, **kwargs)
-
-    return create_engine_config
-
-
-def _without_seed(original: Callable[[EngineFlags], str]) -> Callable[[EngineFlags], str]:
+def hash_without_seed(original: Callable[..., str]) -> Callable[..., str]:
     """The key of vLLM's compile cache: engines whose perturbations differ in the seed alone share their graphs."""
 
-    def compute_hash(self: EngineFlags) -> str:
+    @functools.wraps(original)
+    def compute_hash(self: EngineFlags, *args: object, **kwargs: object) -> str:
         from ngrpo.rollout import settings
 
         seedless = copy.copy(self)
         seedless.additional_config = settings.without_seed(self.additional_config)
-        return original(seedless)
+        return original(seedless, *args, **kwargs)
 
     return compute_hash
 
 
-def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
+def attached(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
     def load_model(self: Worker, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import settings, used_runner
 
@@ -153,7 +118,7 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
             buffer = settings.read_buffer(self.vllm_config.additional_config)
             self.perturbation = AttachedPerturbation(self.model_runner, perturbation, buffer)
             # Of this instance: a worker for CPUs has a method of its own, in a module that must not be imported here.
-            self.compile_or_warm_up_model = _warmed_up(self.compile_or_warm_up_model, self.perturbation)
+            self.compile_or_warm_up_model = warmed_up(self.compile_or_warm_up_model, self.perturbation)
             logger.info(
                 "perturbation %s is on, in the %s model runner: %s",
                 perturbation.name,
@@ -164,7 +129,7 @@ def _then_attach(original: Callable[..., None]) -> Callable[..., None]:
     return load_model
 
 
-def _warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> Callable[[], Any]:
+def warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> Callable[[], Any]:
     def compile_or_warm_up_model() -> Any:
         attached.warm_up()  # first: vLLM's own ends with a monitor that reports every further compilation
         result = original()
@@ -174,9 +139,10 @@ def _warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> C
     return compile_or_warm_up_model
 
 
-def _checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
+def checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
     """A bad argument is the caller's error, in the caller's process."""
 
+    @functools.wraps(original)
     def process_inputs(
         self: InputProcessor, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
     ) -> Any:
@@ -203,9 +169,10 @@ def _request_error() -> type[Exception]:
     return UsageError if base is None else type("RequestError", (base, UsageError), {})
 
 
-def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
+def numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
     """``SamplingParams(n=…)`` with a given seed: each child must be another trajectory."""
 
+    @functools.wraps(original)
     def child_params(self: object, index: int) -> SamplingParams:
         from ngrpo.rollout.settings import KEY, request_arguments
 
@@ -219,26 +186,25 @@ def _numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
     return child_params
 
 
-def _with_own_prefix_blocks(original: Callable[..., None]) -> Callable[..., None]:
+def checked_core(original: Callable[..., None]) -> Callable[..., None]:
     """The scheduler hashes blocks in the engine core's process, which may be another than the worker's."""
 
+    @functools.wraps(original)
     def init(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import engine_probe, settings
-        from ngrpo.rollout.prefix_cache import with_trajectory_keys
 
         if settings.read(vllm_config.additional_config) is not None:
-            # block_pool holds the function under a name of its own.
-            for module in ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.block_pool"):
-                _wrap(module, "generate_block_hash_extra_keys", with_trajectory_keys)
+            patches.install([patches.IN_PERTURBED_CORE])
         original(self, vllm_config, *args, **kwargs)
         engine_probe.engine_started(self)
 
     return init
 
 
-def _probed_first(original: Callable[..., None]) -> Callable[..., None]:
+def checked_first(original: Callable[..., None]) -> Callable[..., None]:
     """The first request after a weight sync comes after the probe that is due, where one is."""
 
+    @functools.wraps(original)
     def add_request(self: EngineCore, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import engine_probe
 
@@ -248,9 +214,10 @@ def _probed_first(original: Callable[..., None]) -> Callable[..., None]:
     return add_request
 
 
-def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_calls_of_core(original: Callable[..., Any]) -> Callable[..., Any]:
     """What concerns the engine's core among the remote procedures, all others of which are of its workers."""
 
+    @functools.wraps(original)
     def collective_rpc(self: EngineCore, method: object, *args: object, **kwargs: object) -> Any:
         from ngrpo.rollout import engine_probe
 
@@ -266,7 +233,8 @@ def _with_probe_calls(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective_rpc
 
 
-def _with_lengths(original: Callable[..., None]) -> Callable[..., None]:
+def with_lengths(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
     def __init__(self: FrontEnd, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         if _perturbed(self):
@@ -277,9 +245,10 @@ def _with_lengths(original: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
+def drop_aborted(original: Callable[..., None]) -> Callable[..., None]:
     """A caller's abort. (Requests that end at a stop string are aborted further inside; they keep their records.)"""
 
+    @functools.wraps(original)
     def abort_request(self: FrontEnd, request_ids: Iterable[str], *args: object, **kwargs: object) -> None:
         names = list(request_ids)
         dropped = _with_internal_ids(self, names)
@@ -290,7 +259,8 @@ def _then_drop(original: Callable[..., None]) -> Callable[..., None]:
     return abort_request
 
 
-def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
+def drop_aborted_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     async def abort(self: FrontEnd, request_id: str | Iterable[str], *args: object, **kwargs: object) -> None:
         names = [request_id] if isinstance(request_id, str) else list(request_id)
         dropped = _with_internal_ids(self, names)
@@ -301,9 +271,10 @@ def _then_drop_async(original: Callable[..., Any]) -> Callable[..., Any]:
     return abort
 
 
-def _answered_by_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+def answers_of_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM asks every data-parallel rank, and hands over the first one's answers only."""
 
+    @functools.wraps(original)
     async def call_utility_async(self: CoreClient, method: str, *args: object) -> Any:
         procedure = args[0] if method == "collective_rpc" else None
         if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
@@ -333,9 +304,8 @@ def _runner(worker: Worker) -> str:
     return "V2" if worker.use_v2_model_runner else "V1"
 
 
-def _extend_workers() -> None:
-    """Remote procedures of every worker, called with ``collective_rpc`` by name."""
-    from vllm.v1.worker.worker_base import WorkerBase
+def with_procedures(worker: type) -> type:
+    """vLLM's ``WorkerBase`` with the remote procedures of every worker, called with ``collective_rpc`` by name."""
 
     def fingerprint(self: Worker) -> str:
         attached = getattr(self, "perturbation", None)
@@ -366,4 +336,5 @@ def _extend_workers() -> None:
         self.perturbation.replace(registry.create(**spec))
 
     for method in (fingerprint, runner, take, drop, drift, prepare, reads_tokens, replace):
-        setattr(WorkerBase, f"perturbation_{method.__name__}", method)
+        setattr(worker, f"perturbation_{method.__name__}", method)
+    return worker

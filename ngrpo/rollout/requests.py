@@ -13,9 +13,9 @@ from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import seeds
 from perturbations.base import Perturbation
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay import ReplayRecord
-from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.buffers import ReplayBuffer
 from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RunningRequests:
         self._settle([new.req_id])
         if new.req_id in self._store.live:
             return
-        params, prompt = new.sampling_params, present(new.prompt_token_ids, "the prompt's tokens")
+        params, prompt = new.sampling_params, require(new.prompt_token_ids, "the prompt's tokens")
         arguments = request_arguments(params)
         earlier = ReplayRecord.from_bytes(arguments["record"]) if arguments.get("record") else None
         # A further turn goes on with its trajectory's seed, so that one record covers all turns.
@@ -88,9 +88,9 @@ class RunningRequests:
         """The trajectory's seed: of what the request says of itself, or of how often its prompt has been asked."""
         seed = arguments.get("seed", getattr(params, "seed", None))
         if seed is not None:
-            return seeds.of_trajectory(self._perturbation.seed, int(seed), int(arguments.get("sample", 0)))
+            return seeds.trajectory_seed(self._perturbation.seed, int(seed), int(arguments.get("sample", 0)))
         prompt_seed = seeds.of_prompt(prompt)
-        return seeds.of_trajectory(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
+        return seeds.trajectory_seed(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
 
     def _finish(self, name: str) -> None:
         slot = self._store.live[name].slot

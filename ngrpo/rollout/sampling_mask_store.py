@@ -10,7 +10,7 @@ import numpy as np
 
 from ngrpo.rollout.tokens_left import marked
 from ngrpo.rollout.trajectories import Chunks, grown
-from perturbations.replay.sampling_mask import SamplingMask, as_words
+from perturbations.replay.trajectory import SamplingMask, as_words
 
 _CHUNK = 512  # words
 _MAP_NORESERVE = 0x4000  # Linux's, on x86 and Arm; the module mmap does not have it before Python 3.13

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's actor as far as a density's seam meets it."""
+"""OpenRLHF's actor as far as a density's patch meets it."""
 
 from __future__ import annotations
 

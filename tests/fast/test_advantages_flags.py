@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config import parse, presets, run, sampling
+from ngrpo import patches
+from ngrpo.config import parse, presets, rules, run, sampling
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import PROFILE as CPU
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.advantages import create
-from ngrpo.trainers.openrlhf import install, launch
-from ngrpo.trainers.openrlhf.seams import active
+from ngrpo.trainers.openrlhf import launch, worker
+from perturbations.errors import UsageError
 from tests.fast.run import run_of
 
 
@@ -101,8 +102,9 @@ class TestAddedFlags:
         ],
     )
     def test_what_does_not_go_together(self, line: str, parts: list[str]) -> None:
-        with pytest.raises(ValueError) as caught:
-            self.added(line)
+        asked = parse.run_config(["--model", "m", *line.split()])
+        with pytest.raises(UsageError) as caught:
+            rules.completed(asked)
         for part in parts:
             assert part in str(caught.value)
 
@@ -172,8 +174,8 @@ def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert conditions == ("cpu", "without_flash_attn", "advantage", "sampling")
     assert launch.conditions_for(CPU, run_of()) == ("cpu", "without_flash_attn")
     monkeypatch.setattr(run, "_current", settings)  # put back after the test
-    monkeypatch.setattr(install, "install", lambda conditions: None)
-    here, hook = Path.cwd(), cloudpickle.dumps(install.setup_hook(conditions, settings))
+    monkeypatch.setattr(patches, "install", lambda conditions: None)
+    here, hook = Path.cwd(), cloudpickle.dumps(worker.setup_hook(conditions, settings))
     monkeypatch.chdir(tmp_path)  # as a worker of a cluster that was started elsewhere
     cloudpickle.loads(hook)()  # as Ray carries it
     assert Path.cwd() == here
@@ -183,5 +185,5 @@ def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert read.advantage.n == 2
     assert read.perturbation is None
     assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
-    targets = {seam.attribute for seam in active(conditions)}
-    assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets
+    targets = {row.attribute for row in patches.active(conditions)}
+    assert {"RemoteExperienceMaker", "compute_reward", "SamplesGenerator"} <= targets

@@ -17,8 +17,8 @@ from ngrpo.cli import main
 from ngrpo.commands import diagnose
 from ngrpo.machine.storage.result_folder import CannotWrite
 from ngrpo.workbench.compare.plan import read_plan
-from ngrpo.workbench.diagnose.diagnosis_folder import SAMPLES, DiagnosisFolder
-from ngrpo.workbench.diagnose.sample import Sample
+from ngrpo.workbench.diagnose.diagnosis import SAMPLES, DiagnosisFolder
+from ngrpo.workbench.diagnose.group_sampling import Sample
 from perturbations.errors import UsageError
 
 

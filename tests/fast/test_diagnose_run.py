@@ -15,9 +15,8 @@ from ngrpo.config.arms import parse_arms
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.workbench.compare import runs
 from ngrpo.workbench.compare.runs import ComparisonFolder
-from ngrpo.workbench.diagnose import diagnosis, measuring
-from ngrpo.workbench.diagnose.policies import policy_of
-from ngrpo.workbench.diagnose.sample import GroupSampling, Sample
+from ngrpo.workbench.diagnose import diagnosis, group_sampling, policy_of
+from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
 from ngrpo.workbench.evaluate import load_task
 from perturbations.errors import UsageError
 from tests.fast.compare_example import plan
@@ -52,7 +51,7 @@ class MadeUp:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     made_up = MadeUp()
-    monkeypatch.setattr(measuring, "sample_strategy", made_up.sample)
+    monkeypatch.setattr(group_sampling, "sample_strategy", made_up.sample)
     return made_up
 
 

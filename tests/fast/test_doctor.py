@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from ngrpo import cli
+from ngrpo import cli, patches
 from ngrpo.commands import doctor
 from ngrpo.machine.upstream import versions
-from ngrpo.trainers.openrlhf import seams
 
 GOOD = {"runner": "V1", "edits": 16, "tokens": 32, "gap": 2e-5, "unreplayed": 3.0, "plain": 1e-5}
 
@@ -47,7 +46,7 @@ def test_all_is_well_here(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert code == 0
     assert "WRONG" not in head
     assert "fix:" not in head
-    told = ("Python", "releases", "hardware", "compiler", "placement", "flash-attn", "what is replaced upstream")
+    told = ("Python", "releases", "hardware", "compiler", "placement", "flash-attn", "upstream patches")
     assert [line[7:].split(":")[0] for line in head.splitlines()] == [*told, "vLLM's plugin"]
     assert versions.OPENRLHF in head
 
@@ -89,13 +88,13 @@ def test_a_gpu_that_torch_does_not_see(
 
 
 def test_a_definition_that_has_changed(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = next(row for row in seams.SEAMS if row.upstream.startswith("sha:") and "openrlhf" in row.module)
+    row = next(row for row in patches.OPENRLHF if row.upstream.startswith("sha:") and "openrlhf" in row.module)
     changed = dataclasses.replace(row, upstream="sha:000000000000")
-    monkeypatch.setattr(seams, "SEAMS", (changed, *(other for other in seams.SEAMS if other is not row)))
+    monkeypatch.setattr(patches, "OPENRLHF", (changed, *(other for other in patches.OPENRLHF if other is not row)))
     code, head = findings(capsys, "--no-self-test")
     assert code == 1
-    told = lines_of(head, "what is replaced upstream")
-    for part in ("1 of", "Install the checked release", "python -m ngrpo.trainers.openrlhf.seams"):
+    told = lines_of(head, "upstream patches")
+    for part in ("1 of", "Install the checked release", "python -m ngrpo.patches"):
         assert part in told
 
 

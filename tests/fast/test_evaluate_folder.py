@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ngrpo import cli
 from ngrpo.commands.eval import run
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json
@@ -18,7 +19,7 @@ from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import trajectory_seed
 from tests.fast.file_limit import largest_file
 
 PROBLEMS = [
@@ -310,7 +311,7 @@ def test_bad_words(words: str, says: str) -> None:
 def test_help_and_engine_options(capsys: pytest.CaptureFixture[str]) -> None:
     from ngrpo.commands.eval import _engine_options
 
-    assert run(["--help"], report=print) == 0
+    assert cli.main(["eval", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "--rescore" in shown
     assert "--perturbation NAME" in shown

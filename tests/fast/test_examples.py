@@ -13,9 +13,9 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
-from ngrpo.machine.hardware import memory_estimate
-from ngrpo.machine.upstream import machine, openrlhf_parser
-from ngrpo.machine.upstream.placement import groups
+from ngrpo.machine.hardware import gpu_plan
+from ngrpo.machine.upstream import openrlhf_parser
+from ngrpo.machine.upstream import placement as gpus
 from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.compare.runs import run_config
 from perturbations.errors import UsageError
@@ -120,7 +120,7 @@ def test_every_recipe_is_planned_for_1_8_and_16_gpus(
     problems(tmp_path / "data")
     (tmp_path / "examples").symlink_to(RECIPES.parent)
     monkeypatch.chdir(tmp_path)
-    planned = machine.planned(shape, "--dry-run")
+    planned = gpus.planned(shape, "--dry-run")
     needed = planned.total if placement is None else int(placement.split("_")[1])
     sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "8", "--train.batch_size", "32"]
     sizes += ["--model", "Qwen/Qwen3-0.6B", "--task", "arithmetic"]
@@ -140,8 +140,8 @@ def test_every_recipe_is_planned_for_1_8_and_16_gpus(
             assert beside or f"this run needs {needed} GPUs and {planned.total} is there" in str(error), (name, error)
             assert beside or needed > planned.total
             continue
-        assert sum(group.gpus for group in groups(args)) == needed, name
-        assert memory_estimate.fits(args, planned.memory), name
+        assert sum(group.gpus for group in gpus.groups(args)) == needed, name
+        assert gpu_plan.fits(args, planned.memory), name
 
 
 def test_the_index_lists_every_recipe() -> None:

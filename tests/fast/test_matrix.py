@@ -31,7 +31,7 @@ def test_its_tests_exist() -> None:
 
 def test_a_stage_that_did_not_run_is_not_one_that_passed() -> None:
     stages = {stage: {"passed": True} for stage in matrix.STAGES}
-    found = {"0.9.0": {"versions": {"torch": "2.0"}, **stages}, "0.10.0": {"seams": {"passed": False}}}
+    found = {"0.9.0": {"versions": {"torch": "2.0"}, **stages}, "0.10.0": {"patches": {"passed": False}}}
     new, old = matrix.table(found).splitlines()[2:]
     assert new.startswith("| 0.10.0 | – | **fails** | not run")
     assert old == "| 0.9.0 | 2.0 | " + " | ".join(["passes"] * len(stages)) + " |"

@@ -17,7 +17,7 @@ from ngrpo.config.arms import parse_arms
 from ngrpo.methods import policy_noises
 from ngrpo.workbench.compare import results
 from ngrpo.workbench.compare.plan import _drawn_line
-from ngrpo.workbench.diagnose.policies import policy_of
+from ngrpo.workbench.diagnose import policy_of
 from ngrpo.workbench.evaluate import engine, outcome
 from ngrpo.workbench.evaluate.engine import Sampling
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model

@@ -30,7 +30,7 @@ OWN = """
 from dataclasses import dataclass
 
 from perturbations import option
-from perturbations.gates.first import First
+from perturbations.gates.further import First
 from perturbations.methods.gaussian import Gaussian
 
 
@@ -251,7 +251,7 @@ def test_limits_of_the_engines() -> None:
     assert limited.conditions == ("engine_limits",) and limited.flags()["engine.max_num_seqs"] == 512
     assert parse.run_config([]).conditions == ()
     for words, said in (
-        (["--engine.max_num_seqs", "0"], "--engine.max_num_seqs 0: must be a whole number of at least 1"),
+        (["--engine.max_num_seqs", "0"], "--engine.max_num_seqs 0: must be at least 1"),
         (["--engine.max_num_seqs", "4096"], "4096 and --engine.max_num_batched_tokens 2048"),
         (["--engine.max_num_batched_tokens", "64"], "128 and --engine.max_num_batched_tokens 64"),
         (["--engine.max_seqs", "8"], "unknown flag '--engine.max_seqs'"),

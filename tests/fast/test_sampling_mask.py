@@ -9,7 +9,7 @@ import torch
 
 from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.tokens_left import TokensLeft
-from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import SamplingMask
 
 V = 203  # not a multiple of 8
 

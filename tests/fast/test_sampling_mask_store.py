@@ -16,7 +16,7 @@ from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.settings import read
 from ngrpo.rollout.tokens_left import TokensLeft, pick
 from perturbations.errors import UsageError
-from perturbations.replay.sampling_mask import SamplingMask, as_ids, as_words
+from perturbations.replay.trajectory import SamplingMask, as_ids, as_words
 
 Dense = dict[int, dict[int, np.ndarray]]  # slot, position: which tokens were left, (V,) bool
 

@@ -11,19 +11,21 @@ import base64
 import dataclasses
 import json
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ngrpo import patches
 from ngrpo.rollout import plugin
 from ngrpo.rollout.async_scheduling import LENGTHS
 from ngrpo.rollout.request_check import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
 from perturbations import FinishedTrajectory, ReplayRecord
 from perturbations.errors import UsageError
-from perturbations.replay.record import model_fingerprint
+from perturbations.replay.trajectory import model_fingerprint
 
 KEPT = ReplayRecord(
     seed=7,
@@ -103,7 +105,7 @@ def test_a_prompt_in_parts_is_refused() -> None:
     perturbed = {"perturbation": {"name": "neighbor"}}
     for config, refused in ((perturbed, True), ({}, False)):
         processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), model_config=MODEL)
-        process = plugin._checked_request(lambda self, *args, **kwargs: kwargs)
+        process = plugin.checked_request(lambda self, *args, **kwargs: kwargs)
         if refused:
             with pytest.raises(UsageError, match="Give the whole prompt"):
                 process(processor, "a", [1], Params(extra_args=None), resumable=True)
@@ -115,7 +117,7 @@ def test_a_prompt_in_parts_is_refused() -> None:
 @pytest.mark.parametrize("config", [{"perturbation": {"name": "neighbor"}}, {"seeded_draws": True}, {}])
 def test_only_an_engine_that_asks_keeps_the_lengths_of_its_answers(config: dict[str, Any]) -> None:
     engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), output_processor=SimpleNamespace())
-    plugin._with_lengths(lambda self: None)(engine)
+    plugin.with_lengths(lambda self: None)(engine)
     assert vars(engine.output_processor) == ({LENGTHS: {}} if config else {})
 
 
@@ -128,11 +130,32 @@ def test_only_an_engine_that_asks_keeps_the_lengths_of_its_answers(config: dict[
         {"sampling_masks": True},
     ],
 )
-def test_an_unsupported_vllm_takes_nothing_of_ours(config: dict[str, Any]) -> None:
-    create = plugin._refuse_any(lambda self: "built")
+def test_an_unsupported_vllm_takes_nothing_of_ours(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
+    built = SimpleNamespace(parallel_config=SimpleNamespace())
+    create = plugin.checked_config(lambda self: built)
     with pytest.raises(RuntimeError, match="install one of these"):
         create(SimpleNamespace(additional_config=config))
-    assert create(SimpleNamespace(additional_config={"of": "others"})) == "built"
+    assert create(SimpleNamespace(additional_config={"of": "others"})) is built
+
+
+def test_an_engine_whose_patches_do_not_match_is_refused_before_its_model_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM asks a plugin nothing back, so that the engine's configuration is where a run can be refused."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.29.0"))
+    row = next(row for row in patches.VLLM if row.attribute.endswith("get_top_k_top_p"))
+    monkeypatch.setattr(patches, "VLLM", (dataclasses.replace(row, module="no_such_package.states"),))
+    create = plugin.checked_config(lambda self: pytest.fail("was built"))
+    with pytest.raises(patches.PatchMismatch, match=r"1 of 1 upstream patches .*\n.*get_top_k_top_p"):
+        create(SimpleNamespace(additional_config={"perturbation": {"name": "neighbor"}}))
+
+
+def test_the_compile_key_passes_on_what_a_release_asks() -> None:
+    """vLLM 0.30 asks for a key without the release (``include_version=False``) where FlashInfer is tuned."""
+    config = SimpleNamespace(additional_config={"perturbation": {"name": "neighbor", "seed": 3}})
+    key = plugin.hash_without_seed(lambda self, include_version=True: (self.additional_config, include_version))
+    assert key(config, include_version=False) == ({"perturbation": {"name": "neighbor"}}, False)
 
 
 class Server:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The script that reads another vLLM's sources: it knows every hook, and tells the kinds of change apart."""
+"""The script that reads another vLLM's sources tells the kinds of change apart, for every patched definition."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from pathlib import Path
 import pytest
 
 from benchmarks import surface
+from ngrpo.machine.upstream.sources import definition
+from ngrpo.patches import VLLM
+
+ROLLOUT = Path(__file__).resolve().parents[2] / "ngrpo" / "rollout"
 
 
-def test_every_hook_is_there() -> None:
-    found = surface.hooks()
-    assert ("vllm.v1.worker.gpu_worker", "Worker.load_model") in found and len(found) > 20
+def test_every_method_that_is_replaced_on_a_runner_has_a_row() -> None:
     assigned = {
         node.targets[0].attr
         for name in ("runner_v1.py", "runner_v2.py")
-        for node in ast.walk(ast.parse((surface.ROLLOUT / name).read_text("utf-8")))
+        for node in ast.walk(ast.parse((ROLLOUT / name).read_text("utf-8")))
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("runner.")
     }
     assert assigned == {"_update_states", "_preprocess", "add_requests", "prepare_inputs", "sample"}
-    assert assigned <= {name.rpartition(".")[2] for _, name in surface.OF_RUNNERS}
+    assert assigned <= {row.attribute.rpartition(".")[2] for row in VLLM}
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM's sources")
 def test_the_installed_vllm_has_all_of_them() -> None:
     root = Path(find_spec("vllm").origin).parents[1]
-    assert {line[:17].strip() for line in surface.lines(root, root)} == {"as it was"}
+    assert {line[:21].strip() for line in surface.lines(None, root)} == {"as it was"}
 
 
 @pytest.mark.parametrize(
@@ -40,9 +42,6 @@ def test_the_installed_vllm_has_all_of_them() -> None:
         ("class A:\n    def g(self, x):\n        return x\n", "gone"),
     ],
 )
-def test_kinds_of_change(after: str, told: str, tmp_path: Path) -> None:
-    for name, text in (("before", "class A:\n    def f(self, x):\n        return x\n"), ("after", after)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "part.py").write_text(text)
-    both = [surface.definition(tmp_path / name, "part", "A.f") for name in ("before", "after")]
-    assert surface.moved(*both) == told
+def test_kinds_of_change(after: str, told: str) -> None:
+    before = "class A:\n    def f(self, x):\n        return x\n"
+    assert surface.moved(*(definition(ast.parse(source), "A.f") for source in (before, after))) == told

@@ -25,9 +25,13 @@ VALUES = [
         ("if bool(response_mask[rows].any())", "if True", "verl: padding is a group"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/importance.py",
+        "ngrpo/trainers/common/importance.py",
         "test_policy_noises.py",
-        ("(weight < low) | (weight > high)", "weight > high", "importance: the lower bound is ignored"),
+        (
+            "(weight < weights.low) | (weight > weights.high)",
+            "weight > weights.high",
+            "importance: the lower bound is ignored",
+        ),
     ),
     *of_file(
         "ngrpo/methods/advantages/base.py",
@@ -117,7 +121,7 @@ VALUES = [
     ),
     *of_file(
         "perturbations/density.py",
-        "test_density_exact.py",
+        "test_density.py",
         (".clamp(*_REACH)", "", "censored noise has no bounds"),
     ),
     *of_file(
@@ -193,7 +197,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "perturbations/replay/record.py",
+        "perturbations/replay/trajectory.py",
         "test_replay.py",
         ("highest >= vocabulary", "highest > vocabulary", "replay: token V is one of V tokens"),
     ),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo` with the weight sync and the sleep of a GPU, on a CPU: OpenRLHF's and vLLM's own code runs in both.
 
-The CPU profile replaces OpenRLHF's weight sync by a file, and vLLM's CPU worker ignores sleep. Here the table of seams
-loses those rows and gains others, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
+The CPU profile replaces OpenRLHF's weight sync by a file, and vLLM's CPU worker ignores sleep. Here the patches lose
+those rows and gain others, which replace CUDA's part alone: NCCL by gloo, a CUDA IPC handle by a file in shared
 memory, CUDA's memory pools by their bytes. A byte that sleeps is 255 (NaN in every floating-point dtype), and so is
 one of a weight that its sender has freed: whatever reads either shows it.
 
@@ -29,7 +29,6 @@ from tests.pipeline.harness import ROOT, train
 
 FOLDER = "REHEARSAL"
 _OURS = f"{__name__ if __name__ != '__main__' else 'tests.pipeline.as_on_cuda'}:"
-_REPLACED = ("weight_sync:no_sync_group", "weight_sync:hand_over_weights", "weight_sync:engine_with_file_sync")
 _ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
 _ROWS = (
     ("torch", "empty", "cuda_is_the_host"),
@@ -50,27 +49,27 @@ _ROWS = (
 
 def begin() -> None:
     """Changes the table of this process, before its rows are put in place."""
+    from ngrpo import patches
     from ngrpo.machine.hardware import cpu
-    from ngrpo.trainers.openrlhf import seams
+    from ngrpo.trainers.openrlhf import actor_trainer
 
     cpu._REFUSED = ()  # the sync over NCCL and sleep are what is rehearsed
-    kept = [row for row in seams.SEAMS if not (row.ours or "").endswith(_REPLACED)]
-    seams.SEAMS = (*_seams(), *kept)
+    actor_trainer.syncs_by_file = lambda: False
+    patches.OPENRLHF = (*_patches(), *patches.OPENRLHF)
 
 
-def _seams() -> list[Any]:
-    from ngrpo.trainers.openrlhf import seams
+def _patches() -> list[Any]:
+    from ngrpo.machine.upstream.install import Patch
 
-    ours = [seams.Seam(module, name, _OURS + act, "cpu", "", "", "") for module, name, act in _ROWS]
-    return [dataclasses.replace(row, upstream=seams.state_of(row)) for row in ours]
+    ours = [Patch(module, name, _OURS + act, "cpu", "sha:", "", "") for module, name, act in _ROWS]
+    return [dataclasses.replace(row, upstream=row.state()) for row in ours]
 
 
 def begin_in_engine() -> None:
     """A plugin of vLLM's, for the process of an engine's core, which Ray does not start."""
-    from ngrpo.trainers.openrlhf import install
+    from ngrpo.machine.upstream.install import place
 
-    if not any(isinstance(finder, install._Finder) for finder in sys.meta_path):
-        install.place(_seams())
+    place(_patches())
 
 
 def rehearse(folder: Path, model: str, *flags: str) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:
@@ -271,9 +270,9 @@ def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
         import torch
         from safetensors.torch import save_file
 
-        from ngrpo.trainers.openrlhf.weight_sync import _gathered
+        from ngrpo.trainers.openrlhf.actor_trainer import gathered
 
-        weights = _gathered(self, keep=True)
+        weights = gathered(self, keep=True)
         if torch.distributed.get_rank() == 0:
             save_file({name: part.clone() for name, part in weights.items()}, Path(os.environ[FOLDER], "sent"))
             note("sync", parameters=list(weights))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by test_advantages.py: OpenRLHF's own experience maker and samples generator with our seams, without engines.
+"""Run by test_advantages.py: OpenRLHF's own experience maker and samples generator with our patches, without engines.
 
-Prints one JSON object. A process of its own, because the seams change modules for good.
+Prints one JSON object. A process of its own, because patches change modules for good.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Tokenizer:
 
 
 def main() -> None:
+    from ngrpo import patches
     from ngrpo.config.run import RunConfig, begin
-    from ngrpo.trainers.openrlhf import seams
-    from ngrpo.trainers.openrlhf.install import _apply, install
+    from ngrpo.machine.upstream import install
 
-    install(["cpu", "without_flash_attn"])
+    patches.install(["cpu", "without_flash_attn"])
     import torch
     from openrlhf.trainer.ppo_utils import experience_maker, samples_generator
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -84,7 +84,7 @@ def main() -> None:
         return [by_place[place] for place in range(len(REWARDS))]
 
     result: dict[str, Any] = {"stock": run(maker())}
-    _apply(experience_maker, [s for s in seams.SEAMS if s.when == "advantage" and s.module.endswith("_maker")])
+    install.place(row for row in patches.active(["advantage"]) if row.module.endswith("_maker"))
 
     def ours(made: Any, **spec: Any) -> list[list[float]]:
         begin(RunConfig(specs={"advantage": spec}))
@@ -113,22 +113,23 @@ def main() -> None:
         ours(incomplete, name="ngrpo")
     except RuntimeError as error:
         result["incomplete"] = str(error)
-    result["sampling"] = sampled(samples_generator, seams, _apply)
+    result["sampling"] = sampled(samples_generator)
     # Ray pickles the trainer by value from the driver, and with it what its methods name.
     cloudpickle.dumps([samples_generator.SamplesGenerator, experience_maker.RemoteExperienceMaker])
     cloudpickle.dumps([samples_generator.SamplingParams, experience_maker.compute_reward])
     print(json.dumps(result))
 
 
-def sampled(module: Any, seams: Any, apply: Any) -> dict[str, list[float]]:
+def sampled(module: Any) -> dict[str, list[float]]:
     """(temperature, top_p, top_k, min_p) of a training rollout, an evaluation, and a rollout after that."""
+    from ngrpo import patches
     from ngrpo.config.run import RunConfig, begin
     from ngrpo.config.sampling import Sampling
+    from ngrpo.machine.upstream import install
 
     begin(RunConfig(specs={"perturbation": {"name": "neighbor"}}, sampling=Sampling(top_k=5, min_p=0.1)))
     # With the perturbation's own row for the same class, in the order of the table.
-    held = seams.active(("perturbation", "sampling"))
-    apply(module, [s for s in held if s.module == module.__name__ and s.ours])
+    install.place(row for row in patches.active(("perturbation", "sampling")) if row.module == module.__name__)
     seen: list[Any] = []
     engine = SimpleNamespace(
         get_num_unfinished_requests=SimpleNamespace(remote=lambda: 0),

@@ -14,8 +14,8 @@ import ray
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.patches import install
 from ngrpo.trainers.openrlhf import launch
-from ngrpo.trainers.openrlhf.install import install
 from perturbations import create
 
 

@@ -121,8 +121,9 @@ def warm_up(llm: Any) -> dict[str, int]:
 
     from ngrpo.rollout import plugin
     from perturbations import FinishedTrajectory
+    from tests.stack.scheduling import worker_of
 
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = worker_of(llm)
     requests, perturber = worker.perturbation.requests, worker.perturbation.perturber
     seen = {"compiled": 0, "compiled_before": 0}
     take, compile_step = requests.take, perturber.compile
@@ -153,5 +154,5 @@ def warm_up(llm: Any) -> dict[str, int]:
         # The interpreter lacks this kernel's masks; the bitmask of the warm-up allows every token.
         patch.setattr(worker.model_runner.structured_outputs_worker, "apply_grammar_bitmask", lambda *args: None)
         patch.setattr(jit_monitor, "activate", lambda **kwargs: seen.update(compiled_before=seen["compiled"]))
-        plugin._warmed_up(partial(gpu_worker.Worker.compile_or_warm_up_model, worker), worker.perturbation)()
+        plugin.warmed_up(partial(gpu_worker.Worker.compile_or_warm_up_model, worker), worker.perturbation)()
     return {**seen, "left": len(take(None)), "running": requests.running}

@@ -16,8 +16,7 @@ import torch
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.request_names import external_id
 from perturbations import ReplayRecord, replaying
-from perturbations.replay.sampling_mask import SamplingMask
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
 from tests.token_log_probs import log_probs_of
 
 QUESTIONS = [
@@ -33,6 +32,10 @@ DISTURBED: dict[str, Any] = {
     "enable_chunked_prefill": True,
 }
 """Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one in these tests."""
+
+
+CROWDED = {"num_gpu_blocks_override": 8, "block_size": 32, "max_model_len": 192, "enable_prefix_caching": False}
+"""A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
 
 
 def load_in_float32(folder: str) -> Any:
@@ -90,13 +93,7 @@ def sample(
 
     from ngrpo.rollout import take_trajectories
 
-    settings: dict[str, Any] = {
-        "temperature": 1.0,
-        "max_tokens": 64,
-        "ignore_eos": True,
-        "logprobs": 0,
-        **params,
-    }
+    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, **params}
     each = [
         SamplingParams(**settings, extra_args={"perturbation": given} if given else None)
         for given in (arguments or [None] * len(prompts))
@@ -137,7 +134,7 @@ def sync(engine: Any, model: Any, folder: Path) -> None:
     """What the trainer does after each step on a CPU: its weights reach the engine through a file."""
     from safetensors.torch import save_file
 
-    from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
+    from ngrpo.trainers.common.weights_file import load_weights_file
 
     path = folder / "weights.safetensors"
     save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, path)
@@ -150,8 +147,7 @@ def trainer_log_probs(
     model: Any, rollouts: Sequence[Rollout], masks: Sequence[SamplingMask | None], temperature: float = 1.0
 ) -> torch.Tensor:
     """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
-    from ngrpo.trainers.openrlhf.loss import with_replacements
-    from ngrpo.trainers.openrlhf.mask_correction import corrected
+    from ngrpo.trainers.common.log_probs import corrected, with_overrides
 
     result = []
     for rollout, mask in zip(rollouts, masks):
@@ -161,7 +157,7 @@ def trainer_log_probs(
         with torch.no_grad(), replaying(model, [rollout.record], attention_mask=ones):
             logits = model(tokens).logits.float() / temperature
         with contextlib.nullcontext() if mask is None else corrected([record.pack()], ones):
-            log_probs = with_replacements(log_probs_of)(logits, tokens.roll(-1, dims=1))
+            log_probs = with_overrides(log_probs_of)(logits, tokens.roll(-1, dims=1))
         result.append(log_probs[0, len(rollout.prompt) - 1 : -1])
     return torch.cat(result)
 

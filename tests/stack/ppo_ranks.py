@@ -82,7 +82,7 @@ def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, 
     os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank))
     os.environ.update(LOCAL_RANK="0", WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1")
     from ngrpo.machine.upstream import openrlhf_parser
-    from ngrpo.trainers.openrlhf.install import install
+    from ngrpo.patches import install
 
     install(["cpu", "without_flash_attn"])
     import torch

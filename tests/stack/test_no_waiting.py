@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,9 @@ from benchmarks.decode_step import counting
 from ngrpo.rollout import set_perturbation, take_records
 from perturbations import ReplayRecord
 from tests.stack.harness import chat_prompts, sample
+from tests.stack.scheduling import worker_of
 
 pytestmark = pytest.mark.stack
-
-
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
-def worker_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 @pytest.mark.parametrize(("rate", "params"), [(1.0, {}), (0.3, {"top_p": 0.9})])
@@ -100,7 +93,7 @@ def test_a_record_is_read_once_for_a_request_and_not_for_each_block(monkeypatch:
 
     from ngrpo.rollout.prefix_cache import with_trajectory_keys
 
-    plain = getattr(original, "_ngrpo_original", original)
+    plain = inspect.unwrap(original)
     keys_of, reads, read = with_trajectory_keys(plain), [], ReplayRecord.from_bytes
     monkeypatch.setattr(ReplayRecord, "from_bytes", lambda data: reads.append(1) or read(data))
     ids = np.zeros((2, 1), np.int32)

@@ -21,9 +21,10 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
+from ngrpo import patches
 from ngrpo.config.verl_lines import of_perturbation
 from ngrpo.methods import advantages
-from ngrpo.trainers.verl import overrides, verl_seams
+from ngrpo.trainers.verl import overrides
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -44,7 +45,7 @@ def words_of(command: str) -> list[str]:
 
 
 def test_every_row_of_the_table_is_that_of_the_installed_verl() -> None:
-    verl_seams.check()
+    patches.check(patches.VERL)
 
 
 @pytest.mark.parametrize("spec", [{**NEIGHBOR, "until": "a, 'b' {c}"}, {"name": "gumbel", "protect": None}])

@@ -11,10 +11,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from ngrpo import patches
 from ngrpo.config.verl_lines import MODE
-from ngrpo.trainers.openrlhf.install import place
 from ngrpo.trainers.verl import cpu_platform
-from ngrpo.trainers.verl.verl_seams import TRAINER
 
 
 def registered(plain: type) -> type:
@@ -43,4 +42,4 @@ def refuse_without_mode(argv: Sequence[str]) -> None:
 
 refuse_without_mode(sys.argv[1:])
 cpu_platform.register()
-place([TRAINER])
+patches.install(["verl"])

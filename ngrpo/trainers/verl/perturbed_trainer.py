@@ -12,9 +12,9 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-from ngrpo.trainers.openrlhf.gap import check_gap
-from ngrpo.trainers.openrlhf.metrics import step_metrics
-from ngrpo.trainers.verl import overrides, verl_seams
+from ngrpo import patches
+from ngrpo.trainers.common.mismatch import check_gap, step_metrics
+from ngrpo.trainers.verl import overrides
 from ngrpo.trainers.verl.http_server import PerturbedReplica
 from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, PerturbedWorker, trajectories
 from perturbations.base import Perturbation
@@ -31,7 +31,7 @@ def perturbed(plain: type) -> type:
 
     class PerturbedTrainer(plain):  # type: ignore[misc, valid-type]
         def __init__(self, config: DictConfig) -> None:
-            verl_seams.check()
+            patches.check(patches.active(["verl"]))
             self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
             RolloutReplicaRegistry.register("vllm", lambda: PerturbedReplica)
             super().__init__(config)

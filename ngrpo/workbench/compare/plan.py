@@ -14,11 +14,11 @@ from typing import Any
 
 from ngrpo.config import presets
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.config.parse import DRY_RUN, EVAL_AT_START
+from ngrpo.config.parse import DRY_RUN
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench.diagnose.policies import policy_of
+from ngrpo.workbench.diagnose import policy_of
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -35,7 +35,14 @@ _REPEATED = ("strategy", "sweep")
 _SWITCHES = ("stock", "discard-models")
 _OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", *_SWITCHES, *_REPEATED)
 # Flags of other commands, by their prefix, each with the training flags that share the prefix.
-_TRAINING = (EVAL_AT_START, "--eval.dataset", "--eval.split", "--eval.steps", "--eval.temperature_", "--eval.n_samples")
+_TRAINING = (
+    "--eval.at_start",
+    "--eval.dataset",
+    "--eval.split",
+    "--eval.steps",
+    "--eval.temperature_",
+    "--eval.n_samples",
+)
 _GROUPS: dict[str, tuple[str, ...]] = {"eval": _TRAINING, "diagnose": ()}
 
 
@@ -129,7 +136,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     if len(set(map(int, seeds))) < len(seeds):
         raise UsageError(f"--seeds {','.join(seeds)}: a seed is given twice; give different ones.")
     evaluation = _evaluation(Flags(groups["eval"]), rest, model)
-    if rest.has("--eval.steps", EVAL_AT_START):
+    if rest.has("--eval.steps", "--eval.at_start"):
         # Evaluations while training have as many samples as those of the trained models, at the same temperature.
         alike = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
         # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation so far, with the optimiser's states.

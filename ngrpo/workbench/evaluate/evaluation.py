@@ -26,7 +26,7 @@ from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED, RolloutPolicy, no
 from ngrpo.workbench.evaluate.scorers import check_problems, check_scorer, score
 from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
-from perturbations.seeds import of_problem
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -175,7 +175,8 @@ def _jobs(
     for name, prompt in prompts.items():
         if name in asked:
             tokens = tokenizer.encode(prompt, add_special_tokens=False)
-            seeded[name] = tokens, of_problem(run_seed, json.dumps(tokens), earlier[prompt])
+            repeat = [earlier[prompt]] if earlier[prompt] else []
+            seeded[name] = tokens, trajectory_seed(run_seed, json.dumps(tokens), *repeat)
         earlier[prompt] += 1
     return [(*seeded[problem.id], sample) for problem, sample in missing]
 

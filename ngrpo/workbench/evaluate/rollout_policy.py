@@ -162,7 +162,7 @@ def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
     """An idle engine in this process with noise on its weights, and with the model's own ones again after it.
 
     Args:
-        llm: of `ngrpo.workbench.diagnose.measuring.build`.
+        llm: of `ngrpo.workbench.diagnose.group_sampling.build`.
         model: the folder or hub name that the engine was built from.
         policy: of its rollouts.
     """
@@ -180,7 +180,7 @@ def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
 def _load_weights(llm: LLM, loaded: PreTrainedModel) -> None:
     from safetensors.torch import save_file
 
-    from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
+    from ngrpo.trainers.common.weights_file import load_weights_file
 
     dtype = llm.llm_engine.model_config.dtype
     with tempfile.TemporaryDirectory(prefix="ngrpo-noisy-") as folder:

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every row of the table of patches against the installed packages, and the error when one does not match."""
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ngrpo import patches
+from ngrpo.machine.upstream.install import Patch
+from ngrpo.machine.upstream.sources import state_of
+from ngrpo.patches import OPENRLHF, VERL, VLLM, PatchMismatch, active, check
+
+STACK = all(find_spec(name) for name in ("openrlhf", "vllm", "ray", "torch"))
+needs_stack = pytest.mark.skipif(not STACK, reason="needs openrlhf, vllm, ray and torch installed")
+every_row = pytest.mark.parametrize("row", [*OPENRLHF, *VLLM, *VERL], ids=lambda row: row.target)
+
+
+@every_row
+def test_a_row_matches_the_installed_source(row: Patch) -> None:
+    if find_spec(row.module.partition(".")[0]) is None:
+        pytest.skip("not installed")
+    assert row.state() == row.upstream
+
+
+@every_row
+def test_a_row_is_complete_and_its_replacement_exists(row: Patch) -> None:
+    assert row.why and len(row.checked.split()) >= 2
+    if row.ours is not None:
+        module, _, name = row.ours.partition(":")
+        assert find_spec(module) is not None
+        if STACK and find_spec(row.module.partition(".")[0]):
+            assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_nothing_is_active_for_stock_openrlhf() -> None:
+    assert active(()) == ()
+    check(())
+
+
+@needs_stack
+@pytest.mark.parametrize(
+    ("change", "state"),
+    [
+        ({"upstream": "sha:000000000000"}, "found sha:"),
+        ({"upstream": "(self, weights)"}, "found (self, model"),
+        ({"upstream": "class"}, "found (self, model"),
+        ({"attribute": "DeepspeedStrategy.gone"}, "found nothing of that name"),
+        ({"module": "openrlhf.trainer.ray.gone"}, "found no module openrlhf.trainer.ray.gone"),
+    ],
+)
+def test_a_mismatch_is_one_clear_error(change: dict[str, str], state: str) -> None:
+    row = next(row for row in OPENRLHF if row.attribute == "DeepspeedStrategy._get_model_parameters")
+    broken = replace(row, **change)
+    with pytest.raises(PatchMismatch) as error:
+        check([row, broken])
+    message = str(error.value)
+    assert message.startswith("1 of 2 upstream patches")
+    for part in (broken.target, state, f"({row.checked})", "ngrpo/patches.py"):
+        assert part in message
+
+
+def test_a_package_that_is_not_installed_is_a_mismatch_too() -> None:
+    row = Patch("no_such_package.x", "f", None, "cpu", "()", "no_such_package 1.0", "test")
+    with pytest.raises(PatchMismatch, match=r"no module no_such_package\.x.*not installed"):
+        check([row])
+
+
+@pytest.mark.parametrize(
+    ("expected", "fits"),
+    [
+        ("(self, x, y, z)", True),
+        ("(self, x, ...)", True),
+        ("(self, ..., z)", True),
+        ("(self, ...y, ...)", True),
+        ("(self, x)", False),
+        ("(self, y, ...)", False),
+        ("(self, x, y, z, ...)", False),
+        ("class", False),
+    ],
+)
+def test_parameters_fit_where_all_that_are_named_are_there(expected: str, fits: bool, tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text("class A:\n    def f(self, x, /, y, *args, z=1):\n        pass\n")
+    found = state_of("part", "A.f", expected, tmp_path)
+    assert (found == expected) is fits
+    assert fits or found == "(self, x, y, z)"
+
+
+def test_the_change_of_vllm_0_33_is_named(tmp_path: Path) -> None:
+    """There `get_top_k_top_p` takes a third argument and returns a third value: V2 would fail at its first step."""
+    row = next(row for row in VLLM if row.attribute.endswith("get_top_k_top_p"))
+    known = row.upstream.strip("()")
+    for parameters in (known, f"{known}, vocab_size"):
+        root = tmp_path / str(len(parameters))
+        file = root.joinpath(*row.module.split(".")).with_suffix(".py")
+        file.parent.mkdir(parents=True)
+        file.write_text(f"class SamplingStates:\n    def get_top_k_top_p({parameters}):\n        pass\n")
+        assert row.state(root) == f"({parameters})"
+
+
+def test_patches_apply_on_import_compose_and_apply_once(tmp_path: Path) -> None:
+    """In a process of its own, because patches change the import system."""
+    (tmp_path / "upstream_pkg").mkdir()
+    (tmp_path / "upstream_pkg" / "__init__.py").write_text("")
+    (tmp_path / "upstream_pkg" / "late.py").write_text(
+        "import only_while_importing\nclass A:\n    def f(self): return 'f'\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            import sys, types, contextlib
+            def one(original): return lambda self: original(self) + '1'
+            def two(original): return lambda self: original(self) + '2'
+            def three(original): return lambda self: original(self) + '3'
+            @contextlib.contextmanager
+            def stand_in():
+                sys.modules['only_while_importing'] = types.ModuleType('only_while_importing')
+                yield
+                del sys.modules['only_while_importing']
+            """
+        )
+    )
+    program = """
+        import importlib.util, sys
+        from ngrpo import patches
+        from ngrpo.machine.upstream.install import Patch
+        row = lambda attribute, ours, when: Patch('upstream_pkg.late', attribute, ours, when, '', 'u 1', 'w')
+        patches.OPENRLHF = (row('A.f', 'mine:one', 'x'), row('A.f', 'mine:two', 'y'), row('A.f', 'mine:three', 'z'))
+        patches.OPENRLHF += (row('A.f', None, 'x'), row('<import>', 'mine:stand_in', 'x'))
+        patches.install(['x'])
+        patches.install(['x', 'y'])  # a plugin's, after a worker's set-up hook
+        assert 'upstream_pkg' not in sys.modules
+        importlib.util.find_spec('upstream_pkg.late')  # a look for the module does not lose its patches
+        from upstream_pkg.late import A
+        assert A().f() == 'f12', A().f()
+        assert 'only_while_importing' not in sys.modules
+        patches.install(['x', 'y', 'z'])
+        assert A().f() == 'f123', A().f()
+    """
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, env=environment)
+
+
+@needs_stack
+def test_the_table_prints(capsys: pytest.CaptureFixture) -> None:
+    assert patches.main() == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(OPENRLHF) + len(VLLM) + (len(VERL) if find_spec("verl") else 0)
