@@ -35,7 +35,7 @@ needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("tpu", ""), ("cuda0", " Did you mean 'cuda'?"), ("gpu", " Did you mean 'cuda'?")]
+    ("name", "meant"), [("vulkan", ""), ("cuda0", " Did you mean 'cuda'?"), ("gpu", " Did you mean 'cuda'?")]
 )
 def test_unknown_hardware(name: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:

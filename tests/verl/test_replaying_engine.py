@@ -283,7 +283,7 @@ def _plain_densities(
                 logits = model(tokens[None]).logits / 1.3
                 plain = logits[0].log_softmax(-1).gather(1, tokens.roll(-1)[:, None])[:, 0]
                 densities = Densities(scope, 1.3, full if learning else None)
-                found = densities.replace(logits, tokens[None], plain[None])[0, :-1]
+                found = densities.override(logits, tokens[None], plain[None])[0, :-1]
                 if learning:
                     by_token = torch.cat([found.new_zeros(1), found])[None]
                     (-(densities.for_policy_loss(by_token)[0] * full[0]).sum()).backward()
