@@ -243,10 +243,10 @@ def _check_record(step: Step, proposal: Proposal, where: str) -> None:
     """The edits survive being written to a record, to bytes and back."""
     edit, end = proposal.edit, int(step.positions[-1]) + 1
     positions, ids = (part.to(torch.int32).numpy() for part in (step.positions, edit.ids))
-    parts = {name: getattr(edit, name) for name in ("sigma", "vectors", "normalizer")}
-    arrays = {name: None if part is None else part.numpy() for name, part in parts.items()}
+    parts = (edit.sigma, edit.vectors, edit.normalizer)
+    sigma, vectors, normalizer = (None if part is None else part.numpy() for part in parts)
     agreed = (proposal.tokens == step.sampled).numpy()
-    record = ReplayRecord(1, 1, end, positions, ids, edit.weights.numpy(), agreed=agreed, **arrays)
+    record = ReplayRecord(1, 1, end, positions, ids, edit.weights.numpy(), sigma, agreed, vectors, normalizer)
     again = ReplayRecord.from_bytes(record.to_bytes())
     for name in ("positions", "ids", "weights", "sigma", "vectors", "normalizer", "agreed"):
         one, two = getattr(record, name), getattr(again, name)
