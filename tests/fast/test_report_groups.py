@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.workbench.report import answers, write_training
+from ngrpo.workbench.report import responses, write_training
 from ngrpo.workbench.report.drawing import Series
 from tests.report_example import example
 from tests.report_example import groups as kept_steps
@@ -30,7 +30,7 @@ def run(kept: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_one_bar_for_each_reward_and_ten_of_many() -> None:
     few = [{"step": 1, "rewards": [0.0, 1.0, 1.0, 0.5], "groups": [{"answers": [{"reward": 1.0, "tokens": ["a"]}]}]}]
-    (step,) = answers.groups([run(few)], SERIES)["runs"][0]["steps"]
+    (step,) = responses.groups([run(few)], SERIES)["runs"][0]["steps"]
     assert [(bar["label"], bar["count"], bar["share"], bar["held"]) for bar in step["bars"]] == [
         ("0.00", 1, 50, 0),
         ("0.50", 1, 50, 0),
@@ -38,7 +38,7 @@ def test_one_bar_for_each_reward_and_ten_of_many() -> None:
     ]
     assert step["mean"] == "0.625"
     few[0]["rewards"] = [float(i) for i in range(21)]
-    (step,) = answers.groups([run(few)], SERIES)["runs"][0]["steps"]
+    (step,) = responses.groups([run(few)], SERIES)["runs"][0]["steps"]
     assert [bar["count"] for bar in step["bars"]] == [2] * 9 + [3] and step["bars"][0]["held"] == 1
     assert step["bars"][1]["label"] == "2.00 to 4.00"
 
@@ -46,16 +46,16 @@ def test_one_bar_for_each_reward_and_ten_of_many() -> None:
 def test_of_each_strategy_the_first_run_that_kept_any() -> None:
     kept = kept_steps(steps=2)
     runs = [{**run([]), "seed": 0}, run(kept), {**run(kept), "seed": 2}]
-    (found,) = answers.groups(runs, SERIES)["runs"]
+    (found,) = responses.groups(runs, SERIES)["runs"]
     assert found["seed"] == 1 and [step["step"] for step in found["steps"]] == [1, 11]
-    assert answers.groups([run([])], SERIES) is None and answers.groups([], {}) is None
+    assert responses.groups([run([])], SERIES) is None and responses.groups([], {}) is None
 
 
 def test_a_page_holds_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = kept_steps(steps=9)
     one = len(json.dumps(kept[0]))
-    monkeypatch.setattr(answers, "MOST_BYTES", int(3.5 * one))
-    found = answers.groups([run(kept)], SERIES)
+    monkeypatch.setattr(responses, "MOST_BYTES", int(3.5 * one))
+    found = responses.groups([run(kept)], SERIES)
     assert [step["step"] for step in found["runs"][0]["steps"]] == [1, 41, 81] and found["left_out"] == 6
     data = example(steps=3)
     data["runs"][0]["groups"] = kept
@@ -92,7 +92,7 @@ def test_the_section(tmp_path: Path) -> None:
 def test_all_answers_the_same_are_said() -> None:
     (kept,) = kept_steps(steps=1)
     kept["groups"][0]["diversity"] = {"different": 1.0, "distinct_2": 0.1, "common_prefix": 30.0}
-    (step,) = answers.groups([run([kept])], SERIES)["runs"][0]["steps"]
+    (step,) = responses.groups([run([kept])], SERIES)["runs"][0]["steps"]
     assert step["groups"][0]["told"] == "all 8 answers are the same · distinct-2 0.10"
 
 

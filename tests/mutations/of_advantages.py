@@ -226,7 +226,7 @@ AT_THE_BOUND = [
     *of_file(
         "ngrpo/trainers/openrlhf/step_advantages.py",
         _ORDER,
-        ("advantages.reshape(-1)[order]", "advantages.reshape(-1)", "answers get each other's advantages"),
+        ("groups.reshape(-1)[order]", "groups.reshape(-1)", "answers get each other's advantages"),
         ("result[order] = values", "result[:] = values", "answers stand in each other's groups"),
     ),
 ]

@@ -140,10 +140,10 @@ def trainer(plain: Any) -> type:
     return PerturbedTrainer
 
 
-def generate_samples_actor(plain: Any) -> type:
+def generate_samples_actor(plain: type) -> type:
     """A subclass of `GenerateSamplesActor`: its round goes into the checkpoint with its dataloader's state."""
 
-    class ResumingGenerator(plain):
+    class ResumingGenerator(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             of_loader, generator = self.prompts_dataloader.state_dict, self.samples_generator

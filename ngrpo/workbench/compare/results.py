@@ -17,7 +17,7 @@ from ngrpo.machine.storage.result_folder import write_text
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
-from ngrpo.workbench.report.answers import MOST_BYTES, fitting
+from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.statistics import pass_at_k
 
 FORMAT = 1

@@ -16,8 +16,9 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from ngrpo.machine.storage.result_folder import read_json, write_text
-from ngrpo.workbench.report import answers, charts, headline, values
+from ngrpo.workbench.report import charts, headline, responses, values
 from ngrpo.workbench.report.drawing import all_series
+from ngrpo.workbench.report.map_chart import embedding_map
 from perturbations.errors import UsageError
 
 FORMAT = 1
@@ -89,9 +90,9 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
         ("pass-at-k", "Pass@k", charts.pass_at_k(results, series, trained=True)),
         ("cost", "Cost", headline.cost_table(results, series)),
         ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
-        ("samples", "Sample answers", answers.samples(diagnosis, series)),
-        ("groups", "Groups", answers.groups(runs, series)),
-        ("map", "Embedding map", charts.embedding_map(diagnosis, series)),
+        ("samples", "Sample answers", responses.samples(diagnosis, series)),
+        ("groups", "Groups", responses.groups(runs, series)),
+        ("map", "Embedding map", embedding_map(diagnosis, series)),
         ("runs", "Runs", {"runs": runs}),
         ("made", "How it was made", _provenance(results)),
     ]
@@ -107,8 +108,8 @@ def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
         ("results", "Results", {"listed": charts.by_series(strategies, series)} if strategies else None),
         ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
         ("pass-at-k", "Pass@k", charts.pass_at_k(diagnosis, series, trained=False)),
-        ("samples", "Sample answers", answers.samples(diagnosis, series)),
-        ("map", "Embedding map", charts.embedding_map(diagnosis, series)),
+        ("samples", "Sample answers", responses.samples(diagnosis, series)),
+        ("map", "Embedding map", embedding_map(diagnosis, series)),
         ("made", "How it was made", _provenance(diagnosis)),
     ]
     title = headline.diagnosis_title(diagnosis)
@@ -124,7 +125,7 @@ def write_training(summary: Mapping[str, Any], path: Path) -> None:
     series = all_series(results)
     sections = [
         ("learning", "Learning curves", charts.learning(results, series)),
-        ("groups", "Groups", answers.groups([run], series)),
+        ("groups", "Groups", responses.groups([run], series)),
         ("made", "How it was made", _provenance(results)),
     ]
     _write(path, "Training run", name, headline.training_headline(summary), sections)
