@@ -27,11 +27,11 @@ from benchmarks.cuda_without_gpu.inductor import Region
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import embeddings as library_embeddings
 from perturbations.base import Perturbation
 from perturbations.compilation import Compiled
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
-from perturbations.neighbors import Neighborhood, Refresh
 from perturbations.neighbors.base import TableIndex
 
 _PROMPT = 20
@@ -267,12 +267,9 @@ class _Table(TableIndex):
         return self._size - 1
 
 
-def _neighborhood(self: ModelEmbeddings, *_: Any) -> Neighborhood:
-    return Neighborhood(
-        lambda shard, probe: _Table(shard.size, shard.rows.device), self._matrices["input"], Refresh.parse("every_sync")
-    )
-
-
 def _prepared() -> dict[tuple[Any, str], Any]:
     """Tables are there, and no row of the gate's state needs to be set, which takes long on fake tensors."""
-    return {(BoundGate, "reset"): lambda self, row: None, (ModelEmbeddings, "_neighborhood"): _neighborhood}
+    return {
+        (BoundGate, "reset"): lambda self, row: None,
+        (library_embeddings, "create_index"): lambda shard, *_: _Table(shard.size, shard.rows.device),
+    }
