@@ -50,10 +50,8 @@ _ROWS = (
 def begin() -> None:
     """Changes the table of this process, before its rows are put in place."""
     from ngrpo import patches
-    from ngrpo.machine.hardware import cpu
     from ngrpo.trainers.openrlhf import actor_trainer
 
-    cpu._REFUSED = ()  # the sync over NCCL and sleep are what is rehearsed
     actor_trainer.syncs_by_file = lambda: False
     patches.OPENRLHF = (*_patches(), *patches.OPENRLHF)
 
@@ -332,8 +330,10 @@ def _wrong(attached: Any, sent: Path) -> Iterator[str]:
 def main() -> None:
     """`ngrpo` in this process."""
     from ngrpo import cli
+    from ngrpo.config import rules
     from ngrpo.trainers.openrlhf import launch
 
+    rules.HARDWARE = ()  # NCCL and sleep are what is rehearsed
     begin()
     launch.setup_hook = in_every_worker(launch.setup_hook)
     sys.exit(cli.main())
