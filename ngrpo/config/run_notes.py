@@ -46,7 +46,7 @@ def batch_notes(flags: Flags) -> Iterator[str]:
 
 
 def gap_notes(run: RunConfig) -> Iterator[str]:
-    """A warning about a run whose gap says nothing of the replay (`metrics.judge_gaps`)."""
+    """A warning about a run whose gap says nothing of the replay (`experience_maker.judge`)."""
     if run.perturbation is not None and run.sampling_schedule is not None:
         strict = ", and --perturbation.strict does nothing" if run.strict else ""
         yield (

@@ -3,7 +3,7 @@
 
 - ``model.load_weights`` is the end of every weight sync. OpenRLHF calls it for each parameter, so that only what loads
   all of them at once (``reload_weights``, ``finish_weight_update``, and OpenRLHF's own last call, see
-  `ngrpo/trainers/openrlhf/weight_sync.py`) prepares the perturbation again. A perturbation's own parameters come among
+  `ngrpo/trainers/openrlhf/rollout_actor.py`) prepares the perturbation again. A perturbation's own parameters come among
   the model's, and go to its module.
 - While the engine sleeps, nothing may read its weights.
 
