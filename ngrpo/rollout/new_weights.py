@@ -3,8 +3,8 @@
 
 - ``model.load_weights`` is the end of every weight sync. OpenRLHF calls it for each parameter, so that only what loads
   all of them at once (``reload_weights``, ``finish_weight_update``, and OpenRLHF's own last call, see
-  `ngrpo/trainers/openrlhf/rollout_actor.py`) prepares the perturbation again. A perturbation's own parameters come among
-  the model's, and go to its module.
+  `ngrpo/trainers/openrlhf/rollout_actor.py`) prepares the perturbation again. A perturbation's own parameters come
+  among the model's, and go to its module.
 - While the engine sleeps, nothing may read its weights.
 
 :func:`follow` is of one engine; ``after_update``, ``after_sleep`` and ``after_wake_up`` wrap methods of vLLM's
