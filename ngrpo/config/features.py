@@ -196,6 +196,13 @@ def verl(key: str, counts: Callable[[Any], bool] = bool) -> Feature:
     return Feature(key, given)
 
 
+def filtered_weights(settings: object, arguments: Mapping[str, Any]) -> bool:
+    """Whether TRL weighs tokens by importance that filters of the rollout's sampling have changed."""
+    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    filtered = any(getattr(settings, name, None) not in values for name, values in neutral.items())
+    return filtered and bool(getattr(settings, "vllm_importance_sampling_correction", False))
+
+
 def trl(name: str, counts: Callable[[Any, Mapping[str, Any]], Any]) -> Feature:
     """A setting of TRL's configuration, or an argument of its trainer."""
     return Feature(name, lambda asked: name if counts(asked.settings, asked.arguments) else "")

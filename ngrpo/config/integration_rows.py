@@ -129,6 +129,11 @@ TRL = (
         (trl("environments", lambda _, arguments: arguments.get("environment_factory")), _TURNS),
         (trl("rollout_func", lambda _, arguments: arguments.get("rollout_func")), "it has no records"),
         (
+            trl("top_p, top_k or min_p with vllm_importance_sampling_correction", given.filtered_weights),
+            "its weights would compare the filtered distribution with the whole one",
+            "leave the filters out, or set vllm_importance_sampling_correction=False",
+        ),
+        (
             trl("use_liger_kernel", lambda config, _: getattr(config, "use_liger_kernel", False)),
             "its loss bypasses the log-probabilities",
         ),

@@ -26,7 +26,13 @@ def notes(complete: Flags, run: RunConfig) -> list[str]:
     """
     given = Flags(run.openrlhf)
     told = [note for made in (run.advantage, run.sampling) if made is not None for note in made.notes(given)]
-    return [*told, *_labels(given), *batch_notes(complete), *gap_notes(run), *loss_notes(complete, run)]
+    told += [*_labels(given), *batch_notes(complete), *gap_notes(run), *loss_notes(complete, run)]
+    if run.reproducible and complete.has("--algo.dynamic_filtering_enable"):
+        told.append(
+            "--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: OpenRLHF requests more"
+            " prompts in the order in which responses finish."
+        )
+    return told
 
 
 def _labels(flags: Flags) -> Iterator[str]:

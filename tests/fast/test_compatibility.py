@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from itertools import combinations
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -94,6 +96,19 @@ def test_each_pair_makes_a_run_or_is_refused_by_a_row() -> None:
     assert refused.keys() == expected
     for pair, error in refused.items():
         assert all(" cannot be used with " in line and "Fix: " in line for line in error.splitlines()), (pair, error)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [({"top_p": 0.9}, True), ({"top_k": 20}, True), ({}, False), ({"top_p": 0.9, "weights": False}, False)],
+)
+def test_trl_s_weights_are_of_the_whole_distribution(settings: dict[str, Any], refused: bool) -> None:
+    weights = settings.pop("weights", True)
+    base = {"use_vllm": True, "vllm_mode": "colocate", "top_p": 1.0, "top_k": 0, "min_p": None}
+    config = SimpleNamespace(**{**base, **settings}, vllm_importance_sampling_correction=weights)
+    asked = Combination(parts={"perturbation": create("neighbor")}, settings=config, arguments={})
+    with pytest.raises(UsageError, match="the filtered distribution") if refused else nullcontext():
+        compatibility.check(compatibility.TRL, asked)
 
 
 GAUSSIAN = "--perturbation gaussian --perturbation.base soft --perturbation.density gaussian"

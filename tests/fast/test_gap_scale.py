@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.run_notes import gap_notes
+from ngrpo.config.run_notes import gap_notes, notes
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
 from ngrpo.trainers.common.side_inputs import unpack
@@ -183,3 +184,9 @@ def test_a_start_says_that_the_gap_is_not_judged() -> None:
     assert [*gap_notes(run_of(perturbation=neighbor))] == []
     (note,) = gap_notes(run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
     assert note.endswith("their gap is logged and not judged, and --perturbation.strict does nothing.")
+
+
+def test_a_start_says_that_dynamic_filtering_does_not_repeat() -> None:
+    flags = Flags(["--algo.dynamic_filtering_enable"])
+    assert any("--reproducible does not repeat" in note for note in notes(flags, run_of(reproducible=True)))
+    assert not any("does not repeat" in note for note in notes(flags, run_of()))

@@ -267,6 +267,8 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         reward_files.check_rewards(["--reward.remote_url", str(file)])
     reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
     reward_files.check_rewards(["--reward.model_name_or_path", "m"])
+    with pytest.raises(UsageError, match=r"a\.py,b\.py: OpenRLHF .* reads one Python file alone, a\.py"):
+        reward_files.check_rewards(["--reward.remote_url", "a.py,b.py"])
     with pytest.raises(UsageError, match="no reward: give --task"):
         reward_files.check_rewards(["--data.prompt_dataset", "x"])
     with pytest.raises(UsageError, match="no reward: give --task"):

@@ -31,7 +31,13 @@ def check_rewards(args: Sequence[str]) -> None:
     """Raises ``UsageError`` for flags without a reward, or a file that lacks the function or class of OpenRLHF."""
     check_any(args)
     reward, agent = (Flags(args).value(flag) for flag in (_FILE, _AGENT))
-    for part in reward.split(",") if reward else ():
+    parts = reward.split(",") if reward else []
+    if len(parts) > 1 and any(part.endswith(".py") for part in parts):
+        raise UsageError(
+            f"{_FILE} {reward}: OpenRLHF 0.11.2 reads one Python file alone, {parts[0]}. Give one, whose reward_func"
+            " calls the others."
+        )
+    for part in parts:
         if part.endswith(".py"):
             _check_python(_FILE, part, _REWARD_FUNC)
         elif not part.startswith(("http://", "https://")):
