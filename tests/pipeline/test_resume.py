@@ -20,8 +20,9 @@ FLAGS = [
     *["--perturbation", "neighbor", "--perturbation.rate", "0.5", "--advantage", "copo"],
     *["--ckpt.save_steps", "1", "--ckpt.max_num", "1", "--train.num_episodes", "2"],
 ]
-# Wall-clock times differ from run to run, and so do sizes that depend on them.
-CLOCK = ("seconds", "tokens_per_second")
+# Wall-clock times differ from run to run, and so do sizes that depend on them. A resumed process measures its own scale
+# of gaps, and the drift of neighbor sets from its own start on.
+CLOCK = ("seconds", "tokens_per_second", "gap_unperturbed_mean", "neighbors_changed", "neighbors_changed_since_start")
 
 
 def same(step: dict[str, Any]) -> dict[str, Any]:
