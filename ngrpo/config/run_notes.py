@@ -8,13 +8,10 @@ from contextlib import suppress
 
 from ngrpo.config.dataset_check import label_note
 from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, SIZES
-from ngrpo.config.run import RunConfig
+from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
 from perturbations.errors import UsageError
-
-# OpenRLHF's estimators that subtract a mean over the answers to each prompt.
-_BALANCED = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
 
 
 def notes(complete: Flags, run: RunConfig) -> list[str]:
@@ -74,7 +71,7 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     unbalanced = None
     if run.advantage is not None:
         unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
-    elif value_of(flags, ESTIMATOR) not in _BALANCED:
+    elif value_of(flags, ESTIMATOR) not in GROUP_BASELINES:
         unbalanced = f"{ESTIMATOR} {value_of(flags, ESTIMATOR)}"
     if run.credit is not None and not run.credit.keeps_sums:
         unbalanced = f"--credit {run.credit.name}"

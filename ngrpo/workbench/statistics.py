@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 LEVEL, POWER = 0.95, 0.8
+ENOUGH_SEEDS = 3
+"""The fewest seeds that tell a method from luck."""
 REPLICATES, DRAWS = 4000, 2000
 _SEED = 20260610  # of the resampling alone; the same data give the same interval
 

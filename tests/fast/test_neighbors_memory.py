@@ -21,6 +21,7 @@ from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from perturbations import create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.neighbors import ExactIndex
+from tests.fast.run import run_with
 
 
 class Largest(TorchDispatchMode):
@@ -118,7 +119,7 @@ def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("method", ["update_weight", "update_weight_cuda_ipc"])
-def test_openrlhf_s_last_parameter_ends_a_sync(method: str) -> None:
+def test_openrlhf_s_last_parameter_ends_a_sync(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenRLHF 0.11.2 sends parameters one by one and marks the last with ``empty_cache``."""
     sent: list[Any] = []
 
@@ -134,7 +135,8 @@ def test_openrlhf_s_last_parameter_ends_a_sync(method: str) -> None:
 
     actor = rollout_actor(Plain)
     actor = actor.__new__(actor)
-    actor.llm, actor.perturbs = Engine(), True
+    actor.llm = Engine()
+    run_with(monkeypatch, perturbation={"name": "neighbor"})
     actor.engine_check = EngineCheck(actor.llm, perturbed=False)
     for name, last in (("a", False), ("b", True)):
         asyncio.run(getattr(actor, method)(name, torch.float32, empty_cache=last))

@@ -29,7 +29,7 @@ class RatioMeasure:
     The log-ratio is clamped to ±20, as OpenRLHF's loss does, so that the mean is finite.
 
     Attributes:
-        densities: of the forward at hand, None where the perturbation has none.
+        densities: of the current forward, None where the perturbation has none.
         mean: of the last call.
     """
 

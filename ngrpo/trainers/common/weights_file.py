@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,8 +18,13 @@ if TYPE_CHECKING:
 _SHARED_MEMORY = "/dev/shm"
 
 
-def write(weights: Mapping[str, Tensor]) -> str:
-    """Writes a safetensors file in memory, or in the temporary folder where /dev/shm is too small; its path."""
+@contextmanager
+def written(weights: Mapping[str, Tensor]) -> Iterator[str]:
+    """A safetensors file in memory, or in the temporary folder where /dev/shm is too small, while the context lasts.
+
+    Yields:
+        Its path.
+    """
     from safetensors.torch import save_file
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
@@ -30,8 +36,11 @@ def write(weights: Mapping[str, Tensor]) -> str:
         print(f"[weight sync] {_SHARED_MEMORY} has no room for {size / 2**20:.0f} MiB, using {folder}")
     handle, path = tempfile.mkstemp(prefix="ngrpo-weights-", suffix=".safetensors", dir=folder)
     os.close(handle)
-    save_file(dict(weights), path)
-    return path
+    try:
+        save_file(dict(weights), path)
+        yield path
+    finally:
+        os.unlink(path)
 
 
 def load_weights_file(worker: Worker, path: str) -> int:
@@ -42,7 +51,7 @@ def load_weights_file(worker: Worker, path: str) -> int:
 
     Args:
         worker: vLLM's worker, with `model_runner` and `model_config`.
-        path: from :func:`write`, on the same machine.
+        path: from :func:`written`, on the same machine.
 
     Returns:
         The number of tensors.

@@ -8,7 +8,6 @@ which others are put: they change neither the KL term nor the old log-probabilit
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -119,11 +118,8 @@ def actor_trainer(plain: Any) -> type:
             if rank_zero:
                 if self.strategy.args.vllm.enable_prefix_caching:
                     ray.get([engine.reset_prefix_cache.remote() for engine in self.vllm_engines])
-                path = weights_file.write(weights)
-                try:
+                with weights_file.written(weights) as path:
                     ray.get([engine.load_weights_file.remote(path) for engine in self.vllm_engines])
-                finally:
-                    os.unlink(path)
             torch.distributed.barrier()
 
     return PerturbedActorTrainer

@@ -36,7 +36,7 @@ def experience_maker(plain: Any) -> type:
         """
         Attributes:
             training_step: from 0, and from a checkpoint's where one is resumed.
-            step_measures: of the step at hand, which the trainer takes.
+            step_measures: of the current step, which the trainer takes.
             visits: counts of outcomes, for COPO; a checkpoint holds them.
             rollout_divergence: of the latest step, which a policy noise may follow; None where it is unknown.
             rollout_entropy: of the latest step, which a sampling schedule may follow; None where it is unknown.
@@ -80,7 +80,7 @@ def experience_maker(plain: Any) -> type:
             return experiences
 
         def note(self, measures: dict[str, float]) -> None:
-            """Keeps measures of the step at hand."""
+            """Keeps measures of the current step."""
             self.step_measures = {**self.step_measures, **measures}
 
     return MeasuringExperienceMaker

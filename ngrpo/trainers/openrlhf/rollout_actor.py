@@ -54,8 +54,6 @@ def rollout_actor(plain: Any) -> type:
     """
 
     class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
-        perturbs = False
-
         async def __init__(self, *args: object, **kwargs: Any) -> None:
             run = current_run()
             kwargs |= run.engine_limits
@@ -64,20 +62,19 @@ def rollout_actor(plain: Any) -> type:
                 # Otherwise vLLM's log-probabilities are those before temperature and top-p: not of what was drawn.
                 kwargs = {"logprobs_mode": "processed_logprobs", "max_logprobs": 1, **kwargs}
                 self.second_rounds_asked: Counter[str] = Counter()
-            spec = engine_spec(kwargs.get("seed", 0))
-            if run.changes_rollouts:
+            spec = engine_spec(kwargs.get("seed", 0)) if run.changes_rollouts else None
+            if spec is not None:
                 kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **engine_settings(spec)}
             if run.hardware == "cpu":
                 kwargs |= engine_arguments(run, kwargs.get("tensor_parallel_size", 1))
             await plain.__init__(self, *args, **kwargs)
-            if run.changes_rollouts:
+            if spec is not None:
                 perturbation = registry.create(**spec)
                 await confirm(self.llm, fingerprint(perturbation, run.sampling_schedule))
                 self.engine_check = EngineCheck(self.llm, perturbation.active, again=run.strict)
                 await self.engine_check.passed()
                 self.pick_ups = PickUps(self.llm)
                 self.executor = RecordingExecutor(self.executor)
-                self.perturbs = True
 
         async def generate(
             self,
@@ -85,7 +82,7 @@ def rollout_actor(plain: Any) -> type:
             sampling_params: SamplingParams,
             multi_modal_data: Mapping[str, Any] | None = None,
         ) -> Any:
-            if not self.perturbs:
+            if not current_run().changes_rollouts:
                 return await plain.generate(self, prompt_token_ids, sampling_params, multi_modal_data)
             await self.engine_check.passed()
             return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
@@ -105,7 +102,7 @@ def rollout_actor(plain: Any) -> type:
 
         async def weights_updated(self, is_last: bool) -> None:
             """After a sync's last parameter neighbors are computed, so that a hybrid engine's KV cache still sleeps."""
-            if self.perturbs and is_last:
+            if current_run().changes_rollouts and is_last:
                 await self.llm.collective_rpc("perturbation_prepare")
                 self.engine_check.weights_synced()
 
@@ -114,7 +111,7 @@ def rollout_actor(plain: Any) -> type:
             # A function and not a method name: vLLM ships it to its workers by reference (OpenRLHF sets
             # VLLM_ALLOW_INSECURE_SERIALIZATION), so worker_extension_cls stays OpenRLHF's.
             await self.llm.collective_rpc(load_weights_file, args=(path,))
-            if self.perturbs:
+            if current_run().changes_rollouts:
                 self.engine_check.weights_synced()
 
         async def perturbation_drift(self) -> Any:

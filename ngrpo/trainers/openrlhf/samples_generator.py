@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
 
 _POLL_SECONDS = 0.01
-# An agent may do something else before it asks for tokens; it must not wait for a batch that never fills.
+# An agent may do something else before it generates; the others must not wait for a batch that never fills.
 _PATIENCE_SECONDS = 10.0
 
 
@@ -39,7 +39,7 @@ def samples_generator(plain: type) -> type:
         Attributes:
             rollout_round: number of the batch of training prompts, from 1 on; a checkpoint holds it.
             temperature_factor: of the sampling schedule, chosen by the trainer.
-            evaluating: whether the samples at hand are those of an evaluation.
+            evaluating: whether the current samples are those of an evaluation.
         """
 
         rollout_round = 0
@@ -89,7 +89,7 @@ def samples_generator(plain: type) -> type:
                 self.vllm_engines = engines
 
         def _training_step(self) -> int:
-            """The first step, from 0, that trains on the round at hand: asynchronous runs may draw several at once."""
+            """The first step, from 0, that trains on the current round: asynchronous runs may draw several at once."""
             rollout = self.args.rollout
             steps = (getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size) // rollout.batch_size
             return max(self.rollout_round - 1, 0) * max(steps, 1)
@@ -98,7 +98,7 @@ def samples_generator(plain: type) -> type:
 
 
 class _Engine:
-    """Stands for an engine's handle, and adds to each of its requests."""
+    """A proxy of an engine's handle that adds to each request."""
 
     def __init__(self, engine: Any, arguments: Mapping[str, Any], masks: Mapping[str, Any], two_rounds: bool) -> None:
         """

@@ -18,10 +18,9 @@ from ngrpo.workbench import statistics
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
-from ngrpo.workbench.statistics import pass_at_k
+from ngrpo.workbench.statistics import ENOUGH_SEEDS, pass_at_k
 
 FORMAT = 1
-ENOUGH_SEEDS = 3
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
 _OF_ONE_SEED = {

@@ -178,17 +178,14 @@ def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
 
 
 def _load_weights(llm: LLM, loaded: PreTrainedModel) -> None:
-    from safetensors.torch import save_file
-
-    from ngrpo.trainers.common.weights_file import load_weights_file
+    from ngrpo.trainers.common import weights_file
 
     dtype = llm.llm_engine.model_config.dtype
-    with tempfile.TemporaryDirectory(prefix="ngrpo-noisy-") as folder:
-        path = f"{folder}/weights.safetensors"
-        save_file({name: p.detach().to(dtype).contiguous() for name, p in loaded.named_parameters()}, path)
+    weights = {name: p.detach().to(dtype).contiguous() for name, p in loaded.named_parameters()}
+    with weights_file.written(weights) as path:
 
         def load(worker: Any) -> int:
-            return load_weights_file(worker, path)
+            return weights_file.load_weights_file(worker, path)
 
         llm.llm_engine.collective_rpc(load)
         llm.llm_engine.reset_prefix_cache()

@@ -23,9 +23,8 @@ from ngrpo.workbench.report.values import (
     signed,
     size,
 )
+from ngrpo.workbench.statistics import ENOUGH_SEEDS
 
-ENOUGH_SEEDS = 3
-"""The seeds that tell a method from luck, as in `ngrpo.workbench.compare.results`."""
 _MOST_NAMES = 4
 _MOST_K = 4
 _MIDDLE, _HALF = 100.0, 92.0  # of a drawing 200 wide
