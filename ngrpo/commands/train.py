@@ -100,6 +100,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ngrpo.commands.dry_run import dry_run
 from ngrpo.config import parse, preflight, rules, run_notes, verl_lines
@@ -138,7 +139,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
 
 
 def start(run: RunConfig, report: Callable[[str], None]) -> int:
-    """Trains; 1 where the training itself failed."""
+    """Trains; 1 where the training itself failed. A run that was stopped leaves its summary and report too."""
     for note in run.notes:
         report(f"warning: {note}")
     name = "none" if run.spec is None else run.spec["name"].rpartition(":")[2]
@@ -146,25 +147,36 @@ def start(run: RunConfig, report: Callable[[str], None]) -> int:
         run = replace(run, run_dir=str(folder))
         complete = _prepare(run, folder, report)
         run.write(folder / FILE)
-    began = time.time()
-    used_runner.watch(folder / summary.RUNNERS)
-    hardware = profile_of_run(run.hardware).name
-    started = replace(run, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
-    try:
-        with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
-            launch.launch(started)
-    except launch.TrainingFailed as error:
-        report(f"training failed: {error}")
-        return 1
-    text = summary.finish(folder, started, began=began)
-    written = read_json(folder / "summary.json")
-    write_training(written, folder / "report.html")
-    print(text, flush=True)
+        began = time.time()
+        used_runner.watch(folder / summary.RUNNERS)
+        hardware = profile_of_run(run.hardware).name
+        started = replace(run, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
+        try:
+            with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
+                launch.launch(started)
+        except launch.TrainingFailed as error:
+            report(f"training failed: {error}")
+            _conclude(folder, started, began)
+            return 1
+        except KeyboardInterrupt:
+            _conclude(folder, started, began)
+            report(f"stopped; {folder} has the steps so far. --ckpt.load_enable continues from the last checkpoint.")
+            raise
+        written = _conclude(folder, started, began)
     updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
     if updates and not any(updates):
         report("training failed: no step updated the weights; the warnings above say why.")
         return 1
     return 0
+
+
+def _conclude(folder: Path, run: RunConfig, began: float) -> dict[str, Any]:
+    """Writes the summary and the report, and prints the summary's table."""
+    text = summary.finish(folder, run, began=began)
+    written = read_json(folder / "summary.json")
+    write_training(written, folder / "report.html")
+    print(text, flush=True)
+    return written
 
 
 def print_for(trainer: str, run: RunConfig) -> int:

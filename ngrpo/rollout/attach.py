@@ -93,7 +93,8 @@ class AttachedPerturbation:
             )
         self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
-        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, (self._vocabulary, self._hidden))
+        embedding = self._vocabulary, self._hidden
+        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, embedding, perturbation.has_parameters)
         gate = BoundGate(
             perturbation, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device
         )

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from perturbations.neighbors import Drift
 
 _MISSING = (
-    "this engine has no perturbation: build it with additional_config={'perturbation': {'name': 'neighbor'}} in an"
-    " environment where ngrpo is installed (pip install ngrpo), so that vLLM finds its plugin; VLLM_PLUGINS, if set,"
-    " must name ngrpo_perturbation."
+    "this engine has no perturbation, or has 'none', which is stock vLLM and leaves no records. Build it with"
+    " additional_config={'perturbation': {'name': 'neighbor'}} in an environment where ngrpo is installed (pip install"
+    " ngrpo), so that vLLM finds its plugin; VLLM_PLUGINS, if set, must name ngrpo_perturbation."
 )
 
 

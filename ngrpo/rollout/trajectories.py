@@ -140,15 +140,18 @@ class Trajectory:
 class TrajectoryStore:
     """Slots of live trajectories, written by whole batches."""
 
-    def __init__(self, slots: int, max_model_len: int, embedding: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, slots: int, max_model_len: int, embedding: tuple[int, int] | None = None, module: bool = False
+    ) -> None:
         """
         Args:
             slots: trajectories alive at once; grows when needed.
             max_model_len: positions of a trajectory.
             embedding: (V, D) of the model's embedding matrix, by which its records are known; None for none.
+            module: whether inputs pass the perturbation's learned module.
         """
         self.length, self.slots, self._embedding = max_model_len, slots + _SPARE, embedding
-        self._model = 0 if embedding is None else model_fingerprint(*embedding)
+        self._model = 0 if embedding is None else model_fingerprint(*embedding, module)
         self.live: dict[str, Trajectory] = {}
         self.seeds, self.prompts, self.training_steps = (np.zeros(self.slots, dtype=np.int64) for _ in range(3))
         self.answers = np.zeros((self.slots, 2), dtype=np.int64)

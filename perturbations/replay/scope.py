@@ -141,7 +141,7 @@ class ReplayScope:
         vocabulary, size = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
         for record in records:
             if record is not None and vocabulary is not None and size is not None:
-                record.check_model(vocabulary, size)
+                record.check_model(vocabulary, size, self._module is not None)
         device = next(self._embedding.parameters()).device if self._device is None else self._device
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
         self._flat = flatten(records, device)

@@ -368,3 +368,17 @@ class TestRun:
         lines: list[str] = []
         assert train.run(line.split(), report=lines.append) == 1
         assert "training failed: out of memory" in lines
+
+    def test_a_run_that_is_stopped_leaves_its_report(
+        self, launched: list, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """In a process: tests/pipeline/test_faults.py."""
+
+        def stop(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("ngrpo.trainers.openrlhf.launch.launch", stop)
+        line = "--hardware cpu --model smollm2-135m --task arithmetic --run-dir r"
+        assert cli.main(["train", *line.split()]) == 130
+        assert "--ckpt.load_enable continues from the last checkpoint" in capsys.readouterr().err
+        assert Path("r/summary.json").is_file() and Path("r/report.html").is_file()

@@ -79,8 +79,11 @@ print("after")
 
 
 def test_file_gets_everything_and_the_screen_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.log").write_text("Global step 1: {'rollout/reward_mean': 0.7}\n")
     done = run(tmp_path, "pass")
     log = (tmp_path / "a" / "train.log").read_text()
+    assert log.startswith("Global step 1") and "step 1" not in done.stdout, "the log of an earlier run goes on"
     for line in ("python line", "child line", "raw error line", "Global step 3"):
         assert line in log
     out = done.stdout.splitlines()

@@ -14,6 +14,7 @@ import numpy as np
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import engine_arguments
+from ngrpo.machine.hardware.processes import own_children
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import (
@@ -67,7 +68,8 @@ def rollout_actor(plain: Any) -> type:
                 kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **engine_settings(spec)}
             if run.hardware == "cpu":
                 kwargs |= engine_arguments(run, kwargs.get("tensor_parallel_size", 1))
-            await plain.__init__(self, *args, **kwargs)
+            with own_children():
+                await plain.__init__(self, *args, **kwargs)
             if spec is not None:
                 perturbation = registry.create(**spec)
                 await confirm(self.llm, fingerprint(perturbation, run.sampling_schedule))

@@ -120,6 +120,8 @@ def trainer(plain: Any) -> type:
             if client_states is not None:  # the best checkpoint is then saved with the same ones
                 client_states[_STATE] = self.state()
             super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+            if self.tensorboard_logger:  # which flushes every two minutes: a run that is killed keeps its steps
+                self.tensorboard_logger.writer.flush()
 
         def state(self) -> dict[str, Any]:
             """Everything of ours that a resumed run needs; where asynchronous, the generator has the round."""
