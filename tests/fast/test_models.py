@@ -28,13 +28,13 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(packaged, "find_spec", lambda name: spec)
 
 
-def convert(source: Path, model: packaged.PackagedModel, target: Path) -> None:
+def convert(source: Path, target: Path) -> None:
     (target / "config.json").write_text("{}")
 
 
 def test_made_once(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
     made: list[Path] = []
-    monkeypatch.setattr(packaged, "_convert", lambda s, m, target: (made.append(target), convert(s, m, target)))
+    monkeypatch.setattr(packaged, "_convert", lambda s, target: (made.append(target), convert(s, target)))
     first, second = packaged.resolve(NAME), packaged.resolve(NAME)
     assert first == second
     assert Path(first).parent == cache
@@ -43,7 +43,7 @@ def test_made_once(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) 
 
 
 def test_a_broken_run_leaves_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
-    def fail(source: Path, model: packaged.PackagedModel, target: Path) -> None:
+    def fail(source: Path, target: Path) -> None:
         (target / "half").write_text("")
         raise KeyboardInterrupt
 
@@ -68,7 +68,7 @@ def test_what_a_killed_run_left_is_never_used_and_goes(
 
 
 def test_two_processes_at_once(monkeypatch: pytest.MonkeyPatch, cache: Path, package: None) -> None:
-    def slower(source: Path, model: packaged.PackagedModel, target: Path) -> None:
+    def slower(source: Path, target: Path) -> None:
         winner = cache / f"{NAME}-{packaged._RECIPE}"
         winner.mkdir()
         (winner / "config.json").write_text("winner")

@@ -57,7 +57,7 @@ def begin() -> None:
 
 
 def _patches() -> list[Any]:
-    from ngrpo.machine.upstream.install import Patch
+    from ngrpo.machine.upstream.patch import Patch
 
     ours = [Patch(module, name, _OURS + act, "cpu", "sha:", "", "") for module, name, act in _ROWS]
     return [dataclasses.replace(row, upstream=row.state()) for row in ours]
@@ -65,7 +65,7 @@ def _patches() -> list[Any]:
 
 def begin_in_engine() -> None:
     """A plugin of vLLM's, for the process of an engine's core, which Ray does not start."""
-    from ngrpo.machine.upstream.install import place
+    from ngrpo.machine.upstream.patch import place
 
     place(_patches())
 

@@ -29,7 +29,7 @@ class Tokenizer:
 def main() -> None:
     from ngrpo import patches
     from ngrpo.config.run import RunConfig, begin
-    from ngrpo.machine.upstream import install
+    from ngrpo.machine.upstream import patch
 
     patches.install(["cpu", "without_flash_attn"])
     import torch
@@ -84,7 +84,7 @@ def main() -> None:
         return [by_place[place] for place in range(len(REWARDS))]
 
     result: dict[str, Any] = {"stock": run(maker())}
-    install.place(row for row in patches.active(["advantage"]) if row.module.endswith("_maker"))
+    patch.place(row for row in patches.active(["advantage"]) if row.module.endswith("_maker"))
 
     def ours(made: Any, **spec: Any) -> list[list[float]]:
         begin(RunConfig(specs={"advantage": spec}))
@@ -125,11 +125,11 @@ def sampled(module: Any) -> dict[str, list[float]]:
     from ngrpo import patches
     from ngrpo.config.run import RunConfig, begin
     from ngrpo.config.sampling import Sampling
-    from ngrpo.machine.upstream import install
+    from ngrpo.machine.upstream import patch
 
     begin(RunConfig(specs={"perturbation": {"name": "neighbor"}}, sampling=Sampling(top_k=5, min_p=0.1)))
     # With the perturbation's own row for the same class, in the order of the table.
-    install.place(row for row in patches.active(("perturbation", "sampling")) if row.module == module.__name__)
+    patch.place(row for row in patches.active(("perturbation", "sampling")) if row.module == module.__name__)
     seen: list[Any] = []
     engine = SimpleNamespace(
         get_num_unfinished_requests=SimpleNamespace(remote=lambda: 0),

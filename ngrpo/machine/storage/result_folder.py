@@ -46,11 +46,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole, or leaves the old one as it was.
-
-    Raises:
-        CannotWrite: where the system refuses.
-    """
+    """Writes a file whole, or leaves the old one as it was; raises :class:`CannotWrite`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     with writing(path):
         try:
@@ -126,10 +122,7 @@ class ResultFolder:
             os.close(folder.lock)
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Writes the settings into a new folder, or checks that the folder was begun with the same ones.
-
-        Args:
-            settings: everything that all results of this folder depend on, as JSON values.
+        """Writes the settings, which all results depend on, into a new folder.
 
         Raises:
             UsageError: where the folder was begun with other settings, or holds something else.
@@ -152,21 +145,17 @@ class ResultFolder:
             )
 
     def read(self, name: str) -> Any:
-        """The content of a JSON file of the folder; see :func:`read_json`."""
+        """See :func:`read_json`."""
         return read_json(self.path / name)
 
     def write(self, name: str, value: object) -> None:
-        """Writes a JSON file of the folder; see :func:`write_json`."""
+        """See :func:`write_json`."""
         write_json(self.path / name, value)
 
     def lines(self, name: str, *keys: str) -> list[dict[str, Any]]:
-        """The objects in a file of JSON lines; none where there is no such file.
+        """The objects in a file of JSON lines, each with ``keys``; none where there is no such file.
 
         A last line that was cut off half-way, as a kill or a full disk leaves it, is dropped with a report.
-
-        Args:
-            name: the file.
-            keys: what each object must have.
 
         Raises:
             UsageError: for any other line that is damaged.
@@ -194,11 +183,7 @@ class ResultFolder:
         return rows
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Adds lines to a file of JSON lines. When this returns they are on the disk.
-
-        Raises:
-            CannotWrite: where the system refuses; the lines before these are kept.
-        """
+        """Adds lines to a file of JSON lines; when this returns they are on the disk."""
         path = self.path / name
         data = json_lines(map(_sealed, rows)).encode()
         # Unbuffered: what cannot be written must not be tried again when the file is closed.
