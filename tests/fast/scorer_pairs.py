@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tests/data/scorer_pairs.jsonl``: pairs of reference and response with a person's verdict.
+"""``tests/data``: pairs of reference and response with a person's verdict, and further cases of the scorers.
 
-They were written before the scorers that they judge. ``kind`` is the kind of response. ``source`` is the kind's origin:
+The pairs were written before the scorers that they judge. ``kind`` is the kind of response, ``source`` its origin:
 "report" (public reports of wrong verdicts of graders), "layout" (a benchmark's or a chat model's layout of answers),
 "own" (thought up).
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Pair(NamedTuple):
@@ -25,6 +25,12 @@ class Pair(NamedTuple):
     options: Sequence[str] = ()
 
 
-_FILE = Path(__file__).parents[1] / "data" / "scorer_pairs.jsonl"
-_PAIRS = [Pair(**json.loads(line)) for line in _FILE.read_text(encoding="utf-8").split("\n") if line]
+def _rows(name: str) -> list[dict[str, Any]]:
+    text = (Path(__file__).parents[1] / "data" / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+_PAIRS = [Pair(**row) for row in _rows("scorer_pairs.jsonl")]
 MATH, CHOICE = ([pair for pair in _PAIRS if bool(pair.options) is choice] for choice in (False, True))
+# Math cases have gold, response and right; letter cases a response and the letter of four gases.
+MATH_CASES, LETTER_CASES = ([row for row in _rows("scorer_cases.jsonl") if key in row] for key in ("gold", "letter"))
