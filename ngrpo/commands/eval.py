@@ -45,8 +45,7 @@ examples
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again."""
-    from ngrpo.workbench.evaluate.evaluation import check_rescore_flags, rescore
-    from ngrpo.workbench.evaluate.outcome import table
+    from ngrpo.workbench.evaluate.evaluation import check_rescore_flags, rescore, table
     from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     args, command, engine_options = _read(argv)
@@ -145,7 +144,7 @@ def _evaluate(
 def _sampling(args: argparse.Namespace) -> Sampling:
     """How to draw, with every setting checked, and the model's name with it."""
     from ngrpo.workbench.evaluate.engine import Sampling
-    from ngrpo.workbench.evaluate.outcome import checked_ks
+    from ngrpo.workbench.evaluate.evaluation import checked_ks
 
     checked_model(args)
     checked_ks(args.k, args.n)

@@ -18,7 +18,7 @@ from ngrpo.methods import policy_noises
 from ngrpo.workbench.compare import results
 from ngrpo.workbench.compare.plan import _drawn_line
 from ngrpo.workbench.diagnose import policy_of
-from ngrpo.workbench.evaluate import engine, outcome
+from ngrpo.workbench.evaluate import engine, evaluation
 from ngrpo.workbench.evaluate.engine import Sampling
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
 from perturbations.errors import UsageError
@@ -50,7 +50,7 @@ def test_what_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("words", "step", "steps", "said"),
     [
-        (["--sampling.schedule", "e3"], 0, None, "by the rollouts of a training, and there is none here"),
+        (["--sampling.schedule", "e3"], 0, None, "follows a training's rollouts, and there is none here"),
         (["--policy_noise", "aqn"], 3, None, "Add --of-steps N"),
         ([], -1, None, "--at-step -1: must be a training step, from 0."),
         ([], 5, 5, "--at-step 5: must be a training step, from 0 to 4, the last of --of-steps 5."),
@@ -63,7 +63,7 @@ def test_what_is_refused(words: list[str], step: int, steps: int | None, said: s
 
 
 def test_greedy_answers_follow_no_schedule() -> None:
-    with pytest.raises(UsageError, match="ead cannot be used with --temperature 0"):
+    with pytest.raises(UsageError, match="ead has no effect with --temperature 0"):
         command.check(
             ["--model", "smollm2-135m", "--task", "arithmetic", "--sampling.schedule", "ead", "--temperature", "0"]
         )
@@ -184,7 +184,7 @@ def test_a_result_says_what_its_answers_were_drawn_with() -> None:
     words = ["--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02"]
     asked = policy(*words, step=7).described()
     for told in (asked, {}):
-        result = outcome.summarise({**settings, **told}, [problem], [sample], [1], 1.0, "V1")
+        result = evaluation.summarise({**settings, **told}, [problem], [sample], [1], 1.0, "V1")
         assert told.items() <= result.items() and ("sigma" in result) == bool(told)
         line = "drawn with    sampling schedule ead, policy noise psn, σ 0.02, of training step 7\n"
-        assert (line in outcome.table(result, "f")) == bool(told)
+        assert (line in evaluation.table(result, "f")) == bool(told)
