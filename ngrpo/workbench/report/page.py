@@ -16,9 +16,7 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from ngrpo.machine.storage.result_folder import read_json, write_text
-from ngrpo.workbench.report import charts, headline, responses, values
-from ngrpo.workbench.report.drawing import all_series
-from ngrpo.workbench.report.map_chart import embedding_map
+from ngrpo.workbench.report import charts, drawing, headline, responses, values
 from perturbations.errors import UsageError
 
 FORMAT = 1
@@ -81,18 +79,18 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
     Raises:
         UsageError: where the file cannot be written.
     """
-    series = all_series(results)
+    series = drawing.all_series(results)
     diagnosis = results.get("diagnosis") or {}
     runs = values.rows(results, "runs")
     sections = [
         ("results", "Results", headline.results_table(results, series)),
         ("learning", "Learning curves", charts.learning(results, series)),
-        ("pass-at-k", "Pass@k", charts.pass_at_k(results, series, trained=True)),
+        ("pass-at-k", "Pass@k", charts.pass_at_k(results, series)),
         ("cost", "Cost", headline.cost_table(results, series)),
         ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
         ("samples", "Sample answers", responses.samples(diagnosis, series)),
         ("groups", "Groups", responses.groups(runs, series)),
-        ("map", "Embedding map", embedding_map(diagnosis, series)),
+        ("map", "Embedding map", charts.embedding_map(diagnosis, series)),
         ("runs", "Runs", {"runs": runs}),
         ("made", "How it was made", _provenance(results)),
     ]
@@ -102,14 +100,14 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
 
 def write_diagnosis(diagnosis: Mapping[str, Any], path: Path) -> None:
     """Writes the report of a diagnosis; arguments and errors as in `write_report`."""
-    series = all_series({"diagnosis": diagnosis})
-    strategies = values.rows(diagnosis, "strategies")
+    series = drawing.all_series({"diagnosis": diagnosis})
+    listed = drawing.by_series(diagnosis, series)
     sections = [
-        ("results", "Results", {"listed": charts.by_series(strategies, series)} if strategies else None),
+        ("results", "Results", {"listed": listed} if listed else None),
         ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
-        ("pass-at-k", "Pass@k", charts.pass_at_k(diagnosis, series, trained=False)),
+        ("pass-at-k", "Pass@k", charts.pass_at_k(diagnosis, series)),
         ("samples", "Sample answers", responses.samples(diagnosis, series)),
-        ("map", "Embedding map", embedding_map(diagnosis, series)),
+        ("map", "Embedding map", charts.embedding_map(diagnosis, series)),
         ("made", "How it was made", _provenance(diagnosis)),
     ]
     title = headline.diagnosis_title(diagnosis)
@@ -122,7 +120,7 @@ def write_training(summary: Mapping[str, Any], path: Path) -> None:
     strategy = {"id": name, "perturbation": summary.get("perturbation")}
     run = {"strategy": name, "status": "done", **{key: summary.get(key) for key in ("seed", "steps", "groups")}}
     results = {**summary, "strategies": [strategy], "runs": [run]}
-    series = all_series(results)
+    series = drawing.all_series(results)
     sections = [
         ("learning", "Learning curves", charts.learning(results, series)),
         ("groups", "Groups", responses.groups([run], series)),
