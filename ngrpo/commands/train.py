@@ -113,8 +113,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import used_runner
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench import tasks
-from ngrpo.workbench.report import summary
-from ngrpo.workbench.report.page import write_training
+from ngrpo.workbench.report import summary, write_report
 from perturbations.errors import UsageError
 
 
@@ -158,7 +157,7 @@ def start(run: RunConfig, report: Callable[[str], None]) -> int:
         return 1
     text = summary.finish(folder, started, began=began)
     written = read_json(folder / "summary.json")
-    write_training(written, folder / "report.html")
+    write_report(written, folder / "report.html")
     print(text, flush=True)
     updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
     if updates and not any(updates):

@@ -80,7 +80,7 @@ def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
     """Writes ``results.json``, ``results.csv`` and ``report.html``."""
     folder.write("results.json", results)
     write_text(folder.path / "results.csv", as_csv(results))
-    write_report(dict(results), folder.path / "report.html")
+    write_report(results, folder.path / "report.html")
 
 
 def as_csv(results: Mapping[str, Any]) -> str:

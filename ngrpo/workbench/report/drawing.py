@@ -59,8 +59,8 @@ class Series:
 
 def all_series(results: Mapping[str, Any]) -> dict[str, Series]:
     """The look of each strategy of a comparison, of a diagnosis, or of both; the baseline comes first."""
-    names = [str(row.get("id")) for row in rows(results, "strategies")]
-    names += [str(row.get("name")) for row in rows(results, "diagnosis", "strategies")]
+    both = [*rows(results, "strategies"), *rows(results, "diagnosis", "strategies")]
+    names = [str(row.get("id", row.get("name"))) for row in both]
     baseline = dig(results, "baseline") or dig(results, "diagnosis", "baseline")
     ordered = dict.fromkeys([name for name in names if name == baseline] + names)
     return {name: Series(index, name) for index, name in enumerate(ordered)}
