@@ -80,7 +80,7 @@ from ngrpo.config import parse, rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
-from ngrpo.workbench.compare import results, runs, screen
+from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan, Run, read_plan
 from ngrpo.workbench.compare.runs import ComparisonFolder
 from perturbations.errors import UsageError
@@ -154,7 +154,7 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
     took = [record["seconds"] for record in records if record["status"] == "done"]
     batch = "--rollout.batch_size"
-    view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
+    view = runs.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
     if took:
         print(f"{len(took)} of {len(everything)} runs are finished and kept", flush=True)
     model = packaged.resolve(plan.model, report=report)
@@ -171,7 +171,9 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     final = results.collect(plan, folder, command, created)
     results.write(final, folder)
     sys.stdout.flush()
-    print(f"\n{screen.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}")
+    print(
+        f"\n{results.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}"
+    )
     failed = [run for run in final["runs"] if run["status"] == "failed"]
     for run in failed:
         report(f"{run['id']} failed: {run['log']}")

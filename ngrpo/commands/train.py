@@ -114,8 +114,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import used_runner
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench import tasks
-from ngrpo.workbench.report import summary
-from ngrpo.workbench.report.page import write_training
+from ngrpo.workbench.report import summary, write_report
 from perturbations.errors import UsageError
 
 
@@ -174,7 +173,7 @@ def _conclude(folder: Path, run: RunConfig, began: float) -> dict[str, Any]:
     """Writes the summary and the report, and prints the summary's table."""
     text = summary.finish(folder, run, began=began)
     written = read_json(folder / "summary.json")
-    write_training(written, folder / "report.html")
+    write_report(written, folder / "report.html")
     print(text, flush=True)
     return written
 

@@ -12,7 +12,7 @@ from ngrpo.commands import compare as command
 from ngrpo.config import parse
 from ngrpo.machine.upstream import versions as releases
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench.compare.plan import Plan, _file_name, read_plan
+from ngrpo.workbench.compare.plan import Plan, folder_name, read_plan
 from ngrpo.workbench.compare.runs import eval_argv, identity, run_config
 from perturbations import create
 from perturbations.errors import UsageError
@@ -360,5 +360,5 @@ def test_what_a_later_command_would_refuse_is_refused_at_once(given: list[str], 
 
 def test_a_folder_of_a_long_label_has_a_short_name() -> None:
     """File systems take 255 bytes; two labels of the same beginning stay apart."""
-    names = {_file_name("x" * length) for length in (80, 300, 301)}
+    names = {folder_name("x" * length) for length in (80, 300, 301)}
     assert len(names) == 3 and max(map(len, names)) == 87

@@ -12,7 +12,7 @@ import pytest
 
 from ngrpo.commands import compare as command
 from ngrpo.machine.storage.result_folder import CannotWrite, write_json
-from ngrpo.workbench.compare import results, runs, screen
+from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan
 from ngrpo.workbench.compare.runs import ComparisonFolder, identity, status
 from perturbations.errors import UsageError
@@ -111,7 +111,7 @@ def test_rewards_alone_compare_nothing(tmp_path: Path) -> None:
     assert gumbel["difference"] == {"mean_at_n": None, "pass_at_k": {}}
     assert gumbel["reward_last"]["value"] > 0.9
     assert gumbel["verdict"].startswith("was not compared with none")
-    shown = screen.table(found)
+    shown = results.table(found)
     assert "0.100 → 0.500" in shown and "better" not in shown
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.workbench.report import write_diagnosis, write_report, write_training
+from ngrpo.workbench.report import write_report
 from perturbations.errors import UsageError
 from tests.report_example import STRATEGIES, diagnosis, example
 from tests.report_page import Page, check_numbers, written
@@ -69,8 +69,8 @@ def test_rewards_of_perturbed_rollouts_are_set_beside_no_other(tmp_path: Path) -
 
 
 def test_diagnosis_has_its_parts(tmp_path: Path) -> None:
-    _, page = written(tmp_path, diagnosis(), write_diagnosis)
-    expected = ["results", "diversity", "pass-at-k", "samples", "map", "made"]
+    _, page = written(tmp_path, diagnosis())
+    expected = ["results", "pass-at-k", "diversity", "samples", "map", "made"]
     assert [attrs["id"] for attrs in page.all("section")] == expected
     check_numbers(page)
     # 0.39 against 0.31: [0.36, 0.425] and [0.28, 0.345] do not meet; 0.91 and 0.93: [0.885, 0.93], [0.905, 0.95] do.
@@ -93,7 +93,7 @@ def test_training_run_has_its_parts(tmp_path: Path) -> None:
     }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert cli.main(["report", str(tmp_path)]) == 0
-    text, page = written(tmp_path, summary, write_training)
+    text, page = written(tmp_path, summary)
     assert (tmp_path / "report.html").read_text() == text
     assert [attrs["id"] for attrs in page.all("section")] == ["learning", "made"]
     assert "eval_default_pass1 0.125 (step 0) → 0.750 (step 3)" in page.words and "eval_num_samples" not in page.text
@@ -103,7 +103,7 @@ def test_same_data_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for name, data in (("results.json", example()), ("diagnosis.json", diagnosis())):
         folder = tmp_path / name
         folder.mkdir()
-        (write_report if name == "results.json" else write_diagnosis)(data, folder / "first.html")
+        write_report(data, folder / "first.html")
         before = copy.deepcopy(data)
         (folder / name).write_text(json.dumps(data), encoding="utf-8")
         assert cli.main(["report", str(folder)]) == 0
@@ -181,7 +181,7 @@ def test_no_number_breaks_it(tmp_path: Path, put: Any) -> None:
     # The specs are quoted as they are; elsewhere there are dashes.
     assert "–" in page.text and "nan" not in page.prose.lower().split()
     again = prune(diagnosis(), (int, float), put) | {"format": 1}
-    check_numbers(written(tmp_path, again, write_diagnosis)[1])
+    check_numbers(written(tmp_path, again)[1])
 
 
 def without_each(data: Any) -> list[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.workbench.report import responses, write_training
+from ngrpo.workbench.report import responses
 from ngrpo.workbench.report.drawing import Series
 from tests.report_example import example
 from tests.report_example import groups as kept_steps
@@ -75,7 +75,7 @@ def test_many_steps_of_ten_strategies_are_under_five_megabytes(tmp_path: Path) -
 
 def test_the_section(tmp_path: Path) -> None:
     summary = {"format": 1, "perturbation": {"name": "neighbor"}, "steps": [], "groups": kept_steps(), "seed": 4}
-    text, page = written(tmp_path, summary, write_training)
+    text, page = written(tmp_path, summary)
     section = text.split('<section id="groups">')[1].split("</section>")[0]
     check_numbers(page)
     assert section.count('<details class="step"') == 3 and section.count('<details class="problem"') == 6

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.workbench.report import write_diagnosis, write_report
+from ngrpo.workbench.report import write_report
 from tests import chromium
 from tests.chromium import Chromium
 from tests.report_example import STRATEGIES, diagnosis, example, groups
@@ -55,7 +55,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         {"text": "سلام " * 30 + "x" * 400, "perturbed": False}
     ]
     write_report(example(), folder / "comparison.html")
-    write_diagnosis(diagnosis(), folder / "diagnosis.html")
+    write_report(diagnosis(), folder / "diagnosis.html")
     write_report(example(steps=1000, seeds=1, strategies=(*TWELVE, "gumbel", "soft")), folder / "twelve.html")
     write_report(odd, folder / "odd.html")
     write_report(example(steps=1, seeds=1, strategies=("none",)), folder / "single.html")

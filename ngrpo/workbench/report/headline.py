@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ngrpo.workbench.report.drawing import Series
+from ngrpo.workbench.report.drawing import Series, by_series
 from ngrpo.workbench.report.values import (
     MISSING,
     between,
@@ -28,7 +29,11 @@ from ngrpo.workbench.statistics import ENOUGH_SEEDS
 _MOST_NAMES = 4
 _MOST_K = 4
 _MIDDLE, _HALF = 100.0, 92.0  # of a drawing 200 wide
-_COSTS = (("tokens_per_second", 1), ("step_seconds", 2), ("memory_bytes", None))
+_COSTS: dict[str, Callable[[object], str]] = {
+    "tokens_per_second": lambda value: format_number(value, 1),
+    "step_seconds": lambda value: format_number(value, 2),
+    "memory_bytes": size,
+}
 # A column: its heading, and the keys of its value in a row of the summary.
 Metric = tuple[str, tuple[str, ...]]
 Summary = Mapping[str, Mapping[str, Any]]
@@ -61,7 +66,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
     """Facts, failures, what was found in one sentence, and each strategy's difference to the baseline."""
     runs = rows(results, "runs")
     seeds = list(dict.fromkeys(shown(run.get("seed")) for run in runs))
-    states = {state: [run for run in runs if run.get("status") == state] for state in ("done", "failed", "pending")}
+    states = Counter(run.get("status") for run in runs)
     created = results.get("created") or ""  # 2026-11-22T05:50:00+0000
     zone = "UTC" if created[19:] in ("+0000", "+00:00") else created[19:]
     summary, baseline = by_strategy(results), str(results.get("baseline"))
@@ -73,12 +78,12 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
             "Task": results.get("task"),
             "Machine": _machine(results),
             "Seeds": f"{len(seeds)} ({', '.join(seeds)})" if seeds else None,
-            "Runs": ", ".join(f"{len(of_state)} {state}" for state, of_state in states.items() if of_state) or "none",
+            "Runs": ", ".join(f"{states[key]} {key}" for key in ("done", "failed", "pending") if states[key]) or "none",
             "Made": created and f"{created[:10]} {created[11:16]} {zone}",
         },
         "runs": len(runs),
-        "failed": [{**run, "error": _cause(run.get("error"))} for run in states["failed"]],
-        "pending": len(states["pending"]),
+        "failed": [{**run, "error": _cause(run.get("error"))} for run in runs if run.get("status") == "failed"],
+        "pending": states["pending"],
         "one_seed": len(seeds) == 1,
         "sentence": sentence(summary, baseline, metrics),
         "forest": forest(series, summary, baseline, measure) if baseline in summary else [],
@@ -103,8 +108,8 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
     """Facts, warnings, and each strategy's diversity and validity against the unperturbed one's, in words."""
     strategies = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
-    first = strategies[0] if strategies else {}
-    baseline = next((row for row in strategies if row.get("name") == diagnosis.get("baseline")), first)
+    named = [row for row in strategies if row.get("name") == diagnosis.get("baseline")]
+    baseline = next(iter([*named, *strategies]), {})
     return {
         "facts": {
             "Model": diagnosis.get("model"),
@@ -116,11 +121,8 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         "warnings": diagnosis.get("warnings"),
         "beside": baseline.get("name"),
         "verdicts": [
-            (
-                series[str(row.get("name"))],
-                f"{_against(row, baseline, 'diversity', 'diverse')}; {_against(row, baseline, 'validity', 'valid')}.",
-            )
-            for row in strategies
+            (one, f"{_against(row, baseline, 'diversity', 'diverse')}; {_against(row, baseline, 'validity', 'valid')}.")
+            for one, row in by_series(diagnosis, series)
             if row is not baseline
         ],
     }
@@ -153,13 +155,13 @@ def _cause(error: object) -> str:
 
 
 class Row(NamedTuple):
-    """One strategy's line of the picture of differences.
+    """One strategy's line of the picture of differences, which is 200 wide; 100 is no difference.
 
     Attributes:
         series: the strategy.
         text: its difference, interval and test in words; its verdict where there is no difference.
         hint: the tooltip's lines, among them its whole verdict.
-        at: the place of its difference, 100 of 200 for no difference; None where nothing was compared.
+        at: the place of its difference; None where nothing was compared.
         ends: the places of its interval's ends.
         band: the places between which these seeds would often have missed a difference.
     """
@@ -177,13 +179,8 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
     measure, keys = metric
     changes = {name: dig(row, "difference", *keys) or {} for name, row in summary.items() if name != baseline}
     values = {name: number(change.get("value")) for name, change in changes.items()}
-    lengths = [
-        abs(length)
-        for change in changes.values()
-        for key in ("value", "low", "high", "detectable")
-        if (length := number(change.get(key)))
-    ]
-    reach = max(lengths, default=1.0)
+    lengths = [number(change.get(key)) for change in changes.values() for key in ("value", "low", "high", "detectable")]
+    reach = max((abs(length) for length in lengths if length), default=1.0)
 
     def beside(value: float) -> float:
         return round(_MIDDLE + _HALF * value / reach, 1)
@@ -206,15 +203,9 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
 
 
 def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str | None:
-    """The strategies that are better or worse than the baseline beyond noise, and in which measure.
+    """The strategies that are better or worse than the baseline beyond noise; None where nothing was compared.
 
-    Args:
-        summary: by strategy.
-        baseline: its name.
-        metrics: the evaluation's columns; the first one decides, a later one adds strategies not named yet.
-
-    Returns:
-        None where nothing was compared.
+    The first of ``metrics`` decides; a later one adds strategies that are not named yet.
     """
     names = [name for name in summary if name != baseline]
     if not names or not metrics or baseline not in summary:
@@ -258,19 +249,15 @@ def _beyond_noise(summary: Summary, names: Sequence[str], keys: Sequence[str]) -
 def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Per strategy: Mean@n and Pass@k with interval and difference to the baseline, and the change of its reward."""
     summary = by_strategy(results)
-    metrics = evaluated(results, summary)
     perturbed = {str(row.get("id")) for row in rows(results, "strategies") if row.get("perturbation") is not None}
     listed = []
-    for name, one in series.items():
-        if name not in summary:
-            continue
-        row = summary[name]
+    for name, row in ((name, summary[name]) for name in series if name in summary):
         failed = len(rows(row, "failed"))
         under = "baseline, " if name == results.get("baseline") else ""
         under += plural(len(rows(row, "seeds")), "seed") + (f", {failed} failed" if failed else "")
-        listed.append((one, under, row, "of perturbed rollouts" if name in perturbed else "of its rollouts"))
+        listed.append((series[name], under, row, "of perturbed rollouts" if name in perturbed else "of its rollouts"))
     return {
-        "metrics": metrics,
+        "metrics": evaluated(results, summary),
         "listed": listed,
         "notes": _notes(summary),
         "verdicts": [(series[name], row.get("verdict")) for name, row in summary.items()],
@@ -306,12 +293,12 @@ def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
     listed = []
     for name, row in by_strategy(results).items():
         costs = []
-        for key, digits in _COSTS:
-            value, ratio = dig(row, "cost", key, "value"), number(dig(row, "cost", key, "ratio"))
+        for key, show in _COSTS.items():
+            ratio = number(dig(row, "cost", key, "ratio"))
             under = None if ratio is None else f"×{format_number(ratio, 2)}"
-            if name == results.get("baseline"):
-                under = "baseline"
-            costs.append((size(value) if digits is None else format_number(value, digits), under))
+            costs.append(
+                (show(dig(row, "cost", key, "value")), "baseline" if name == results.get("baseline") else under)
+            )
         listed.append((series[name], costs, format_number(dig(row, "cost", "record_bytes_per_token", "value"), 2)))
     return {"listed": listed} if listed else None
 
