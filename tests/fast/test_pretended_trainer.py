@@ -178,8 +178,8 @@ CORRECTION = {
 PACKED = {"_local_scalar_dense flat_records.py", "nonzero test_pretended_trainer.py", HERE}
 CREDITS = {"nonzero policy_loss.py", "index by a mask policy_loss.py"}  # which tokens were generated
 CREDIT = {
-    "first_token": {f"{what} first_token.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
-    "simko": {"nonzero simko.py", "bincount simko.py", "tolist simko.py"},
+    "first_token": {f"{what} token_credits.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
+    "simko": {"nonzero token_credits.py", "bincount token_credits.py", "tolist token_credits.py"},
 }
 
 

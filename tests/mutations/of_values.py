@@ -9,7 +9,7 @@ _DRAWN = "test_drawn_tokens.py"
 
 VALUES = [
     *of_file(
-        "ngrpo/methods/credits/first_token.py",
+        "ngrpo/methods/credits/token_credits.py",
         "test_credits.py",
         (".unique(return_inverse=True)[1]", "", "first_token: an empty answer before the last group aborts the step"),
     ),
