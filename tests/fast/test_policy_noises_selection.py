@@ -115,7 +115,7 @@ def test_aqn_refuses_a_model_whose_norms_are_behind_attention_and_mlp(model_type
 
 def test_aqn_refuses_a_model_without_norms_of_its_kind() -> None:
     with pytest.raises(
-        UsageError, match="are none of the norms before attention and MLP .* Use another --policy_noise"
+        UsageError, match=r"are none of the norms before attention and MLP .* Use another --policy_noise"
     ):
         policy_noises.create("aqn").selected(parameter_names("gpt2"))
 
