@@ -114,7 +114,9 @@ def test_aqn_refuses_a_model_whose_norms_are_behind_attention_and_mlp(model_type
 
 
 def test_aqn_refuses_a_model_without_norms_of_its_kind() -> None:
-    with pytest.raises(UsageError, match=r"made for: the norms before attention and MLP .* Use another --policy_noise"):
+    with pytest.raises(
+        UsageError, match=r"are none of the norms before attention and MLP .* Use another --policy_noise"
+    ):
         policy_noises.create("aqn").selected(parameter_names("gpt2"))
 
 
@@ -134,10 +136,10 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     config = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 24, "n_head": 2}'
     model = folder_of(tmp_path, config)
     flags, run = Flags(["--actor.model_name_or_path", model]), run_of(policy_noise=AQN)
-    with pytest.raises(UsageError, match="--policy_noise aqn: none of the model's parameters"):
+    with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
         rules.check("model", flags, run)
     told = dict(rules.outcomes(flags, run))
-    with pytest.raises(UsageError, match="--policy_noise aqn: none of the model's parameters"):
+    with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
         told[f"the options fit the model {model}"]()
     assert preflight.check_noised_model(model, run_of()) is None
     assert preflight.check_noised_model(model, run_of(policy_noise=policy_noises.create("psn").spec())) is None
@@ -163,5 +165,5 @@ def test_the_actor_looks_for_the_weights_once_it_has_loaded(
     if not refused:
         actor.init_model_from_pretrained("strategy", pretrain="m")
         return
-    with pytest.raises(UsageError, match=r"\(ln_1\.weight, ln_1\.bias, …\) is one that it is made for"):
+    with pytest.raises(UsageError, match=r"\(ln_1\.weight, ln_1\.bias, …\) are none of"):
         actor.init_model_from_pretrained("strategy", pretrain="m")

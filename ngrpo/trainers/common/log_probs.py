@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.trainers.common.side_inputs import unpack
-from perturbations.replay.flat_records import flat_rows
+from perturbations.replay.scope import flat_rows
 from perturbations.replay.trajectory import SamplingMask
 
 Override = Callable[[Tensor, Tensor, Tensor], Tensor]
