@@ -48,7 +48,11 @@ def actor_trainer(plain: Any) -> type:
                 torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
             updates = self.actor.model.global_steps
             status = super().ppo_train(*args, **kwargs)
-            return {**status, "optimizer_steps": float(self.actor.model.global_steps - updates)}
+            steps = float(self.actor.model.global_steps - updates)
+            # Each optimizer step takes --train.batch_size responses, and an epoch takes each of them once.
+            responses = steps * self.args.train.batch_size / self.args.train.max_epochs
+            groups = responses / self.args.rollout.n_samples_per_prompt
+            return {**status, "optimizer_steps": steps, "trained_responses": responses, "trained_groups": groups}
 
         def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
             run, side_inputs = current_run(), experience.mm_train_inputs
