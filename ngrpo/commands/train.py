@@ -109,7 +109,7 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
 from ngrpo.machine.upstream import machine, openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.rollout import used_runner
+from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench import tasks
 from ngrpo.workbench.report import summary
@@ -153,7 +153,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         complete = _prepare(config, folder, report)
         config.write(folder / FILE)
     began = time.time()
-    used_runner.watch(folder / summary.RUNNERS)
+    runner_marker.watch(folder / summary.RUNNERS)
     started = replace(config, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
     try:
         with progress.into_file(Path(config.log_file).expanduser()) if config.log_file else nullcontext():

@@ -63,12 +63,9 @@ def read(additional_config: object) -> Perturbation | None:
         spec = {"name": "none"}
     if spec is None:
         return None
-    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{KEY!r}]={spec!r}: must be a dictionary with a 'name', for example"
-            " {'name': 'neighbor', 'rate': 0.1, 'k': 3}."
-        )
-    perturbation = registry.create(**spec)
+    perturbation = registry.create(
+        **_named(KEY, spec, "a dictionary with a 'name', for example {'name': 'neighbor', 'rate': 0.1, 'k': 3}")
+    )
     return perturbation if perturbation.active or seeded else None
 
 
@@ -95,13 +92,11 @@ def read_schedule(additional_config: object) -> SamplingSchedule | None:
     spec = additional_config.get(SAMPLING_SCHEDULE) if isinstance(additional_config, dict) else None
     if spec is None:
         return None
-    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{SAMPLING_SCHEDULE!r}]={spec!r}: must be a dictionary with a 'name'"
-            f" ({', '.join(sampling_schedules.available())} or ./file.py:Name) and options, for example"
-            " {'name': 'ead', 'tau_max': 1.2}."
-        )
-    return sampling_schedules.create(**spec)
+    needed = (
+        f"a dictionary with a 'name' ({', '.join(sampling_schedules.available())} or ./file.py:Name) and options, for"
+        " example {'name': 'ead', 'tau_max': 1.2}"
+    )
+    return sampling_schedules.create(**_named(SAMPLING_SCHEDULE, spec, needed))
 
 
 def fingerprint(perturbation: Perturbation, schedule: SamplingSchedule | None) -> str:
@@ -126,12 +121,18 @@ def read_buffer(additional_config: object) -> ReplayBuffer:
     """
     entry = additional_config.get(REPLAY_BUFFER) if isinstance(additional_config, dict) else None
     spec = {"name": entry or "memory"} if entry is None or isinstance(entry, str) else entry
+    needed = (
+        f"a name ({', '.join(registry.buffers.available())} or ./file.py:Name), or a dictionary with a 'name' and"
+        " options"
+    )
+    return registry.buffers.create(**_named(REPLAY_BUFFER, spec, needed))
+
+
+def _named(key: str, spec: object, needed: str) -> dict[str, Any]:
+    """The spec of something with a name; UsageError for anything else."""
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{REPLAY_BUFFER!r}]={entry!r}: must be a name ({', '.join(registry.buffers.available())}"
-            " or ./file.py:Name), or a dictionary with a 'name' and options."
-        )
-    return registry.buffers.create(**spec)
+        raise UsageError(f"additional_config[{key!r}]={spec!r}: must be {needed}.")
+    return spec
 
 
 def request_arguments(params: object) -> dict[str, Any]:
@@ -170,9 +171,6 @@ def _combinations(config: VllmConfig) -> Iterator[tuple[bool, str]]:
     def is_set(section: object, name: str) -> bool:
         return bool(getattr(section, name, False))
 
-    def above_one(name: str) -> bool:
-        return getattr(parallel, name, 1) > 1
-
     yield (
         config.speculative_config is not None,
         "speculative decoding: the draft model would not see the perturbed inputs. Turn it off",
@@ -182,9 +180,10 @@ def _combinations(config: VllmConfig) -> Iterator[tuple[bool, str]]:
         "decode_context_parallel_size": "the rows of a step are split over ranks. Set it to 1",
         "prefill_context_parallel_size": "the rows of a prefill are split over ranks. Set it to 1",
     }.items():
-        yield above_one(name), f"{name}={getattr(parallel, name, 1)}: {reason}"
+        size = getattr(parallel, name, 1)
+        yield size > 1, f"{name}={size}: {reason}"
     yield (
-        above_one("data_parallel_size") and model.is_moe,
+        parallel.data_parallel_size > 1 and model.is_moe,
         f"data_parallel_size={parallel.data_parallel_size} for a mixture of experts: its ranks run in step, which was"
         " not tried. Set it to 1 and start an engine for each rank",
     )

@@ -19,7 +19,7 @@ from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import Run
 from ngrpo.patches import active
 from ngrpo.rollout import runner_v1, settings
-from ngrpo.rollout.request_check import checked
+from ngrpo.rollout.request_arguments import checked
 from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
 from perturbations import create
 from perturbations.errors import UsageError

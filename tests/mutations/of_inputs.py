@@ -130,7 +130,7 @@ DENSITIES = [
 ]
 
 _LOSS, _STORE = "ngrpo/trainers/openrlhf/mask_correction.py", "perturbations/replay/sampling_mask.py"
-_LEFT = "ngrpo/rollout/tokens_left.py"
+_LEFT = "ngrpo/rollout/sampling_support.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
 SAMPLING = [

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.config.run import current_run
 from ngrpo.rollout.async_scheduling import taken_length
 from ngrpo.rollout.records import confirm, of_all_workers
-from ngrpo.rollout.request_names import external_id
+from ngrpo.rollout.requests import external_id
 from ngrpo.rollout.settings import (
     DEFERRED_PROBE,
     KEY,
