@@ -38,7 +38,7 @@ TORCH = {"0.26.0": "2.11.0"}
 STAGES = {
     "patches": ["tests/fast/test_patches.py", "tests/stack/test_config.py"],
     "rollout": ["tests/stack/test_engine.py", "tests/stack/test_sampling.py"],
-    "exactness": ["tests/stack/test_exactness.py", "tests/stack/test_async.py"],
+    "exactness": ["tests/stack/test_exactness.py"],
     "invariance": ["tests/stack/test_invariance.py"],
     "V2": ["tests/stack/test_v2_sampler.py", "tests/stack/test_v2.py"],
     "serve": ["tests/stack/test_serve.py"],

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 from tests.conftest import ROOT
@@ -14,11 +16,22 @@ RESULT = "RESULT "
 """How the line of a result begins, among all that engines print."""
 
 
-def run_module(module: str, *arguments: str, timeout: float = 300.0) -> str:
+VISION = ROOT / ".venv" / "vision"
+NO_VISION = not VISION.is_dir() and find_spec("torchvision") is None
+
+
+def with_vision() -> dict[str, str]:
+    """PYTHONPATH for a process that finds the project, and torchvision where `make vision` put it."""
+    paths = [str(ROOT), *([str(VISION)] if VISION.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def run_module(module: str, *arguments: str, timeout: float = 300.0, env: dict[str, str] | None = None) -> str:
     """What ``python -m module *arguments`` printed; it must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
+        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout,

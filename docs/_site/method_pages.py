@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,12 +48,10 @@ def page(kept: Registry, name: str) -> str:
     flag = FLAGS[kept]
     parts = [f"# `{name}`", plain(inspect.cleandoc(cls.__doc__ or ""))]
     parts += ["\n".join(_facts(kept, name, cls, flag))]
-    drawn = _picture(kept, cls)
     for method, head in FORMULAS.get(kept.kind, {}).items():
         written = inspect.getdoc(vars(cls)[method]) if method in vars(cls) else None
         if written:
-            parts += [f"## {head}", plain(re.split(r"\n\s*(?:Args|Returns|Raises):", written)[0]), *drawn]
-            drawn = []
+            parts += [f"## {head}", plain(re.split(r"\n\s*(?:Args|Returns|Raises):", written)[0])]
     parts += [part for title, text in _told(flag, name).items() for part in (f"## {title}", text)]
     parts += ["## Options", "\n".join(_options(kept, cls, flag))]
     written = list(_recipes(flag.removeprefix("--"), name))
@@ -87,12 +84,6 @@ def _facts(kept: Registry, name: str, cls: type, flag: str) -> Iterator[str]:
     about = of_registry(kept).page.removeprefix("docs/")
     yield f"| more | [{about.removesuffix('.md').replace('_', ' ')}](../{about}) |"
     yield f"| source | `{cls.__module__.replace('.', '/')}.py` |"
-
-
-def _picture(kept: Registry, cls: type) -> list[str]:
-    lines = [part for line in catalogue.picture(kept, cls) for part in textwrap.wrap(line, 80, drop_whitespace=False)]
-    drawn = "\n".join(line.rstrip() for line in lines)
-    return [f"```text\n{drawn}\n```", "Computed by the method itself, with its defaults."] if lines else []
 
 
 def _options(kept: Registry, cls: type, flag: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.console.text_table import aligned
+from ngrpo.machine.console.text import text_table
 from ngrpo.machine.hardware import memory_estimate, profile_of_run
 from ngrpo.machine.hardware.memory_estimate import Part
 from ngrpo.machine.models import model_size
@@ -92,7 +92,7 @@ def configuration(args: Args, run: RunConfig) -> list[str]:
     defaults = openrlhf_parser.default_values()
     differing = {key: value for key, value in args.items() if _plain(value) != _plain(defaults.get(key))}
     rows = [(f"--{key}", _text(value), f"[{_text(defaults.get(key))}]") for key, value in sorted(differing.items())]
-    return [*lines, *aligned([("OpenRLHF", "value", "[default]"), *rows], left=3)]
+    return [*lines, *text_table([("OpenRLHF", "value", "[default]"), *rows], left=3)]
 
 
 def placed(args: Args) -> list[str]:
@@ -159,7 +159,7 @@ def _table(parts: Sequence[Part], gpu: float) -> list[str]:
     sums = [sum(column) for column in zip(*cells)]
     names = [part.name for part in parts]
     rows = [(name, *map(gib, row)) for name, row in zip([*names, "sum"], [*cells, sums])]
-    columns = aligned([("", *memory_estimate.PHASES, "host"), *rows], left=1)
+    columns = text_table([("", *memory_estimate.PHASES, "host"), *rows], left=1)
     formulas = ["", *(part.formula for part in parts), ""]
     lines = [f"  {line}  {formula}".rstrip() for line, formula in zip(columns, formulas)]
     most = max(sums[:-1])

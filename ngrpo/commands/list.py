@@ -3,7 +3,7 @@
 
 All perturbations, gates, advantages and the other kinds that `ngrpo new` knows:
 in the tree, of installed packages, and their papers. With a name: its options
-with ranges and defaults, and a picture of what it does.
+with ranges and defaults.
 
 examples
   ngrpo list

@@ -22,7 +22,7 @@ from pathlib import Path
 from string import Template
 
 from ngrpo.config.kinds import KINDS
-from ngrpo.machine.console.text_table import defined
+from ngrpo.machine.console.text import help_entry
 from ngrpo.machine.storage.result_folder import writing
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -43,7 +43,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         UsageError: for an unknown kind, a name that cannot be one, or a file that exists.
     """
     if not argv or "-h" in argv or "--help" in argv:
-        lines = (line for kind in KINDS.values() for line in defined(f"  {kind.name}", kind.about, column=21))
+        lines = (line for kind in KINDS.values() for line in help_entry(f"  {kind.name}", kind.about, column=21))
         print((__doc__ or "").replace("{kinds}", "\n".join(lines)), end="")
         return 0 if argv else 2
     word, *rest = argv

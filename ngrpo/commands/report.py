@@ -14,17 +14,13 @@ A result is a folder of ngrpo compare, diagnose or train, or the results.json,
 diagnosis.json or summary.json in it. The report is written beside it, as
 report.html, unless --out says otherwise.
 
-Several files of samples, or folders of ngrpo eval, are compared with the first
-one, problem by problem, in a table on the screen: samples.jsonl of ngrpo eval,
-or samples_*.jsonl of lm-evaluation-harness (--log_samples). NAME=FILE names
-one.
+Several folders of ngrpo eval, or their samples.jsonl, are compared with the
+first one, problem by problem, in a table on the screen. NAME=FILE names one.
 
 examples
   ngrpo report runs/compare
   ngrpo report runs/compare/results.json --out report.html
   ngrpo report base=runs/eval-base trained=runs/eval-trained --tau 0.5
-  ngrpo report base/samples_gsm8k_1.jsonl new/samples_gsm8k_2.jsonl \\
-      --metric exact_match --filter strict-match
 """
 
 
@@ -44,8 +40,6 @@ def run(argv: list[str], report: Callable[[str], None]) -> int:
     parser = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
     parser.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
     parser.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
-    parser.add_argument("--metric", metavar="NAME", help="of lm-evaluation-harness, where there are several")
-    parser.add_argument("--filter", metavar="NAME", help="of lm-evaluation-harness, where there are several")
     parser.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of answers]")
     parser.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several answers]")
     if argv in (["-h"], ["--help"]):
@@ -56,14 +50,14 @@ def run(argv: list[str], report: Callable[[str], None]) -> int:
         raise UsageError(
             "ngrpo report takes one folder or file, got 0, or several files of samples. See ngrpo report --help."
         )
-    of_samples = {name: value for name in ("metric", "filter", "k", "tau") if (value := getattr(args, name))}
+    of_samples = {name: value for name in ("k", "tau") if (value := getattr(args, name))}
     only = Path(args.results[0]).expanduser()
     if len(args.results) > 1 or only.suffix == ".jsonl" or (only / "evaluation.json").is_file():
-        from ngrpo.workbench.report import of_samples as samples
+        from ngrpo.workbench.evaluate import sample_comparison
 
         if args.out:
             raise UsageError("--out is for the page of one result; files of samples give a table on the screen.")
-        print("\n".join(samples.lines(args.results, **of_samples)))
+        print("\n".join(sample_comparison.lines(args.results, **of_samples)))
         return 0
     if of_samples:
         raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {args.results[0]} is none.")

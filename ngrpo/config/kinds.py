@@ -32,7 +32,6 @@ class Kind:
         flag: the flag that takes its names; options follow after a dot.
         about: what it is, for ``ngrpo new`` and ``ngrpo train --help``.
         page: the page of docs/ about it.
-        picture: ``module:function`` that draws an object of it for ``ngrpo list NAME``; empty for none.
         suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``; empty for none.
         rests: what rests on its contract, for messages.
         templates: the package whose folder ``templates`` holds what ``ngrpo new`` writes.
@@ -44,7 +43,6 @@ class Kind:
     flag: str
     about: str
     page: str
-    picture: str = ""
     suite: str = ""
     rests: str = "rollout and replay rest"
     templates: str = "ngrpo.commands"
@@ -97,7 +95,6 @@ class Kind:
 
 
 _SUITE = "perturbations.testing:inspect"
-_PICTURES = "ngrpo.machine.console.pictures:of_"
 
 ROWS = (
     Kind(
@@ -105,7 +102,6 @@ ROWS = (
         flag="--perturbation",
         about="what the model is fed in place of a sampled token",
         page="docs/own_perturbation.md",
-        picture=f"{_PICTURES}perturbation",
         suite=_SUITE,
     ),
     Kind(
@@ -113,7 +109,6 @@ ROWS = (
         flag="--perturbation.gate",
         about="where a perturbation acts",
         page="docs/own_perturbation.md",
-        picture=f"{_PICTURES}gate",
         suite=_SUITE,
     ),
     Kind(
@@ -127,7 +122,6 @@ ROWS = (
         flag="--advantage",
         about="what the rewards of one prompt's answers become",
         page="docs/exploration.md",
-        picture=f"{_PICTURES}advantage",
         suite="ngrpo.config.advantage_check:inspect",
         rests="the loss rests",
         make=advantages.create,
@@ -137,14 +131,12 @@ ROWS = (
         flag="--credit",
         about="how an answer's advantage is shared among its tokens",
         page="docs/exploration.md",
-        picture=f"{_PICTURES}credit",
     ),
     Kind(
         registry=policy_noises.registry,
         flag="--policy_noise",
         about="noise on the weights that roll out",
         page="docs/exploration.md",
-        picture=f"{_PICTURES}policy_noise",
         in_rollouts=True,
     ),
     Kind(
@@ -152,7 +144,6 @@ ROWS = (
         flag="--sampling.schedule",
         about="temperatures that change within an answer or over a run",
         page="docs/exploration.md",
-        picture=f"{_PICTURES}sampling_schedule",
         in_rollouts=True,
     ),
     Kind(

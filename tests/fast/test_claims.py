@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 
 import pytest
 
-from tests.claims import CLAIMS
+from tests.claims import CLAIMS, files_of
 from tests.conftest import ROOT
 
 NOT_IN_MAKE_TEST = ("more", "slow")
@@ -34,5 +36,18 @@ def test_both_targets_leave_nothing_out() -> None:
     chosen = [line for line in lines if "not slow" in line]
     for tests in ("tests/fast", "tests/pipeline"):
         assert any(tests in line and '"more and not slow"' in line for line in chosen), tests
-    assert any("$(call files,more and not slow,$(FILES))" in line for line in chosen)
+    assert any("$(call files,more and not slow," in line and "tests.claims stack more" in line for line in chosen)
     assert sum("not more and not slow" in line for line in chosen) == 3
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["more", "slow"])
+def test_a_file_is_started_where_it_has_such_tests(kind: str) -> None:
+    """As pytest collects them."""
+    chosen = "slow" if kind == "slow" else "more and not slow"
+    command = [sys.executable, "-m", "pytest", "tests/stack", "--collect-only", "-qq", "-m", chosen]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    collected = {line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/")}
+    assert len(collected) > 15 and collected <= set(files_of("stack", kind)), done.stdout + done.stderr
+    missing = {"tests/stack/test_trl.py"}  # without TRL it is skipped as a whole
+    assert set(files_of("stack", kind)) - missing <= collected

@@ -114,17 +114,8 @@ def test_the_command_line() -> None:
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.")):
             parse.run_config(words)
-    complete = [
-        "--model",
-        "m",
-        "--task",
-        "arithmetic",
-        "--rollout.n_samples_per_prompt",
-        "4",
-        "--credit",
-        "top_entropy",
-        "--preset",
-    ]
+    complete = ["--model", "m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4"]
+    complete += ["--credit", "top_entropy", "--preset"]
     for preset, refused in (("grpo", False), ("gspo", True)):
         with pytest.raises(UsageError, match="the ratio is of the whole answer") if refused else nullcontext():
             rules.checked(parse.run_config([*complete, preset]))

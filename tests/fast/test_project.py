@@ -121,28 +121,6 @@ def test_the_range_of_python_is_the_same_wherever_it_is_written() -> None:
     assert f"(3, {low}) <= sys.version_info[:2] <= (3, {int(high) - 1})" in (ROOT / "Makefile").read_text()
 
 
-TARGETS = [
-    "demo",
-    "test",
-    "test-fast",
-    "test-stack",
-    "test-verl",
-    "lint",
-    "clean",
-    "bench",
-    "gpu",
-    "matrix",
-    "docs",
-    "dist",
-    "study",
-]
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_make_targets(target: str) -> None:
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-
-
 def test_what_make_calls_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     scripts = re.findall(r"examples/[\w/]+\.\w+", makefile)
@@ -157,32 +135,20 @@ def test_what_make_calls_exists() -> None:
 
 MAKE = """#!/bin/sh
 echo "$1" >> "$CALLS"
-[ "$1" = "$FAILING" ] && exit 2
-[ "$1" = test-more ] && echo "$SAID" && exec sleep "$LONG"
-exit 0
+[ "$1" != "$FAILING" ] || exit 2
 """
 
 
-@pytest.mark.parametrize(
-    ("failing", "said", "long", "status", "calls"),
-    [
-        ("", "", "0", 0, "lint test test-more"),
-        ("lint", "", "0", 2, "lint"),
-        ("test", "", "0", 2, "lint test"),
-        ("test-more", "", "0", 2, "lint test test-more"),
-        ("", "FAILED tests/some.py", "60", 124, "lint test test-more"),
-        ("", "1 passed; no line begins with FAILED", "60", 0, "lint test test-more"),
-    ],
-)
-def test_ci_runs_all_tests_as_far_as_the_time_reaches(
-    failing: str, said: str, long: str, status: int, calls: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("failing", ["", "lint", "test", "test-more"])
+def test_ci_runs_all_tests(failing: str, tmp_path: Path) -> None:
     (tmp_path / "make").write_text(MAKE)
     (tmp_path / "make").chmod(0o755)
     log, path = tmp_path / "calls", os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "CALLS": str(log), "FAILING": failing, "SAID": said, "LONG": long}
-    done = subprocess.run([ROOT / ".ci" / "run"], env={**env, "CI_SECONDS": "1"}, capture_output=True, check=False)
-    assert done.returncode == status and log.read_text().split() == calls.split()
+    env = {**os.environ, "PATH": path, "CALLS": str(log), "FAILING": failing}
+    done = subprocess.run([ROOT / ".ci" / "run"], env=env, capture_output=True, check=False)
+    assert done.returncode == (2 if failing else 0)
+    called = ["lint", "test", "test-more"]
+    assert log.read_text().split() == (called[: called.index(failing) + 1] if failing else called)
 
 
 def test_shell_scripts_parse() -> None:

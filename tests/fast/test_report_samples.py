@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ngrpo report`` of files of samples: read, paired by problem, and judged as by hand and by scipy."""
+"""``ngrpo report`` of several evaluations: read, paired by problem, and judged as by hand and by scipy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 from scipy import stats
 
 from ngrpo import cli
-from ngrpo.workbench.evaluate.sample_files import read
-from ngrpo.workbench.report.of_samples import lines
+from ngrpo.workbench.evaluate.sample_comparison import lines, read
 from ngrpo.workbench.statistics import cover_at
 from perturbations.errors import UsageError
 
@@ -33,17 +32,6 @@ def of_eval(folder: Path, right: dict[str, list[int]]) -> str:
     ]
     written(folder / "evaluation.json", [{}])
     return str(Path(written(folder / "samples.jsonl", rows)).parent)
-
-
-def of_harness(path: Path, scores: dict[int, float], filters: tuple[str, ...] = ("none",), **more: float) -> str:
-    """A file as lm-evaluation-harness 0.4 writes it with --log_samples."""
-    names = ["exact_match", *more]
-    rows = [
-        {"doc_id": i, "doc": {"question": f"{i}?"}, "target": "1", "resps": [["1"]], "filtered_resps": ["1"],
-         "filter": name, "metrics": names, "doc_hash": f"hash-{i}", "exact_match": score, **more}
-        for i, score in scores.items() for name in filters
-    ]  # fmt: skip
-    return written(path, rows)
 
 
 BASE = {"a": [1, 0, 0, 0], "b": [1, 1, 1, 1], "c": [0, 0, 0, 0], "d": [1, 1, 0, 0], "e": [0, 1, 0, 0]}
@@ -83,36 +71,31 @@ def test_pairs_are_by_problem_and_what_is_missing_is_said(tmp_path: Path) -> Non
 
 def test_several_files_are_corrected_for(tmp_path: Path) -> None:
     draws = np.random.default_rng(0)
-    base = {i: float(draws.random() < 0.5) for i in range(400)}
-    files = [of_harness(tmp_path / "samples_base.jsonl", base)]
+    base = {str(i): [int(draws.random() < 0.5)] for i in range(400)}
+    files = [of_eval(tmp_path / "base", base)]
     for other, gain in enumerate((0.0, 0.02, 0.2)):
-        scores = {i: max(score, float(draws.random() < gain)) for i, score in base.items()}
-        files.append(of_harness(tmp_path / f"samples_{other}.jsonl", scores))
+        right = {name: [max(score, int(draws.random() < gain))] for name, (score,) in base.items()}
+        files.append(of_eval(tmp_path / str(other), right))
     table = [row for row in lines(files) if row.startswith("mean")]
     assert len(table) == 4 and table[3].count("<0.001 *") == 1
     assert "+0.000" in table[1] and "*" not in table[1]
 
 
-def test_the_metric_and_the_filter_are_named_where_there_are_several(tmp_path: Path) -> None:
-    file = Path(of_harness(tmp_path / "s.jsonl", {0: 1.0, 1: 0.0}, ("strict-match", "flexible-extract"), acc=0.5))
-    with pytest.raises(UsageError, match="filters flexible-extract, strict-match: choose with --filter"):
-        read(file)
-    with pytest.raises(UsageError, match="metrics acc, exact_match: choose with --metric"):
-        read(file, chosen_filter="strict-match")
-    found = read(file, chosen_filter="strict-match", metric="exact_match")
-    assert found.scores == {"hash-0": (1.0,), "hash-1": (0.0,)}
-    with pytest.raises(UsageError, match="--k 2: must be in"):
-        lines([str(file)], filter="strict-match", metric="exact_match", k="2")
-    with pytest.raises(UsageError, match="scores in between"):
-        lines([str(file)], filter="strict-match", metric="acc", tau="0.5")
-
-
-@pytest.mark.parametrize("content", ["", "[1]\n", "{\n", '{"other": 1}\n', '{"doc_id": 0, "exact_match": "yes"}\n'])
+@pytest.mark.parametrize("content", ["", "[1]\n", "{\n", '{"other": 1}\n', '{"problem": "a"}\n'])
 def test_what_is_no_file_of_samples(tmp_path: Path, content: str) -> None:
     file = tmp_path / "samples_x.jsonl"
     file.write_text(content)
     with pytest.raises(UsageError, match="samples_x"):
-        read(file)
+        read(str(file))
+
+
+def test_a_file_of_samples_line_by_line(tmp_path: Path) -> None:
+    """U+2028 within a line, a sample written twice, and a name before the path."""
+    rows = [{"problem": "a\u2028", "sample": 0, "correct": right} for right in (True, False)]
+    file = tmp_path / "other.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert read(str(file)) == ("other.jsonl", {"a\u2028": (1, 1)})
+    assert read(f"ours={file}").name == "ours"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +109,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for words, said in (
         ([base, ours, "--tau", "1.5"], "--tau 1.5: must be in (0, 1]"),
         ([base, ours, "--k", "x"], "--k x: must be numbers"),
+        ([base, ours, "--k", "5"], "--k 5: must be in [1, 4]"),
         ([base, ours, "--out", "x.html"], "--out is for the page"),
         ([base, "nowhere"], "nowhere: there is no such file"),
     ):

@@ -272,7 +272,6 @@ def test_the_command_line() -> None:
             parse.run_config(words)
     assert "sampling schedule" in catalogue.listing()
     assert "--sampling.schedule.tau_max" in catalogue.train_help("")
-    assert "token 300  0.378" in catalogue.described("ead") and "entropy 4.14" in catalogue.described("edt")
 
 
 def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:

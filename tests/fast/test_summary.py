@@ -71,7 +71,6 @@ def test_perturbed_run(tmp_path: Path) -> None:
         "neighbor rate=0.1 k=4",
         "anchor≠sampled",
         "0.250",
-        "reward of the rollouts; ● eval_default_pass1",
         "reward        0.250 → 0.750",
         "evaluation    0.500 (step 3), eval_default_pass1",
         "replay        largest difference of rollout and trainer: 3.0e-02 in log π of a token",
@@ -122,16 +121,6 @@ def test_evaluations_before_and_after(tmp_path: Path) -> None:
     writer.add_scalar("eval/eval_default_pass1", 0.125, 0)
     writer.close()
     assert "evaluation    0.125 (step 0) → 0.500 (step 4), eval_default_pass1" in finish(tmp_path)[0]
-
-
-def test_rewards_beyond_one_have_no_chart(tmp_path: Path) -> None:
-    write_log(tmp_path / "tb", [-1.0, 0.5, 2.0], {})
-    assert "reward        ▁▅█  -1.000 → 2.000" in finish(tmp_path)[0]
-
-
-def test_sparkline() -> None:
-    assert summary.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert summary.sparkline([0.3, 0.3]) == "▁▁"
 
 
 def test_a_full_disk_at_the_summary(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ GRADIENTS = [
     ),
     *of_file(
         "perturbations/methods/gumbel.py",
-        "test_density_exact.py",
+        "test_density.py",
         ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
         ("below = (gumbels <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
     ),
@@ -58,7 +58,7 @@ GRADIENTS = [
     ),
     *of_file(
         "perturbations/methods/latent.py",
-        "test_density_exact.py",
+        "test_density.py",
         ("/ self.scale + low", "/ self.scale", "latent, exact: the shift of the noise"),
         ("others & (beyond.detach() < high)", "others", "latent, exact: noise that no bound could hold is waited for"),
         (

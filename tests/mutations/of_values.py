@@ -117,7 +117,7 @@ VALUES = [
     ),
     *of_file(
         "perturbations/density.py",
-        "test_density_exact.py",
+        "test_density.py",
         (".clamp(*_REACH)", "", "censored noise has no bounds"),
     ),
     *of_file(

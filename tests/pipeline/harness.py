@@ -40,10 +40,9 @@ PROGRAM = [sys.executable, "-m", "ngrpo.cli", "train", "--run-dir"]
 EXAMPLE = ["bash", "examples/train_neighbor_cpu.sh"]
 
 
-def train(
-    folder: Path, smollm2: str, *flags: str, env: dict[str, str] | None = None, program: Sequence[str] = PROGRAM
-) -> subprocess.CompletedProcess:
-    with start(folder, smollm2, *flags, env=env, program=program) as process:
+def completed(command: Sequence[str], env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, from the project's root; both of its streams are ``stdout``."""
+    with begun(command, env) as process:
         try:
             output, _ = process.communicate(timeout=600)
         except BaseException:
@@ -52,14 +51,10 @@ def train(
     return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
-def start(
-    folder: Path, smollm2: str, *flags: str, env: dict[str, str] | None = None, program: Sequence[str] = PROGRAM
-) -> subprocess.Popen[str]:
-    """As :func:`train`, without waiting for its end; what it prints goes to a pipe."""
-    small = [word for pair in SMALL.items() for word in pair]
+def begun(command: Sequence[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.Popen(
-        [*program, str(folder), "--model", smollm2, *small, *flags],
+        command,
         cwd=ROOT,
         env={**os.environ, "PATH": scripts, **(env or {})},
         stdout=subprocess.PIPE,
@@ -68,8 +63,23 @@ def start(
     )
 
 
-def steps_of(folder: Path, smollm2: str, *flags: str, program: Sequence[str] = PROGRAM) -> list[dict[str, Any]]:
-    result = train(folder, smollm2, *flags, program=program)
+def small(folder: Path, model: str, *flags: str, program: Sequence[str] = PROGRAM) -> list[str]:
+    """The words of a small run."""
+    return [*program, str(folder), "--model", model, *(word for pair in SMALL.items() for word in pair), *flags]
+
+
+def train(
+    folder: Path, model: str, *flags: str, env: dict[str, str] | None = None, program: Sequence[str] = PROGRAM
+) -> subprocess.CompletedProcess[str]:
+    return completed(small(folder, model, *flags, program=program), env)
+
+
+def start(folder: Path, model: str, *flags: str) -> subprocess.Popen[str]:
+    return begun(small(folder, model, *flags))
+
+
+def steps_of(folder: Path, model: str, *flags: str, program: Sequence[str] = PROGRAM) -> list[dict[str, Any]]:
+    result = train(folder, model, *flags, program=program)
     assert result.returncode == 0, result.stdout[-6000:]
     steps = json.loads((folder / "summary.json").read_text())["steps"]
     assert len(steps) == 2

@@ -94,12 +94,12 @@ def test_masks_are_on_in_rollouts_and_off_in_evaluation(found: dict[str, Any]) -
     }
 
 
-def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, smollm2: str) -> None:
+def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, random_model: str) -> None:
     """Both near-equal names at once. With n = 1 and four answers, all-wrong groups get -0.2/√0.2 (test_advantages in
     tests/fast), and nothing else can be uniform, since all-correct prompts are filtered out."""
     flags = ["--advantage", "ngrpo", "--perturbation", "neighbor", "--sampling.top_k", "20", "--sampling.min_p", "0.1"]
     flags += ["--credit", "top_entropy"]
-    steps = steps_of(tmp_path, smollm2, *flags, "--algo.kl.init_coef", "0")
+    steps = steps_of(tmp_path, random_model, *flags, "--algo.kl.init_coef", "0")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
     assert summary["versions"]["model runner"] == "V1"

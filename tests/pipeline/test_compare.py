@@ -4,64 +4,31 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.pipeline.harness import ROOT, SMALL
+from tests.pipeline.harness import ROOT, assert_nothing_runs, begun, small
 
 BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
 # Random answers are never right: a reward in which they differ shows whether two runs are equal.
 LETTERS = ROOT / "tests" / "pipeline" / "user_files" / "first_letters.py"
-EXTRA = [
-    "--reward.remote_url",
-    str(LETTERS),
-    "--eval.n",
-    "4",
-    "--eval.k",
-    "1,4",
-    "--eval.limit",
-    "8",
-    "--eval.max-tokens",
-    "12",
-]
-EXTRA += ["--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5", "--eval.steps", "2"]
-EXTRA += ["--report.groups", "1"]
+EXTRA = ["--reward.remote_url", str(LETTERS), "--eval.n", "4", "--eval.k", "1,4", "--eval.limit", "8"]
+EXTRA += ["--eval.max-tokens", "12", "--diagnose.prompts", "4", "--diagnose.group", "4", "--actor.adam.lr", "1e-5"]
+EXTRA += ["--eval.steps", "2", "--report.groups", "1"]
 
 
-def start(folder: Path, tiny: str) -> subprocess.Popen:
+def start(folder: Path, tiny: str) -> subprocess.Popen[str]:
     """The example's script, made smaller by later words."""
-    small = [word for pair in SMALL.items() for word in pair]
     reward = folder.parent / "reward.py"
     reward.write_text(BROKEN)
     arms = ["--perturbations", "none,neighbor:rate=0", "--strategy", f"none --reward.remote_url={reward}"]
-    words = [
-        str(folder),
-        *arms,
-        "--seeds",
-        "0",
-        "--model",
-        tiny,
-        *small,
-        "--reward.remote_url",
-        str(LETTERS),
-        *EXTRA,
-    ]
-    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.Popen(
-        ["bash", "examples/compare_cpu.sh", *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PATH": scripts, "PYTHONUNBUFFERED": "1"},
-    )
+    command = small(folder, tiny, *arms, "--seeds", "0", *EXTRA, program=["bash", "examples/compare_cpu.sh"])
+    return begun(command, {"PYTHONUNBUFFERED": "1"})
 
 
 def until(process: subprocess.Popen, text: str) -> list[str]:
@@ -75,19 +42,6 @@ def until(process: subprocess.Popen, text: str) -> list[str]:
     raise AssertionError("".join(lines[-40:]))
 
 
-def alive(words: str) -> list[str]:
-    """Command lines of running processes that hold a text."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = place.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if words in line:
-            found.append(line)
-    return found
-
-
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> tuple[Path, dict[str, Any], str, float]:
     folder = tmp_path_factory.mktemp("compare") / "out"
@@ -96,10 +50,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> tuple[Path,
     finished = (folder / "runs" / "none-seed0" / "run.json").stat().st_mtime
     first.send_signal(signal.SIGKILL)
     first.wait()
-    deadline = time.monotonic() + 60
-    while alive(str(folder)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not alive(str(folder)), "the killed comparison's run lives on"
+    assert_nothing_runs(folder)
     second = start(folder, tiny)
     output, _ = second.communicate(timeout=600)
     assert second.returncode == 1, output[-4000:]  # the broken strategy

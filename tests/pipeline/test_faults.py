@@ -34,12 +34,11 @@ def reward_func(queries, prompts, labels, **_):
     [
         ("raise KeyError('no such label')", "raised KeyError: 'no such label'"),
         ("time.sleep(3600)", "has not answered within 3 s"),
-        ("return {{'rewards': 'good'}}", "returned 'good' as 'rewards' of one answer"),
     ],
 )
 def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str, fault: str, told: str) -> None:
     file = tmp_path / "reward.py"
-    file.write_text(REWARD.format(fault=fault.replace("{{", "{").replace("}}", "}")))
+    file.write_text(REWARD.format(fault=fault))
     flags = ["--reward.remote_url", str(file)]
     result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"NGRPO_REWARD_SECONDS": "3"})
     assert result.returncode == 1

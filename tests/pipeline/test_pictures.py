@@ -8,35 +8,23 @@ import os
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.own_process import NO_VISION, with_vision
 from tests.pipeline.harness import GAP, LOUD, ROOT, SMALL, train
 
-VISION = ROOT / ".venv" / "vision"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not VISION.is_dir() and find_spec("torchvision") is None, reason="torchvision is missing: make vision"
-    ),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_VISION, reason="torchvision is missing: make vision")]
 MAKE = "from benchmarks.models import pictures; import sys; from pathlib import Path;"
 MAKE += "folder = Path(sys.argv[1]); pictures.build(folder, sys.argv[2]); pictures.prompts(folder / 'prompts')"
 
 
 @pytest.fixture(scope="module")
-def environment() -> dict[str, str]:
-    paths = [str(ROOT), *([str(VISION)] if VISION.is_dir() else []), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, smollm2: str, environment: dict[str, str]) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
     folder = tmp_path_factory.mktemp("qwen3_vl")
     command = [sys.executable, "-c", MAKE, str(folder), smollm2]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **with_vision()}, check=True, capture_output=True)
     return folder
 
 
@@ -54,7 +42,7 @@ def flags_for(problems: Path, pictures: int) -> list[str]:
 
 @pytest.mark.parametrize("pictures", [1, 0], ids=["pictures", "text"])
 def test_two_steps_of_a_multimodal_model(
-    pictures: int, model: Path, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pictures: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gap after perturbed inputs is that of plain positions, in both steps, and so is that of unperturbed text."""
     monkeypatch.delitem(SMALL, "--task")
@@ -64,7 +52,7 @@ def test_two_steps_of_a_multimodal_model(
         problems = tmp_path / "text.jsonl"
         texts = [{"input": row["input"].replace("<image>", ""), "label": row["label"]} for row in rows]
         problems.write_text("".join(json.dumps(row) + "\n" for row in texts))
-    result = train(tmp_path / "run", str(model), *flags_for(problems, pictures), env=environment)
+    result = train(tmp_path / "run", str(model), *flags_for(problems, pictures), env=with_vision())
     assert result.returncode == 0, result.stdout[-6000:]
     steps = json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]
     assert len(steps) == 2
@@ -75,7 +63,7 @@ def test_two_steps_of_a_multimodal_model(
 
 
 def test_pictures_that_both_sides_read_differently_end_a_strict_run(
-    model: Path, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the axes of positions vLLM numbers a picture's places as those of text, and transformers does not."""
     monkeypatch.delitem(SMALL, "--task")
@@ -84,7 +72,7 @@ def test_pictures_that_both_sides_read_differently_end_a_strict_run(
     config = json.loads((folder / "config.json").read_text())
     del config["text_config"]["rope_parameters"]["mrope_section"]
     (folder / "config.json").write_text(json.dumps(config))
-    result = train(tmp_path / "run", str(folder), *flags_for(model / "prompts" / "prompts.jsonl", 1), env=environment)
+    result = train(tmp_path / "run", str(folder), *flags_for(model / "prompts" / "prompts.jsonl", 1), env=with_vision())
     assert result.returncode != 0 and "Engine and trainer read pictures differently" in result.stdout, result.stdout[
         -6000:
     ]

@@ -14,7 +14,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", ["neighbor", "none"])
+@pytest.mark.parametrize("name", ["neighbor", pytest.param("none", marks=pytest.mark.slow)])
 def test_an_engine_of_two_ranks_starts_in_ray(tiny: str, name: str) -> None:
     """With RAY_ADDRESS=local, which an engine's core must not take for itself; unperturbed without flash-attn too."""
     folders = [str(HERE / "ray_on_cpu"), str(HERE.parents[1])]

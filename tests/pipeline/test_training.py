@@ -11,25 +11,6 @@ import pytest
 
 from tests.pipeline.harness import EXAMPLE, GAP, LOUD, steps_of, train
 
-BFLOAT16 = ["--ds.param_dtype", "bf16"]
-
-
-@pytest.fixture(scope="module")
-def plain_gap(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> float:
-    """bfloat16's own gap between vLLM and the trainer: the machinery is on, nothing is perturbed.
-
-    Run by the example's script, with later flags that make it smaller.
-    """
-    folder = tmp_path_factory.mktemp("unperturbed")
-    (first, _) = steps_of(folder, smollm2, *BFLOAT16, "--perturbation.rate", "1e-9", program=EXAMPLE)
-    assert first["rate"] == 0.0
-    assert "gap_perturbed_mean" not in first
-    evaluated = json.loads((folder / "summary.json").read_text())["evaluation"]["eval/eval_default_pass1"]
-    assert list(evaluated) == ["0"], "the example evaluates before its first step, and after its last of four"
-    print(f"bfloat16 gap without perturbation: mean {first['gap_plain_mean']:.4f}, max {first['gap_plain_max']:.4f}")
-    assert first["gap_plain_mean"] > 10 * GAP, "not bfloat16"
-    return first["gap_plain_mean"]
-
 
 def check(steps: list[dict[str, Any]], rate: float) -> None:
     first = steps[0]
@@ -60,25 +41,27 @@ def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm
     for step in steps:
         assert max(step["gap_perturbed_max"], step["gap_plain_max"], step.get("gap_unperturbed_mean", 0.0)) <= GAP
     assert steps[0]["prefix_hit_rate"] == 0.0  # a prompt of this task is shorter than a block of vLLM's on a CPU
-    evaluation = json.loads((tmp_path / "summary.json").read_text())["evaluation"]
-    assert evaluation, "the task's evaluation split was not used"
+    evaluated = json.loads((tmp_path / "summary.json").read_text())["evaluation"]["eval/eval_default_pass1"]
+    assert list(evaluated) == ["0", "1", "2"], "the example evaluates before its first step too"
 
 
 @pytest.mark.more
-def test_gspo_with_gumbel_in_bfloat16(tmp_path: Path, smollm2: str, plain_gap: float) -> None:
-    """Also the attention that a run has where none is given."""
+def test_gspo_with_gumbel_in_bfloat16(tmp_path: Path, smollm2: str) -> None:
+    """Also the attention that a run has where none is given.
+
+    Rounding at 2^-9 gives this model a gap of 0.03 to 0.04; the mean over a hundred tokens scatters
+    by about a third. A replay that is missed has more than 0.3.
+    """
     flags = ["--perturbation", "gumbel", "--actor.policy_loss_type", "gspo", "--algo.kl.init_coef", "0"]
-    flags += ["--ds.attn_implementation", "sdpa"]
-    steps = steps_of(tmp_path, smollm2, *LOUD, *BFLOAT16, *flags)
+    flags += ["--ds.attn_implementation", "sdpa", "--ds.param_dtype", "bf16"]
+    steps = steps_of(tmp_path, smollm2, *LOUD, *flags)
     check(steps, rate=1.0)
-    # bfloat16 rounds at 2^-9; the mean over a hundred tokens scatters by about a third. At rate 1 the only plain tokens
-    # are the answers' first ones, too few for a mean.
-    assert all(step["gap_perturbed_mean"] <= 2.0 * plain_gap for step in steps)
+    assert all(10 * GAP < step["gap_perturbed_mean"] <= 0.07 for step in steps), "below it is not bfloat16"
 
 
 @pytest.mark.more
-def test_a_worker_without_the_plugin_stops_the_run(tmp_path: Path, smollm2: str) -> None:
-    result = train(tmp_path, smollm2, "--perturbation", "neighbor", env={"VLLM_PLUGINS": "some_other_plugin"})
+def test_a_worker_without_the_plugin_stops_the_run(tmp_path: Path, random_model: str) -> None:
+    result = train(tmp_path, random_model, "--perturbation", "neighbor", env={"VLLM_PLUGINS": "some_other_plugin"})
     assert result.returncode != 0
     assert "vLLM worker 0 runs unperturbed" in result.stdout[-3000:]
     assert "pip install ngrpo" in result.stdout[-3000:]

@@ -121,8 +121,9 @@ def warm_up(llm: Any) -> dict[str, int]:
 
     from ngrpo.rollout import plugin
     from perturbations import FinishedTrajectory
+    from tests.stack.scheduling import worker_of
 
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = worker_of(llm)
     requests, perturber = worker.perturbation.requests, worker.perturbation.perturber
     seen = {"compiled": 0, "compiled_before": 0}
     take, compile_step = requests.take, perturber.compile

@@ -35,6 +35,10 @@ DISTURBED: dict[str, Any] = {
 """Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one in these tests."""
 
 
+CROWDED = {"num_gpu_blocks_override": 8, "block_size": 32, "max_model_len": 192, "enable_prefix_caching": False}
+"""A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
+
+
 def load_in_float32(folder: str) -> Any:
     """The trainer's side of an engine: the same model in Hugging Face's classes."""
     from transformers import AutoModelForCausalLM
@@ -90,13 +94,7 @@ def sample(
 
     from ngrpo.rollout import take_trajectories
 
-    settings: dict[str, Any] = {
-        "temperature": 1.0,
-        "max_tokens": 64,
-        "ignore_eos": True,
-        "logprobs": 0,
-        **params,
-    }
+    settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, **params}
     each = [
         SamplingParams(**settings, extra_args={"perturbation": given} if given else None)
         for given in (arguments or [None] * len(prompts))

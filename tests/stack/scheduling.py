@@ -13,6 +13,11 @@ def scheduler_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
+def worker_of(llm: Any) -> Any:
+    """The worker of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
 def note_preemptions(llm: Any) -> list[str]:
     """The requests that are preempted from now on, once for each time."""
     scheduler, preempted = scheduler_of(llm), []

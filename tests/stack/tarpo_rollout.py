@@ -22,6 +22,7 @@ if RUNNER == "V2":
 
 from tests.stack.harness import QUESTIONS, build_engine, chat_prompts, sample  # noqa: E402
 from tests.stack.routed import TEMPERATURE, decisions, shaken  # noqa: E402
+from tests.stack.scheduling import worker_of  # noqa: E402
 
 
 def main(model: str, target: str) -> None:
@@ -29,7 +30,7 @@ def main(model: str, target: str) -> None:
     options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "enable_prefix_caching": True}
     with as_on_cuda.asynchronous():
         llm = build_engine(model, {"name": "tarpo"}, **options)
-        shaken(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.perturbation.module)
+        shaken(worker_of(llm).perturbation.module)
         prompts = chat_prompts(llm, QUESTIONS[:3])
         with decisions() as seen:
             rollouts = sample(llm, prompts, max_tokens=6, temperature=TEMPERATURE)

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own data parallelism: two ranks behind one AsyncLLM, which spreads the requests over them."""
+"""vLLM's own data parallelism: two ranks behind one AsyncLLM, which spreads the requests over them.
+
+They are in a process of their own, which runs this file.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import sys
 from typing import Any
 
 import pytest
 
-from tests.own_process import result_of
-from tests.stack.data_parallel_rollout import SAMPLES
+from tests.own_process import RESULT, result_of
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = pytest.mark.slow
+SAMPLES, TOKENS = 8, 24
 
 
 @pytest.fixture(scope="module")
 def seen(tiny: str) -> dict[str, Any]:
-    return result_of("tests.stack.data_parallel_rollout", tiny)
+    return result_of("tests.stack.test_data_parallel", tiny)
 
 
 def test_both_ranks_answer(seen: dict[str, Any]) -> None:
@@ -41,3 +48,87 @@ def test_replay_equals_rollout(seen: dict[str, Any]) -> None:
 
 def test_an_aborted_request_leaves_no_record(seen: dict[str, Any]) -> None:
     assert seen["after an abort"] == ["after"]
+
+
+async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from ngrpo.rollout.async_scheduling import cut_to_answer
+    from ngrpo.rollout.requests import external_id
+    from perturbations import FinishedTrajectory
+    from tests.stack.harness import Rollout
+
+    llm = AsyncLLM.from_engine_args(
+        AsyncEngineArgs(
+            folder,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            max_num_seqs=8,
+            data_parallel_size=2,
+            disable_log_stats=True,
+            additional_config={"perturbation": {"name": "neighbor", "rate": 0.5, "variant": "released"}},
+        )
+    )
+    prompt = list(range(100, 120))
+
+    async def answer(name: str, seed: int | None = None, rank: int | None = None) -> Any:
+        arguments = None if seed is None else {"perturbation": {"seed": seed}}
+        params = SamplingParams(temperature=1.0, max_tokens=TOKENS, ignore_eos=True, extra_args=arguments)
+        asked = {"prompt_token_ids": prompt}
+        async for output in llm.generate(asked, params, request_id=name, data_parallel_rank=rank):
+            last = output
+        return last
+
+    async def take() -> list[dict[str, Any]]:
+        taken = await llm.collective_rpc("perturbation_take", args=(None, []))
+        return [{external_id(name): answer_of(parts) for name, parts in part.items()} for part in taken]
+
+    def answer_of(parts: dict[str, bytes]) -> tuple[Any, Any]:
+        found = cut_to_answer(FinishedTrajectory.unpack(parts), TOKENS)
+        return found.record, found.log_probs
+
+    facts: dict[str, Any] = {"fingerprints": await llm.collective_rpc("perturbation_fingerprint")}
+    outputs = await asyncio.gather(*(answer(str(i)) for i in range(SAMPLES)))
+    parts = await take()
+    facts["records of each rank"] = [len(part) for part in parts]
+    taken = {name: pair for part in parts for name, pair in part.items()}
+    found = [Rollout(prompt, list(o.outputs[0].token_ids), *taken[o.request_id], []) for o in outputs]
+    # With a seed of its own a request has the same draws on either rank.
+    seeded = await asyncio.gather(*(answer(f"s{i}", seed=5, rank=i) for i in range(2)))
+    facts["seeded"] = [list(o.outputs[0].token_ids) for o in seeded]
+    await take()
+    # Of an aborted request no rank keeps anything.
+    stream = llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=100), request_id="aborted")
+    await anext(stream)
+    await stream.aclose()
+    await answer("after")
+    facts["after an abort"] = sorted(name for part in await take() for name in part)
+    llm.shutdown()
+    return found, facts
+
+
+def main(folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tests.stack.harness import gaps
+
+    found, facts = asyncio.run(rollouts(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    result = {
+        **facts,
+        "different": len({tuple(r.tokens) for r in found}),
+        "seeds": len({r.record.seed for r in found}),
+        "edits": sum(len(r.record) for r in found),
+        "gap": gaps(model, found).max().item(),
+        "without": gaps(model, found, replay=False).max().item(),
+    }
+    print(RESULT + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    main(*sys.argv[1:])

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +12,10 @@ from torch import Tensor
 
 from ngrpo.rollout import set_perturbation, startup_check, take_records
 from perturbations import ExactIndex
-from tests.stack.harness import build_engine, chat_prompts, gaps, sample
+from tests.stack.harness import build_engine, chat_prompts, sample
+from tests.stack.scheduling import worker_of
 
 pytestmark = pytest.mark.stack
-
-
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
 
 
 def test_an_engine_without_a_perturbation_has_no_records(model: str) -> None:
@@ -100,7 +94,7 @@ class Transfer:
 
 def test_new_weights_give_new_neighbors(model: str, hf_model: Any) -> None:
     llm = build_engine(model, {"name": "neighbor", "rate": 1.0, "mix_temperature": 3.0, "realization": "sampled"})
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    worker = worker_of(llm)
     runner = worker.model_runner
     prompts = chat_prompts(llm)[:2]
     sample(llm, prompts, max_tokens=8)
@@ -133,19 +127,3 @@ def test_new_weights_give_new_neighbors(model: str, hf_model: Any) -> None:
         (rollout, _) = sample(llm, prompts, max_tokens=8)
         ids, _ = ExactIndex(embedding).query(torch.from_numpy(rollout.record.ids[:, 0]).long(), 2)
         assert ids.tolist() == rollout.record.ids[:, 1:].tolist()
-
-
-@pytest.fixture
-def examples_on_the_path() -> Iterator[None]:
-    folder = str(Path(__file__).resolve().parents[2] / "examples")
-    sys.path.insert(0, folder)
-    yield
-    sys.path.remove(folder)
-
-
-@pytest.mark.usefixtures("examples_on_the_path")
-def test_a_perturbation_from_outside_the_package(engine: Any, hf_model: Any) -> None:
-    set_perturbation(engine, "custom_perturbation:RunnerUp", rate=0.5, share=0.4)
-    rollouts = sample(engine, chat_prompts(engine), max_tokens=24)
-    assert sum(len(r.record) for r in rollouts) > 20
-    assert gaps(hf_model, rollouts).max() <= 1e-4

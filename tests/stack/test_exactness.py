@@ -29,17 +29,17 @@ OPTIONS = {
     "lepo": [{"gate": "none"}],
     "latent": [{}],
 }
-OFTEN = ("gaussian", "gumbel", "soft", "multiplex")
+OFTEN = (("neighbor", "released"), ("neighbor", "l2", 3.0), ("gaussian", "soft"), ("multiplex", "distinct"))
 
 
 def marks(name: str, options: dict[str, Any], rate: float) -> list[pytest.MarkDecorator]:
     """At rate 1 every position has the inputs of the perturbation; plain ones between them are the same for all.
 
-    Those of the other names are in test_v2.py as well, on short answers, in both runners.
+    Each name with its defaults is in test_v2.py as well, on short answers of a small model, in both runners.
     """
     if not options and (name, rate) in (("neighbor", 0.1), ("gumbel", 1.0)):
         return []
-    return [pytest.mark.more if name == "neighbor" or (rate == 1.0 and name in OFTEN) else pytest.mark.slow]
+    return [pytest.mark.more if rate == 1.0 and (name, *options.values()) in OFTEN else pytest.mark.slow]
 
 
 CASES = [

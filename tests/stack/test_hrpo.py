@@ -13,16 +13,12 @@ import torch
 from ngrpo.machine.storage import parameters_file
 from ngrpo.rollout import set_perturbation
 from perturbations import create, parameters
-from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample, sync
+from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample, sync
+from tests.stack.scheduling import note_preemptions
 from tests.two_ranks import run_two_ranks
 
 pytestmark = pytest.mark.stack
 DENSE = "tests.stack.own_perturbations:DenseShake"
-
-
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
 
 
 def shaken(module: torch.nn.Module) -> torch.nn.Module:
@@ -86,32 +82,17 @@ def test_the_checkpoint_carries_the_gate_and_stays_an_ordinary_model(gated: Any,
 @pytest.fixture(scope="module")
 def narrow(model: str) -> Iterator[Any]:
     """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
-    yield build_engine(
-        model,
-        {"name": DENSE},
-        num_gpu_blocks_override=8,
-        block_size=32,
-        max_model_len=192,
-        enable_prefix_caching=False,
-    )
+    llm = build_engine(model, {"name": DENSE}, **CROWDED)
+    llm.preempted = note_preemptions(llm)
+    yield llm
 
 
 @pytest.mark.parametrize("name", [DENSE, "hrpo"], ids=["dense", "hrpo"])
 def test_preemption_with_recomputation(narrow: Any, gated: Any, name: str) -> None:
-    scheduler = narrow.llm_engine.engine_core.engine_core.scheduler
-    preempted, original = [], scheduler._preempt_request
-
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = preempt
+    narrow.preempted.clear()
     set_perturbation(narrow, name, rate=0.5)
-    try:
-        rollouts = sample(narrow, chat_prompts(narrow, copies=2), max_tokens=48)
-    finally:
-        scheduler._preempt_request = original
-    assert len(preempted) >= 3, "the cache is not small enough for this test to show anything"
+    rollouts = sample(narrow, chat_prompts(narrow, copies=2), max_tokens=48)
+    assert len(narrow.preempted) >= 3, "the cache is not small enough for this test to show anything"
     if name == DENSE:
         detach(gated)
     assert gaps(gated, rollouts).max() <= 1e-4
@@ -124,8 +105,8 @@ def test_dense_vectors(engine: Any, hf_model: Any) -> None:
     gap = gaps(hf_model, rollouts)
     assert gap.max() <= 1e-4 and gap.mean() <= 1e-5
     assert gaps(hf_model, rollouts[::4], replay=False).max() > 1e-2
-    size = sum(len(r.record.to_bytes()) for r in rollouts) / len(gap)
-    assert 4 * 576 <= size <= 4 * 576 + 9
+    size, width = sum(len(r.record.to_bytes()) for r in rollouts) / len(gap), hf_model.config.hidden_size
+    assert 4 * width <= size <= 4 * width + 9
     first = rollouts[0]
     more = first.sequence + engine.get_tokenizer().encode("\nAnd what is 3 plus 4?")
     (second,) = sample(engine, [more], [{"record": first.record.to_bytes()}], max_tokens=16)

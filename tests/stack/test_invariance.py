@@ -12,8 +12,9 @@ import torch
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainers.openrlhf.turns import Conversation
 from perturbations import FinishedTrajectory
-from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, sample
+from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample
 from tests.stack.same_rollouts import assert_same
+from tests.stack.scheduling import note_preemptions
 
 pytestmark = pytest.mark.stack
 
@@ -58,22 +59,8 @@ def test_batch_order_size_chunks_and_cache(
 def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: Any) -> None:
     """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
     set_perturbation(plain_engine, "gumbel", rate=0.5)
-    small = build_engine(
-        model,
-        {"name": "gumbel", "rate": 0.5},
-        num_gpu_blocks_override=8,
-        block_size=32,
-        max_model_len=192,
-        enable_prefix_caching=False,
-    )
-    scheduler = small.llm_engine.engine_core.engine_core.scheduler
-    preempted, original = [], scheduler._preempt_request
-
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = preempt
+    small = build_engine(model, {"name": "gumbel", "rate": 0.5}, **CROWDED)
+    preempted = note_preemptions(small)
     prompts = chat_prompts(small, QUESTIONS[:2], copies=4)
     seeds = list(range(len(prompts)))
     disturbed = seeded(small, prompts, seeds)
@@ -85,12 +72,8 @@ def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: 
 @pytest.mark.more
 def test_compiled_model_gives_the_eager_records(model: str, plain_engine: Any, hf_model: Any) -> None:
     set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
-    compiled = build_engine(
-        model,
-        {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0},
-        enforce_eager=False,
-        enable_prefix_caching=False,
-    )
+    spec = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
+    compiled = build_engine(model, spec, enforce_eager=False, enable_prefix_caching=False)
     prompts = chat_prompts(compiled, QUESTIONS[:2], copies=4)
     seeds = list(range(len(prompts)))
     rollouts = seeded(compiled, prompts, seeds)

@@ -16,18 +16,13 @@ from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
 from perturbations.neighbors.refresh import Neighborhood
 from tests.stack.as_on_cuda import asynchronous
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, replay_log_probs, sample
-from tests.stack.scheduling import note_preemptions, one_token_prefills, scheduler_of
+from tests.stack.scheduling import note_preemptions, one_token_prefills, scheduler_of, worker_of
 
 pytestmark = pytest.mark.stack
 
 NEIGHBOR = {"name": "neighbor", "rate": 0.3, "mix_temperature": 3.0}
 LENGTH = 512
 STORY = "Once upon a time there was a fox who counted the stars, " * 40
-
-
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
 
 
 @pytest.fixture(scope="module", params=["synchronous", pytest.param("asynchronous", marks=pytest.mark.slow)])
@@ -48,13 +43,9 @@ def crowded(model: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     yield llm
 
 
-def worker(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-
-
 def attached(llm: Any) -> Any:
     """The perturbation at work in the engine's worker."""
-    return worker(llm).perturbation
+    return worker_of(llm).perturbation
 
 
 def assert_nothing_is_left(llm: Any) -> None:
@@ -197,8 +188,8 @@ def finish(llm: Any, every_third: Callable[[Any], None] | None = None) -> dict[s
 
 def sync(llm: Any, weights: dict[str, torch.Tensor]) -> None:
     """As OpenRLHF does after an update: the weights, and a cache that holds nothing of the old ones."""
-    worker(llm).model_runner.reload_weights(weights_iterator=iter(weights.items()))
-    repack_tied_heads(worker(llm).model_runner.get_model())
+    worker_of(llm).model_runner.reload_weights(weights_iterator=iter(weights.items()))
+    repack_tied_heads(worker_of(llm).model_runner.get_model())
     reset(llm)
 
 

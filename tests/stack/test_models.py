@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of every form of embedding, in stock vLLM and replayed in transformers: `benchmarks.models`."""
+"""Tiny models of every form of embedding, in stock vLLM and replayed in transformers, as docs/models.md has them."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import pytest
 
 from benchmarks.models.case import Case, verdict
 from benchmarks.models.cases import ALL, key
-from tests.conftest import ROOT
+from tests.own_process import NO_VISION, run_module, with_vision
 
 pytestmark = pytest.mark.stack
 FORMS = {
@@ -27,18 +23,15 @@ FORMS = {
     "per-layer": "gemma4_text",
     "hybrid": "falcon_h1",
 }
-VISION = ROOT / ".venv" / "vision"
 
 
-def measured(target: Path, *words: str, timeout: float = 600.0) -> list[dict[str, Any]]:
-    """The rows of ``python -m benchmarks.models``, which has torchvision where `make vision` put it."""
-    paths = [str(ROOT), *([str(VISION)] if VISION.is_dir() else []), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    command = [sys.executable, "-m", "benchmarks.models", *words, "--json", str(target)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert target.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+def measured(target: Path, *words: str) -> list[dict[str, Any]]:
+    """The rows of ``python -m benchmarks.models``; its status says whether all are right."""
+    try:
+        run_module("benchmarks.models", *words, "--json", str(target), timeout=600.0, env=with_vision())
+    except AssertionError:
+        if not target.exists():
+            raise
     return [json.loads(line) for line in target.read_text().splitlines()]
 
 
@@ -52,7 +45,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_replay_is_exact_whatever_the_form_of_the_embedding(form: str, rows: dict[str, Any]) -> None:
     row = rows[FORMS[form]]
-    if form == "multimodal" and not (VISION.is_dir() or find_spec("torchvision")):
+    if form == "multimodal" and NO_VISION:
         pytest.skip("torchvision is missing: make vision")
     assert row["verdict"] == "right", row
     if row["dtype"] == "float32":
@@ -89,3 +82,20 @@ def test_every_case_of_the_page_is_right_or_says_why(case: Case, tmp_path: Path)
     row = measured(tmp_path / "row.jsonl", *words)[0]
     assert row["verdict"] != "wrong", row
     assert "unperturbed" in row or row["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_VISION, reason="torchvision is missing: make vision")
+def test_the_replay_behind_a_picture_is_exact(tmp_path: Path) -> None:
+    words = ["qwen3_vl", "--json", str(tmp_path / "rows")]
+    run_module("benchmarks.models.picture_rollouts", *words, timeout=600.0, env=with_vision())
+    row = json.loads((tmp_path / "rows").read_text())
+    assert row["unperturbed"][0] < 1e-4 and row["perturbed"][0] < 1e-4, row
+    assert row["unreplayed"][0] > 0.1, row
+
+
+@pytest.mark.slow
+def test_in_float32_no_token_is_routed_otherwise() -> None:
+    output = run_module("benchmarks.routing", "qwen3_moe", "--dtype", "float32", timeout=600.0)
+    lines = [line for line in output.splitlines() if "routed otherwise" in line]  # DeepSpeed prints there too
+    assert len(lines) == 2 and all(" 0 of 768 tokens routed otherwise" in line for line in lines), output

@@ -14,17 +14,9 @@ from benchmarks.decode_step import counting
 from ngrpo.rollout import set_perturbation, take_records
 from perturbations import ReplayRecord
 from tests.stack.harness import chat_prompts, sample
+from tests.stack.scheduling import worker_of
 
 pytestmark = pytest.mark.stack
-
-
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
-def worker_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 @pytest.mark.parametrize(("rate", "params"), [(1.0, {}), (0.3, {"top_p": 0.9})])

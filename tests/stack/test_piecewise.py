@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own compilation, split at the attention as on CUDA, by Inductor for a CPU: once new, once from its cache."""
+"""vLLM's own compilation, split at the attention as on CUDA, by Inductor for a CPU: once new, once from its cache.
+
+Each engine is in a process of its own, which runs this file.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.own_process import result_of
+from tests.own_process import RESULT, result_of
 
 SPEC = {"name": "gaussian", "rate": 0.5}
 
 
-def engine_of(folder: str, spec: dict[str, Any] | None) -> dict[str, Any]:
-    return result_of("tests.stack.piecewise_rollout", folder, json.dumps(spec), timeout=600)
+def engine_of(folder: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return result_of("tests.stack.test_piecewise", folder, json.dumps(spec), timeout=600)
 
 
 def test_a_graph_in_pieces_feeds_the_override_new_and_from_the_cache(
@@ -30,3 +34,27 @@ def test_a_graph_in_pieces_feeds_the_override_new_and_from_the_cache(
         assert found["gap"] <= 1e-4
         assert found["without"] >= 1e-2
     assert new["tokens"] != cached["tokens"], "engines that differ in the seed share a graph, and draw other tokens"
+
+
+def main(folder: str, perturbation: str) -> None:
+    from vllm.compilation.counter import compilation_counter
+
+    from tests.stack import as_on_cuda
+    from tests.stack.harness import build_engine, gaps, load_in_float32, sample
+
+    with as_on_cuda.in_pieces():
+        llm = build_engine(folder, json.loads(perturbation), enforce_eager=False)
+    rollouts = sample(llm, [list(range(100 * i, 100 * i + 20)) for i in range(1, 9)], max_tokens=32)
+    model = load_in_float32(folder)
+    result = {
+        **vars(compilation_counter),
+        "edits": sum(len(each.record) for each in rollouts),
+        "gap": gaps(model, rollouts).max().item(),
+        "without": gaps(model, rollouts, replay=False).max().item(),
+        "tokens": [each.tokens for each in rollouts],
+    }
+    print(RESULT + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from tests.stack.harness import build_engine, chat_prompts, sample_with_masks, trainer_log_probs
+from tests.stack.harness import CROWDED, build_engine, chat_prompts, sample_with_masks, trainer_log_probs
+from tests.stack.scheduling import note_preemptions
 
 pytestmark = pytest.mark.stack
 # With each, what a log-probability of the whole distribution is off by somewhere, at least.
@@ -78,19 +79,9 @@ def test_masks_survive_preemption(model: str, hf_model: Any) -> None:
         None,
         additional_config={"perturbation": {"name": "neighbor", "rate": 0.3}, "sampling_masks": True},
         logprobs_mode="processed_logprobs",
-        num_gpu_blocks_override=8,
-        block_size=32,
-        max_model_len=192,
-        enable_prefix_caching=False,
+        **CROWDED,
     )
-    scheduler = small.llm_engine.engine_core.engine_core.scheduler
-    preempted, original = [], scheduler._preempt_request
-
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = preempt
+    preempted = note_preemptions(small)
     rollouts, masks = sample_with_masks(small, chat_prompts(small, copies=2), top_p=0.9)
     assert len(preempted) >= 3
     processed = torch.tensor([lp for r in rollouts for lp in r.engine_log_probs])

@@ -13,16 +13,12 @@ from ngrpo.methods import sampling_schedules
 from ngrpo.rollout import set_perturbation
 from tests.stack.harness import build_engine, chat_prompts, sample
 from tests.stack.schedule_truth import scheduled_gaps
+from tests.stack.scheduling import worker_of
 
 pytestmark = pytest.mark.stack
 # Their τ_min is reached within the answers of these tests.
 SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 20, "growth": 0, "c": 3}, "edt": {"theta": 0.5}}
 SEEDS = [{"seed": i} for i in range(4)]
-
-
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +36,7 @@ def llm(model: str) -> Iterator[Any]:
 
 def use(llm: Any, schedule: str, perturbation: str = "none", **options: Any) -> None:
     """Puts another schedule and perturbation into the engine."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker.perturbation.schedule = sampling_schedules.create(schedule, **SCHEDULES.get(schedule, {}))
+    worker_of(llm).perturbation.schedule = sampling_schedules.create(schedule, **SCHEDULES.get(schedule, {}))
     set_perturbation(llm, perturbation, **options)
 
 
@@ -78,8 +73,7 @@ def test_with_a_perturbation(
 
 def test_a_ladder_over_the_answers_to_a_prompt(llm: Any, hf_model: Any) -> None:
     """Each at its own temperature, in a batch with the others; the same alone."""
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker.perturbation.schedule = sampling_schedules.create("ladder", least=0.5, most=1.5)
+    worker_of(llm).perturbation.schedule = sampling_schedules.create("ladder", least=0.5, most=1.5)
     set_perturbation(llm, "none")
     prompts = chat_prompts(llm)[:1] * 4
     arguments = [{"seed": 3, "sample": i, "answer": i, "answers": 4} for i in range(4)]
@@ -94,8 +88,7 @@ def test_a_mixed_batch(llm: Any, hf_model: Any) -> None:
     """One that follows the schedule, a later step of the training, one without a schedule; greedy ones; filters."""
     prompts = chat_prompts(llm)[:3]
     arguments = [{"seed": 1}, {"seed": 2, "training_step": 100_000}, {"seed": 3, "scheduled": False}]
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    worker.perturbation.schedule = sampling_schedules.create("ead", d_0=20, growth=5, c=0, tau_max=1.2)
+    worker_of(llm).perturbation.schedule = sampling_schedules.create("ead", d_0=20, growth=5, c=0, tau_max=1.2)
     set_perturbation(llm, "none")
     mixed = sample(llm, prompts, arguments, max_tokens=24)
     assert scheduled_gaps(hf_model, mixed[:1], "ead", {"d_0": 20, "c": 0}).max() <= 1e-4

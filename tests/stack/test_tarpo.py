@@ -14,7 +14,7 @@ import torch
 from ngrpo.rollout import set_perturbation
 from perturbations import create, parameters
 from tests.own_process import run_module
-from tests.stack.harness import build_engine, chat_prompts, gaps, sample, sync
+from tests.stack.harness import CROWDED, build_engine, chat_prompts, gaps, sample, sync
 from tests.stack.routed import TEMPERATURE, compare, decisions, replayed, shaken
 from tests.stack.scheduling import note_preemptions
 from tests.two_ranks import run_two_ranks
@@ -64,8 +64,7 @@ def test_what_is_trained_reaches_the_rollout(engine: Any, routed: Any, tmp_path:
 
 def test_preemption_asks_nothing_again(model: str, routed: Any) -> None:
     """What was decided before a preemption is in the record, and is fed from there."""
-    options = {"num_gpu_blocks_override": 8, "block_size": 32, "max_model_len": 128, "enable_prefix_caching": False}
-    narrow = build_engine(model, {"name": "tarpo", "bias": 0.0}, **options)
+    narrow = build_engine(model, {"name": "tarpo", "bias": 0.0}, **{**CROWDED, "max_model_len": 128})
     preempted = note_preemptions(narrow)
     for parameter in parameters.attached(routed).parameters():
         if len(parameter.shape) == 1:

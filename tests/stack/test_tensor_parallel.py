@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks: both draw the same tokens and edits, and the replay is exact."""
+"""Two tensor-parallel ranks: both draw the same tokens and edits, and the replay is exact.
+
+Their engine is in a process of its own, which runs this file.
+"""
 
 from __future__ import annotations
 
-import pytest
+import json
+import os
+import sys
+from typing import Any
 
-from tests.own_process import result_of
+from tests.own_process import RESULT, result_of
 from tests.two_ranks import run_two_ranks
-
-pytestmark = pytest.mark.stack
 
 
 def test_two_ranks(tiny: str) -> None:
-    seen = result_of("tests.stack.tensor_parallel_rollout", tiny)
+    seen = result_of("tests.stack.test_tensor_parallel", tiny)
     assert (seen["ranks"], seen["specs"]) == (2, 1)
     assert seen["edits"] > 30
     assert seen["same_neighbors"], "each rank looks among its own rows, and they share what they find"
@@ -25,3 +29,51 @@ def test_two_ranks(tiny: str) -> None:
 def test_two_ranks_share_the_embeddings_of_vllms_layers() -> None:
     for output in run_two_ranks("tests.stack.embedding_ranks"):
         assert "ok" in output.splitlines()
+
+
+def drop_on_the_second_rank(worker: Any) -> None:
+    """Called in each worker: overrides of one of them are lost from here on."""
+    from ngrpo.rollout.input_override import InputOverride
+
+    if worker.rank == 1:
+        InputOverride.put = lambda *_given, **_named: None
+
+
+def main(folder: str) -> None:
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ngrpo.rollout import startup_check
+    from ngrpo.rollout.startup_check import ProbeFailure
+    from perturbations.neighbors import ExactIndex
+    from tests.stack.harness import build_engine, gaps, sample
+
+    spec = {"name": "neighbor", "rate": 0.5, "variant": "released"}
+    llm = build_engine(folder, spec, tensor_parallel_size=2, distributed_executor_backend="mp")
+    fingerprints = llm.llm_engine.collective_rpc("perturbation_fingerprint")
+    prompts = [list(range(100 * i, 100 * i + 20)) for i in range(1, 5)]
+    rollouts = sample(llm, prompts, max_tokens=32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.cat([torch.from_numpy(r.record.ids.astype("int64")) for r in rollouts])
+    nearest, _ = ExactIndex(model.get_output_embeddings().weight).query(ids[:, 0], 2)  # as released: the output's
+    result = {
+        "ranks": len(fingerprints),
+        "specs": len(set(fingerprints)),
+        "edits": sum(len(r.record) for r in rollouts),
+        "same_neighbors": torch.equal(ids[:, 1:], nearest),
+        "gap": gaps(model, rollouts).max().item(),
+        "without": gaps(model, rollouts, replay=False).max().item(),
+    }
+    core = llm.llm_engine.engine_core.engine_core
+    result["seconds"] = startup_check.prove(core)
+    core.collective_rpc(drop_on_the_second_rank)
+    try:
+        startup_check.prove(core)
+    except ProbeFailure as error:
+        result["failure"] = str(error)
+    print(RESULT + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

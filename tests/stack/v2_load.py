@@ -26,7 +26,7 @@ from ngrpo.rollout import set_perturbation  # noqa: E402
 from tests.own_process import RESULT  # noqa: E402
 from tests.stack.harness import build_engine, gaps, sample  # noqa: E402
 from tests.stack.request_limits import EVERY, check_mixed_batch, name_of  # noqa: E402
-from tests.stack.scheduling import note_preemptions, one_token_prefills  # noqa: E402
+from tests.stack.scheduling import note_preemptions, one_token_prefills, worker_of  # noqa: E402
 
 BLOCK, WAITING = 32, 220
 
@@ -47,7 +47,7 @@ def load(llm: Any, model: str) -> dict[str, Any]:
         chunked = sample(llm, [prompt[:12] for prompt in prompts[:4]], [{"seed": i} for i in range(4)], max_tokens=4)
     found |= {"largest chunk": max(given), "gap of chunks": gaps(reference, chunked).max().item()}
     found["edits of chunks"] = sum(len(r.record) for r in chunked)
-    requests = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.perturbation.requests
+    requests = worker_of(llm).perturbation.requests
     llm.llm_engine.step()  # the scheduler tells of finished requests with the next step
     found["left"] = len(requests._store.live) + len(requests._dropped) + len(requests._buffer.names())
     return found

@@ -23,8 +23,8 @@ from tests.stack import as_on_cuda  # noqa: E402
 if RUNNER == "V2":
     as_on_cuda.interpret_triton()
 
-from tests.stack.harness import Rollout, build_engine, chat_prompts, sample  # noqa: E402
-from tests.stack.scheduling import note_preemptions  # noqa: E402
+from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, sample  # noqa: E402
+from tests.stack.scheduling import note_preemptions, worker_of  # noqa: E402
 from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of  # noqa: E402
 
 
@@ -61,7 +61,7 @@ def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
     from ngrpo.methods import sampling_schedules
     from ngrpo.rollout import set_perturbation
 
-    attached = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.perturbation
+    attached = worker_of(llm).perturbation
     prompts, found = chat_prompts(llm, QUESTIONS), {}
     for name, options in SCHEDULES.items():
         attached.schedule = sampling_schedules.create(name, **options)
@@ -97,15 +97,7 @@ def of_stops(llm: Any) -> dict[str, Any]:
 
 def of_preemption(model: str) -> dict[str, Any]:
     """Seven blocks for six requests that each need a second one after three tokens."""
-    small = build_engine(
-        model,
-        {"name": "gumbel", "rate": 0.5},
-        num_gpu_blocks_override=8,
-        block_size=32,
-        max_model_len=64,
-        max_num_seqs=6,
-        enable_prefix_caching=False,
-    )
+    small = build_engine(model, {"name": "gumbel", "rate": 0.5}, **{**CROWDED, "max_model_len": 64}, max_num_seqs=6)
     preempted = note_preemptions(small)
     prompts = [p[:30] for p in chat_prompts(small, QUESTIONS, copies=2)]
     rollouts = sample(small, prompts, [{"seed": i} for i in range(6)], max_tokens=6)
@@ -147,7 +139,8 @@ def main(model: str, target: str, _: str) -> None:
         if SHARE == "test":
             parts |= {of_preemption: model}
         else:
-            parts |= {of_sampling_parameters: llm, of_schedules: llm, of_stock: model}
+            parts |= {of_sampling_parameters: llm, of_schedules: llm}
+            parts |= {of_stock: model} if RUNNER == "V2" else {}
         for part, subject in parts.items():
             result[part.__name__] = part(subject)
             Path(target).write_bytes(pickle.dumps(result))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--log-file`: everything the engines print goes into a file, and a few lines of progress to the screen."""
+"""`--log-file`: all output of the engines goes into a file, and a few lines of progress to the screen."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-# First sight of a text in the log, and what is going on from there. From OpenRLHF 0.11.2, Ray 2.55 and vLLM 0.29; where
-# a later release words it otherwise, the line is merely missing.
+# Text in the log, and the activity that begins there. From OpenRLHF 0.11.2, Ray 2.55 and vLLM 0.29; a release that
+# words it otherwise only loses the line.
 _MILESTONES = (
     ("Started a local Ray instance", "importing OpenRLHF and vLLM in Ray's workers"),
     ("RolloutRayActor", "starting the vLLM engine"),
     ("PolicyModelActor", "loading the model into the trainer"),
     ("Episode [", "loading the model into vLLM, then sampling the first answers"),
 )
-# What recurs in every step: told only where it lasts.
+# Recurring activities are reported only where they last.
 _ACTIVITIES = (
     ("Generate samples:", "sampling answers"),
     ("forward: ", "computing log-probabilities"),
@@ -72,12 +72,9 @@ def span(seconds: float) -> str:
 
 @contextmanager
 def into_file(path: Path) -> Iterator[None]:
-    """Sends this process's output, and that of its children, into a file while the block runs.
+    """Sends this process's output, and its children's, into a new file while the block runs.
 
-    Args:
-        path: the file; made anew.
-
-    Where the file's disk is full, the screen says so and the block goes on: a log is not worth a run.
+    Where the disk is full, the screen says so and the block goes on: a log is not worth a run.
 
     Raises:
         Whatever the block raises, after the log's last lines have been shown.
@@ -92,11 +89,11 @@ def into_file(path: Path) -> Iterator[None]:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         done = threading.Event()
-        reporter = Reporter(screen, lambda: _is_full(path))
+        reporter = Reporter(screen)
         watcher = threading.Thread(target=lambda: [reporter.line(x) for x in follow(path, done.is_set)], daemon=True)
         watcher.start()
         failed = True
-        sys.stdout, sys.stderr = map(_UntilFull, kept_streams)
+        sys.stdout, sys.stderr = (_LogStream(stream, reporter.warn_full) for stream in kept_streams)
         try:
             yield
             failed = False
@@ -114,47 +111,36 @@ def into_file(path: Path) -> Iterator[None]:
                 print("\n".join(last) + f"\nngrpo: the whole log: {path}", file=sys.stderr)
 
 
-class _UntilFull:
-    """A stream whose text is lost once its disk is full, where :func:`print` would end the run."""
+class _LogStream:
+    """A stream that drops its text on a full disk, where :func:`print` would end the run."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, stream: TextIO, warn: Callable[[], None]) -> None:
+        self._stream, self._warn = stream, warn
 
     def write(self, text: str) -> int:
-        with _lost_where_full():
-            self._stream.write(text)
+        self._attempt(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        with _lost_where_full():
-            self._stream.flush()
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self._warn()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-@contextmanager
-def _lost_where_full() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-
-
-def _is_full(path: Path) -> str:
-    """Why nothing more can be written to a file; "" where there is room."""
-    with suppress(OSError):
-        if os.statvfs(path).f_bavail == 0:
-            return f"no space is left for {path}: the log ends here, the run goes on"
-    return ""
-
-
 def follow(path: Path, ended: Callable[[], bool], every: float = 0.5) -> Iterator[str]:
-    """The lines of a log as it grows, until ``ended`` says so and all has been read.
+    """The lines of a growing log, until ``ended`` returns True and all lines have been read.
 
-    A progress bar's updates are lines too. After each look at the file comes an empty line, so that the caller has a
-    turn while nothing is written.
+    A progress bar's updates are lines too. An empty line follows each look at the file, so that the caller has a turn
+    while nothing is written.
     """
     with path.open(errors="replace", newline="") as log:
         rest = ""
@@ -168,33 +154,23 @@ def follow(path: Path, ended: Callable[[], bool], every: float = 0.5) -> Iterato
 
 
 class Reporter:
-    """Turns log text into lines of progress."""
+    """Turns log text into lines of progress on a screen."""
 
-    def __init__(self, screen: TextIO, why_ended: Callable[[], str] = lambda: "") -> None:
-        """
-        Args:
-            screen: where the lines go.
-            why_ended: why nothing more can be logged, to be said once; "" while it can.
-        """
-        self._screen, self._why_ended = screen, why_ended
-        self._log_ended = False
+    def __init__(self, screen: TextIO) -> None:
+        self._screen = screen
         self._began = self._spoke = time.monotonic()
         self._ahead = list(_MILESTONES)
         self._now = "starting Ray"
+        self._warned_full = False
 
     def line(self, line: str) -> None:
         """Takes the next line of the log, or an empty one where there is none yet."""
         if time.monotonic() - self._spoke > _HEARTBEAT:
             self._say(f"still {self._now}")
-        if not line and not self._log_ended and (why := self._why_ended()):
-            self._log_ended = True
-            self._say(f"warning: {why}")
-        step = read_step(line)
-        if step is not None:
+        if (step := read_step(line)) is not None:
             took = "" if step.seconds is None else f", {step.seconds:.0f} s"
             self._say(f"step {step.step}: reward {step.reward:.3f}{took}")
-        warning = _WARNING.search(line)
-        if warning is not None:
+        if (warning := _WARNING.search(line)) is not None:
             self._say(f"{warning[1]} (more in the log)")
         for milestone in self._ahead:
             if milestone[0] in line:
@@ -203,6 +179,12 @@ class Reporter:
                 self._say(self._now)
                 break
         self._now = next((activity for text, activity in _ACTIVITIES if text in line), self._now)
+
+    def warn_full(self) -> None:
+        """Says once that the log's disk is full."""
+        if not self._warned_full:
+            self._warned_full = True
+            self._say("warning: no space is left for the log: it ends here, the run goes on")
 
     def _say(self, text: str) -> None:
         self._spoke = time.monotonic()

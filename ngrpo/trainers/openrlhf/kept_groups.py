@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo.config.run import RunConfig, current_run
-from ngrpo.machine.console.token_texts import fed, pieces
+from ngrpo.machine.console.text import fed_texts, token_texts
 from ngrpo.machine.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.openrlhf.metrics import note_measures
 from ngrpo.trainers.openrlhf.side_inputs import unpack
@@ -209,7 +209,7 @@ def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, 
     entry: dict[str, Any] = {
         "reward": _figure(float(experience.rewards[row])),
         "advantage": _figure(sum(finite) / len(finite)) if finite else None,
-        "tokens": pieces(tokens[:LONGEST], tokenizer),
+        "tokens": token_texts(tokens[:LONGEST], tokenizer),
     }
     if len(set(advantages)) > 1:
         entry["advantages"] = advantages[:LONGEST]
@@ -222,7 +222,7 @@ def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, 
     if trajectory is not None:
         place = {position: i for i, position in enumerate(positions[:LONGEST])}
         at = enumerate(trajectory.record.positions.tolist())
-        entry["fed"] = [[place[p], fed(trajectory.record, i, tokenizer)] for i, p in at if p in place]
+        entry["fed"] = [[place[p], fed_texts(trajectory.record, i, tokenizer)] for i, p in at if p in place]
     return entry
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.machine.console.progress import StepLine, span
-from ngrpo.machine.console.text_table import aligned
+from ngrpo.machine.console.text import text_table
 from ngrpo.workbench.compare.plan import Run
 
 
@@ -88,7 +88,7 @@ def table(results: Mapping[str, Any]) -> str:
         cells.append("–" if row["reward_last"] is None else f"{first} → {last}")
         rows.append([*cells, _times(row["cost"]["tokens_per_second"]), _times(row["cost"]["step_seconds"])])
     verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
-    return "\n".join([*aligned(rows, left=len(rows[0])), "", *verdicts])
+    return "\n".join([*text_table(rows, left=len(rows[0])), "", *verdicts])
 
 
 def _number(value: Mapping[str, Any] | None, *, bounds: bool = True) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.machine.console.text_table import aligned
+from ngrpo.machine.console.text import text_table
 from ngrpo.workbench.report.values import dig, figure
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def table(diagnosis: dict[str, Any]) -> str:
     for strategy in diagnosis["strategies"]:
         values = (dig(strategy, *(key.format(group=group) for key in path)) for _, path, _ in _COLUMNS)
         rows.append([strategy["name"], *(figure(value, digits) for value, (_, _, digits) in zip(values, _COLUMNS))])
-    return "\n".join(aligned(rows))
+    return "\n".join(text_table(rows))
 
 
 def differences(diagnosis: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.machine.console.token_texts import fed, pieces
+from ngrpo.machine.console.text import fed_texts, token_texts
 from ngrpo.workbench.diagnose.sample import Sample
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def _tokens(sample: Sample, tokenizer: TokenizerLike) -> list[dict[str, Any]]:
     record = sample.record
     row_of = {} if record is None else {p - record.prompt_tokens: i for i, p in enumerate(record.positions.tolist())}
     result = []
-    for index, text in enumerate(pieces(sample.tokens, tokenizer)):
+    for index, text in enumerate(token_texts(sample.tokens, tokenizer)):
         token: dict[str, Any] = {"text": text, "perturbed": index in row_of}
         if index in row_of:
-            token |= fed(record, row_of[index], tokenizer)
+            token |= fed_texts(record, row_of[index], tokenizer)
         result.append(token)
     return result

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run did: `summary.json` and a short table."""
+"""A run's `summary.json`, and its table at the end of the run."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ngrpo.config.kinds import beside_perturbation
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import described
-from ngrpo.machine.console.terminal_chart import columns
-from ngrpo.machine.console.text_table import aligned
+from ngrpo.machine.console.text import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -24,13 +23,11 @@ from ngrpo.trainers.openrlhf import kept_groups
 from perturbations import registry
 
 RUNNERS = "model_runner"
-"""Folder beside the summary in which the engines leave which model runner they have."""
-FORMAT = 1
+"""Folder beside the summary in which the engines name their model runner."""
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
 _ROWS = 14
-_BARS = "▁▂▃▄▅▆▇█"
 
 # Heading, key in a step, format.
 _COLUMNS = (
@@ -63,7 +60,7 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
     scalars = read_scalars(log, began) if log.is_dir() else {}
     place = folder / "summary.json"
     summary: dict[str, Any] = {
-        "format": FORMAT,
+        "format": 1,
         **run.methods,
         "sampling": described(run.sampling, flags),
         "reproducible": run.reproducible,
@@ -91,21 +88,21 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
 def steps(scalars: Series) -> list[dict[str, float]]:
     """One row per training step, with the keys that were logged for it.
 
-    ``tokens_per_second`` is generated tokens over the generation's time; ``anchor_differs`` is the share of
-    perturbed positions whose token is not the ordinarily sampled one.
+    ``tokens_per_second`` divides the generated tokens by the generation's time; ``anchor_differs`` is the share of
+    perturbed positions whose token differs from the sampled one.
     """
-    train = {tag[len(_PREFIX) :]: values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
+    train = {tag.removeprefix(_PREFIX): values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
     rows = []
     for step, reward in train.get("rollout/reward_mean", {}).items():
+        at = {tag: values[step] for tag, values in train.items() if step in values}
         row: dict[str, float] = {"step": step, "reward": reward}
-        for tag, values in train.items():
-            if tag.startswith(_PERTURBATION) and step in values:
-                row[tag[len(_PERTURBATION) :]] = values[step]
-            elif tag.startswith(_PARTS) and step in values:
-                row[tag.replace("/", "_")] = values[step]
+        for tag, value in at.items():
+            if tag.startswith(_PERTURBATION):
+                row[tag.removeprefix(_PERTURBATION)] = value
+            elif tag.startswith(_PARTS):
+                row[tag.replace("/", "_")] = value
         if "anchor_agreement" in row:
             row["anchor_differs"] = 1.0 - row["anchor_agreement"]
-        at = {tag: values[step] for tag, values in train.items() if step in values}
         seconds = at.get("timing/generation", 0.0)
         if seconds > 0.0 and "rollout/response_length_mean" in at and "rollout/num_samples" in at:
             row["tokens_per_second"] = at["rollout/response_length_mean"] * at["rollout/num_samples"] / seconds
@@ -118,45 +115,20 @@ def steps(scalars: Series) -> list[dict[str, float]]:
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """The summary for people: one line per step (thinned where there are many), then where everything is."""
-    rows = summary["steps"]
-    places = summary["places"]
+    """The summary for the screen: one line per step (thinned where there are many), then where everything is."""
+    rows, places = summary["steps"], summary["places"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
     for part in (kind.name for kind in beside_perturbation()):
         if summary.get(part):
-            lines.append(f"{part:<13} " + " ".join(_words(summary[part])))
+            lines.append(f"{part:<13} {_words(summary[part])}")
     if rows:
-        lines += ["", *_grid(_thin(rows)), "", *_figures(rows, evaluations(summary["evaluation"]))]
+        lines += ["", *_grid(rows), "", *_figures(rows, summary["evaluation"])]
     else:
         lines += ["", "no training step was logged: are there fewer prompts than --rollout.batch_size?"]
-    lines += [
-        f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}",
-        f"checkpoint    {places['checkpoint']}",
-        f"TensorBoard   {places['tensorboard']}",
-        f"summary       {places['summary']}",
-        f"report        {places['report']}",
-    ]
+    lines.append(f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}")
+    for name in ("checkpoint", "TensorBoard", "summary", "report"):
+        lines.append(f"{name:<13} {places[name.lower()]}")
     return "\n".join(lines)
-
-
-def evaluations(scalars: Series) -> tuple[str, dict[int, float]]:
-    """OpenRLHF's Pass@1 of the evaluation problems over steps, step 0 being before the training.
-
-    Args:
-        scalars: ``evaluation`` of a summary.
-
-    Returns:
-        The metric's name, and its values by step; empty where nothing was evaluated.
-    """
-    tag = next((tag for tag in sorted(scalars) if tag.endswith("_pass1")), "")
-    return tag.rpartition("/")[2], {int(step): value for step, value in scalars.get(tag, {}).items()}
-
-
-def sparkline(values: Sequence[float]) -> str:
-    """Values as bars, the lowest and the highest of them at the ends of the scale."""
-    low, high = min(values), max(values)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)
 
 
 def _describe(spec: Mapping[str, Any] | None) -> str:
@@ -164,51 +136,39 @@ def _describe(spec: Mapping[str, Any] | None) -> str:
     if spec is None:
         return "none (stock vLLM rollouts)"
     cls = registry.get(spec["name"], spec.get("source"))
-    defaults = {"name": spec["name"], "source": spec.get("source"), "gate.source": spec.get("gate.source")}
-    defaults |= {field.name: field.default for field in dataclasses.fields(cls)}
-    options = {key: value for key, value in spec.items() if key == "rate" or defaults.get(key) != value}
-    return " ".join(_words({"name": spec["name"], **options}))
+    unsaid = {field.name: field.default for field in dataclasses.fields(cls)}
+    unsaid |= {key: spec.get(key) for key in ("name", "source", "gate.source")}
+    options = {key: value for key, value in spec.items() if key == "rate" or unsaid.get(key) != value}
+    return _words({"name": spec["name"], **options})
 
 
-def _words(spec: Mapping[str, Any]) -> list[str]:
-    return [str(spec["name"]), *(f"{key}={value}" for key, value in spec.items() if key != "name")]
-
-
-def _ends(values: Mapping[int, float]) -> list[tuple[int, float]]:
-    points = sorted(values.items())
-    return [points[0], points[-1]] if len(points) > 1 else points
-
-
-def _thin(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    stride = -(-len(rows) // _ROWS)
-    return [row for i, row in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]
+def _words(spec: Mapping[str, Any]) -> str:
+    return " ".join([str(spec["name"]), *(f"{key}={value}" for key, value in spec.items() if key != "name")])
 
 
 def _grid(rows: list[dict[str, float]]) -> list[str]:
-    columns = [column for column in _COLUMNS if any(column[1] in row for row in rows)]
+    stride = -(-len(rows) // _ROWS)
+    thinned = [row for i, row in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]
+    columns = [column for column in _COLUMNS if any(column[1] in row for row in thinned)]
     cells = [["step", *(heading for heading, _, _ in columns)]]
-    for row in rows:
+    for row in thinned:
         numbers = (f"{row[key]:{form}}" if key in row else "-" for _, key, form in columns)
         cells.append([str(int(row["step"])), *numbers])
-    return aligned(cells, left=0)
+    return text_table(cells, left=0)
 
 
-def _figures(rows: list[dict[str, float]], evaluated: tuple[str, dict[int, float]]) -> list[str]:
-    rewards = {int(row["step"]): row["reward"] for row in rows}
-    metric, scores = evaluated
-    first, *_, last = [*rewards.values()] * 2
-    if len(rewards) > 2 and all(0.0 <= value <= 1.0 for value in rewards.values()):
-        title = "reward of the rollouts" + (f"; ● {metric}" if scores else "")
-        lines = [title, *columns(rewards, scores), "", f"reward        {first:.3f} → {last:.3f}"]
-    else:
-        lines = [f"reward        {sparkline(list(rewards.values()))}  {first:.3f} → {last:.3f}"]
-    if scores:
-        steps = " → ".join(f"{value:.3f} (step {step})" for step, value in _ends(scores))
-        lines.append(f"evaluation    {steps}, {metric}")
+def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
+    lines = [f"reward        {rows[0]['reward']:.3f} → {rows[-1]['reward']:.3f}"]
+    tag = next((tag for tag in sorted(evaluation) if tag.endswith("_pass1")), None)
+    if tag is not None:
+        points = sorted((int(step), value) for step, value in evaluation[tag].items())
+        ends = dict((points[0], points[-1]))  # step 0 is before the training
+        scores = " → ".join(f"{value:.3f} (step {step})" for step, value in ends.items())
+        lines.append(f"evaluation    {scores}, {tag.rpartition('/')[2]}")
     gaps = [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]
     if gaps:
         lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")
-    size = [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]
-    if size:
-        lines.append(f"records       {sum(size) / len(size):.2f} bytes per generated token")
+    sizes = [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]
+    if sizes:
+        lines.append(f"records       {sum(sizes) / len(sizes):.2f} bytes per generated token")
     return lines
