@@ -117,8 +117,8 @@ browser:
 
 # A folder of its own: in .venv/ it would break the import of transformers' image code for all that does not need it.
 vision: $(READY)
-	@test -e $(VISION)/sitecustomize.py || { echo "== installing torchvision into $(VISION)"; \
-	  $(BIN)/python -m ngrpo.machine.hardware.torchvision_operators $(VISION); }
+	@grep -qs stand_ins $(VISION)/torchvision/__init__.py || { echo "== installing torchvision into $(VISION)"; \
+	  rm -rf $(VISION); $(BIN)/python -m ngrpo.machine.hardware.stand_ins $(VISION); }
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -32,7 +32,7 @@ from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.methods.gaussian import Gaussian
 from perturbations.step import Step
-from perturbations.testing.density_check import replayed
+from perturbations.testing.proposal import replayed
 
 POSITIONS, VOCABULARY, HIDDEN = 256, 4000, 16
 SIZES, MISMATCHES = (576, 2048), (0.03, 0.1)
@@ -146,8 +146,8 @@ def table() -> None:
 
 def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs: Tensor) -> Tensor:
     """The gradient of Σ A · entry over the rollouts, all parameters in one vector, float64."""
-    from ngrpo.trainers.openrlhf.density_loss import densities
-    from ngrpo.trainers.openrlhf.loss import with_replacements
+    from ngrpo.trainers.common.densities import densities
+    from ngrpo.trainers.common.log_probs import with_overrides
     from perturbations.replay.scope import ReplayScope
 
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -158,9 +158,7 @@ def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs:
         tokens = torch.tensor([rollout.sequence])
         scope = ReplayScope(model.get_input_embeddings(), perturbation=perturbation)
         with scope([rollout.record], torch.ones_like(tokens)), densities(scope, 1.0) as ours:
-            token_log_probs = with_replacements(log_probs)(model(tokens).logits.float(), tokens.roll(-1, dims=1))[
-                :, :-1
-            ]
+            token_log_probs = with_overrides(log_probs)(model(tokens).logits.float(), tokens.roll(-1, dims=1))[:, :-1]
             (sign * ours.for_policy_loss(token_log_probs)[:, len(rollout.prompt) - 1 :].sum()).backward()
     # In float64: sums over 10^8 elements lose two digits of float32.
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])

@@ -11,7 +11,8 @@ commands
   data      problems from the hub or a file as the JSONL that train and eval
             read
   list      what is registered: perturbations, gates, advantages and the rest;
-            list NAME: its options and what it does
+            list NAME: its options and what it does; list compatibility: what
+            does not go with what
   check     does a perturbation, gate or advantage of yours keep its contract
   new       a file of your own to start from, with its test: a perturbation, a
             gate, an advantage, ...
@@ -50,7 +51,13 @@ ngrpo: maintainers, with the lines above, the command and the block that ends th
 
 
 COMMANDS = ("train", "compare", "eval", "diagnose", "report", "data", "list", "check", "new", "doctor", "model")
-"""Each is a module of ``ngrpo.commands`` with ``run(words, report=...)``, imported when it is called."""
+"""Each is a module of ``ngrpo.commands``, imported when it is called.
+
+``run(words, report=...)`` takes the words after its name, prints the result, calls ``report`` with each further line
+for the user, and returns the exit code; it raises ``UsageError`` for bad input. Its help is that of ``parser()``, else
+``usage(words)``, else the module's docstring.
+"""
+_NEED_WORDS = ("compare", "data", "check", "new", "model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +83,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(
                 f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
             )
-        return import_module(f"ngrpo.commands.{words[0]}").run(words[1:], report=_say)
+        name, *rest = words
+        command = import_module(f"ngrpo.commands.{name}")
+        if {"-h", "--help"} & set(rest) or (name in _NEED_WORDS and not rest):
+            if hasattr(command, "parser"):
+                text = command.parser().format_help()
+            else:
+                text = command.usage(rest) if hasattr(command, "usage") else command.__doc__
+            print(text, end="")
+            return 0 if rest else 2
+        return command.run(rest, report=_say)
     except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2

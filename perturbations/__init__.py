@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401
 """Rollout perturbations for LLM reinforcement learning: perturbations, gates, records and their replay.
 
 Needs only torch and numpy. Names are loaded on first use, so that importing the package costs nothing.
@@ -7,20 +8,33 @@ Needs only torch and numpy. Names are loaded on first use, so that importing the
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the names below, for type checkers
+    from perturbations.base import Perturbation, Proposal
+    from perturbations.edit import InputEdit, dense_edit
+    from perturbations.errors import UsageError
+    from perturbations.gates import Gate
+    from perturbations.neighbors import ExactIndex, NeighborIndex
+    from perturbations.options import option
+    from perturbations.registry import available, create, create_gate, register, register_buffer, register_gate
+    from perturbations.replay.buffers import ReplayBuffer
+    from perturbations.replay.scope import replaying
+    from perturbations.replay.trajectory import FinishedTrajectory, ReplayRecord
+    from perturbations.step import GateStep, Positions, Step
+    from perturbations.testing import check_gate, check_perturbation
 
 _NAMES = {
     "base": ("Perturbation", "Proposal"),
     "edit": ("InputEdit", "dense_edit"),
     "errors": ("UsageError",),
-    "gates.base": ("Gate",),
+    "gates": ("Gate",),
     "neighbors": ("ExactIndex", "NeighborIndex"),
     "options": ("option",),
     "registry": ("available", "create", "create_gate", "register", "register_buffer", "register_gate"),
-    "replay.buffers.base": ("ReplayBuffer",),
-    "replay.record": ("ReplayRecord",),
+    "replay.buffers": ("ReplayBuffer",),
     "replay.scope": ("replaying",),
-    "replay.trajectory": ("FinishedTrajectory",),
+    "replay.trajectory": ("FinishedTrajectory", "ReplayRecord"),
     "step": ("GateStep", "Positions", "Step"),
     "testing": ("check_gate", "check_perturbation"),
 }

@@ -23,7 +23,7 @@ from perturbations.step import Step
 
 
 def input_gradient_option(default: str) -> Any:
-    """The option ``input_gradient`` with a default of its own: ``none`` where the method's release feeds constants."""
+    """The option ``input_gradient``; its default is ``none`` where the method's release feeds constants."""
     released = " (its release)" if default == "none" else ""
     return option(
         default,
@@ -38,9 +38,9 @@ class Proposal:
 
     Attributes:
         edit: the inputs at the B positions.
-        tokens: the tokens that stand in the text there, (B,) int64: reward and PPO ratio read these.
-        acts: where the perturbation acts at all, (B,) bool; None: everywhere. Elsewhere the position is an ordinary
-            one and leaves no record; the edit there is the token's own embedding.
+        tokens: the tokens in the text there, (B,) int64: reward and PPO ratio read these.
+        acts: where the perturbation acts, (B,) bool; None: everywhere. Elsewhere the position is unperturbed and
+            leaves no record, and the edit is the token's own embedding.
     """
 
     edit: InputEdit
@@ -50,7 +50,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What the density side of a perturbation sees: N perturbed positions of a forward that replayed them.
+    """The input of a density: N perturbed positions of a forward that replayed them.
 
     Attributes:
         logits: z̃ = z / temperature of all R rows of the forward, (R, V) float32, with gradient to the policy.
@@ -58,14 +58,13 @@ class Replayed:
         token_log_probs: log π of the tokens in the text there, (N,) float32, with gradient.
         temperature: the sampling temperature.
         edit: the inputs as recorded.
-        noise_keys: (N,) int64, from which the recorded noise is drawn again; None where nothing is noisy.
-        lookup: ids of any shape to their embeddings in the policy at hand, shape + (D,), with gradient.
-        advantages: what the loss weighs each position's entry with, (N,) float32; None where there is no loss, as for
-            old and reference policy. They may shape the gradient of a density and not its value, which all share.
-        draw_keys: (N,) int64, from which the perturbation's own draws at these positions are drawn again.
-        hidden: the last hidden state at each position's row, which the output layer made its logits of, (N, D) with
-            gradient; None unless the perturbation's ``reads_hidden`` is True.
-        module: the perturbation's parameters beside the model at hand; None where it has none.
+        noise_keys: (N,) int64, which give the recorded noise; None where nothing is noisy.
+        lookup: ids of any shape to the policy's embeddings, shape + (D,), with gradient.
+        advantages: each position's weight in the loss, (N,) float32; None for old and reference policy, which have no
+            loss. They may affect the gradient of a density, not its value.
+        draw_keys: (N,) int64, which give the perturbation's own draws.
+        hidden: the last hidden state at each position's row, (N, D) with gradient, with ``reads_hidden``; else None.
+        module: the policy's perturbation parameters; None where there are none.
     """
 
     logits: Float[Tensor, "forward vocabulary"]
@@ -81,22 +80,20 @@ class Replayed:
     module: nn.Module | None = None
 
     def gumbel(self, ids: Tensor) -> Tensor:
-        """The draws that ``step.gumbel(ids)`` gave in the rollout, (N, n) for ``ids`` (N, n).
+        """The rollout's ``step.gumbel(ids)``, (N, n) for ``ids`` (N, n); ``ValueError`` without keys.
 
-        What follows from the draws alone is known from them exactly, whereas logits of rollout and trainer differ.
-
-        Raises:
-            ValueError: where there are no keys.
+        They are exact, whereas the logits of rollout and trainer differ.
         """
-        if self.draw_keys is None:
-            raise ValueError("replayed positions without draw_keys: their draws cannot be repeated. Pass the keys.")
-        return streams.gumbel(self.draw_keys, ids)
+        return streams.gumbel(self._own_keys(), ids)
 
     def normal(self, ids: Tensor) -> Tensor:
-        """The draws that ``step.normal(ids)`` gave in the rollout, (N, n), likewise."""
+        """The rollout's ``step.normal(ids)``, as :meth:`gumbel`."""
+        return streams.normal(self._own_keys(), ids)
+
+    def _own_keys(self) -> Tensor:
         if self.draw_keys is None:
             raise ValueError("replayed positions without draw_keys: their draws cannot be repeated. Pass the keys.")
-        return streams.normal(self.draw_keys, ids)
+        return self.draw_keys
 
     def at(self, ids: Tensor) -> Tensor:
         """z̃ of the tokens ``ids`` (N, n) at their positions, (N, n), with gradient."""
@@ -105,9 +102,7 @@ class Replayed:
     def log_probs(self, ids: Tensor, temperature: float | None = None) -> Tensor:
         """log π of the tokens ``ids`` (N, n) among the whole vocabulary, (N, n), with gradient.
 
-        Args:
-            ids: (N, n) int64.
-            temperature: that of π; None for the sampling temperature.
+        ``temperature``: that of π; None for the sampling temperature.
         """
         scale = 1.0 if temperature is None else self.temperature / temperature
         logits = self.logits if scale == 1.0 else self.logits * scale
@@ -126,15 +121,15 @@ _LAST_SEED = 2**63 - 1
 class Perturbation(GateOptions, ABC):
     """A perturbation with its options. Subclasses are frozen dataclasses whose fields come from :func:`option`.
 
-    A subclass implements :meth:`propose`, and overrides beyond that what it needs. The options of its gate, which
-    says where it acts, are among its own.
+    A subclass implements :meth:`propose`, and may override the rest. The options of the default gate, which says where
+    it acts, are among its own.
     """
 
     kind = "perturbation"
     registry = perturbations
     paper: ClassVar[str] = "none named"
     mixture: ClassVar[str] = "convex"
-    """What the weights of a position keep to: ``convex`` (none negative, sum 1), ``affine`` (sum 1) or ``free``."""
+    """The weights of a position are ``convex`` (none negative, sum 1), ``affine`` (sum 1) or ``free``."""
     module_options: ClassVar[tuple[str, ...]] = ()
     """Options that :meth:`module` depends on: saved parameters are refused where these differ."""
     reads_hidden: ClassVar[bool] = False
@@ -149,35 +144,29 @@ class Perturbation(GateOptions, ABC):
 
     @abstractmethod
     def propose(self, step: Step) -> Proposal:
-        """The perturbed inputs and their tokens at B positions.
+        """The perturbed inputs and the text's tokens at B positions, with the same number of candidates at every step.
 
-        Must be a function of each row alone (no mixing across the batch), use no randomness but the step's, and
-        not synchronise with the host.
-
-        Args:
-            step: B positions.
-
-        Returns:
-            Edits, with the same number of candidates at every step, and the tokens (B,).
+        Must be a function of each row alone (no mixing across the batch), use no randomness but the step's, and not
+        synchronise with the host.
         """
 
     def prepare(self, embeddings: ModelEmbeddings) -> None:
-        """Computes ahead what :meth:`propose` would ask of the embeddings on its first use.
+        """Computes ahead what :meth:`propose` will ask of the embeddings.
 
-        Called on a GPU alone: once the model is loaded, before its memory is profiled, and after each weight sync.
+        Called on a GPU only: once the model is loaded, before its memory is profiled, and after each weight sync.
         """
         return None
 
     def module(self, hidden_size: int) -> nn.Module | None:
         """The learned parameters, for embeddings of D = ``hidden_size``; None where there are none.
 
-        They live beside the model, train with it, are saved with it and follow each weight sync into the rollout:
-        see `perturbations.parameters` for what the module must keep to.
+        They train with the model, are saved with it and follow each weight sync: `perturbations.parameters` has the
+        module's contract.
         """
         return None
 
     def learning_rate(self, parameter: str) -> float | None:
-        """Learning rate of a parameter of :meth:`module`, by its name there; None for the policy's own."""
+        """Learning rate of a parameter of :meth:`module`, by its name; None for the policy's."""
         return None
 
     @property
@@ -187,18 +176,15 @@ class Perturbation(GateOptions, ABC):
 
     @property
     def has_density(self) -> bool:
-        """Whether :meth:`log_density` takes the place of the tokens' log-probabilities in the loss.
-
-        So it does where an option ``density`` names another than the token's.
-        """
+        """Whether :meth:`log_density` replaces the tokens' log-probabilities in the loss; see option ``density``."""
         return getattr(self, "density", "token") != "token"
 
     @property
     def density_of_vector(self) -> bool:
-        """Whether :meth:`log_density` is of the fed vector itself, and not of draws of which the vector is a function.
+        """Whether :meth:`log_density` is of the fed vector itself, not of draws that give the vector.
 
-        Then the vector is a fixed action, so the replay feeds it detached: its gradient to the embedding is the
-        density's alone. And the ratio of two such densities in D dimensions is unbounded: see :attr:`score_only`.
+        Then the vector is a fixed action: the replay feeds it detached, and only the density has a gradient to the
+        embedding. The ratio of two such densities in D dimensions is unbounded: see :attr:`score_only`.
         """
         return False
 
@@ -206,18 +192,17 @@ class Perturbation(GateOptions, ABC):
     def score_only(self) -> bool:
         """Whether :meth:`log_density` enters the loss in REINFORCE form, for one update at the policy that drew.
 
-        Then its gradient counts, and its value is 0 for old, new and reference policy. So it must be where the noise
-        is narrow beside the difference between the logits of rollout and trainer.
+        Then only its gradient counts; its value is 0 for old, new and reference policy. Noise that is narrow compared
+        to the logits' difference between rollout and trainer needs this.
         """
         return self.density_of_vector
 
     @property
     def zero_mean_score(self) -> bool:
-        """Whether the gradient of a perturbed position's entry in the loss has mean 0 over what is drawn there.
+        """Whether the gradient of a perturbed position's entry in the loss has mean 0 over the draws there.
 
-        So it is for a token that was drawn from the policy, and for the log-density of all that was drawn. Then a
-        baseline is free: equal advantages for all answers move the policy nowhere. Elsewhere they push along the mean,
-        whatever the reward.
+        It does for a token drawn from the policy and for the log-density of everything drawn: equal advantages for all
+        responses then move the policy nowhere. Otherwise they push along the mean, whatever the reward.
         """
         return True
 
@@ -225,43 +210,37 @@ class Perturbation(GateOptions, ABC):
     def draws_text(self) -> bool:
         """Whether the token in the text follows from draws other than the request's own sampling.
 
-        Where top-k, top-p or min-p of the request exclude it, the position stays an ordinary one; so what is left was
-        drawn from another distribution than :meth:`log_density` says.
+        Where the request's top-k, top-p or min-p exclude the token, the position stays unperturbed; the remaining
+        draws have another distribution than :meth:`log_density` says.
         """
         return False
 
     @property
     def draws_token(self) -> bool:
-        """Whether the token in the text is drawn beside the input: then its log-probability is added to the density."""
+        """Whether the token in the text is drawn besides the input, so that its log-probability joins the density."""
         return False
 
     @property
     def samples_text(self) -> bool:
-        """Whether the token in the text is ``step.sampled`` at every position, drawn from softmax(z̃) as without us.
+        """Whether the token in the text is ``step.sampled`` at every position, drawn from softmax(z̃).
 
-        Importance weights π / π_rollout of the tokens are right there alone: a likeliest token, or the largest of
-        noisy scores, was drawn from another distribution than the one that its recorded log-probability is of.
+        Importance weights π / π_rollout of the tokens need this: the recorded log-probability of a likeliest token, or
+        of the largest noisy score, is of another distribution than its own.
         """
         return False
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """log π of the recorded inputs under the policy at hand, for old, new and reference policy alike.
+        """log π of the recorded inputs at N positions under old, new or reference policy: (N,) float32, with gradient.
 
-        Terms in which the policy has no part may be left out, since they cancel in every ratio. N may be 0: on several
-        ranks every one calls this method, so that all gather the same parameters.
-
-        Args:
-            replayed: N positions.
-
-        Returns:
-            (N,) float32, with gradient to the policy.
+        Terms without the policy may be left out, since they cancel in every ratio. N may be 0: every rank calls this
+        method, so that all gather the same parameters.
         """
         raise NotImplementedError(f"perturbation {self.name!r} has no density; has_density must be False then.")
 
     @property
     def active(self) -> bool:
-        """Whether there is anything to do; where not, rollout and training are stock."""
+        """Whether there is anything to do; otherwise rollout and training are upstream's."""
         return self.rate > 0.0
 
     def check_model(self, vocabulary: int) -> None:
-        """Raises ``UsageError`` where an option does not fit a model with so many tokens."""
+        """Raises ``UsageError`` where an option does not fit a model with V = ``vocabulary``."""

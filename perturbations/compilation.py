@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of tensors that are compiled on a GPU and run as they stand on a CPU."""
+"""Functions of tensors that are compiled on a GPU and run uncompiled on a CPU."""
 
 from __future__ import annotations
 
@@ -25,23 +25,17 @@ def on_gpu(device: torch.device) -> bool:
 
 
 def twice(part: Tensor) -> Tensor:
-    """A batch of one as a batch of two: the compiler takes a size of 1 for a constant and would write it a version."""
+    """A batch of one as a batch of two: the compiler takes a size of 1 for a constant and would make it a version."""
     return torch.cat([part, part])
 
 
 class Compiled:
-    """A function compiled as a whole; as it stands, from then on, where the compiler cannot.
+    """A function of tensors compiled as a whole; uncompiled (``plain``) once the compiler has failed.
 
-    Attributes:
-        plain: the function as it stands.
+    ``purpose`` names the function in that warning.
     """
 
     def __init__(self, function: Callable[..., Any], purpose: str) -> None:
-        """
-        Args:
-            function: of tensors.
-            purpose: what it is part of, for what is said where it does not compile.
-        """
         self.plain, self._purpose, self._failed = function, purpose, False
         self._fast = torch.compile(_of_its_own(function), fullgraph=True)
 

@@ -29,16 +29,7 @@ NORMAL_MASK = 0.05
 def gaussian(
     x: Float[Tensor, "positions hidden"], mean: Float[Tensor, "positions hidden"], sigma: Float[Tensor, " positions"]
 ) -> Float[Tensor, " positions"]:
-    """log N(x; mean, σ² I), normalised.
-
-    Args:
-        x: (N, D).
-        mean: (N, D).
-        sigma: σ ≥ 0, (N,). At 0 nothing was drawn, and the result is 0.
-
-    Returns:
-        (N,).
-    """
+    """log N(x; mean, σ² I), normalised, (N,). Where σ is 0 nothing was drawn, and the result is 0."""
     has_noise = sigma > 0.0
     scale = torch.where(has_noise, sigma, 1.0)
     constant = x.shape[-1] * (torch.log(scale) + 0.5 * math.log(2.0 * math.pi))
@@ -52,19 +43,16 @@ def gumbel(
     kept: Bool[Tensor, "positions candidates"],
     drawn: Float[Tensor, "positions candidates"] | None = None,
 ) -> Float[Tensor, " positions"]:
-    """SofT-GRPO's reparameterised density: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i).
+    """SofT-GRPO's reparameterised density: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i), (N,).
 
-    Clamped noise has no gradient, and what the rollout clamped stays at its bound. Which that is, is not asked of
-    y_i − log p_i: the logits of trainer and rollout, which differ, would decide.
+    The mean is over candidates with log p_i > −3, 0 where there are none. Clamped noise has no gradient. What the
+    rollout clamped stays at its bound, whatever y_i − log p_i is with the trainer's logits.
 
     Args:
         scores: y, (N, K).
-        probabilities: p under the policy at hand, renormalised over the recorded candidates, (N, K).
+        probabilities: p under the policy, renormalised over the recorded candidates, (N, K).
         kept: which candidates were mixed, (N, K) bool.
         drawn: the noise as it was drawn, before the clamp, (N, K); None where none was clamped.
-
-    Returns:
-        (N,): the mean over candidates with log p_i > −3, 0 where there are none.
     """
     log_p = torch.log(probabilities + LOG_FLOOR)
     noise, (low, high) = scores - log_p, GUMBEL_RANGE
@@ -80,16 +68,9 @@ def dirichlet(
     alpha: float,
     kept: Bool[Tensor, "positions candidates"],
 ) -> Float[Tensor, " positions"]:
-    """Gamma(α p_i, 1) log-densities of the draws γ_i, each clamped to [−5, 3], mean over p_i > 0.05.
+    """Gamma(α p_i, 1) log-densities of the draws γ_i (N, K), each clamped to [−5, 3], mean over p_i > 0.05: (N,).
 
-    Args:
-        log_draws: log γ, (N, K).
-        probabilities: as in :func:`gumbel`.
-        alpha: α > 0.
-        kept: as in :func:`gumbel`.
-
-    Returns:
-        (N,).
+    ``log_draws``: log γ; ``probabilities`` and ``kept`` as in :func:`gumbel`.
     """
     used = kept & (probabilities > DIRICHLET_MASK)
     shape = torch.where(used, alpha * probabilities, 1.0)
@@ -102,15 +83,9 @@ def normal(
     probabilities: Float[Tensor, "positions candidates"],
     kept: Bool[Tensor, "positions candidates"],
 ) -> Float[Tensor, " positions"]:
-    """log N(y_i; p_i, 0.05²) with y_i clamped to p_i ± 0.15, mean over p_i > 0.05.
+    """log N(y_i; p_i, 0.05²) of the draws y (N, K), clamped to p_i ± 0.15, mean over p_i > 0.05 or 0: (N,).
 
-    Args:
-        draws: y, (N, K).
-        probabilities: as in :func:`gumbel`.
-        kept: as in :func:`gumbel`.
-
-    Returns:
-        (N,): 0 where no candidate is that likely.
+    ``probabilities`` and ``kept`` as in :func:`gumbel`.
     """
     distance = (draws - probabilities).clamp(-NORMAL_REACH, NORMAL_REACH) / NORMAL_SIGMA
     terms = -0.5 * distance.square() - math.log(NORMAL_SIGMA * math.sqrt(2.0 * math.pi))
@@ -123,9 +98,9 @@ def censored_gumbel(
     above: Bool[Tensor, "positions candidates"],
     kept: Bool[Tensor, "positions candidates"],
 ) -> Float[Tensor, " positions"]:
-    """Log-density of Gumbel(0, 1) noise that was drawn, some of it known by a bound alone (a Tobit model).
+    """Log-density of Gumbel(0, 1) noise that was drawn, some of it known by a bound alone (a Tobit model): a sum, (N,).
 
-    Σ_i −n_i − exp(−n_i), log P(g < n_i) = −exp(−n_i) or log P(g > n_i). The bounds are as the rollout drew them, no
+    Σ_i −n_i − exp(−n_i), log P(g < n_i) = −exp(−n_i) or log P(g > n_i). The rollout drew the bounds, which are no
     functions of the policy, so the mean of the gradient is 0.
 
     Args:
@@ -133,9 +108,6 @@ def censored_gumbel(
         below: where the noise is known to lie below n, (N, K) bool.
         above: where it is known to lie above, (N, K) bool.
         kept: which of them were drawn, (N, K) bool.
-
-    Returns:
-        (N,): a sum, not a mean.
     """
     noise = torch.where(kept, noise, 0.0).clamp(*_REACH)
     share = torch.exp(-noise)
@@ -152,17 +124,14 @@ def concrete(
 ) -> Float[Tensor, " positions"]:
     """Log-density of Gumbel-softmax weights w = softmax((log p + g) / τ) (Maddison et al., arXiv 1611.00712, eq. 10).
 
-    Σ_i log p_i − n log Σ_i p_i w_i^−τ, up to what does not depend on p. A weight below float32's smallest number is
-    known to be smaller than it: it stays in the second sum, at that bound, and n counts the others.
+    Σ_i log p_i − n log Σ_i p_i w_i^−τ, (N,), up to what does not depend on p. A weight below float32's smallest number
+    stays in the second sum at that bound, and n counts the others.
 
     Args:
         weights: w, (N, K).
         log_p: log p up to a constant in each row, (N, K).
         tau: τ > 0.
         kept: which candidates were mixed, (N, K) bool, at least one in each row.
-
-    Returns:
-        (N,).
     """
     seen = kept & (weights >= _SMALLEST)
     powers = log_p - tau * weights.clamp_min(_SMALLEST).log()
@@ -176,19 +145,10 @@ def dirichlet_weights(
     alpha: float,
     kept: Bool[Tensor, "positions candidates"],
 ) -> Float[Tensor, " positions"]:
-    """Log-density of weights drawn from Dirichlet(α p), up to what does not depend on p.
+    """Log-density of weights (N, K) drawn from Dirichlet(α p), up to what does not depend on p: a sum, unclamped, (N,).
 
-    A weight below float32's smallest number s is known to be smaller than it: of its Gamma draw, P(γ < s Σγ), which is
-    (s Σγ)^a / Γ(a + 1) with a = α p.
-
-    Args:
-        weights: w, (N, K).
-        probabilities: as in :func:`gumbel`.
-        alpha: α > 0.
-        kept: as in :func:`gumbel`.
-
-    Returns:
-        (N,): a sum over all that were mixed, without clamps.
+    Of a weight below float32's smallest number s only P(γ < s Σγ) of its Gamma draw is known, (s Σγ)^a / Γ(a + 1) with
+    a = α p. ``probabilities`` and ``kept`` as in :func:`gumbel`.
     """
     shape = torch.where(kept, (alpha * probabilities).clamp_min(1e-20), 1.0)
     log_weights = weights.clamp_min(_SMALLEST).log()
@@ -205,16 +165,11 @@ def _mean(terms: Tensor, used: Tensor) -> Tensor:
 def renormalised(
     logits: Float[Tensor, "positions candidates"], kept: Bool[Tensor, "positions candidates"]
 ) -> Float[Tensor, "positions candidates"]:
-    """Probabilities of the kept candidates among themselves, (N, K); 0 for the others.
-
-    Args:
-        logits: z̃ of the candidates, (N, K).
-        kept: (N, K) bool, at least one in each row.
-    """
+    """Probabilities among the kept candidates, at least one in each row, from their z̃: (N, K); 0 for the others."""
     return torch.softmax(torch.where(kept, logits, -torch.inf), dim=-1)
 
 
 def distinct(ids: Int64[Tensor, "positions candidates"]) -> Bool[Tensor, "positions candidates"]:
-    """Which candidates stand for the first time in their row: a repeated one fills an unused place, (N, K) bool."""
+    """Which candidates are the first of their id in the row, (N, K) bool; a repeated id fills an unused place."""
     same = ids.unsqueeze(-1) == ids.unsqueeze(-2)
     return ~torch.tril(same, diagonal=-1).any(dim=-1)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The universal form of an input perturbation: e' = Σ_k w_k · E[c_k] + σ · ε.
 
-Two kinds of perturbations go beyond it: a dense one adds vectors of its own, v, and one with learned parameters
-(`perturbations.parameters`) sends the mixture through its module:
+A dense perturbation adds vectors v, and one with learned parameters (`perturbations.parameters`) has a module:
 e' = module(E[c_1], Σ_k w_k · E[c_k] + σ · ε) + v.
 """
 
@@ -17,24 +16,23 @@ from torch import Tensor
 
 from perturbations import streams
 from perturbations.compilation import Compiled, on_gpu, twice
-from perturbations.errors import present
+from perturbations.errors import require
 
 Mixer = Callable[[Tensor, Tensor], Tensor]
-"""What makes an input of the first candidate and the mixture, (N, D) each: a perturbation's module."""
+"""A perturbation's module: the input, from the first candidate and the mixture, (N, D) each."""
 
 
 @dataclass(frozen=True)
 class InputEdit:
-    """What is fed to the model at B positions, in place of the tokens' own embeddings.
+    """The inputs at B positions, which replace the tokens' own embeddings.
 
     Attributes:
         ids: candidates c, (B, K) int64. A candidate that is not used repeats another with weight 0.
-        weights: w, (B, K) float32; each row sums to 1, except beside vectors and for perturbations with a module.
+        weights: w, (B, K) float32; each row sums to 1, except with vectors or a module.
         sigma: noise scale σ, (B,) float32, or None for no noise.
-        vectors: v, added as they are, (B, D) float32, or None: 4·D bytes of record per position. Replay feeds them as
-            constants: gradient reaches the embedding through ids and weights alone.
-        normalizer: what normalising the weights divided out, (B,) float32, where a density needs it to take the raw
-            draws back; else None.
+        vectors: v, (B, D) float32, or None: 4·D bytes of record per position. Replay feeds them as constants.
+        normalizer: the factor that normalising the weights divided out, (B,) float32, where a density needs the raw
+            draws; else None.
     """
 
     ids: Int64[Tensor, "rows candidates"]
@@ -45,18 +43,15 @@ class InputEdit:
 
 
 def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: Mixer | None = None) -> Tensor:
-    """Σ_k w_k · e_k + σ · ε + v, computed in float32 whatever the dtype of the candidates.
+    """Σ_k w_k · e_k + σ · ε + v in float32, (N, D) in the candidates' dtype, with gradient to them and to the module.
 
-    Rollout and replay both call this function, compiled on a GPU and as it stands on a CPU, so that they round alike.
+    Rollout and replay both call this function, compiled on a GPU and uncompiled on a CPU, so that they round alike.
 
     Args:
         candidates: e, the candidates' embeddings, (N, K, D), any float dtype.
-        edit: N positions; its ids are not looked at.
+        edit: N positions; its ids are not used.
         noise_keys: (N,) int64 keys of :data:`perturbations.streams.Stream.NOISE`; needed with σ.
-        module: the perturbation's module, or None: what it makes of the first candidate and the mixture is fed.
-
-    Returns:
-        (N, D) in the candidates' dtype, with gradient to them and to the module's parameters.
+        module: the perturbation's module, which makes the input of the first candidate and the mixture; or None.
     """
     parts = edit.weights, edit.sigma, edit.vectors, noise_keys, module
     if torch.compiler.is_compiling() or not on_gpu(candidates.device) or not len(candidates):
@@ -78,7 +73,7 @@ def _mixed(
 ) -> Tensor:
     mixed = (candidates.float() * weights.unsqueeze(-1)).sum(dim=-2)
     if sigma is not None:
-        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(present(noise_keys, "noise_keys"), candidates.shape[-1])
+        mixed = mixed + sigma.unsqueeze(-1) * streams.normal(require(noise_keys, "noise_keys"), candidates.shape[-1])
     if module is not None:
         mixed = module(candidates[:, 0].float(), mixed)
     if vectors is not None:
@@ -122,16 +117,9 @@ def realise(
     noise_keys: Tensor | None,
     module: Mixer | None = None,
 ) -> Tensor:
-    """The vectors of an edit, looked up through an embedding.
+    """The vectors of an edit, (B, D) in the embedding's dtype; ``lookup`` takes ids of any shape to shape + (D,).
 
-    Args:
-        edit: B positions.
-        lookup: ids of any shape to their embeddings, shape + (D,).
-        noise_keys: (B,) int64, needed where ``edit.sigma`` is set.
-        module: the perturbation's module, or None.
-
-    Returns:
-        (B, D) in the embedding's dtype.
+    ``noise_keys`` and ``module`` as of :func:`mix`.
     """
     candidates = lookup(edit.ids.reshape(-1))
     return mix(candidates.view(*edit.ids.shape, candidates.shape[-1]), edit, noise_keys, module)
@@ -144,14 +132,10 @@ def one_hot(tokens: Tensor) -> InputEdit:
 
 
 def dense_edit(tokens: Tensor, vectors: Tensor) -> InputEdit:
-    """The edit that feeds given vectors and nothing else.
+    """The edit that feeds vectors (B, D) float32 alone; ``tokens`` (B,) int64 are any, with weight 0.
 
-    A record of such an edit takes 4·D bytes per perturbed position (2.3 KB at D = 576), and no gradient reaches the
-    embedding there. Where a mixture says the same, prefer that.
-
-    Args:
-        tokens: any token at each position, (B,) int64; it enters with weight 0.
-        vectors: (B, D) float32.
+    Its record takes 4·D bytes per perturbed position (2.3 KB at D = 576), and no gradient reaches the embedding there.
+    Prefer a mixture where one is equal.
     """
     ids = tokens.unsqueeze(-1)
     return InputEdit(ids, torch.zeros_like(ids, dtype=torch.float32), None, vectors)

@@ -1,23 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a perturbation may ask of the model: embeddings, their scale, and neighbors. Refreshed after a weight sync."""
+"""What a perturbation may ask of the model: embeddings, their scale, and neighbors. Refreshed after a weight sync.
+
+Within ``torch.compile`` scale and neighbors are two operators, which the compiler does not look into: their caches and
+their refresh stay Python's.
+"""
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from perturbations import traced
-from perturbations.shard import Shard
-
-if TYPE_CHECKING:
-    from perturbations.neighbors import Drift, Neighborhood, NeighborIndex
-    from perturbations.neighbors.table import TableIndex
-
+from perturbations.neighbors import Drift, Neighborhood, NeighborIndex, Refresh, create_index, word_numbers
+from perturbations.neighbors.base import TableIndex
+from perturbations.neighbors.matrix import Shard
 
 _ROWS = 1024  # of the matrix, in float64 at once
+_VOCABULARY_BLOCK = 1 << 14
+# Two tokens whose cosines differ by less are equally near; embeddings of never-trained tokens nearly coincide.
+_TIE = 1e-6
+
+_numbers = itertools.count()
+_known: weakref.WeakValueDictionary[int, ModelEmbeddings] = weakref.WeakValueDictionary()
 
 
 class ModelEmbeddings:
@@ -35,20 +42,20 @@ class ModelEmbeddings:
         Args:
             lookup: ids of any shape to their input embeddings, shape + (D,).
             input_matrix: gives the input embedding matrix E, (V, D), or the shard of a tensor-parallel rank.
-            output_matrix: gives the output embedding matrix likewise; None where the model ties the two.
+            output_matrix: gives the output embedding matrix; None where the model ties the two.
             special_ids: gives the special and never-trained tokens, which some options leave out.
-            token_texts: gives the text of each token, by which tokens are the same word; rows of the embedding beyond
-                them are words of their own.
+            token_texts: gives the text of each token, which says which tokens are the same word; rows of the embedding
+                beyond them are words of their own.
         """
         self.lookup = lookup
         self._matrices = {"input": input_matrix, "output": output_matrix or input_matrix}
-        self._special_ids = special_ids
-        self._token_texts = token_texts
+        self._special_ids, self._token_texts = special_ids, token_texts
         self._words: dict[int, Tensor] = {}
         self._indices: dict[tuple[str | bool, ...], tuple[Neighborhood, int]] = {}
         self._syncs = 0
         self._rms: Tensor | None = None
-        self._number = traced.number_of(self)
+        self._number = next(_numbers)
+        _known[self._number] = self
 
     def matrix(self, space: str = "input") -> Tensor:
         """The input or output embedding matrix, (V, D), as it is now; gathered where ranks share it."""
@@ -57,7 +64,7 @@ class ModelEmbeddings:
     def rms(self) -> Tensor:
         """Root-mean-square element of E, a float32 scalar tensor."""
         if torch.compiler.is_compiling():
-            return traced.rms(Shard.of(self._matrices["input"]()).rows, self._number)
+            return _rms(Shard.of(self._matrices["input"]()).rows, self._number)
         if self._rms is None:
             shard = Shard.of(self._matrices["input"]())
             # A block at a time: E in float32 would be twice its size in bfloat16.
@@ -76,7 +83,7 @@ class ModelEmbeddings:
         kind: str = "exact",
         skip_same_word: bool = False,
         refresh: str = "every_sync",
-    ) -> NeighborIndex | traced.TracedIndex:
+    ) -> NeighborIndex:
         """The neighbor index over the input or output embeddings, built on first use.
 
         Args:
@@ -92,32 +99,27 @@ class ModelEmbeddings:
         """
         key = (metric, space, skip_special, kind, skip_same_word, refresh)
         if torch.compiler.is_compiling():
-            return traced.TracedIndex(self._number, key)
+            return _TracedIndex(self._number, key)
         if key not in self._indices:
-            self._indices[key] = self._neighborhood(*key), self._syncs
+            exclude = self._special_ids() if skip_special else ()
+
+            def make(embedding: Shard, probe: bool) -> TableIndex:
+                words = self._word_numbers(embedding.size) if skip_same_word else None
+                # A graph is not built for a look at a few tokens.
+                return create_index(embedding, "exact" if probe else kind, metric, exclude, words, probe or None)
+
+            made = Neighborhood(make, self._matrices[space], Refresh.parse(refresh), metric)
+            self._indices[key] = made, self._syncs
+        return self._up_to_date(key)
+
+    def _up_to_date(self, key: tuple[str | bool, ...]) -> Neighborhood:
         index, sync = self._indices[key]
         if sync != self._syncs:
             index.weights_changed()
             self._indices[key] = index, self._syncs
         return index
 
-    def _neighborhood(
-        self, metric: str, space: str, skip_special: bool, kind: str, skip_same_word: bool, refresh: str
-    ) -> Neighborhood:
-        from perturbations.neighbors import Neighborhood, Refresh, create_index
-
-        exclude = self._special_ids() if skip_special else ()
-
-        def make(embedding: Shard, probe: bool) -> TableIndex:
-            words = self._word_numbers(embedding.size) if skip_same_word else None
-            # A graph is not built for a look at a few tokens.
-            return create_index(embedding, "exact" if probe else kind, metric, exclude, words, True if probe else None)
-
-        return Neighborhood(make, self._matrices[space], Refresh.parse(refresh), metric)
-
     def _word_numbers(self, size: int) -> Tensor:
-        from perturbations.neighbors import word_numbers
-
         if self._token_texts is None:
             raise ValueError("skip_same_word: this embeddings does not know its tokens' texts; pass token_texts to it.")
         if size not in self._words:
@@ -135,21 +137,89 @@ class ModelEmbeddings:
     def drift(self) -> Drift | None:
         """What the latest weight sync changed, over all indices asked since the sync before; None where nothing was."""
         total = None
-        for key, (neighborhood, sync) in self._indices.items():
-            if neighborhood.is_queried and sync != self._syncs:
-                neighborhood.weights_changed()
-                self._indices[key] = neighborhood, sync = neighborhood, self._syncs
-            if sync == self._syncs and neighborhood.drift is not None:
-                total = neighborhood.drift if total is None else total + neighborhood.drift
+        for key, (index, sync) in self._indices.items():
+            if index.is_queried:
+                self._up_to_date(key)
+            elif sync != self._syncs:
+                continue
+            if index.drift is not None:
+                total = index.drift if total is None else total + index.drift
         return total
 
 
 def matrix_embeddings(embedding: Tensor, special_ids: Sequence[int] = (), texts: Sequence[str] = ()) -> ModelEmbeddings:
     """The embeddings of a plain matrix E, (V, D): for tests and for models whose embedding is one tensor."""
     return ModelEmbeddings(
-        lambda ids: torch.nn.functional.embedding(ids, embedding),
-        lambda: embedding,
-        None,
-        lambda: special_ids,
-        lambda: texts,
+        lambda ids: nn.functional.embedding(ids, embedding), lambda: embedding, None, lambda: special_ids, lambda: texts
     )
+
+
+def nearest_tokens(vectors: Tensor, matrix: Tensor, own: Tensor) -> Tensor:
+    """The token of largest cosine to each vector, (N,) int64, without waiting for the device.
+
+    Args:
+        vectors: (N, D), any float dtype.
+        matrix: E, (V, D).
+        own: (N,) int64, the token that wins a tie.
+    """
+    normal = nn.functional.normalize(vectors.float(), dim=-1)
+    best = torch.full((len(vectors),), -torch.inf, device=vectors.device)
+    tokens = torch.zeros_like(own)
+    for start in range(0, len(matrix), _VOCABULARY_BLOCK):
+        block = nn.functional.normalize(matrix[start : start + _VOCABULARY_BLOCK].float(), dim=-1)
+        score, best_of_block = (normal @ block.T).max(dim=-1)
+        tokens = torch.where(score > best, best_of_block + start, tokens)
+        best = torch.maximum(score, best)
+    of_own = (normal * nn.functional.normalize(matrix[own].float(), dim=-1)).sum(dim=-1)
+    return torch.where(of_own >= best - _TIE, own, tokens)
+
+
+class _TracedIndex(NeighborIndex):
+    """A neighbor index as the compiler sees it: the embeddings' number and the key of :meth:`ModelEmbeddings.index`."""
+
+    def __init__(self, embeddings: int, key: tuple[str | bool, ...]) -> None:
+        self._embeddings, self._key = embeddings, key
+
+    def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return _neighbors(token_ids, k, self._embeddings, *self._key)
+
+
+@torch.library.custom_op(
+    "perturbations::neighbors",
+    mutates_args=(),
+    schema="(Tensor tokens, int k, int embeddings, str metric, str space, bool skip_special, str kind,"
+    " bool skip_same_word, str refresh) -> (Tensor, Tensor)",
+)
+def _neighbors(
+    tokens: Tensor,
+    k: int,
+    embeddings: int,
+    metric: str,
+    space: str,
+    skip_special: bool,
+    kind: str,
+    skip_same_word: bool,
+    refresh: str,
+) -> tuple[Tensor, Tensor]:
+    index = _known[embeddings].index(
+        metric, space, skip_special, kind=kind, skip_same_word=skip_same_word, refresh=refresh
+    )
+    ids, scores = index.query(tokens, k)
+    return ids.contiguous(), scores.contiguous()
+
+
+@_neighbors.register_fake
+def _(tokens: Tensor, k: int, *_: object) -> tuple[Tensor, Tensor]:
+    shape = (*tokens.shape, k)
+    return tokens.new_empty(shape), tokens.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("perturbations::rms", mutates_args=(), schema="(Tensor like, int embeddings) -> Tensor")
+def _rms(like: Tensor, embeddings: int) -> Tensor:
+    """``like`` says on which device."""
+    return _known[embeddings].rms().clone()
+
+
+@_rms.register_fake
+def _(like: Tensor, embeddings: int) -> Tensor:
+    return like.new_empty((), dtype=torch.float32)

@@ -14,12 +14,8 @@ class UsageError(ValueError):
     """A value, name or file that the user gave cannot be used; the message says what is allowed and how to fix it."""
 
 
-def present(value: _Value | None, what: str) -> _Value:
-    """A value that may be missing elsewhere and must not be here.
-
-    Raises:
-        ValueError: where it is None; ``what`` names it.
-    """
+def require(value: _Value | None, what: str) -> _Value:
+    """The value; ``ValueError`` that names ``what`` where it is None."""
     if value is None:
         raise ValueError(f"{what} is missing here: pass it.")
     return value

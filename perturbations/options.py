@@ -28,7 +28,7 @@ def option(
     choices: tuple[str, ...] | None = None,
     registry: Registry | None = None,
 ) -> Any:
-    """A field of an :class:`Options` dataclass.
+    """A dataclass field of an :class:`Options` class.
 
     Args:
         default: the paper's value.
@@ -37,11 +37,8 @@ def option(
         high: largest allowed value.
         above: the value must be greater than this.
         choices: the only allowed values.
-        registry: the value is something with options of its own: given by its name in this
+        registry: the value has options of its own: given by its name in this
             :class:`perturbations.registry.Registry`, as a mapping with a name, or ready made.
-
-    Returns:
-        A dataclass field.
     """
     limits = {"low": low, "high": high, "above": above, "choices": choices}
     return dataclasses.field(default=default, metadata={"help": help, **limits, "registry": registry})
@@ -51,9 +48,8 @@ def option(
 class Options:
     """Base of everything that is configured. Subclasses are frozen dataclasses whose fields come from :func:`option`.
 
-    Values are brought to their types and checked when an instance is made. A class of a
-    :class:`perturbations.registry.Registry` names it in :attr:`registry`; its instances then carry their address in
-    :meth:`spec` and are pickled as that.
+    An instance converts and checks its values. A class names its :class:`perturbations.registry.Registry` in
+    :attr:`registry`; its instances then have their address in :meth:`spec` and are pickled as their spec.
     """
 
     kind: ClassVar[str] = "settings"
@@ -68,8 +64,7 @@ class Options:
     def spec(self) -> dict[str, Any]:
         """Name and every option, as plain values: ``registry.create(**spec)`` gives an equal object in any process.
 
-        A class from a user's file has the file's text beside its name. An option that has options of its own, such as
-        ``gate``, gives its name, and its options as ``gate.…``.
+        A user's file adds its text. An option with options of its own, such as ``gate``, gives its name and ``gate.…``.
         """
         spec: dict[str, Any] = {}
         if self.registry is not None:
@@ -95,7 +90,7 @@ class Options:
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> Any:
-        """What :meth:`spec` described, made through the registry."""
+        """The object of a :meth:`spec`, made through the registry."""
         return cls.registry.create(**spec)
 
     @classmethod
@@ -143,7 +138,9 @@ def allowed(field: dataclasses.Field) -> str:
     return "" if high is None else f"at most {high}"
 
 
-def coerce(owner: type, field: dataclasses.Field, value: object, what: str = "perturbation") -> object:
+def coerce(
+    owner: type, field: dataclasses.Field, value: object, what: str = "perturbation", *, label: str | None = None
+) -> object:
     """Brings a value of the command line or a YAML file to its field's type and checks its range.
 
     Args:
@@ -151,14 +148,12 @@ def coerce(owner: type, field: dataclasses.Field, value: object, what: str = "pe
         field: one of its fields.
         value: a string from the command line, or a YAML scalar.
         what: the word for the owner in messages.
-
-    Returns:
-        The value in the field's type.
+        label: what messages begin with, in place of the owner and the option.
 
     Raises:
         UsageError: with the value, what is allowed and how to fix it.
     """
-    label = f"{what} option {field.name}={value!r}"
+    label = label or f"{what} option {field.name}={value!r}"
     if field.metadata.get("registry") is not None:
         return _made(field.metadata["registry"], label, field.name, value)
     accepted = kinds(owner, field.name)
@@ -177,7 +172,7 @@ def coerce(owner: type, field: dataclasses.Field, value: object, what: str = "pe
 
 
 def _made(registry: Registry, label: str, name: str, value: object) -> object:
-    """What an option with a registry was given: nothing, a name, a mapping with a name and options, or ready made."""
+    """The object of an option with a registry, from None, a name, a mapping with a name and options, or itself."""
     if value is None or isinstance(value, registry.base_class()):
         return value
     if isinstance(value, str):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perturbations with learned parameters: what their module must keep to, and where it lives beside a model.
+"""Perturbations with learned parameters: the contract of their module, and its place in a model.
 
 `Perturbation.module(hidden_size)` gives a module that maps the first candidate's embedding e and the mixture
 r = Σ_k w_k E[c_k] + σ ε, both (N, D) float32, to the input e', (N, D) float32. It must
@@ -25,7 +25,7 @@ PREFIX = NAME + "."
 
 
 class CausalModel(Protocol):
-    """What is asked of a model: Hugging Face's causal models have it."""
+    """A model, as Hugging Face's causal ones."""
 
     def get_input_embeddings(self) -> nn.Module:
         """The module that looks tokens up."""
@@ -41,14 +41,7 @@ class CausalModel(Protocol):
 
 
 def attach(model: CausalModel, perturbation: Perturbation) -> nn.Module | None:
-    """Makes the perturbation's module a submodule of a model, on its device and in its dtype.
-
-    Args:
-        model: a causal model with ``get_input_embeddings()``.
-        perturbation: any perturbation.
-
-    Returns:
-        The module, or None for a perturbation without parameters.
+    """Makes the perturbation's module, if any, a submodule of a model, on its device and in its dtype.
 
     Raises:
         ValueError: where the model has something else of that name.
@@ -74,10 +67,7 @@ def attach(model: CausalModel, perturbation: Perturbation) -> nn.Module | None:
 def freeze(model: CausalModel, perturbation: Perturbation) -> None:
     """Takes the embedding, the head or both out of training, as the perturbation's ``freeze`` says.
 
-    Args:
-        model: a causal model with ``get_input_embeddings()`` and ``get_output_embeddings()``; a matrix that both share
-            is frozen in either case.
-        perturbation: any perturbation.
+    A matrix that both share is frozen in either case.
 
     Raises:
         ValueError: where the head is to be frozen and the model names none.
@@ -114,12 +104,9 @@ def split(tensors: Iterable[tuple[str, Tensor]], own: dict[str, Tensor]) -> Iter
 
 @torch.no_grad()
 def load(module: nn.Module, tensors: Mapping[str, Tensor], *, whole: bool = True) -> None:
-    """Copies values into a module's parameters.
+    """Copies values, by name and of any dtype and device, into a perturbation's module.
 
-    Args:
-        module: of a perturbation.
-        tensors: values by name in the module, of any dtype and device.
-        whole: every parameter must be there; a weight sync may bring them one at a time.
+    ``whole``: every parameter must be there; a weight sync may bring them one at a time.
 
     Raises:
         ValueError: for names or shapes that are not the module's.

@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -29,29 +29,25 @@ class Registry:
     tree; entry points of installed packages.
     """
 
-    made: ClassVar[list[Registry]] = []
+    instances: ClassVar[list[Registry]] = []
 
-    def __init__(self, kind: str, base: str, tree: str, group: str) -> None:
+    def __init__(
+        self, kind: str, base: str, tree: str, group: str, families: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
         """
         Args:
             kind: the word for one, in messages.
             base: ``package:Name`` under which users import the class that all derive from; loaded when first needed.
-            tree: the package that holds one module per name, beside ``base.py`` and ``default.py``.
+            tree: the package that holds one module per name, besides ``base.py`` and ``default.py``.
             group: entry point group of installed packages.
+            families: modules of the tree that hold several names.
         """
-        self.kind, self.base, self.tree, self.group = kind, base, tree, group
+        self.kind, self.base, self.tree, self.group, self.families = kind, base, tree, group, families or {}
         self.registered: dict[str, type[Options]] = {}
-        Registry.made.append(self)
+        Registry.instances.append(self)
 
     def register(self, name: str) -> Callable[[type[_Class]], type[_Class]]:
-        """Class decorator that gives a class its name.
-
-        Args:
-            name: the registry name, which is also the flag's value and, in the tree, the file's name.
-
-        Raises:
-            UsageError: where another class has the name.
-        """
+        """Class decorator that gives a class its name, the value of its flag; ``UsageError`` where another has it."""
 
         def decorate(cls: type[_Class]) -> type[_Class]:
             other, home = self.registered.get(name), self.in_tree().get(name)
@@ -72,8 +68,9 @@ class Registry:
     def in_tree(self) -> dict[str, str]:
         """Names in the tree, and their modules."""
         package = importlib.import_module(self.tree)
-        names = (module.name for module in pkgutil.iter_modules(package.__path__))
-        return {name: f"{self.tree}.{name}" for name in names if name not in _NOT_NAMES}
+        modules = [module.name for module in pkgutil.iter_modules(package.__path__) if module.name not in _NOT_NAMES]
+        homes = {name: f"{self.tree}.{module}" for module in modules for name in self.families.get(module, (module,))}
+        return dict(sorted(homes.items()))
 
     def installed(self) -> dict[str, EntryPoint]:
         """Names from installed packages, and their entry points."""
@@ -95,7 +92,7 @@ class Registry:
         Args:
             name: a registered name, ``./file.py:Name`` (``:Name`` may be left out where the file holds one), or
                 ``package.module:Name``.
-            source: the file's text as :meth:`source` packs it, where the file itself need not exist.
+            source: the file's text as :meth:`source` packs it, which replaces the file.
 
         Raises:
             UsageError: for an unknown name, with the nearest match, or a target of another kind.
@@ -129,12 +126,12 @@ class Registry:
         """Makes an object of this kind.
 
         Args:
-            name: a registered name, ``./file.py:Name`` or ``package.module:Name``.
-            options: its options; the rest keep their defaults. Those of an option that has options of its own begin
-                with its name and a dot; ``source`` is the file's text that a spec carries.
+            name: as in :meth:`get`.
+            options: its options; the rest keep their defaults. ``gate.margin`` is an option of the option ``gate``;
+                ``source`` is the file's text that a spec carries.
 
         Raises:
-            UsageError: for an unknown name or option, or a value out of range; says what is allowed.
+            UsageError: for an unknown name or option, or a value out of range, with what is allowed.
         """
         source = options.pop("source", None)
         cls = self.get(name, None if source is None else str(source))
@@ -153,12 +150,7 @@ class Registry:
         return cls(**options)
 
     def check_complete(self, cls: type, name: str, options: Iterable[str] = ()) -> None:
-        """Whether an object of a user's class can be made at all.
-
-        Args:
-            cls: as :meth:`get` returns it.
-            name: as it was given, for the message.
-            options: the names of the options that are given.
+        """Refuses a user's class that cannot be made, with ``name`` as it was given and the names of its ``options``.
 
         Raises:
             UsageError: for an abstract class, one that declares options and is no dataclass, or an option that has no
@@ -185,7 +177,7 @@ class Registry:
 
     @staticmethod
     def _make_nested(field: dataclasses.Field, registry: Registry, options: dict[str, Any]) -> None:
-        """Puts an object in place of a name such as ``gate`` and the options ``gate.…`` beside it."""
+        """Replaces a name such as ``gate`` and the options ``gate.…`` by an object."""
         name = field.name
         own = {key: options.pop(key) for key in list(options) if key.startswith(f"{name}.")}
         if not own:
@@ -210,13 +202,13 @@ class Registry:
         return next((name for name, point in self.installed().items() if point.value == target), target)
 
     def source(self, cls: type) -> str | None:
-        """The packed text of the file that the class stands in; None for a class of an importable module."""
+        """The packed text of a class's file; None for a class of an importable module."""
         source = user_files.origin(cls.__module__)
         return None if source is None else source.packed
 
     def _from_file(self, name: str, path: str, attribute: str, source: str | None) -> type:
         label = f"{self.kind} {name!r}"
-        before = [(r, dict(r.registered)) for r in Registry.made]
+        before = [(r, dict(r.registered)) for r in Registry.instances]
         try:
             module = user_files.from_file(path, label) if source is None else user_files.from_text(path, source, label)
         except ValueError:
@@ -234,7 +226,7 @@ class Registry:
             attribute = next(iter(named), "")
         cls = getattr(module, attribute, None) if attribute else None
         if isinstance(cls, type) and issubclass(cls, base) and cls is not base:
-            return self._named(cls, self.address(cls))
+            return _named(cls, self.address(cls))
         if not own:
             others = [k for k, v in classes.items() if v.__module__ == module.__name__]
             seen = f" It defines {', '.join(others)}." if others else " It defines no class."
@@ -254,14 +246,14 @@ class Registry:
         base = self.base_class()
         if not (isinstance(cls, type) and issubclass(cls, base)):
             raise UsageError(f"{self.kind} {name!r}: {target!r} is not a subclass of {self._base_name}.")
-        return self._named(cls, name)
+        return _named(cls, name)
 
     def base_class(self) -> type:
         """The class that all of this kind derive from."""
         return pkgutil.resolve_name(self.base)
 
     def base_of_package(self, name: str) -> type:
-        """The ``__getattr__`` of a tree package that offers the base class, which is loaded when first asked for."""
+        """The ``__getattr__`` of a tree package that offers the base class, loaded on first use."""
         package, _, base = self.base.partition(":")
         if name != base:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -271,11 +263,11 @@ class Registry:
     def _base_name(self) -> str:
         return self.base.replace(":", ".")
 
-    @staticmethod
-    def _named(cls: type, name: str) -> type:
-        if "name" not in vars(cls):  # its own: an inherited name is another one's
-            cls.name = name
-        return cls
+
+def _named(cls: type, name: str) -> type:
+    if "name" not in vars(cls):  # its own: an inherited name is another one's
+        cls.name = name
+    return cls
 
 
 def _same(one: type, two: type) -> bool:
@@ -291,25 +283,12 @@ def _same(one: type, two: type) -> bool:
 
 
 perturbations = Registry("perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations")
-gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates")
+_GATES = {"further": ("bursts", "first", "top_margin")}
+gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates", _GATES)
 buffers = Registry(
     "replay buffer", "perturbations:ReplayBuffer", "perturbations.replay.buffers", "ngrpo.replay_buffers"
 )
 
 available, get, address = perturbations.available, perturbations.get, perturbations.address
 register, create = perturbations.register, perturbations.create
-
-
-def register_gate(name: str) -> Callable[[type[_Class]], type[_Class]]:
-    """Class decorator that gives a gate its name; as :meth:`Registry.register`."""
-    return gates.register(name)
-
-
-def create_gate(name: str, **options: object) -> Any:
-    """Makes a gate, as :meth:`Registry.create`."""
-    return gates.create(name, **options)
-
-
-def register_buffer(name: str) -> Callable[[type[_Class]], type[_Class]]:
-    """Class decorator that gives a replay buffer its name; as :meth:`Registry.register`."""
-    return buffers.register(name)
+register_gate, create_gate, register_buffer = gates.register, gates.create, buffers.register

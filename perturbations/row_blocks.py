@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits in blocks of 64: sums, draws and the largest of a row without a second look at most of it.
+"""Rows of logits in blocks of 64: log Σ exp, entropy and the k largest of a row without further passes over memory.
 
-A row of 150,000 logits takes a GPU one pass over memory, and what a perturbation asks of it (its log Σ exp, its k
-largest) would take another one or several each. The draw of the token reads all logits in any case and leaves two
-numbers of each block. The k largest then are within the k blocks whose maxima are largest.
+The draw of the token reads all logits of a row in any case, and leaves two numbers for each block. The k largest are
+then within the k blocks whose maxima are largest.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MANY, _PART = 64, 8
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of B rows of logits.
+    """Sums and maxima of B rows of logits.
 
     Attributes:
         maxima: the largest of each block, (B, V / 64) float32.
@@ -71,12 +70,7 @@ def log_total(logits: Tensor, maxima: Tensor | None = None) -> Tensor:
 
 
 def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
-    """The entropy of each row's distribution in nats, (B, V) float32 to (B,).
-
-    Args:
-        logits: (B, V) float32.
-        known: log Σ exp of each row, (B,), where it has been computed.
-    """
+    """The entropy of each row's distribution in nats, (B, V) float32 to (B,); ``known``: its :func:`log_total`."""
     if known is None:
         return torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1)
     # From -104 on the exponential is 0, and -inf times 0 would be none.
@@ -85,15 +79,15 @@ def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
 
 
 def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, largest first; in place of ``torch.topk``, which reads a long row again and again.
+    """The k largest of each row (B, V) float32, largest first, as ``torch.topk``, which reads a long row repeatedly.
 
-    Elsewhere than on a CPU, of equal logits the one with the lower id comes first, on any device and in any batch.
-    On a CPU equal logits come in the order of ``torch.topk``, the same for a row in any batch; alone, the lowest id.
+    Of equal logits the lower id comes first, in any batch. On a CPU the order is that of ``torch.topk``, and the lowest
+    id for k = 1.
 
     Args:
         logits: (B, V) float32.
         k: at most V.
-        maxima: the largest of each block, where they are known: :attr:`Summary.maxima`.
+        maxima: :attr:`Summary.maxima`, where they are known.
 
     Returns:
         values (B, k) float32 and ids (B, k) int64.
@@ -109,7 +103,7 @@ def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tenso
 
 
 def _most(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``torch.topk``, but of one that is asked for the first of equal ones, as ``torch.argmax``."""
+    """As ``torch.topk``; for k = 1 the first of equal values, as ``torch.argmax``."""
     return values.max(dim=-1, keepdim=True) if k == 1 else values.topk(k, dim=-1)
 
 
@@ -136,7 +130,7 @@ def _tokens(logits: Tensor, parts: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _first(values: Tensor, ids: Tensor, k: int, ordered: bool) -> Tensor:
     """The ids (B, at most k) of the k largest values (B, n); of equal ones, those of the lower ids.
 
-    Both stand in one integer: a float32's bits, as an integer that rises with it, above the complement of the id.
+    One integer has both: a float32's bits, as an integer that rises with it, above the complement of the id.
     """
     bits = (values + 0.0).view(torch.int32)  # −0 and 0 are equal
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What perturbations and gates see: the positions of one rollout step, with draws of their own."""
+"""The input of perturbations and gates: the positions of one rollout step, with draws of their own."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ from perturbations.row_blocks import BLOCK, Summary
 
 @dataclass(frozen=True)
 class Step:
-    """What a perturbation sees: the B positions that the gate's draw selected, as one batch on one device.
+    """The B positions that the gate's draw selected, as one batch on one device.
 
     Attributes:
         logits: z̃ = z / temperature, (B, V) float32, before any top-k, top-p or min-p.
-        sampled: the tokens that ordinary sampling chose, (B,) int64.
+        sampled: the tokens that the request's sampling chose, (B,) int64.
         temperature: the sampling temperature, (B,) float32; 1 for a greedy request.
         seeds: trajectory seeds, (B,) int64.
-        positions: positions that the tokens take in their trajectories, (B,) int64.
+        positions: the tokens' positions in their trajectories, (B,) int64.
         embeddings: the model's embeddings and neighbor indices.
-        drawable: the logits after top-k, top-p, min-p and whatever else the request excludes, -inf at what is
-            excluded, (B, V) float32; None where nothing is. ``sampled`` was drawn from these.
-        keys: the keys of streams at these positions, (B,) int64 each, where they were computed before; those of
-            other streams follow from seeds and positions.
-        summary: what the draw of the tokens left of ``logits``; None where :meth:`top`, :meth:`log_total` and
-            :meth:`entropy` have to read them.
-        hidden: the last hidden states, which the output layer made the model's logits of, (B, D) in the model's dtype;
-            None unless the perturbation's ``reads_hidden`` is True.
+        drawable: the logits, -inf at what top-k, top-p, min-p and the rest of the request exclude, (B, V) float32; None
+            where nothing is excluded. ``sampled`` was drawn from these.
+        keys: the keys of streams at these positions, (B,) int64 each, that were computed before.
+        summary: of ``logits``, from the draw of the tokens; without it :meth:`top`, :meth:`log_total` and
+            :meth:`entropy` read the logits.
+        hidden: the last hidden states, (B, D) in the model's dtype, with ``reads_hidden``; else None.
         module: the perturbation's learned parameters, with ``reads_hidden``; else None.
     """
 
@@ -55,16 +53,12 @@ class Step:
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64.
 
-        It reads little more than the blocks that hold them; on a GPU equal logits stand by rising id.
+        Reads little more than the blocks that hold them; on a GPU equal logits are in the order of their ids.
         """
         return row_blocks.largest(self.logits, k, None if self.summary is None else self.summary.maxima)
 
     def log_total(self, scale: Tensor | None = None) -> Tensor:
-        """log Σ exp z̃, (B,) float32: taken from the draw of the token, where that is known.
-
-        Args:
-            scale: above 0, (B, 1) float32: log Σ exp(scale · z̃) is asked for; None for 1.
-        """
+        """log Σ exp(scale · z̃), (B,) float32, from the summary if there is one; ``scale`` > 0 (B, 1), None for 1."""
         known, looks = self.summary, self.logits.device.type == "cpu" and not torch.compiler.is_compiling()
         if scale is None or (looks and (scale.numpy() == 1.0).all()):
             return row_blocks.log_total(self.logits) if known is None else known.log_total
@@ -77,9 +71,8 @@ class Step:
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
 
-        Args:
-            n: draws per position; or token ids (B, n), which ties each draw to its token. Noise on a ranked list of
-                candidates must be tied so: two near-equal logits swap ranks under float rounding.
+        ``n``: draws per position; or token ids (B, n), which tie each draw to its token. Noise on ranked candidates
+        must be tied: two near-equal logits swap ranks under float rounding.
         """
         return streams.uniform(self._own_keys(), n)
 
@@ -101,13 +94,10 @@ class Step:
         return streams.keys(self.seeds, self.positions, stream) if known is None else known
 
     def draws(self, n: int, distinct: bool = False) -> Tensor:
-        """(B, n) further tokens, each drawn independently as ``sampled`` was: among those that the request allows.
+        """(B, n) further tokens, each drawn independently as ``sampled`` was, among those that the request allows.
 
-        With ``distinct`` without replacement: each is drawn among those that neither ``sampled`` nor an earlier one is;
-        where none is left, it is ``sampled`` again.
-
-        Like the other draws they are functions of seed and position, and stay the same under float rounding. A greedy
-        request's are at temperature 1, as its logits here are.
+        With ``distinct`` without replacement, also of ``sampled``, which is repeated where no other token is left. The
+        draws are functions of seed and position, stable under float rounding; a greedy request's have temperature 1.
         """
         # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
         # more than all the rest of a step.
@@ -159,10 +149,10 @@ def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GateStep(Step):
-    """What a gate sees: as :class:`Step`, with draws of its own.
+    """The input of a gate: a :class:`Step` with draws of its own.
 
     Attributes:
-        generated: tokens that each answer has so far, (B,) int64: 0 for its first position.
+        generated: the number of earlier tokens of each answer, (B,) int64.
     """
 
     generated: Int64[Tensor, " rows"]
@@ -178,11 +168,11 @@ class GateStep(Step):
 
 @dataclass(frozen=True)
 class Positions:
-    """N positions of any trajectories, on the host: what is known before there are logits.
+    """N positions of any trajectories, on the host, before there are logits.
 
     Attributes:
-        seeds: seed of each one's trajectory, (N,) int64.
-        first: first generated position of each one's trajectory (the prompt's length), (N,) int64.
+        seeds: of the trajectories, (N,) int64.
+        first: first generated positions of the trajectories (the prompts' lengths), (N,) int64.
         positions: (N,) int64, none below ``first``.
     """
 
@@ -196,12 +186,12 @@ class Positions:
 
     @cached_property
     def mixed(self) -> np.ndarray:
-        """What the keys of all streams are made from, (N,) int64."""
+        """The origin of all streams' keys, (N,) int64."""
         return streams.of_positions(self.seeds, self.positions)
 
     @property
     def generated(self) -> np.ndarray:
-        """How many tokens the answer has before each position, (N,) int64: 0 for its first one."""
+        """The number of earlier tokens of the answer, (N,) int64."""
         return self.positions - self.first
 
     def where(self, mask: np.ndarray) -> Positions:
@@ -209,11 +199,9 @@ class Positions:
         return Positions(self.seeds[mask], self.first[mask], self.positions[mask])
 
     def uniform(self, n: int, at: np.ndarray | None = None) -> np.ndarray:
-        """(N, n) uniform draws in (0, 1), float32, the same whenever the position is asked for.
+        """(N, n) uniform draws in (0, 1), float32, the same whenever the position is computed.
 
-        Args:
-            n: draws per position.
-            at: (N,) the positions whose draws are wanted; positions of a trajectory that name the same share its draws.
+        ``at``: other positions (N,) whose draws are used; positions of a trajectory with one ``at`` share its draws.
         """
         keys = streams.keys(self.seeds, self.positions if at is None else at, streams.Stream.GATE_PLAN)
         return streams.uniform(torch.from_numpy(keys), n).numpy()

@@ -9,7 +9,6 @@ is exact everywhere; only log, cos and exp may differ between devices, in the la
 from __future__ import annotations
 
 import enum
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -30,9 +29,6 @@ class Stream(enum.IntEnum):
     WEIGHTS = 4
     GATE_PLAN = 5
     GATE_OPEN = 6
-
-
-SEED_BYTES = 6
 
 
 def _signed(value: int) -> int:
@@ -59,23 +55,6 @@ def _mix(integers: _Integers) -> _Integers:
     return x ^ _shift_right(x, 31)
 
 
-def trajectory_seed(*parts: int | str | bytes) -> int:
-    """Hashes any identifying parts (run seed, prompt, sample number, …) to one seed.
-
-    Args:
-        parts: integers, strings or bytes; their order and boundaries matter.
-
-    Returns:
-        An integer in [0, 2^48): two of a million trajectories share a seed with probability 0.002, and a
-        record needs only six bytes for it.
-    """
-    digest = hashlib.blake2b(digest_size=SEED_BYTES)
-    for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    return int.from_bytes(digest.digest(), "little")
-
-
 def of_positions(seeds: _Integers, positions: _Integers) -> _Integers:
     """One key for each (trajectory, position), from which :func:`of_stream` makes those of the streams."""
     return _mix(_mix(seeds + _GOLDEN) + positions * _POSITION)
@@ -92,29 +71,18 @@ def of_streams(mixed: np.ndarray, streams: Sequence[Stream]) -> np.ndarray:
 
 
 def keys(seeds: _Integers, positions: _Integers, stream: Stream) -> _Integers:
-    """One key for each (trajectory, position) of a stream.
+    """One int64 key for each (trajectory, position) of a stream.
 
     Args:
         seeds: trajectory seeds, int64, any shape; a tensor, or a numpy array of at least one dimension.
         positions: positions in the trajectory (prompt included), int64, broadcastable to ``seeds``.
         stream: what the draws are for.
-
-    Returns:
-        int64, the broadcast shape.
     """
     return of_stream(of_positions(seeds, positions), stream)
 
 
 def below(keys_: np.ndarray, probability: float) -> np.ndarray:
-    """Whether the first uniform draw of each key is below a probability, exactly as float32 compares them.
-
-    Args:
-        keys_: (…,) int64.
-        probability: in [0, 1].
-
-    Returns:
-        (…,) bool.
-    """
+    """Whether the first uniform draw of each key (…,) is below a probability, exactly as float32 compares them."""
     # The draw is (2n + 1) · 2^-24 with n < 2^23, which float32 holds exactly.
     least = math.ceil((float(np.float32(probability)) * 2.0**24 - 1.0) / 2.0)
     return _shift_right(_mix(keys_ + _GOLDEN), 41) < least
@@ -129,28 +97,17 @@ def _bits(keys_: Tensor, n: int | Tensor) -> Tensor:
 
 
 def uniform(keys_: Tensor, n: int | Tensor) -> Tensor:
-    """Uniform draws in the open interval (0, 1), on a grid of 2^-24.
+    """Uniform draws in the open interval (0, 1), on a grid of 2^-24: (…, n) float32.
 
     Args:
         keys_: (…,) int64 from :func:`keys`.
         n: draws per key; or which of a key's draws, (…, n) int64 of at least 0, for example token ids.
-
-    Returns:
-        (…, n) float32.
     """
     return _shift_right(_bits(keys_, n), 41).float() * 2.0**-23 + 2.0**-24
 
 
 def normal(keys_: Tensor, n: int | Tensor) -> Tensor:
-    """Standard normal draws by the Box-Muller transform: two from each 64 bits, or one at each given counter.
-
-    Args:
-        keys_: (…,) int64 from :func:`keys`.
-        n: as in :func:`uniform`.
-
-    Returns:
-        (…, n) float32.
-    """
+    """Standard normal draws (Box-Muller), as :func:`uniform`: two from each 64 bits, or one at each given counter."""
     if isinstance(n, Tensor):
         return _polar(_bits(keys_, n))[0]
     return torch.cat(_polar(_bits(keys_, (n + 1) // 2)), dim=-1)[..., :n]
@@ -164,27 +121,14 @@ def _polar(bits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gumbel(keys_: Tensor, n: int | Tensor) -> Tensor:
-    """Gumbel(0, 1) draws, -log(-log(u)).
-
-    Args:
-        keys_: (…,) int64 from :func:`keys`.
-        n: as in :func:`uniform`.
-
-    Returns:
-        (…, n) float32.
-    """
+    """Gumbel(0, 1) draws, -log(-log(u)), as :func:`uniform`."""
     return -torch.log(-torch.log(uniform(keys_, n)))
 
 
 def exponential(keys_: Tensor, n: int | Tensor) -> Tensor:
-    """Exponential(1) draws, small ones resolved to 2^-40: a race of 10^5 tokens is decided by the smallest of them.
+    """Exponential(1) draws as :func:`uniform`, finite and above 0; all keys may share counters, (n,).
 
-    Args:
-        keys_: (…,) int64 from :func:`keys`.
-        n: as in :func:`uniform`; counters may be shared by all keys, (n,).
-
-    Returns:
-        (…, n) float32, finite and above 0.
+    Small draws are resolved to 2^-40: the smallest decides a race of 10^5 tokens.
     """
     share = (_shift_right(_bits(keys_, n), 24).float() + 0.5) * 2.0**-40
     return -torch.log1p(-share.clamp_max(1.0 - 2.0**-24))
@@ -196,17 +140,14 @@ _GAMMA_ROUNDS = 7
 def log_gamma(keys_: Tensor, ids: Tensor, shape: Tensor) -> Tensor:
     """Logarithms of Gamma(shape, 1) draws, by Marsaglia and Tsang (ACM TOMS 26, 2000) with their boost below 1.
 
-    A fixed seven rounds instead of a loop until acceptance, so nothing waits for the device: a round accepts with
-    probability at least 0.95, so all seven fail once in 10^9 draws, and the draw is then the mode's. Logarithms,
-    because a draw of shape 0.05 is below float32's smallest number in one of 80 cases.
+    Seven rounds without a loop, so that nothing waits for the device: a round accepts with probability at least 0.95,
+    and the one draw in 10^9 that no round accepts is the mode. Logarithms, because one of 80 draws of shape 0.05 is
+    below float32's smallest number.
 
     Args:
         keys_: (…,) int64 from :func:`keys`.
         ids: which of a key's draws, (…, n) int64 of at least 0, for example token ids.
-        shape: a > 0, (…, n) float32.
-
-    Returns:
-        (…, n) float32.
+        shape: a > 0, (…, n) float32, as the result.
     """
     rounds = torch.arange(_GAMMA_ROUNDS, device=ids.device)
     counters = ids.unsqueeze(-1) * (2 * _GAMMA_ROUNDS + 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The likeliest tokens: what several perturbations mix."""
+"""The likeliest tokens: what most perturbations mix."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tupl
     Args:
         step: B positions.
         k: how many at most.
-        top_p: keep the smallest set of most likely tokens that holds this share: at least one, and no further token
-            once those before it hold exactly this much.
-        top_p_of: what it is a share of: ``top_k``, the probability of the k most likely tokens, or ``vocabulary``.
+        top_p: as of :func:`within_top_p`.
+        top_p_of: the whole: ``top_k``, the probability of the k most likely tokens, or ``vocabulary``.
 
     Returns:
-        ids (B, k), most likely first, and probabilities (B, k) that sum to 1. In the place of a token cut by top-p
-        the first one stands again, with probability 0.
+        ids (B, k), most likely first, and probabilities (B, k) that sum to 1. The first id, with probability 0,
+        replaces a token cut by top-p.
     """
     values, ids = step.top(k)
     if top_p_of == "top_k":
@@ -41,11 +40,9 @@ def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tupl
 
 
 def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
-    """Which tokens are of the smallest set that holds ``top_p``, (B, n) bool; all of them at 1.
+    """Which tokens, most likely first, are in the smallest set that holds ``top_p``, (B, n) bool; all of them at 1.
 
-    Args:
-        probabilities: of the likeliest tokens, most likely first, (B, n).
-        top_p: a share.
+    At least one, and no further token once those before it hold exactly ``top_p``.
     """
     # At 1 nothing is cut, though a float32 sum may reach 1 before the last token.
     held = probabilities.cumsum(dim=-1) < (top_p if top_p < 1.0 else torch.inf)
@@ -55,15 +52,9 @@ def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:
-    """Checks how many tokens are mixed. A record may hold the sampled token in front of them.
+    """Raises ``UsageError`` where option ``k``, at least ``low``, exceeds the vocabulary or a record's candidates.
 
-    Args:
-        k: the option's value.
-        vocabulary: V.
-        low: the option's lower limit.
-
-    Raises:
-        UsageError: where there are fewer tokens, or where a record could not hold so many.
+    A record may hold the sampled token in front of the k.
     """
     most = min(vocabulary, MOST_CANDIDATES - 1)
     if k > most:
@@ -74,10 +65,20 @@ def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopTokens(Perturbation):
-    """Base of the perturbations that mix the k most likely tokens after top-p."""
+class LikeliestTokens(Perturbation):
+    """Base of the perturbations that mix the k most likely tokens."""
 
     k: int = option(5, "number of tokens mixed at most", low=1)
+
+    def check_model(self, vocabulary: int) -> None:
+        """k cannot exceed the vocabulary."""
+        check_top_k(self.k, vocabulary, type(self).__dataclass_fields__["k"].metadata["low"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopTokens(LikeliestTokens):
+    """Base of the perturbations that mix the k most likely tokens after top-p."""
+
     top_p: float = option(0.95, "keep the most likely tokens that hold this share", above=0.0, high=1.0)
     top_p_of: str = option(
         "top_k",
@@ -88,7 +89,3 @@ class TopTokens(Perturbation):
     def top(self, step: Step) -> tuple[Tensor, Tensor]:
         """Ids and probabilities as :func:`truncated` gives them."""
         return truncated(step, self.k, self.top_p, self.top_p_of)
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's single Python file, and its text on the way to other processes.
 
-A vLLM worker or a Ray actor on another node does not have the user's file. So the spec carries the text, and every
-process makes the module from the text, under a name that holds the text's hash: the same class everywhere.
+A vLLM worker or a Ray actor on another node does not have the file. So the spec carries its text, of which every
+process makes a module whose name holds the text's hash: the same class everywhere.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _loaded: dict[str, UserFile] = {}
 
 
 def split(address: str) -> tuple[str, str] | None:
-    """``./damp.py:Damp`` as (``./damp.py``, ``Damp``), ``./damp.py`` with an empty name; None for what is no file."""
+    """``./damp.py:Damp`` as (``./damp.py``, ``Damp``), ``./damp.py`` with an empty name; None unless it is a file."""
     path, _, name = address.rpartition(":")
     if path.endswith(".py"):
         return path, name
@@ -67,7 +67,7 @@ def digest(packed: str) -> str:
 
 
 def origin(module: str) -> UserFile | None:
-    """Where a module's text came from, if it is a file's or the running script's; None for an importable module."""
+    """The file of a module, if it is a user's or the running script's; None for an importable module."""
     if module in _MAIN:
         file = getattr(sys.modules.get(module) or sys.modules["__main__"], "__file__", None) or ""
         if not file.endswith(".py") or not Path(file).is_file():
@@ -81,10 +81,10 @@ def from_file(path: str, label: str) -> ModuleType:
 
     Args:
         path: absolute or relative, ``~`` allowed.
-        label: what is being loaded, for messages: ``perturbation './damp.py'``.
+        label: what is loaded, for messages: ``perturbation './damp.py'``.
 
     Raises:
-        UsageError: where there is no such file, or it does not run; with the line of the user's file.
+        UsageError: where there is no such file, or it does not run, with the line of the user's file.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -108,16 +108,7 @@ def fault(error: BaseException) -> str | None:
 
 
 def from_text(filename: str, packed: str, label: str) -> ModuleType:
-    """The module of a text that came with a spec.
-
-    Args:
-        filename: the file's name where it came from.
-        packed: :attr:`UserFile.packed`.
-        label: for messages.
-
-    Raises:
-        UsageError: where the text is damaged, or does not run here.
-    """
+    """The module of a text (:attr:`UserFile.packed`) that came with a spec; ``UsageError`` if damaged or failing."""
     filename = Path(filename).name
     source = UserFile(filename, _unpack(packed, label), packed)
     return _module(source, f"<{filename}, from the spec>", label)

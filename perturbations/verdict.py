@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verdict of the gate: which rows of a step are perturbed. Every condition stands here, in the order of asking.
+"""The verdict of the gate: which rows of a step are perturbed. Every condition is here, in the order of asking.
 
-On the host, of what needs no logits: the request is perturbed and its token kept (``wanted``); the rate's draw, the
-schedule and the further gate's plan select the position. On the device, of the rows that are left: the request's own
-sampling allows the proposed token; thinking has not ended, the policy is uncertain enough, and the further gate is
-open. Then the proposed token stands in the text. Its input is fed in place of the token's embedding unless the token is
-protected or ends the thinking, or the perturbation itself says that it does not act there.
+On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
+select the position. On the device: the request's sampling allows the proposed token, thinking goes on, the policy is
+uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed unless the
+token is protected or ends the thinking, or the perturbation does not act there.
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from perturbations.step import Positions, Step
 
 
 def selected(gate: BoundGate, at: Positions, eligible: np.ndarray) -> np.ndarray:
-    """The rows that may be perturbed, as far as the host knows.
+    """The rows that may be perturbed, as far as the host can tell: (G,) int64, ascending.
 
     Args:
         gate: the perturbation's.
         at: of the next tokens of N rows.
         eligible: whether a row's request is to be perturbed and its token will be kept, (N,) bool.
-
-    Returns:
-        (G,) int64, ascending.
     """
     return (gate.selects(at) & eligible).nonzero()[0]
 
@@ -41,22 +37,19 @@ def verdict(
     allowed: Tensor,
     greedy: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """What becomes of the proposals at G selected positions.
+    """Whether the proposed token is in the text, and whether its input is fed, at G positions: (G,) bool each.
 
     Args:
         gate: the perturbation's.
         step: the positions.
         proposal: the perturbation's answer.
-        slots: where the gate keeps the state of each trajectory, (G,) int64.
+        slots: the gate's row of each trajectory, (G,) int64.
         prompts: first generated position of each, (G,) int64.
         allowed: whether the request's filters (top-k, top-p, min-p, a grammar) leave the proposed token, (G,) bool.
         greedy: argmax tokens for greedy rows and -1 elsewhere, (G,) int64, or None where no row is greedy.
-
-    Returns:
-        Whether the proposed token stands in the text, and whether its input is fed, (G,) bool each.
     """
-    # What the request's own sampling excludes (at temperature 0 all but the likeliest token) never stands in its text:
-    # such a position stays an ordinary one.
+    # What the request's own sampling excludes (at temperature 0 all but the likeliest token) is never in its text: such
+    # a position stays unperturbed.
     opened = allowed
     if greedy is not None:
         opened = opened & ((greedy < 0) | (greedy == proposal.tokens))

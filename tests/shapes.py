@@ -29,10 +29,10 @@ DATACLASSES = (
     "ngrpo.methods.credits.base:LossTokens",
 )
 METHODS = (
-    "ngrpo.trainers.openrlhf.density_loss:Densities.replace",
-    "ngrpo.trainers.openrlhf.density_loss:Densities.for_policy_loss",
-    "ngrpo.trainers.openrlhf.credit_loss:CreditInLoss.__call__",
-    "ngrpo.trainers.openrlhf.second_round_loss:TwoRoundsLoss.__call__",
+    "ngrpo.trainers.common.densities:Densities.override",
+    "ngrpo.trainers.common.densities:Densities.for_policy_loss",
+    "ngrpo.trainers.common.policy_loss:CreditInLoss.__call__",
+    "ngrpo.trainers.common.policy_loss:TwoRoundsLoss.__call__",
 )
 MODULES = ("perturbations.density",)
 

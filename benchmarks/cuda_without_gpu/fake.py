@@ -32,7 +32,7 @@ from perturbations.compilation import Compiled
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.neighbors import Neighborhood, Refresh
-from perturbations.neighbors.table import TableIndex
+from perturbations.neighbors.base import TableIndex
 
 _PROMPT = 20
 _WARM_UP = 2  # steps until each one clears what the last one wrote

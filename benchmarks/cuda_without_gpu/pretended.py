@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.cuda_without_gpu import guard
-from perturbations import traced
+from perturbations import embeddings
 from perturbations.compilation import Compiled
 
 _WAITS = (
@@ -108,7 +108,7 @@ def _cuda(place: Any) -> bool:
 
 def _dispatched(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if func.namespace == "perturbations":  # an operator of a compiled step: its Python reads tensors of this device
-        return getattr(traced, func.overloadpacket.__name__)._init_fn(*args, **kwargs)
+        return getattr(embeddings, f"_{func.overloadpacket.__name__}")._init_fn(*args, **kwargs)
     name, leaves = func.overloadpacket.__name__, tree_leaves((args, kwargs))
     tensors = [part for part in leaves if isinstance(part, Tensor)]
     ours = [part for part in tensors if isinstance(part, Pretended)]

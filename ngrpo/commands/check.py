@@ -28,21 +28,7 @@ _STEP = re.compile("^(proposals for|open rows for|advantages of) ")
 
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Prints one line per check, and what is wrong and how to fix it where one fails.
-
-    Args:
-        argv: everything after ``ngrpo check``.
-        report: called with a line for the user beside the result.
-
-    Returns:
-        0 where the contract is kept, 1 where it is broken, 2 without a name.
-
-    Raises:
-        UsageError: where the name cannot be loaded, or an option is not its own.
-    """
-    if not argv or "-h" in argv or "--help" in argv:
-        print(__doc__, end="")
-        return 0 if argv else 2
+    """Prints one line per check, and what is wrong and how to fix it where one fails."""
     kind = KINDS.get(argv[0]) if len(argv) > 1 else None
     if kind is not None and not kind.suite:
         raise UsageError(
@@ -66,7 +52,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         _tell("what", error.what)
         _tell("fix", error.fix)
     if broken:
-        report(f"{name} breaks the contract that {kind.rests} on ({broken} of the checks).")
+        report(f"{name} breaks the contract that {kind.error_context} on ({broken} of the checks).")
         return 1
     prefix = "--perturbation NAME " if kind.part_of_perturbation else ""
     report(f"{name} keeps the contract. Use it: ngrpo train {prefix}{kind.flag} {name} ...")

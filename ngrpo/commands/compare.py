@@ -75,36 +75,22 @@ from typing import Any
 from ngrpo.commands import diagnose as diagnosis
 from ngrpo.commands import eval as evaluation
 from ngrpo.commands.command_parser import telling_what_is_kept
-from ngrpo.commands.train import dry_run
+from ngrpo.commands.dry_run import dry_run
 from ngrpo.config import parse, rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
-from ngrpo.workbench.compare import arguments, results, runs, screen
-from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
-from ngrpo.workbench.compare.plan import Plan, Run
+from ngrpo.workbench.compare import results, runs, screen
+from ngrpo.workbench.compare.plan import Plan, Run, read_plan
+from ngrpo.workbench.compare.runs import ComparisonFolder
 from perturbations.errors import UsageError
 
 _SPARE = 1 << 29
 
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
-    """Compares.
-
-    Args:
-        argv: everything after ``ngrpo compare``.
-        report: called with each line for the user that is neither progress nor result.
-
-    Returns:
-        0; 1 where a run failed.
-
-    Raises:
-        UsageError: for bad input, before anything starts.
-    """
-    if not argv or argv[0] in ("-h", "--help"):
-        print(__doc__, end="")
-        return 0 if argv else 2
-    plan, out = arguments.parse(argv)
+    """Compares."""
+    plan, out = read_plan(argv)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
     shape = Flags(argv).value(parse.DRY_RUN)
@@ -170,10 +156,10 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     batch = "--rollout.batch_size"
     view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
     if took:
-        view.note(f"{len(took)} of {len(everything)} runs are finished and kept")
+        print(f"{len(took)} of {len(everything)} runs are finished and kept", flush=True)
     model = packaged.resolve(plan.model, report=report)
     size = sum(file.stat().st_size for file in Path(model).glob("*.safetensors")) if Path(model).is_dir() else 0
-    _before(plan, folder, model, view)
+    _before(plan, folder, model)
     for one in waiting:
         _statuses(plan, folder)
         folder.need(int(1.5 * size) + _SPARE)
@@ -210,12 +196,12 @@ def _statuses(plan: Plan, folder: ComparisonFolder) -> list[dict[str, Any]]:
     return records
 
 
-def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Screen) -> None:
+def _before(plan: Plan, folder: ComparisonFolder, model: str) -> None:
     """The untrained model's evaluation and the diagnosis; a failure of theirs is told and stops nothing."""
     untrained, drawn = folder.path / "untrained", folder.path / "diagnosis"
     if plan.evaluation is not None and folder.read("untrained/evaluation.json") is None:
-        view.note("before training: evaluating the untrained model")
-        _tried(["eval", *runs.eval_argv(plan, model, untrained)], folder, untrained.name, view)
+        print("before training: evaluating the untrained model", flush=True)
+        _tried(["eval", *runs.eval_argv(plan, model, untrained)], folder, untrained.name)
     if plan.diagnosis is None:
         return
     words = ["--model", model, *plan.diagnosis]
@@ -223,15 +209,15 @@ def _before(plan: Plan, folder: ComparisonFolder, model: str, view: screen.Scree
     if state == "finished":
         return
     again = " again: its settings are others than before" if state == "other" else ""
-    view.note(f"before training: diagnosing the strategies{again}")
+    print(f"before training: diagnosing the strategies{again}", flush=True)
     if state == "other":
         shutil.rmtree(drawn, ignore_errors=True)
-    _tried(["diagnose", *words, "--out", str(drawn)], folder, drawn.name, view)
+    _tried(["diagnose", *words, "--out", str(drawn)], folder, drawn.name)
 
 
-def _tried(argv: list[str], folder: ComparisonFolder, name: str, view: screen.Screen) -> None:
+def _tried(argv: list[str], folder: ComparisonFolder, name: str) -> None:
     """Runs a command whose failure is told and stops nothing."""
     try:
         runs.command(argv, folder.path / f"{name}.log", folder.lock)
     except runs.CommandFailed as failure:
-        view.note(f"  left out: {str(failure).splitlines()[0]} (log: {name}.log)")
+        print(f"  left out: {str(failure).splitlines()[0]} (log: {name}.log)", flush=True)

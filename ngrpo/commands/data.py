@@ -30,23 +30,8 @@ examples
 
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
-    """Writes a dataset.
-
-    Args:
-        argv: everything after ``ngrpo data``.
-        report: called with each line for the user.
-
-    Returns:
-        0, or 2 without a name.
-
-    Raises:
-        UsageError: for bad input, or a file that exists.
-    """
-    parser = _parser()
-    if not argv or "-h" in argv or "--help" in argv:
-        print(parser.format_help(), end="")
-        return 0 if argv else 2
-    args = parser.read(argv)
+    """Writes a dataset."""
+    args = parser().read(argv)
     from ngrpo.workbench.evaluate import load_problems
 
     source = args.source or args.name
@@ -78,9 +63,10 @@ def _text(messages: tuple[dict[str, str], ...]) -> str:
     return "\n\n".join(message["content"] for message in messages)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser("data", _WHAT, _MORE)
-    add = parser.add_argument
+def parser() -> CommandParser:
+    """The command's flags and its help."""
+    made = CommandParser("data", _WHAT, _MORE)
+    add = made.add_argument
     add("name", metavar="NAME", help="the problems, see below")
     add("--from", dest="source", metavar="SRC", help="a file or hub dataset with them")
     add("--out", metavar="FILE", help="where to [data/NAME.jsonl]")
@@ -88,4 +74,4 @@ def _parser() -> CommandParser:
     add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
     add("--split", help="of a hub dataset")
     add("--limit", type=int, help="only the first so many")
-    return parser
+    return made

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.machine.storage.result_folder import folder_for
-from ngrpo.workbench.diagnose.policies import policy_of, without_repeats
+from ngrpo.workbench.diagnose import policy_of, without_repeats
 from perturbations import registry
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
-    from ngrpo.workbench.diagnose.sample import GroupSampling
+    from ngrpo.workbench.diagnose.group_sampling import GroupSampling
 
 State = Literal["finished", "unfinished", "other"]
 
@@ -41,21 +41,7 @@ _DEFAULT = "none,neighbor,gaussian,gumbel"
 
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
-    """Diagnoses.
-
-    Args:
-        argv: everything after ``ngrpo diagnose``.
-        report: called with each line for the user that is not the result.
-
-    Returns:
-        The exit code, 0.
-
-    Raises:
-        UsageError: for bad input, before any model loads.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(_parser().format_help(), end="")
-        return 0
+    """Diagnoses."""
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ngrpo.config.preflight import check_model
@@ -72,9 +58,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
         if strategy.spec is not None:
             check_model(path, registry.create(**strategy.spec))
 
-    from ngrpo.workbench.diagnose.diagnosis import diagnose
-    from ngrpo.workbench.diagnose.diagnosis_folder import REPORT
-    from ngrpo.workbench.diagnose.screen_table import differences, table
+    from ngrpo.workbench.diagnose.diagnosis import REPORT, diagnose, differences, table
 
     if len(problems) < args.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {args.prompts} of --prompts")
@@ -122,7 +106,7 @@ def state(argv: Sequence[str], path: Path) -> State:
     Raises:
         UsageError: for bad input, or a damaged file.
     """
-    from ngrpo.workbench.diagnose.diagnosis_folder import DiagnosisFolder, map_settings_of, settings_of
+    from ngrpo.workbench.diagnose.diagnosis import DiagnosisFolder, map_settings_of, settings_of
 
     args, sampling, strategies = _read(argv)
     problems, dataset = problems_of(args, args.prompts, lambda line: None)
@@ -138,9 +122,9 @@ def state(argv: Sequence[str], path: Path) -> State:
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
     """The options, how to sample, and the strategies, all checked."""
     from ngrpo.machine.hardware import profile_for
-    from ngrpo.workbench.diagnose.sample import GroupSampling
+    from ngrpo.workbench.diagnose.group_sampling import GroupSampling
 
-    args = _parser().read(argv)
+    args = parser().read(argv)
     if args.tokens and not args.embedding_map:
         raise UsageError("--tokens goes with --embedding-map; add that, or leave --tokens out.")
     args.dtype = args.dtype or profile_for(args.hardware).engine_options.get("dtype", "auto")
@@ -152,14 +136,15 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
     return args, sampling, without_repeats(strategies, args.at_step, args.of_steps)
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
+def parser() -> CommandParser:
+    """The command's flags and its help."""
+    made = CommandParser(
         "diagnose",
         "Before any training: how different the answers of a group are under each strategy, and how valid.",
         _EXAMPLES,
     )
-    parser.add_problems()
-    add = parser.add_argument
+    made.add_problems()
+    add = made.add_argument
     add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")
     add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
         help="one strategy per value, for each of --perturbations that has the option; may be repeated",
@@ -180,4 +165,4 @@ def _parser() -> CommandParser:
     add("--hardware", default="auto", help="auto, cpu or cuda [auto]")
     add("--dtype", help="of the model, as vLLM takes it [float32 on a CPU, else auto]")
     add("--out", metavar="DIR", help="the folder [runs/<time>-diagnose]; again: goes on there")
-    return parser
+    return made

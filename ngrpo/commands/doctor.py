@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING, Any
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import preflight
-from ngrpo.machine.hardware import attention, placing, profile_for
-from ngrpo.machine.models import model_size, model_support, packaged
-from ngrpo.machine.upstream import machine, openrlhf_parser, versions
+from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
+from ngrpo.machine.models import architecture, packaged
+from ngrpo.machine.upstream import openrlhf_parser, placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -69,21 +69,7 @@ class Finding:
 
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Prints the findings as they come, and a block for a bug report.
-
-    Args:
-        argv: everything after ``ngrpo doctor``.
-        report: called with a line for the user beside the result.
-
-    Returns:
-        0 where all is well, else 1.
-
-    Raises:
-        UsageError: for words that are not its own.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(__doc__, end="")
-        return 0
+    """Prints the findings as they come, and a block for a bug report."""
     parser = CommandParser("doctor", "", "")
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
@@ -137,10 +123,10 @@ def _python() -> Finding:
 
 
 def _model(name: str) -> Finding:
-    support, subject = model_support.of_model(name, ask_hub=True), f"model {name}"
+    support, subject = architecture.support_of(name, ask_hub=True), f"model {name}"
     if support is None:
         return Finding(subject, "not known: its config.json is neither here nor could the hub be asked for it")
-    return Finding(subject, support.told(), "; ".join(support.refused) or None)
+    return Finding(subject, str(support), "; ".join(support.refused) or None)
 
 
 def _judged(subject: str, state: Callable[[], str], check: Callable[[], object]) -> Finding:
@@ -188,17 +174,17 @@ def _driver() -> str | None:
 
 def _placement(hardware: str) -> Finding:
     """Where a training without flags of a placement puts its models, and which models that holds."""
-    subject, there = "placement", machine.here()
+    subject, there = "placement", placement.here()
     if there is None:
         state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
         return Finding(subject, state if hardware == "cpu" else "no GPU in the Ray cluster that a run would join")
     size = {"by estimate, with answers of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
     base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
     base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
-    models = model_size.table()
+    models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = placing.completed(Flags([*base, name]), there)
-        fits = not placing.notes(openrlhf_parser.resolved(flags.argv), there)
+        flags = gpu_plan.completed(Flags([*base, name]), there)
+        fits = not gpu_plan.notes(openrlhf_parser.resolved(flags.argv), there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
@@ -207,7 +193,7 @@ def _placement(hardware: str) -> Finding:
 def _flash_attn(hardware: str) -> str:
     if hardware == "cpu":
         return "of no use on a CPU; the trainer's attention is PyTorch's own"
-    if attention.has_flash_attn():
+    if stand_ins.has_flash_attn():
         return f"{versions.installed('flash-attn')}: OpenRLHF's default attention"
     return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
 
@@ -306,7 +292,7 @@ def self_test(model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from ngrpo.rollout import model_runner, take_trajectories
-    from ngrpo.trainers.openrlhf.replay_probe import prove
+    from ngrpo.trainers.common.replay_check import check_replay
     from perturbations import replaying
 
     folder = packaged.resolve(model)
@@ -337,7 +323,7 @@ def self_test(model: str) -> dict[str, Any]:
         log_probs = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
         return log_probs[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]
 
-    prove(reference, of_texts)
+    check_replay(reference, of_texts)
     sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
     theirs = torch.tensor([log_probs.tolist() for _, _, log_probs in rollouts])
 

@@ -4,25 +4,56 @@
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ngrpo.config import parse, rules, run_notes
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import text_table
-from ngrpo.machine.hardware import memory_estimate, profile_of_run
-from ngrpo.machine.hardware.memory_estimate import Part
-from ngrpo.machine.models import model_size
+from ngrpo.machine.hardware import gpu_plan, profile_of_run
+from ngrpo.machine.hardware.gpu_plan import Part
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import openrlhf_parser, placement
-from ngrpo.machine.upstream.machine import GIB, Machine
-from ngrpo.machine.upstream.placement import Args
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.placement import GIB, Args, Machine
 from perturbations.errors import UsageError
 
 Check = tuple[str, Callable[[], str | None]]
 """What is told of a check, and the check: it raises where something is wrong, and returns why it could not look."""
 _WIDTH = 78
 _WRONG = "WRONG"  # in a line about what cannot work
+
+
+def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
+    """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, kept or asked of the network.
+
+    Args:
+        run: what is asked for.
+        shape: the GPUs that it is for (`ngrpo.machine.upstream.machine.planned`), or ``true`` for what is at hand.
+        checks_only: leave out all but the checks.
+
+    Returns:
+        0, or 1 where a check fails or the memory does not suffice.
+
+    Raises:
+        UsageError: for flags that make no run.
+    """
+    planned = placement.planned(shape, parse.DRY_RUN)
+    if run.hardware == "auto" and shape.lower() != "true":
+        run = replace(run, hardware="cuda")
+    run = replace(run, run_dir=run.run_dir or "runs/dry", machine=planned)
+    flags = rules.resolve_flags(run)
+    rules.check_parsed(flags)
+    for note in (*run.notes, *run_notes.notes(flags, run), *rules.notes(flags, run)):
+        print(f"warning: {note}")
+    if not checks_only:
+        print(f"added to OpenRLHF's flags: {shlex.join(rules.preview(Flags((), flags.added), run))}\n")
+    checks = rules.outcomes(flags, run)
+    return run_checks(checks) if checks_only else show(rules.preview(flags, run), run, planned, checks)
 
 
 def show(argv: Sequence[str], run: RunConfig, machine: Machine, checks: Sequence[Check]) -> int:
@@ -123,7 +154,7 @@ def placed(args: Args) -> list[str]:
 
 def memory(args: Args, gpu: float) -> list[str]:
     """The estimate for one GPU of each group, or what is missing to make one."""
-    names = memory_estimate.models(args)
+    names = gpu_plan.models(args)
     lines = [f"GPU of {gpu / GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
     if args["ds.lora.rank"] or args["ds.load_in_4bit"]:
         return _wrapped("not estimated with LoRA or 4-bit weights: fewer parameters are trained, or smaller ones kept")
@@ -131,13 +162,13 @@ def memory(args: Args, gpu: float) -> list[str]:
         told = set()
         for model in group.models:
             name = names[model]
-            size = model_size.find(name) if name else None
+            size = architecture.size_of(name) if name else None
             if size is None:
                 lines += _wrapped(f"{group.name}: {model} not counted: {_unknown(name)}")
             elif not told:
                 told.add(name)
                 lines += _wrapped(f"{group.name}: {name}, P = {size.parameters:,} ({size.source})")
-        parts = memory_estimate.of_group(group, args, gpu)
+        parts = gpu_plan.parts_of(group, args, gpu)
         lines += _table(parts, gpu) if parts else []
     return lines
 
@@ -159,7 +190,7 @@ def _table(parts: Sequence[Part], gpu: float) -> list[str]:
     sums = [sum(column) for column in zip(*cells)]
     names = [part.name for part in parts]
     rows = [(name, *map(gib, row)) for name, row in zip([*names, "sum"], [*cells, sums])]
-    columns = text_table([("", *memory_estimate.PHASES, "host"), *rows], left=1)
+    columns = text_table([("", *gpu_plan.PHASES, "host"), *rows], left=1)
     formulas = ["", *(part.formula for part in parts), ""]
     lines = [f"  {line}  {formula}".rstrip() for line, formula in zip(columns, formulas)]
     most = max(sums[:-1])
@@ -185,11 +216,11 @@ def tokens(args: Args) -> list[str]:
 
 def kv_cache(args: Args, gpu: float) -> list[str]:
     """How many answers an engine draws, and how many tokens it can hold."""
-    size = model_size.find(args["actor.model_name_or_path"] or "")
+    size = architecture.size_of(args["actor.model_name_or_path"] or "")
     if size is None or not args["vllm.num_engines"]:
         return []
     each = math.ceil(args["rollout.batch_size"] * args["rollout.n_samples_per_prompt"] / args["vllm.num_engines"])
-    held = memory_estimate.kv_cache_tokens(size, args, gpu)
+    held = gpu_plan.kv_cache_tokens(size, args, gpu)
     return _wrapped(f"an engine draws {each} answers; its KV cache holds at most {held:,} tokens")
 
 

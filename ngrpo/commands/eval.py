@@ -44,21 +44,7 @@ examples
 
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
-    """Evaluates, or scores again.
-
-    Args:
-        argv: everything after ``ngrpo eval``.
-        report: called with each line for the user that is not the result.
-
-    Returns:
-        The exit code: 0, or 1 where a folder to rescore lacks samples.
-
-    Raises:
-        UsageError: for bad input, before any model loads.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(_parser().format_help(), end="")
-        return 0
+    """Evaluates, or scores again."""
     from ngrpo.workbench.evaluate.evaluation import rescore
     from ngrpo.workbench.evaluate.outcome import table
 
@@ -105,15 +91,15 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]
         "--run-dir": (command.run_dir, "Give --out."),
         "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
         "--preset": (command.preset, "Leave it out."),
-        parse.REPORT_GROUPS: (command.report_groups, "Leave it out."),
-        parse.EVAL_AT_START: (command.eval_at_start, "Leave it out."),
+        "--report.groups": (command.report_groups, "Leave it out."),
+        "--eval.at_start": (command.eval_at_start, "Leave it out."),
         "--sampling.*": (command.sampling.given(), "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():
         if value:
             raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
     profile_for(command.hardware)
-    args = _parser().read(rest)
+    args = parser().read(rest)
     args.task = command.task
     return args, command, engine_options
 
@@ -186,12 +172,13 @@ def _policy(args: argparse.Namespace, command: RunConfig) -> RolloutPolicy:
     return policy
 
 
-def _parser() -> CommandParser:
-    parser = CommandParser(
+def parser() -> CommandParser:
+    """The command's flags and its help."""
+    made = CommandParser(
         "eval", "Samples n answers per problem through vLLM, checks them, and counts Mean@n and Pass@k.", _EXAMPLES
     )
-    parser.add_problems()
-    add = parser.add_argument
+    made.add_problems()
+    add = made.add_argument
     add("--n", type=int, default=32, help="samples per problem [32]")
     add("--k", type=_ks, help="for Pass@k, with commas [those of 1,4,8,16,32 up to n]")
     add("--temperature", type=float, default=0.6, help="[0.6]")
@@ -203,7 +190,7 @@ def _parser() -> CommandParser:
     add("--of-steps", type=int, help="training steps of the run, where the noise depends on it")
     add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: goes on there")
     add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating; takes --scorer, --k")
-    return parser
+    return made
 
 
 def _ks(text: str) -> list[int]:

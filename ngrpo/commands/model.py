@@ -20,25 +20,18 @@ from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 
+def usage(argv: Sequence[str]) -> str:
+    """The docstring with the models."""
+    return (__doc__ or "").replace("{models}", ", ".join(packaged.PACKAGED))
+
+
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Makes the model where it is not there yet, and prints its folder.
-
-    Args:
-        argv: everything after ``ngrpo model``.
-        report: called with each line for the user.
-
-    Returns:
-        0, or 2 where no model is named.
-
-    Raises:
-        UsageError: for an unknown model.
-    """
-    names = ", ".join(packaged.PACKAGED)
+    """Makes the model where it is not there yet, and prints its folder."""
     if len(argv) != 1 or argv[0].startswith("-"):
-        print((__doc__ or "").replace("{models}", names), end="")
-        return 0 if list(argv) in (["-h"], ["--help"]) else 2
+        print(usage(argv), end="")
+        return 2
     if argv[0] not in packaged.PACKAGED:
         hint = nearest(argv[0], packaged.PACKAGED)
-        raise UsageError(f"unknown packaged model {argv[0]!r}.{hint} Available: {names}.")
+        raise UsageError(f"unknown packaged model {argv[0]!r}.{hint} Available: {', '.join(packaged.PACKAGED)}.")
     print(packaged.resolve(argv[0], report=report))
     return 0

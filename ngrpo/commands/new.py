@@ -29,23 +29,14 @@ from perturbations.options import nearest
 from perturbations.registry import Registry
 
 
+def usage(argv: Sequence[str]) -> str:
+    """The docstring with the kinds."""
+    lines = (line for kind in KINDS.values() for line in help_entry(f"  {kind.name}", kind.about, column=21))
+    return (__doc__ or "").replace("{kinds}", "\n".join(lines))
+
+
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Writes the two files.
-
-    Args:
-        argv: everything after ``ngrpo new``.
-        report: called with each line for the user.
-
-    Returns:
-        0, or 2 where no words are given.
-
-    Raises:
-        UsageError: for an unknown kind, a name that cannot be one, or a file that exists.
-    """
-    if not argv or "-h" in argv or "--help" in argv:
-        lines = (line for kind in KINDS.values() for line in help_entry(f"  {kind.name}", kind.about, column=21))
-        print((__doc__ or "").replace("{kinds}", "\n".join(lines)), end="")
-        return 0 if argv else 2
+    """Writes the two files."""
     word, *rest = argv
     if word not in KINDS:
         raise UsageError(f"ngrpo new {word}: unknown kind.{nearest(word, KINDS)} Kinds: {', '.join(KINDS)}.")

@@ -24,28 +24,19 @@ examples
 """
 
 
+def parser() -> CommandParser:
+    """The command's flags and its help."""
+    made = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
+    made.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
+    made.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
+    made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of answers]")
+    made.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several answers]")
+    return made
+
+
 def run(argv: list[str], report: Callable[[str], None]) -> int:
-    """Runs the command.
-
-    Args:
-        argv: what follows ``ngrpo report``.
-        report: takes lines for the screen.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        UsageError: for bad input, or a report that cannot be written.
-    """
-    parser = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
-    parser.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
-    parser.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
-    parser.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of answers]")
-    parser.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several answers]")
-    if argv in (["-h"], ["--help"]):
-        print(parser.format_help(), end="")
-        return 0
-    args = parser.read(argv)
+    """Runs the command."""
+    args = parser().read(argv)
     if not args.results:
         raise UsageError(
             "ngrpo report takes one folder or file, got 0, or several files of samples. See ngrpo report --help."

@@ -101,13 +101,14 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from ngrpo.config import checkpoint_check, entry_check, parse, preflight, rules, verl_lines
+from ngrpo.commands.dry_run import dry_run
+from ngrpo.config import parse, preflight, rules, run_notes, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
-from ngrpo.machine.upstream import machine, openrlhf_parser
+from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import launch
@@ -117,46 +118,40 @@ from ngrpo.workbench.report.page import write_training
 from perturbations.errors import UsageError
 
 
+def usage(argv: Sequence[str]) -> str:
+    """Our flags, and all that is registered with its options."""
+    return catalogue.train_help(__doc__ or "", argv) + "\n"
+
+
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Trains.
-
-    Args:
-        argv: everything after ``ngrpo train``.
-        report: called with each line for the user that is not the summary.
-
-    Returns:
-        The exit code: 0, or 1 where the training itself failed.
-
-    Raises:
-        UsageError: for bad input, before any model loads.
-    """
-    if "-h" in argv or "--help" in argv:
-        print(catalogue.train_help(__doc__ or "", argv))
-        return 0
+    """Trains."""
     if "--openrlhf-help" in argv:
         preflight.check_stack()
         openrlhf_parser.print_help()
         return 0
-    argv = parse.with_files(argv)
-    config = parse.run_config(argv)
-    if Flags(argv).has(parse.PRINT):
-        return print_for(Flags(argv).value(parse.PRINT), config)
-    shape = Flags(argv).value(parse.DRY_RUN)
-    if shape is not None:
-        return dry_run(config, shape or "true")
-    hardware = profile_of_run(config.hardware).name
-    for note in config.notes:
+    asked = parse.read_command(argv)
+    if asked.print_for is not None:
+        return print_for(asked.print_for, asked.run)
+    if asked.dry_run is not None:
+        return dry_run(asked.run, asked.dry_run or "true")
+    return start(asked.run, report)
+
+
+def start(run: RunConfig, report: Callable[[str], None]) -> int:
+    """Trains; 1 where the training itself failed."""
+    for note in run.notes:
         report(f"warning: {note}")
-    name = "none" if config.spec is None else config.spec["name"].rpartition(":")[2]
-    with reserved_folder(config.run_dir, name) as folder:
-        config = replace(config, run_dir=str(folder))
-        complete = _prepare(config, folder, report)
-        config.write(folder / FILE)
+    name = "none" if run.spec is None else run.spec["name"].rpartition(":")[2]
+    with reserved_folder(run.run_dir, name) as folder:
+        run = replace(run, run_dir=str(folder))
+        complete = _prepare(run, folder, report)
+        run.write(folder / FILE)
     began = time.time()
     runner_marker.watch(folder / summary.RUNNERS)
-    started = replace(config, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
+    hardware = profile_of_run(run.hardware).name
+    started = replace(run, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
     try:
-        with progress.into_file(Path(config.log_file).expanduser()) if config.log_file else nullcontext():
+        with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
             launch.launch(started)
     except launch.TrainingFailed as error:
         report(f"training failed: {error}")
@@ -167,14 +162,14 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def print_for(trainer: str | None, run: RunConfig) -> int:
+def print_for(trainer: str, run: RunConfig) -> int:
     """Prints a run for another trainer, which is verl; what it has no counterpart of goes to the error output.
 
     Raises:
         UsageError: for any other name, and for what verl has not.
     """
     if trainer != "verl":
-        raise UsageError(f"{parse.PRINT} {trainer or ''}: verl is the one trainer that a run can be printed for.")
+        raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
     lines, left = verl_lines.of_run(run, rules.completed(run))
     print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
     if left:
@@ -182,42 +177,12 @@ def print_for(trainer: str | None, run: RunConfig) -> int:
     return 0
 
 
-def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
-    """Prints what a run would be, and checks all that needs no GPU; nothing is loaded, kept or asked of the network.
-
-    Args:
-        run: what is asked for.
-        shape: the GPUs that it is for (`ngrpo.machine.upstream.machine.planned`), or ``true`` for what is at hand.
-        checks_only: leave out all but the checks.
-
-    Returns:
-        0, or 1 where a check fails or the memory does not suffice.
-
-    Raises:
-        UsageError: for flags that make no run.
-    """
-    from ngrpo.commands.dry_run import run_checks, show
-
-    planned = machine.planned(shape, parse.DRY_RUN)
-    if run.hardware == "auto" and shape.lower() != "true":
-        run = replace(run, hardware="cuda")
-    run = replace(run, run_dir=run.run_dir or "runs/dry", machine=planned)
-    flags = rules.unstarted(run)
-    rules.check_parsed(flags)
-    for note in (*run.notes, *_notes(flags, run), *rules.notes(flags, run)):
-        print(f"warning: {note}")
-    if not checks_only:
-        print(f"added to OpenRLHF's flags: {shlex.join(rules.preview(Flags((), flags.added), run))}\n")
-    checks = rules.outcomes(flags, run)
-    return run_checks(checks) if checks_only else show(rules.preview(flags, run), run, planned, checks)
-
-
 def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Flags:
     """Checks first, what takes longest last. Returns OpenRLHF's flags, additions in front."""
     complete = rules.completed(run)
     placed = complete if run.task is None else complete.with_defaults(rules.OF_TASK)
     rules.check("start", rules.of_hardware(placed, run), run)
-    for note in _notes(complete, run):
+    for note in run_notes.notes(complete, run):
         report(f"warning: {note}")
     if run.task is not None:
         complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
@@ -225,7 +190,7 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
-    if (line := checkpoint_check.first_step(complete)) is not None:
+    if (line := preflight.first_step(complete)) is not None:
         report(line)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
@@ -239,16 +204,3 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     complete = parse.replace_model_names(complete, resolved)
     rules.check("model", complete, run)
     return complete
-
-
-def _notes(complete: Flags, run: RunConfig) -> list[str]:
-    """What advantage, sampling, the datasets' labels, batches, gap and the perturbation's entry in the loss warn of."""
-    flags = Flags(run.openrlhf)
-    notes = [note for part in (run.advantage, run.sampling) if part is not None for note in part.notes(flags)]
-    return [
-        *notes,
-        *preflight.dataset_notes(flags),
-        *preflight.batch_notes(complete),
-        *preflight.gap_notes(run),
-        *entry_check.notes(complete, run),
-    ]

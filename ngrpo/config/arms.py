@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms of a comparison: perturbations with options, as `ngrpo compare` and `ngrpo diagnose` take them.
 
---perturbations none,neighbor,gaussian:sigma=0.5   perturbations, each with options of its own after colons
---sweep perturbation.rate=0.05,0.1                 one arm per value, for each perturbation that has the option
---strategy 'neighbor rate=0.2 variant=released'    one arm, just as it stands
+An arm is a name and its options, ``neighbor rate=0.2 variant=released``; a colon may stand for a blank.
+
+--strategy 'neighbor rate=0.2'          one arm
+--perturbations none,gaussian:sigma=1   arms, with commas between them
+--sweep perturbation.rate=0.05,0.1      one arm per value, for each of these perturbations that has the option
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections import Counter
@@ -16,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ngrpo.config.kinds import KINDS, beside_perturbation
+from ngrpo.config.kinds import KINDS, run_level_kinds
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
-_PREFIX = "perturbation."
-_BESIDE = {kind.flag.removeprefix("--"): kind for kind in beside_perturbation()}
+_PREFIX, _KIND = "perturbation.", KINDS["perturbation"]
+_OPTION = r"(?:--)?[A-Za-z_][\w.]*="
+_BESIDE = {kind.flag.removeprefix("--"): kind for kind in run_level_kinds()}
 # What of these changes the rollouts, and can be looked at without a training.
 _ROLLOUTS = "|".join(rf"{re.escape(key)}(\.\w+)?" for key, kind in _BESIDE.items() if kind.in_rollouts)
 # What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
@@ -108,16 +110,16 @@ def parse_arms(
     """Reads the flags; nothing is loaded but the perturbations themselves.
 
     Args:
-        perturbations: ``--perturbations``: names separated by commas, each with ``:option=value`` parts. A name or
-            value with a comma in it needs ``lines``.
+        perturbations: ``--perturbations``: arms separated by commas. A name or value with a comma in it needs
+            ``lines``.
         sweeps: values of ``--sweep``; several are combined with each other. ``perturbation.option=value,value`` applies
             to each perturbation of ``perturbations`` that has the option and was not given a value for it; an option
             that allows one value only (the rate of ``none``) is not swept.
-        lines: values of ``--strategy``: ``name option=value option=value``, quoted as in a shell.
+        lines: values of ``--strategy``, an arm each.
         bases: values of ``--base``, one arm for each, where an arm does not name its own.
-        training: whether arms are trained: ``lines`` may then hold ``base=``, ``advantage=`` and ``--flag=value``, and
+        training: whether arms are trained: they may then have ``base=``, ``advantage=`` and ``--flag=value``, and
             ``sweeps`` any flag of ``ngrpo train``, which applies to all arms.
-        rollouts: whether ``lines`` may hold what changes rollouts alone, such as ``sampling.schedule=``.
+        rollouts: whether arms may have what changes rollouts alone, such as ``sampling.schedule=``.
 
     Returns:
         At least one arm, in the order given. An arm given twice stays twice, as ``none`` and ``none (2)``.
@@ -127,12 +129,12 @@ def parse_arms(
     """
     axes = _sweeps(sweeps, training)
     own = {key.removeprefix(_PREFIX): values for key, values in axes.items() if key.startswith(_PREFIX)}
-    named = arms = [_with_colons(text, training) for text in _names(perturbations)]
+    named = arms = [_read_arm(text, f"--perturbations {text!r}", training, rollouts) for text in _names(perturbations)]
     for option in sorted(own, key=lambda name: "." in name):  # a swept gate comes before the gate's options
         before, arms = arms, _crossed(arms, "options", option, own[option], only=_sweepable)
         if arms == before:
             raise _sweep_error(option, named)
-    arms = arms + [_with_blanks(text, training, rollouts) for text in lines]
+    arms = arms + [_read_arm(text, f"--strategy {text!r}", training, rollouts) for text in lines]
     if not arms:
         raise UsageError("no strategy is given: name some with --perturbations none,neighbor (see: ngrpo list).")
     for key in axes:
@@ -164,31 +166,25 @@ def _names(perturbations: str | None) -> list[str]:
     return parts
 
 
-def _with_colons(text: str, training: bool) -> Arm:
-    """``neighbor:rate=0.2``, ``./my ops/x.py:Name:rate=0.2``: the name ends where the first ``option=`` begins."""
-    name, *words = re.split(r"[:\s]+(?=[A-Za-z_][\w.]*=)", text)
-    return _arm(name.strip(), words, f"--perturbations {text!r}", training)
+def _read_arm(text: str, where: str, training: bool, rollouts: bool) -> Arm:
+    """Reads ``neighbor rate=0.2``, and in a training ``base=gspo`` and ``--flag=value`` after it.
 
-
-def _with_blanks(text: str, training: bool, rollouts: bool) -> Arm:
-    where = f"--strategy {text!r}"
+    The name ends where the first ``option=`` or ``--flag`` begins: ``./my ops/x.py:Name:rate=0.2``.
+    """
     try:
-        name, *words = shlex.split(text) or [""]
+        words = [part for word in shlex.split(text) for part in re.split(rf":(?={_OPTION})", word)]
     except ValueError as error:
         raise UsageError(f"{where}: {error}.") from None
+    first = next((i for i, word in enumerate(words) if re.match(f"--|{_OPTION}", word)), len(words))
+    name, words = " ".join(words[:first]), words[first:]
     if not name:
         raise UsageError(f"{where}: a name is needed, for example 'neighbor rate=0.2'.")
-    return _arm(name, words, where, training, rollouts)
-
-
-def _arm(name: str, words: Sequence[str], where: str, training: bool, rollouts: bool = False) -> Arm:
-    """Sorts ``option=value``, and in a training ``base=gspo`` and ``--flag=value``."""
     options: dict[str, str] = {}
     more: dict[str, str] = {}
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         # `gaussian` has an option `base` too: in a training it is written with its prefix.
-        own = key.startswith(_PREFIX) or (not training and key in option_fields(name, {}))
+        own = key.startswith(_PREFIX) or (not training and key in _KIND.option_fields(name, {}))
         key = key.removeprefix(_PREFIX)
         flag = not own and (word.startswith("--") or re.fullmatch(_TRAINING, key) is not None)
         if flag and not training and not (rollouts and re.fullmatch(_ROLLOUTS, key)):
@@ -220,22 +216,8 @@ def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
     return result
 
 
-def option_fields(name: str, options: Mapping[str, Any]) -> dict[str, tuple[type, dataclasses.Field]]:
-    """The options of a perturbation and, as ``gate.…``, of the gate that its options name; each with its owner."""
-    from perturbations import registry
-
-    cls = registry.get(name, options.get("source"))
-    owners = {"": cls}
-    gate = options.get("gate", cls.gate)  # a perturbation may have a gate by default
-    if isinstance(gate, str) and gate.lower() != "none":
-        owners[registry.GATE_OPTION] = registry.gates.get(gate, options.get(f"{registry.GATE_OPTION}source"))
-    return {
-        prefix + entry.name: (owner, entry) for prefix, owner in owners.items() for entry in dataclasses.fields(owner)
-    }
-
-
 def _sweepable(arm: Arm, option: str) -> bool:
-    fields = option_fields(arm.name, arm.options)
+    fields = _KIND.option_fields(arm.name, arm.options)
     if option not in fields:
         return False
     limits = fields[option][1].metadata
@@ -246,7 +228,7 @@ def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
     flag = f"--sweep {_PREFIX}{option}"
     if not arms:
         return UsageError(f"{flag}: sweeps apply to --perturbations, and none is given.")
-    options = {name for arm in arms for name in option_fields(arm.name, arm.options)}
+    options = {name for arm in arms for name in _KIND.option_fields(arm.name, arm.options)}
     if option in options:
         return UsageError(f"{flag}: each perturbation that has it was given its own value, or allows only one.")
     names = ", ".join(arm.name for arm in arms)
@@ -257,7 +239,7 @@ def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
 
 
 def _made(arm: Arm) -> Arm:
-    made, notes = KINDS["perturbation"].checked(arm.name, arm.options)
+    made, notes = _KIND.checked(arm.name, arm.options)
     return replace(
         arm,
         id=" ".join([arm.perturbation, *_pairs(arm.training)]),

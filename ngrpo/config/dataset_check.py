@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -31,11 +32,32 @@ class Columns:
     label: str | None = None
     messages: bool = False
 
+    @classmethod
+    def of(cls, flags: Flags) -> Columns:
+        """The columns that OpenRLHF's flags name."""
+        label, messages = flags.value("--data.label_key") or None, flags.has("--data.apply_chat_template")
+        return cls(flags.value("--data.input_key") or "input", label, messages)
+
     @property
     def flags(self) -> dict[str, str]:
         """Each column's flag, and the column."""
         label = {} if self.label is None else {"--data.label_key": self.label}
         return {"--data.input_key": self.input, **label}
+
+
+def check_files(flags: Flags) -> None:
+    """Checks the datasets that OpenRLHF would open only after every model has loaded.
+
+    Raises:
+        UsageError: for a missing or empty dataset, a missing column, or one that cannot be used.
+    """
+    train = flags.value("--data.prompt_dataset")
+    if not train:
+        raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
+    check_dataset("--data.prompt_dataset", train, Columns.of(flags))
+    evaluation = flags.value("--eval.dataset")
+    if evaluation:
+        check_dataset("--eval.dataset", evaluation, Columns.of(flags))
 
 
 def check_dataset(flag: str, value: str, columns: Columns) -> None:
@@ -72,9 +94,10 @@ def check_dataset(flag: str, value: str, columns: Columns) -> None:
             _check_label(f"{flag} {name}", by_column[columns.label], columns.label)
 
 
-def label_note(flag: str, value: str, columns: Columns) -> str | None:
+def label_note(flag: str, flags: Flags) -> str | None:
     """A sentence for labels that are neither texts nor numbers: only a reward that expects them can read them."""
-    for name in local_files(flag, value) if columns.label is not None else ():
+    columns = Columns.of(flags)
+    for name in local_files(flag, flags.value(flag) or "") if columns.label is not None else ():
         path = Path(name).expanduser()
         by_column = _read(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)[0]
         for kind in ("a list", _MESSAGES, "an object"):

@@ -6,6 +6,7 @@ A new kind is a row here and a folder: its registry, its contract in ``base.py``
 
 from __future__ import annotations
 
+import dataclasses
 import pkgutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ class Kind:
         about: what it is, for ``ngrpo new`` and ``ngrpo train --help``.
         page: the page of docs/ about it.
         suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``; empty for none.
-        rests: what rests on its contract, for messages.
+        error_context: what depends on its contract, for messages.
         templates: the package whose folder ``templates`` holds what ``ngrpo new`` writes.
         in_rollouts: whether it changes rollouts that no training follows as well, as `eval` and `diagnose` draw them.
         make: creates an object by name; the registry's own ``create`` where it is None.
@@ -44,7 +45,7 @@ class Kind:
     about: str
     page: str
     suite: str = ""
-    rests: str = "rollout and replay rest"
+    error_context: str = "rollout and replay rest"
     templates: str = "ngrpo.commands"
     in_rollouts: bool = False
     make: Callable[..., Any] | None = None
@@ -83,6 +84,17 @@ class Kind:
             if part is not None and not is_in_tree(part):
                 _check_once(part)
         return extension, tuple(str(warning.message) for warning in caught)
+
+    def option_fields(self, name: str, options: Mapping[str, Any]) -> dict[str, tuple[type, dataclasses.Field]]:
+        """The options of a name and, after a dot, of what they name themselves, such as a gate; each with its owner."""
+        cls = self.registry.get(name, options.get("source"))
+        found = {entry.name: (cls, entry) for entry in dataclasses.fields(cls)}
+        for key, (_, entry) in list(found.items()):
+            registry, value = entry.metadata.get("registry"), options.get(key, entry.default)
+            if registry is not None and isinstance(value, str) and value.lower() != "none":
+                owner = registry.get(value, options.get(f"{key}.source"))
+                found |= {f"{key}.{own.name}": (owner, own) for own in dataclasses.fields(owner)}
+        return found
 
     def inspect(self, target: object, **options: object) -> Iterator[tuple[str, PerturbationError | None]]:
         """The outcomes of its conformance suite, one after the other."""
@@ -123,7 +135,7 @@ ROWS = (
         about="what the rewards of one prompt's answers become",
         page="docs/exploration.md",
         suite="ngrpo.config.advantage_check:inspect",
-        rests="the loss rests",
+        error_context="the loss rests",
         make=advantages.create,
     ),
     Kind(
@@ -170,7 +182,7 @@ def of_a_run() -> list[Kind]:
     return [kind for kind in KINDS.values() if not kind.part_of_perturbation]
 
 
-def beside_perturbation() -> list[Kind]:
+def run_level_kinds() -> list[Kind]:
     """The kinds with a flag of their own that a run has beside its perturbation."""
     return [kind for kind in of_a_run() if kind.flag != "--perturbation"]
 

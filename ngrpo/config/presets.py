@@ -83,12 +83,6 @@ def applied(flags: Flags, name: str | None, advantage: Advantage | None = None) 
     if _BUFFER in defaults and not flags.has(_BUFFER):
         defaults[_BUFFER] = _overlong_buffer(flags)
     if advantage is not None:
-        estimator = flags.value("--algo.advantage.estimator")
-        if estimator not in (None, "group_norm"):
-            raise UsageError(
-                f"--advantage {advantage.name} takes the place of --algo.advantage.estimator {estimator}: give one"
-                " of the two."
-            )
         defaults |= advantage.flags(_added(flags, defaults))
     return _added(flags, defaults)
 

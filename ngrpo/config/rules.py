@@ -12,24 +12,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ngrpo import patches
-from ngrpo.config import (
-    batch_check,
-    checkpoint_check,
-    correction_check,
-    entry_check,
-    parse,
-    preflight,
-    presets,
-    second_round_check,
-)
-from ngrpo.config.dataset_check import is_checked
-from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config import batch_check, compatibility, parse, preflight, presets
+from ngrpo.config.compatibility import HARDWARE, TRAINING
+from ngrpo.config.dataset_check import check_files, is_checked
+from ngrpo.config.features import ESTIMATOR, Combination
+from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.hardware import attention, placing, profile_of_run
-from ngrpo.machine.models import model_support, packaged
+from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
+from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import openrlhf_parser, placement, versions
-from ngrpo.machine.upstream.machine import Machine, here
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.placement import Machine
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from ngrpo.workbench.scoring import reward_files
@@ -61,16 +54,18 @@ class Rule:
     about: Callable[[Flags, RunConfig], str] | None = None
 
 
-def _attention(flags: Flags, run: RunConfig) -> None:
+def _hardware(flags: Flags, run: RunConfig) -> str | None:
+    """The profile's own check, and what does not go with it or without flash-attn."""
     profile = profile_of_run(run.hardware)
-    if attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
-        attention.check(flags, profile.name)
+    asked = Combination(run=run, flags=flags, hardware=profile.name, missing=stand_ins.missing())
+    compatibility.check(HARDWARE, asked)
+    return profile.check(flags)
 
 
 def check_parsed(flags: Flags) -> None:
     """Raises ``UsageError`` for complete flags that OpenRLHF's parser would refuse or fail over."""
     # OpenRLHF takes its critic from the reward model, and fails without words where there is no reward at all.
-    if entry_check.estimator(flags) == "gae" and not flags.value("--critic.model_name_or_path"):
+    if openrlhf_parser.value_of(flags, ESTIMATOR) == "gae" and not flags.value("--critic.model_name_or_path"):
         reward_files.check_any(flags.argv)
     openrlhf_parser.check(flags.argv)
 
@@ -82,13 +77,13 @@ def _resolved(check: Callable[[dict[str, Any]], str | None]) -> Callable[[Flags,
 
 def _machine(run: RunConfig) -> Machine:
     """The GPUs that a run with CUDA is planned for; none where nothing is there."""
-    return run.machine or here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+    return run.machine or placement.here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
 
 
 def _gpus(flags: Flags, run: RunConfig) -> str | None:
     if profile_of_run(run.hardware).name == "cpu":
         return None  # where a GPU is a share of the machine
-    return placing.check_machine(openrlhf_parser.resolved(flags.argv), _machine(run))
+    return gpu_plan.check_machine(openrlhf_parser.resolved(flags.argv), _machine(run))
 
 
 def _about_gpus(flags: Flags, run: RunConfig) -> str:
@@ -108,7 +103,7 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
     """The dataset and where rewards come from, and why not all rows were looked at."""
     if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
         _prepared(run.task)  # it could not be
-    preflight.check_files(flags)
+    check_files(flags)
     reward_files.check_rewards(flags.argv)
     for name in ("--data.prompt_dataset", "--eval.dataset"):
         value = flags.value(name)
@@ -152,28 +147,14 @@ RULES = (
     ),
     Rule("given", preflight.check_model_named),
     Rule("given", preflight.check_numbers),
-    Rule("given", preflight.check_average),
-    Rule("given", entry_check.check_frozen),
-    Rule("given", preflight.check_replay),
-    Rule("complete", preflight.check_density),
-    Rule("complete", preflight.check_credit),
-    Rule("complete", entry_check.check_kl),
-    Rule("complete", preflight.check_policy_noise),
-    Rule("complete", preflight.check_sampling_schedule),
-    Rule("complete", correction_check.check_warmup),
-    Rule("complete", second_round_check.check_second_round),
-    Rule(
-        "start",
-        lambda flags, run: profile_of_run(run.hardware).check(flags),
-        lambda flags, run: f"hardware {profile_of_run(run.hardware).name} can do it",
-    ),
-    Rule("start", _attention, lambda *_: "attention and packing"),
+    Rule("complete", lambda flags, run: compatibility.check(TRAINING, Combination(run=run, flags=flags))),
+    Rule("start", _hardware, lambda flags, run: f"hardware {profile_of_run(run.hardware).name} can do it"),
     Rule(
         "start",
         lambda flags, run: check_parsed(flags),
         lambda *_: "OpenRLHF's parser and its conditions accept the flags",
     ),
-    Rule("start", _resolved(placing.check), lambda *_: "engines and models that share GPUs agree"),
+    Rule("start", _resolved(gpu_plan.check), lambda *_: "engines and models that share GPUs agree"),
     Rule("start", _gpus, lambda flags, run: _about_gpus(flags, run)),
     Rule("start", _resolved(batch_check.check), lambda *_: "the batches divide over the ranks"),
     Rule(
@@ -183,8 +164,8 @@ RULES = (
     ),
     Rule(
         "start",
-        checkpoint_check.check_loaded,
-        lambda flags, _: checkpoint_check.first_step(flags) or "starts at step 0",
+        preflight.check_loaded,
+        lambda flags, _: preflight.first_step(flags) or "starts at step 0",
     ),
     Rule("start", _output, lambda flags, run: f"{run.run_dir} can be written"),
     Rule("data", _data, lambda *_: "dataset and reward"),
@@ -192,8 +173,8 @@ RULES = (
     Rule("data", preflight.check_eval_at_start, lambda *_: "evaluation"),
     Rule(
         "model",
-        lambda flags, run: model_support.check_perturbed(_model(flags), run.spec),
-        lambda flags, run: model_support.told_of(_model(flags)),
+        lambda flags, run: architecture.check_perturbed(_model(flags), run.spec),
+        lambda flags, run: architecture.told_of(_model(flags)),
     ),
     Rule(
         "model",
@@ -226,7 +207,7 @@ def completed(run: RunConfig) -> Flags:
     flags = parse.replace_model_names(flags, packaged.check_name)
     flags = flags.with_defaults(packaged.training_flags(flags.value("--actor.model_name_or_path")))
     flags = flags.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
-    for kind in beside_perturbation():
+    for kind in run_level_kinds():
         part = run.part(kind.name)
         if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
             flags = flags.with_defaults(part.flags(flags))
@@ -243,11 +224,11 @@ def of_hardware(flags: Flags, run: RunConfig) -> Flags:
     """
     profile = profile_of_run(run.hardware)
     flags = flags.with_defaults(profile.default_flags)
-    if attention.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
-        flags = flags.with_defaults(attention.DEFAULT_FLAGS)
+    if stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
+        flags = flags.with_defaults(stand_ins.DEFAULT_FLAGS)
     if profile.name == "cuda" and not flags.has("--help"):
         whole = run.policy_noise is not None or flags.has("--train.enable_ema")
-        flags = placing.completed(flags, _machine(run), whole=whole)
+        flags = gpu_plan.completed(flags, _machine(run), whole=whole)
     return batch_check.with_rows(flags)
 
 
@@ -255,11 +236,11 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     """What to know of the placement and of the last step of a pass, for complete flags."""
     told = batch_check.notes(flags)
     if profile_of_run(run.hardware).name == "cuda":
-        told += placing.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
+        told += gpu_plan.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
     return told
 
 
-def unstarted(run: RunConfig) -> Flags:
+def resolve_flags(run: RunConfig) -> Flags:
     """All flags of a run that is not started; the files of its task are elsewhere.
 
     Raises:
@@ -274,8 +255,8 @@ def unstarted(run: RunConfig) -> Flags:
 
 
 def checked(run: RunConfig) -> Flags:
-    """:func:`unstarted`, after all that can be looked at before a start; ``UsageError`` for the first broken rule."""
-    flags = unstarted(run)
+    """:func:`resolve_flags`, after all checks before a start; ``UsageError`` for the first broken rule."""
+    flags = resolve_flags(run)
     for stage in ("start", "data", "model"):
         check(stage, flags, run)
     return flags
@@ -289,7 +270,7 @@ def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
 
 
 def preview(flags: Flags, run: RunConfig) -> list[str]:
-    """The words of :func:`unstarted` with a task's files where a start would have them."""
+    """The words of :func:`resolve_flags` with a task's files where a start would have them."""
     folder = None
     if run.task is not None:
         with suppress(UsageError):

@@ -19,9 +19,10 @@ from ngrpo.config.kinds import KINDS, of_a_run
 from ngrpo.config.sampling import Sampling
 from ngrpo.machine.storage.result_folder import write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.placement import Machine
+from perturbations.options import option
 
 if TYPE_CHECKING:
-    from ngrpo.machine.upstream.machine import Machine
     from ngrpo.methods.advantages.base import Advantage
     from ngrpo.methods.credits.base import Credit
     from ngrpo.methods.policy_noises.base import PolicyNoise
@@ -31,19 +32,11 @@ if TYPE_CHECKING:
 
 FILE = "run.yaml"
 """Name of the file in a run's folder that repeats it: ``ngrpo train --config runs/x/run.yaml``."""
-# The flag of each setting, without dashes, in the order of the file.
-SETTINGS = {
-    "gap_limit": "perturbation.gap_limit",
-    "strict": "perturbation.strict",
-    "reproducible": "reproducible",
-    "eval_at_start": "eval.at_start",
-    "report_groups": "report.groups",
-    "max_num_seqs": "engine.max_num_seqs",
-    "max_num_batched_tokens": "engine.max_num_batched_tokens",
-    "preset": "preset",
-    "task": "task",
-    "hardware": "hardware",
-}
+
+
+def _setting(flag: str, default: object, about: str, **limits: Any) -> Any:
+    """A setting with a flag of its own, with range, help and YAML as an option has them."""
+    return field(default=default, metadata={**option(default, about, **limits).metadata, "flag": flag})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +66,19 @@ class RunConfig:
 
     specs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
-    gap_limit: float = 10.0
-    strict: bool = False
-    reproducible: bool = False
-    eval_at_start: bool = False
-    report_groups: int = 0
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    preset: str | None = None
-    task: str | None = None
-    hardware: str = "auto"
+    gap_limit: float = _setting("--perturbation.gap_limit", 10.0, "when the mismatch is too large", low=1)
+    strict: bool = _setting("--perturbation.strict", False, "end the run there")
+    reproducible: bool = _setting("--reproducible", False, "the same seed gives the same rollouts")
+    eval_at_start: bool = _setting("--eval.at_start", False, "evaluate before the first step too")
+    report_groups: int = _setting("--report.groups", 0, "prompts whose answers are kept", low=0, high=16)
+    max_num_seqs: int | None = _setting("--engine.max_num_seqs", None, "answers at once", low=1)
+    max_num_batched_tokens: int | None = _setting("--engine.max_num_batched_tokens", None, "tokens of a step", low=1)
+    preset: str | None = _setting("--preset", None, "a set of OpenRLHF's flags")
+    task: str | None = _setting("--task", None, "dataset and reward")
+    hardware: str = _setting("--hardware", "auto", "auto, cpu or cuda")
     openrlhf: tuple[str, ...] = ()
-    run_dir: str | None = None
-    log_file: str | None = None
+    run_dir: str | None = _setting("--run-dir", None, "the run's folder")
+    log_file: str | None = _setting("--log-file", None, "what the engines print")
     notes: tuple[str, ...] = field(default=(), compare=False)
     machine: Machine | None = field(default=None, compare=False)
 
@@ -146,6 +139,18 @@ class RunConfig:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def changes_rollouts(self) -> bool:
+        """Whether engines draw in another way than vLLM's own, and responses come with a record."""
+        given = self.perturbation, self.sampling_schedule
+        return any(part is not None for part in given) or self.reproducible or self.sampling.correct_mask
+
+    @property
+    def changes_rollout_policy(self) -> bool:
+        """Whether the policy that rolls out may be another one than the trainer's by design, so that it is measured."""
+        given = self.perturbation, self.policy_noise, self.sampling_schedule, self.sampling.correction_warmup
+        return any(part is not None for part in given) or self.sampling.correct_mask
+
+    @property
     def conditions(self) -> tuple[str, ...]:
         """The conditions of `ngrpo.patches` that hold because of what is asked for."""
         conditions = {
@@ -168,9 +173,9 @@ class RunConfig:
             root = KINDS[name].flag.removeprefix("--")
             lines |= {f"{root}.{key}" if key != "name" else root: _value(value) for key, value in spec.items()}
         lines |= {f"sampling.{name}": _value(value) for name, value in self.sampling.given().items()}
-        for entry in dataclasses.fields(self):
-            if entry.name in SETTINGS and (value := getattr(self, entry.name)) != entry.default:
-                lines[SETTINGS[entry.name]] = _value(value)
+        for flag, entry in SETTINGS.items():
+            if flag not in ("--run-dir", "--log-file") and (value := getattr(self, entry.name)) != entry.default:
+                lines[flag.removeprefix("--")] = _value(value)
         return lines | {flag.name[2:]: shlex.join(flag.values) or True for flag in Flags(self.openrlhf)}
 
     def write(self, path: Path) -> None:
@@ -194,6 +199,8 @@ def _value(value: object) -> Any:
     return shlex.quote(value) if isinstance(value, str) else value
 
 
+SETTINGS = {entry.metadata["flag"]: entry for entry in dataclasses.fields(RunConfig) if entry.metadata}
+"""The settings by their flags, in the order of the file."""
 _current = RunConfig()
 
 

@@ -8,18 +8,15 @@ has verl's default.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from ngrpo.config import entry_check
-from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config import compatibility
+from ngrpo.config.features import Combination
+from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.openrlhf_parser import value_of
 from perturbations import registry
 from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from ngrpo.methods.advantages.base import Advantage
 
 MODE = "perturbed"
 """Name of our trainer among verl's (trainer.v1.trainer_mode)."""
@@ -54,10 +51,6 @@ _OWN = ("--ckpt.", "--logger.")  # of each trainer
 _LOSSES = {"ppo": "vanilla", "gspo": "gspo"}
 _KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 _ESTIMATOR, _KL_COEFFICIENT = "--algo.advantage.estimator", "--algo.kl.init_coef"
-KL_IN_REWARD = (
-    "verl subtracts the KL term from the rewards that an advantage is made of, so that a group would compare these"
-    " terms as well"
-)
 _UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl has not
 
 
@@ -72,7 +65,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         UsageError: for what only OpenRLHF's trainer has, for an estimator or a loss that verl has not, and for what
             would make another advantage of ours.
     """
-    of_openrlhf = [kind.flag for kind in beside_perturbation() if kind.name in run.specs and kind.name != "advantage"]
+    of_openrlhf = [kind.flag for kind in run_level_kinds() if kind.name in run.specs and kind.name != "advantage"]
     of_openrlhf += [f"--sampling.{name}" for name in run.sampling.given() if name != "top_k"]
     if of_openrlhf:
         raise UsageError(f"--print verl: {of_openrlhf[0]} is of OpenRLHF's trainer. Leave it out.")
@@ -80,8 +73,9 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     overrides |= {f"{_ROLLOUT}.{name}": value for name, value in run.engine_limits.items()}
     if run.sampling.top_k:
         overrides[f"{_ROLLOUT}.top_k"] = run.sampling.top_k
+    compatibility.check(compatibility.VERL_ADVANTAGE, Combination(run=run, flags=flags))
     if run.advantage is None:
-        estimator = entry_check.estimator(flags)
+        estimator = value_of(flags, _ESTIMATOR)
         if estimator != "group_norm":
             default = "" if flags.has(_ESTIMATOR) else " (OpenRLHF's default)"
             raise UsageError(
@@ -89,8 +83,6 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
                 " --preset grpo or an --advantage."
             )
         overrides["algorithm.adv_estimator"] = "grpo"
-    else:
-        check_advantage(run.advantage, f"--print verl: --advantage {run.advantage.name}")
     loss = _one_of(flags, "--actor.policy_loss_type", _LOSSES, "vanilla")
     if loss != "vanilla":
         overrides[f"{_ACTOR}.policy_loss.loss_mode"] = loss
@@ -100,16 +92,10 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     low, high = _clip(flags)
     if low is not None:
         overrides |= {f"{_ACTOR}.clip_ratio_low": low, f"{_ACTOR}.clip_ratio_high": high}
-    coefficient = float(flags.value(_KL_COEFFICIENT) or defaults()[_KL_COEFFICIENT])
+    coefficient = float(value_of(flags, _KL_COEFFICIENT))
     if coefficient:
         kind = _one_of(flags, "--algo.kl.estimator", _KL, "kl")
         as_loss = flags.has("--algo.kl.use_loss")
-        if run.advantage is not None and not as_loss:
-            default = "" if flags.has(_KL_COEFFICIENT) else " (OpenRLHF's default)"
-            raise UsageError(
-                f"--print verl: {_KL_COEFFICIENT} {coefficient:g}{default} cannot be used with --advantage"
-                f" {run.advantage.name}: {KL_IN_REWARD}; OpenRLHF does not. Set it to 0, or add --algo.kl.use_loss."
-            )
         keys = (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")
         in_reward = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
         overrides |= dict(zip(keys if as_loss else in_reward, (True, coefficient, kind)))
@@ -125,24 +111,12 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         own |= {name: value for name, (value, default) in settings.items() if value != default}
         lines += of_perturbation(own)
     left = [" ".join(flag.argv) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
-    left += [f"--{SETTINGS[name]}" for name in _UNTRANSLATED if getattr(run, name) != getattr(RunConfig, name)]
+    left += [
+        flag
+        for flag, entry in SETTINGS.items()
+        if entry.name in _UNTRANSLATED and getattr(run, entry.name) != entry.default
+    ]
     return [f"{_ROLLOUT}.name=vllm", *lines], left
-
-
-def check_advantage(advantage: Advantage, subject: str) -> None:
-    """Raises ``UsageError`` for an advantage that verl does not tell all that it depends on.
-
-    Args:
-        advantage: one of ours.
-        subject: where it was asked for.
-    """
-    if advantage.counted or advantage.leaves_out_overlong:
-        raise UsageError(f"{subject}: it looks at more than rewards, which verl does not give it. Use another one.")
-    if advantage.changes_over_run:
-        raise UsageError(
-            f"{subject}: it changes over the run, and verl does not tell it the training step, so that it would stay as"
-            " it is at the start. Leave its option k_end out (or what else changes it), or train with OpenRLHF."
-        )
 
 
 def of_perturbation(spec: Mapping[str, object]) -> list[str]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.settings import read
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Notes:
         self._drain_edits(until)
         while self._masked and _arrived(self._masked[0], wait=self.written < until):
             note = self._masked.popleft()
-            masks, support = present(self._masks, "the store of masks"), present(note.support, "the support")
+            masks, support = require(self._masks, "the store of masks"), require(note.support, "the support")
             masks.write(note.slots, note.positions, *support.read(note.rows))
             self.written += 1
 

@@ -32,8 +32,8 @@ from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
-from perturbations.replay.buffers.base import ReplayBuffer
-from perturbations.shard import Shard, over_ranks
+from perturbations.neighbors.matrix import Shard, over_ranks
+from perturbations.replay.buffers import ReplayBuffer
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -36,9 +36,9 @@ from perturbations import streams
 from perturbations.base import Perturbation
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import ModelEmbeddings
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.gates.default import BoundGate
-from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import SamplingMask
 from perturbations.step import Positions, Step
 from perturbations.verdict import selected
 
@@ -236,7 +236,7 @@ class RolloutPerturber:
         if self._schedule is None:
             return None
         # A prompt that is not complete yet draws a token that is thrown away.
-        batch = present(self._batch, "the batch of begin()")
+        batch = require(self._batch, "the batch of begin()")
         generated = np.maximum(batch.next_positions - self._store.prompts[batch.slots], 0)
         steps = self._training_steps
         at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0), *self._answers)
@@ -258,7 +258,7 @@ class RolloutPerturber:
         Returns:
             The tokens, (B,) int64.
         """
-        batch, self._batch = present(self._batch, "the batch of begin()"), None
+        batch, self._batch = require(self._batch, "the batch of begin()"), None
         hidden, self._hidden = self._hidden, None
         if hidden is not None and len(hidden) != len(scaled):
             raise RuntimeError(f"{len(scaled)} rows are sampled, of logits of {len(hidden)} last hidden states.")

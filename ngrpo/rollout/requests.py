@@ -12,9 +12,9 @@ from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import seeds
 from perturbations.base import Perturbation
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.replay import ReplayRecord
-from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.buffers import ReplayBuffer
 from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
@@ -138,17 +138,17 @@ class RunningRequests:
         self._settle([new.req_id])
         if new.req_id in self._store.live:
             return
-        params, prompt = new.sampling_params, present(new.prompt_token_ids, "the prompt's tokens")
+        params, prompt = new.sampling_params, require(new.prompt_token_ids, "the prompt's tokens")
         arguments = request_arguments(params)
         earlier = ReplayRecord.from_bytes(arguments["record"]) if arguments.get("record") else None
         given = arguments.get("seed", getattr(params, "seed", None))
         if earlier is not None:  # a further turn keeps its trajectory's seed, so that one record covers all turns
             seed = earlier.seed
         elif given is not None:
-            seed = seeds.of_trajectory(self._perturbation.seed, int(given), int(arguments.get("sample", 0)))
+            seed = seeds.trajectory_seed(self._perturbation.seed, int(given), int(arguments.get("sample", 0)))
         else:
             prompt_seed = seeds.of_prompt(prompt)
-            seed = seeds.of_trajectory(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
+            seed = seeds.trajectory_seed(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
         step = max(int(arguments.get("training_step", 0)), 0) if arguments.get("scheduled", True) else -1
         answer = int(arguments.get("answer", 0)), int(arguments.get("answers", 1))
         trajectory = self._store.open(new.req_id, seed, len(prompt), bool(arguments.get("enabled", True)), step, answer)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout.sample_tokens import GREEDY_BELOW
-from perturbations.errors import present
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -74,7 +74,7 @@ def _sample(original: Callable[..., Any], sampler: Sampler, perturbation: Attach
         if not metadata.all_random:
             greedy = logits.argmax(dim=-1)
             if not metadata.all_greedy:
-                greedy = torch.where(present(metadata.temperature, "temperature") < GREEDY_BELOW, greedy, -1)
+                greedy = torch.where(require(metadata.temperature, "temperature") < GREEDY_BELOW, greedy, -1)
         if seen[0] is not metadata:
             seen = (metadata, _temperature(metadata, logits))
         temperature = seen[1]

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ngrpo.rollout.trajectories import Chunks, grown
-from perturbations.errors import present
-from perturbations.replay.sampling_mask import SamplingMask, as_words
+from perturbations.errors import require
+from perturbations.replay.trajectory import SamplingMask, as_words
 
 # Eight bytes of 0 or 1 times this number have them as the bits of the highest byte, the first as the lowest.
 _GATHER_BITS = 0x0102040810204080
@@ -94,7 +94,7 @@ class SamplingSupport:
 
     def ask(self) -> None:
         """Has the tokens sent; the numbers that the constructor had sent have arrived."""
-        bits, self._bits = present(self._bits, "the bits of a step"), None
+        bits, self._bits = require(self._bits, "the bits of a step"), None
         for rows, size in _blocks(marked(self._counts.numpy(), self._size)):
             self._ids.append(self._download(pick(bits[rows], size)))
 
@@ -119,7 +119,7 @@ class SamplingSupport:
 
     def rehearse(self) -> None:
         """Takes the memory of :meth:`ask` for as many tokens as it picks out at once."""
-        bits = present(self._bits, "the bits of a step")
+        bits = require(self._bits, "the bits of a step")
         pick(bits, min(PICKED_AT_ONCE, bits.numel()))
 
 

@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.config import compatibility
+from ngrpo.config.features import Combination
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import SamplingSchedule
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
-from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.buffers import ReplayBuffer
 
 if TYPE_CHECKING:
-    from vllm.config import LoRAConfig, VllmConfig
+    from vllm.config import VllmConfig
 
 KEY = "perturbation"
 REPLAY_BUFFER = "perturbation_replay_buffer"
@@ -146,7 +148,7 @@ def request_arguments(params: object) -> dict[str, Any]:
 
 
 def check_engine(config: VllmConfig, perturbation: Perturbation) -> None:
-    """Refuses what would silently change the result. docs/engines.md has the same list with the reasons.
+    """Refuses what would silently change the result. docs/compatibility.md has the list.
 
     Args:
         config: a ``vllm.config.VllmConfig``.
@@ -155,81 +157,5 @@ def check_engine(config: VllmConfig, perturbation: Perturbation) -> None:
     Raises:
         UsageError: with the setting, the reason and the fix.
     """
-    problems = [problem for wrong, problem in _combinations(config) if wrong]
-    if problems:
-        raise UsageError(f"perturbation {perturbation.name!r} does not work with " + "; nor with ".join(problems) + ".")
+    compatibility.check(compatibility.ENGINE, Combination(parts={"perturbation": perturbation}, settings=config))
     perturbation.check_model(config.model_config.get_vocab_size())
-
-
-def _combinations(config: VllmConfig) -> Iterator[tuple[bool, str]]:
-    """What is refused: whether this configuration asks for it, and the setting with the reason and the fix.
-
-    A setting that only later releases of vLLM have counts as not asked for.
-    """
-    parallel, model = config.parallel_config, config.model_config
-
-    def is_set(section: object, name: str) -> bool:
-        return bool(getattr(section, name, False))
-
-    yield (
-        config.speculative_config is not None,
-        "speculative decoding: the draft model would not see the perturbed inputs. Turn it off",
-    )
-    for name, reason in {
-        "pipeline_parallel_size": "only the first stage embeds. Set it to 1 and use tensor parallelism",
-        "decode_context_parallel_size": "the rows of a step are split over ranks. Set it to 1",
-        "prefill_context_parallel_size": "the rows of a prefill are split over ranks. Set it to 1",
-    }.items():
-        size = getattr(parallel, name, 1)
-        yield size > 1, f"{name}={size}: {reason}"
-    yield (
-        parallel.data_parallel_size > 1 and model.is_moe,
-        f"data_parallel_size={parallel.data_parallel_size} for a mixture of experts: its ranks run in step, which was"
-        " not tried. Set it to 1 and start an engine for each rank",
-    )
-    yield (
-        getattr(config, "watermark_config", None) is not None,
-        "watermarking: its draws of tokens would be replaced. Leave it out",
-    )
-    yield (
-        is_set(parallel, "use_ubatching"),
-        "dual-batch overlap: each half of a batch would read the override from its first row. Leave out enable_dbo and"
-        " ubatch_size",
-    )
-    yield (
-        is_set(parallel, "enable_batch_sharded_sampling"),
-        "enable_batch_sharded_sampling: each rank would draw a part of the batch. Turn it off",
-    )
-    yield (
-        is_set(config.compilation_config.pass_config, "enable_sp"),
-        "the sequence-parallel pass: it rewrites what follows the embedding, across the override. Set"
-        " compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}",
-    )
-    yield (
-        _adapts_embedding(config.lora_config),
-        "LoRA on the input embedding: its difference is added after the override. Give --lora-target-modules without"
-        " embed_tokens",
-    )
-    yield model.enable_prompt_embeds, "enable_prompt_embeds: inputs without tokens cannot be replayed. Turn it off"
-    yield (
-        is_set(model, "enable_trace_replay"),
-        "enable_trace_replay: it replaces tokens after they were drawn and recorded. Turn it off",
-    )
-    yield (
-        is_set(model, "is_diffusion"),
-        "a diffusion model: it draws many tokens in a step. Use an autoregressive model",
-    )
-    yield model.runner_type != "generate", f"runner={model.runner_type!r}: only generation is perturbed. Use 'generate'"
-    yield model.is_encoder_decoder, "an encoder-decoder model. Use a decoder-only model"
-    yield (
-        config.kv_transfer_config is not None,
-        "KV transfer between engines: perturbed blocks must not be shared. Leave it out",
-    )
-
-
-def _adapts_embedding(lora: LoRAConfig | None) -> bool:
-    """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
-    if lora is None:
-        return False
-    modules = getattr(lora, "target_modules", None)
-    return modules is None or any(name.split(".")[-1] in ("embed_tokens", "wte", "embeddings") for name in modules)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from perturbations.replay import ReplayRecord
-from perturbations.replay.record import model_fingerprint
+from perturbations.replay.trajectory import model_fingerprint
 
 # Spare slots for preempted requests, which stay alive beside a full batch; more are made when they run out.
 _SPARE = 8

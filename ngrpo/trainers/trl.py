@@ -11,7 +11,7 @@ Needs ``pip install --no-deps trl==1.16.0`` beside this project; docs/integratio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,11 +22,11 @@ from trl import GRPOTrainer
 from trl.generation import vllm_generation
 from trl.trainer import grpo_trainer
 
+from ngrpo.config import compatibility
+from ngrpo.config.features import Combination
 from ngrpo.rollout.records import take_records
-from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
+from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations import ReplayRecord, registry, replaying
-from perturbations.base import Perturbation
-from perturbations.errors import UsageError
 from perturbations.parameters import freeze
 
 _ROWS = "perturbation_record"
@@ -59,7 +59,8 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         spec = registry.create(**perturbation).spec()
         config = kwargs.get("args") or next((each for each in args if hasattr(each, "use_vllm")), None)
         self._perturbation = registry.create(**spec)
-        _check(config, kwargs, self._perturbation)
+        parts = {"perturbation": self._perturbation}
+        compatibility.check(compatibility.TRL, Combination(parts=parts, settings=config, arguments=kwargs))
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
         self._records: dict[bool, list[ReplayRecord]] = {True: [], False: []}
         self._in_forward: list[int] | None = None
@@ -146,24 +147,3 @@ def _engine_with(options: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         grpo_trainer.VLLMGeneration, vllm_generation.LLM = plain, llm
-
-
-def _check(config: Any, arguments: Mapping[str, Any], perturbation: Perturbation) -> None:
-    """Raises ``UsageError`` for what is not replayed."""
-    wrong: Sequence[tuple[bool, str, str]] = (
-        (config is None or not config.use_vllm, "without use_vllm=True", "rollouts are perturbed inside vLLM"),
-        (config is not None and config.vllm_mode != "colocate", "a vLLM server", "set vllm_mode='colocate'"),
-        (bool(arguments.get("tools")), "tools", "records cover one turn"),
-        (bool(arguments.get("environment_factory")), "environments", "records cover one turn"),
-        (bool(arguments.get("rollout_func")), "rollout_func", "it has no records"),
-        (getattr(config, "use_liger_kernel", False), "use_liger_kernel", "its loss bypasses the log-probabilities"),
-        (
-            perturbation.has_parameters,
-            "a perturbation with parameters of its own",
-            "TRL would neither train nor send them; use the variant without them, or OpenRLHF",
-        ),
-        (perturbation.has_density, "density", "TRL's loss is of tokens; set density='token'"),
-    )
-    for refused, setting, reason in wrong:
-        if refused:
-            raise UsageError(f"PerturbedGRPOTrainer: {setting} is not supported: {reason}.")

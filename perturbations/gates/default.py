@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default gate: the rate's draw, the schedule, the end of thinking, entropy and protected tokens.
 
-A position is perturbed where all of these agree, and the further gate of the user's choice, if there is one. What
-depends on seed and position alone is decided on the host, for all requests of a step together; what looks at logits
-or tokens is batched on the device. Nothing here waits for the device.
+A position is perturbed where all of these and the user's further gate, if any, agree. The host decides what depends on
+seed and position alone, the device what depends on logits or tokens; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from perturbations import streams
 from perturbations.errors import UsageError
-from perturbations.gates.base import Gate
+from perturbations.gates import Gate
 from perturbations.options import Options, option
 from perturbations.registry import gates
 from perturbations.step import GateStep, Positions, Step
@@ -29,10 +28,7 @@ _SLACK = 8
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(Options):
-    """The options of the default gate, which every perturbation has among its own.
-
-    A perturbation overrides a default by declaring the field again.
-    """
+    """The options of the default gate, which every perturbation has; it may redeclare a field for another default."""
 
     rate: float = option(1.0, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
     until: str | None = option("</think>", "stop for good once this text has been produced; 'none' for never")
@@ -62,10 +58,10 @@ class GateOptions(Options):
 
 
 class BoundGate:
-    """A perturbation's gate at work in a rollout: all that decides where it acts, for the trajectories of one worker.
+    """A perturbation's gate in a rollout, for the trajectories of one worker.
 
-    The state of a trajectory is a row: its latest tokens by position, and where its thinking ended. Telling or asking
-    the same position twice gives the same answers, so a token that is drawn again is not seen twice.
+    Each trajectory has a row of state: its latest tokens by position, and the position where its thinking ended.
+    Telling or asking the same position twice gives the same answers, so a token may be drawn again.
     """
 
     def __init__(
@@ -84,7 +80,7 @@ class BoundGate:
             texts: gives the decoded text of every token, in the order of the ids.
             vocabulary: V, the number of logits.
             rows: number of trajectories held at once.
-            device: where logits and tokens are.
+            device: of logits and tokens.
         """
         self._options = options
         # Where nothing is ever perturbed, no token needs to be seen.
@@ -124,15 +120,12 @@ class BoundGate:
         self._recent[row] = -1
 
     def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
-        """Where the gate is open: thinking has not ended, the policy is uncertain enough, the further gate is open.
+        """Whether thinking goes on, the policy is uncertain enough and the further gate is open: (B,) bool.
 
         Args:
             rows: (B,) int64, the trajectories.
             step: B positions.
             first: first generated position of each trajectory, (B,) int64.
-
-        Returns:
-            (B,) bool. Elsewhere sampling and lookup are ordinary.
         """
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
@@ -142,15 +135,7 @@ class BoundGate:
         return is_open
 
     def ending(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The token that would complete the end of thinking at each position, -1 where none would.
-
-        Args:
-            rows: (B,) int64, the trajectories.
-            positions: (B,) int64.
-
-        Returns:
-            (B,) int64: what :meth:`feeds` and :meth:`observe` ask for.
-        """
+        """The token that would complete the end of thinking at each position (B,) int64, -1 where none would."""
         if self._until is None:
             return torch.full_like(rows, -1)
         before = (positions.unsqueeze(-1) + self._back) % self._recent.shape[1]
@@ -159,42 +144,27 @@ class BoundGate:
         return torch.where(matched, last, -1)
 
     def feeds(self, tokens: Tensor, ending: Tensor) -> Tensor:
-        """Which proposed tokens may be fed perturbed.
+        """Which proposed tokens (B,) may be fed perturbed, (B,) bool, with ``ending`` of :meth:`ending`.
 
-        The others, protected ones and the one that completes the end of thinking, stand in the text as proposed but
-        are fed as they are: drawing another token in their place would make them rarer than the policy has them.
-
-        Args:
-            tokens: (B,) int64, the proposed tokens.
-            ending: (B,) int64, of :meth:`ending`.
-
-        Returns:
-            (B,) bool.
+        Protected tokens and the one that completes the end of thinking stay in the text as proposed and are fed as
+        they are: another token instead would make them rarer than under the policy.
         """
         fed = tokens != ending
         return fed if self._protected is None else fed & ~self._protected[tokens]
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """What :meth:`observe` changes: each has a row for every trajectory."""
+        """The tensors that :meth:`observe` changes, each with a row for every trajectory."""
         return self._ended, self._recent
 
     def observe(
         self, rows: Tensor, positions: Tensor, tokens: Tensor, ending: Tensor, kept: Tensor | None = None
     ) -> None:
-        """Tells the tokens that were really produced.
-
-        Args:
-            rows: (B,) int64, the trajectories.
-            positions: (B,) int64.
-            tokens: (B,) int64.
-            ending: (B,) int64, of :meth:`ending`.
-            kept: (B,) bool, the others are not looked at; None for all.
-        """
+        """Takes the tokens (B,) that were produced, or those ``kept`` (B,), with ``ending`` of :meth:`ending`."""
         if self._until is None:
             return
         before = self._ended[rows]
-        # What was said of this position or a later one is forgotten: it is drawn again.
+        # A position that is drawn again forgets its own end of thinking and any later one.
         now = torch.where(tokens == ending, positions, _NEVER)
         now, at = torch.where(before < positions, before, now), positions % self._recent.shape[1]
         if kept is not None:
@@ -204,18 +174,12 @@ class BoundGate:
 
 
 def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]], size: int) -> Tensor | None:
-    """The tokens that an option ``protect`` names.
+    """The tokens that an option ``protect`` names (``digits``, ids separated by commas, None): (V,) bool, or None.
 
     Args:
-        protect: ``digits``, token ids separated by commas, or None.
+        protect: the option; ``UsageError`` for anything else, or an id outside the vocabulary.
         vocabulary: gives the decoded text of every token, in the order of the ids.
         size: V, the number of logits.
-
-    Returns:
-        (V,) bool, or None.
-
-    Raises:
-        UsageError: for anything else, or an id outside the vocabulary.
     """
     if protect is None:
         return None
@@ -228,15 +192,7 @@ def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]
 
 
 def protected_ids(protect: str | None, size: int | None = None) -> list[int]:
-    """The token ids that an option ``protect`` lists; none for ``digits``, whose ids depend on the tokenizer.
-
-    Args:
-        protect: as in :func:`protected_tokens`.
-        size: V, where it is known.
-
-    Raises:
-        UsageError: as :func:`protected_tokens`.
-    """
+    """The ids that an option ``protect`` lists, below V = ``size`` if given; none for ``digits``, as it needs texts."""
     if protect is None or protect == "digits":
         return []
     parts = [part.strip() for part in protect.split(",")]

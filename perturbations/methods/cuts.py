@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUTS, constrained uniform top-K sampling: one of the confident candidates, each as likely (arXiv 2604.18493)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 
-from perturbations.base import Perturbation, Proposal
-from perturbations.edit import InputEdit
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
-from perturbations.top_tokens import check_top_k
+from perturbations import Proposal, Step, option, register
+from perturbations.edit import one_hot
+from perturbations.top_tokens import LikeliestTokens
 
 
 @register("cuts")
 @dataclass(frozen=True, kw_only=True)
-class CUTS(Perturbation):
+class CUTS(LikeliestTokens):
     """Draws uniformly among the k likeliest tokens with enough probability; the token drawn is fed and written."""
 
     paper = "CUTS, arXiv 2604.18493"
+    zero_mean_score = False  # the token is drawn uniformly
 
     k: int = option(5, "K, number of likely tokens", low=1)
     delta: float = option(0.03, "δ, the least probability of a candidate at temperature 1", low=0.0, high=1.0)
@@ -41,15 +37,4 @@ class CUTS(Perturbation):
         races = torch.where(confident, step.uniform(ids), -1.0)
         winners = ids.gather(-1, races.argmax(dim=-1, keepdim=True))
         token = torch.where(confident.any(dim=-1), winners.squeeze(-1), step.sampled)
-        return Proposal(
-            InputEdit(token.unsqueeze(-1), torch.ones_like(token, dtype=torch.float32).unsqueeze(-1)), token
-        )
-
-    @property
-    def zero_mean_score(self) -> bool:
-        """Not of the token: it is drawn uniformly."""
-        return False
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)
+        return Proposal(one_hot(token), token)

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dirichlet noise on the top-k probabilities, the second noise of SofT-GRPO's release (arXiv 2511.06411)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perturbations import InputEdit, Proposal, Step, option, register
 from perturbations import density as densities
-from perturbations.base import Proposal, Replayed, input_gradient_option
-from perturbations.edit import InputEdit
-from perturbations.errors import present
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
+from perturbations.base import Replayed, input_gradient_option
+from perturbations.errors import require
 from perturbations.top_tokens import TopTokens
 
 
@@ -24,6 +19,7 @@ class Dirichlet(TopTokens):
     """Feeds the top-k tokens mixed with weights drawn from Dirichlet(α p)."""
 
     paper = "SofT-GRPO (release), arXiv 2511.06411"
+    draws_text = True
 
     alpha: float = option(1.0, "concentration α: the larger, the closer to the probabilities", above=0.0)
     density: str = option(
@@ -37,11 +33,6 @@ class Dirichlet(TopTokens):
     def zero_mean_score(self) -> bool:
         """Only of the exact density: the release's is clamped, and leaves unlikely candidates out."""
         return self.density == "exact"
-
-    @property
-    def draws_text(self) -> bool:
-        """The largest weight."""
-        return True
 
     def propose(self, step: Step) -> Proposal:
         """γ_i ~ Gamma(α p_i, 1); weights = γ / Σγ; the text takes the largest weight."""
@@ -62,6 +53,6 @@ class Dirichlet(TopTokens):
         probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
         if self.density == "exact":
             return densities.dirichlet_weights(edit.weights, probabilities, self.alpha, distinct)
-        normalizer = present(edit.normalizer, "edit.normalizer")
+        normalizer = require(edit.normalizer, "edit.normalizer")
         log_draws = edit.weights.clamp_min(torch.finfo(torch.float32).tiny).log() + normalizer.unsqueeze(-1)
         return densities.dirichlet(log_draws, probabilities, self.alpha, distinct)

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """STHT: Gaussian noise on token or soft embeddings (Butt et al., "Soft Tokens, Hard Truths", arXiv 2509.19170)."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perturbations import InputEdit, Perturbation, Proposal, Step, UsageError, option, register, streams
 from perturbations import density as densities
-from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.edit import InputEdit, one_hot, realise
-from perturbations.errors import UsageError, present
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
+from perturbations.base import Replayed
+from perturbations.edit import one_hot, realise
+from perturbations.errors import require
 from perturbations.top_tokens import check_top_k
 
 
@@ -86,7 +81,7 @@ class Gaussian(Perturbation):
         that of logits which differ by 0.03 is as long as the noise itself.
         """
         edit, lookup = replayed.edit, replayed.lookup
-        sigma, keys = present(edit.sigma, "edit.sigma"), present(replayed.noise_keys, "noise_keys")
+        sigma, keys = require(edit.sigma, "edit.sigma"), require(replayed.noise_keys, "noise_keys")
         if self.base == "token":
             mean = lookup(edit.ids[:, 0])
         elif self.base == "fuzzy":

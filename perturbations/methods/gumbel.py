@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gumbel soft-thinking: the rollout and the density of SofT-GRPO (Zheng and Lee, arXiv 2511.06411)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perturbations import InputEdit, Proposal, Step, UsageError, option, register
 from perturbations import density as densities
-from perturbations.base import Proposal, Replayed, input_gradient_option
-from perturbations.edit import InputEdit
-from perturbations.errors import UsageError, present
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
+from perturbations.base import Replayed, input_gradient_option
+from perturbations.errors import require
 from perturbations.top_tokens import TopTokens
 
 
@@ -25,6 +20,7 @@ class Gumbel(TopTokens):
     """Adds Gumbel noise to the log-probabilities of the top-k tokens and feeds their softmax mixture."""
 
     paper = "SofT-GRPO, arXiv 2511.06411"
+    draws_text = True
 
     tau: float = option(0.1, "temperature of the Gumbel-softmax, τ_g", above=0.0)
     clamp: bool = option(True, "clamp the noise to [-1.5, 3], as the paper does")
@@ -53,11 +49,6 @@ class Gumbel(TopTokens):
         """Not of the token: it is drawn from the top-k alone. SofT-GRPO's has a mean of 0.003, for its clamp."""
         return self.has_density
 
-    @property
-    def draws_text(self) -> bool:
-        """The largest weight."""
-        return True
-
     def propose(self, step: Step) -> Proposal:
         """y_i = log(p_i + 1e-6) + g_i; weights = softmax(y / τ_g); the text takes the largest weight."""
         ids, probabilities = self.top(step)
@@ -79,7 +70,7 @@ class Gumbel(TopTokens):
         """
         edit, distinct = replayed.edit, densities.distinct(replayed.edit.ids)
         smallest = torch.finfo(torch.float32).tiny
-        normalizer = present(edit.normalizer, "edit.normalizer")
+        normalizer = require(edit.normalizer, "edit.normalizer")
         scores = self.tau * edit.weights.clamp_min(smallest).log() + normalizer.unsqueeze(-1)
         probabilities = densities.renormalised(replayed.at(edit.ids), distinct)
         gumbels = replayed.gumbel(edit.ids)

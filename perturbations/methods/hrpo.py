@@ -9,13 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from perturbations import streams
-from perturbations.base import Perturbation, Proposal
-from perturbations.edit import InputEdit
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
-from perturbations.top_tokens import check_top_k
+from perturbations import InputEdit, Proposal, Step, option, register, streams
+from perturbations.top_tokens import LikeliestTokens
 
 _C = 8.0
 _LARGEST_START = 0.999
@@ -23,10 +18,11 @@ _LARGEST_START = 0.999
 
 @register("hrpo")
 @dataclass(frozen=True, kw_only=True)
-class HRPO(Perturbation):
+class HRPO(LikeliestTokens):
     """Blends the sampled token's embedding with the mixture of likely tokens through a gate that trains."""
 
     paper = "HRPO, arXiv 2505.18454"
+    samples_text = True
     module_options = ("start",)
 
     k: int = option(32, "likeliest tokens in the mixture; the paper takes all", low=1)
@@ -56,15 +52,6 @@ class HRPO(Perturbation):
     def learning_rate(self, parameter: str) -> float | None:
         """The gate learns faster than the policy, as in the paper's settings."""
         return self.lambda_lr if parameter == "lambda_shift" else self.gate_lr
-
-    @property
-    def samples_text(self) -> bool:
-        """Only the input is a mixture."""
-        return True
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)
 
 
 class HybridGate(nn.Module):

@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent-GRPO: the largest of many noisy log-probabilities (arXiv 2604.27998, by its released code)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perturbations import InputEdit, Proposal, Step, UsageError, option, register
 from perturbations import density as densities
-from perturbations.base import Perturbation, Proposal, Replayed, input_gradient_option
-from perturbations.edit import InputEdit
-from perturbations.errors import UsageError, present
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
-from perturbations.top_tokens import check_top_k, within_top_p
+from perturbations.base import Replayed, input_gradient_option
+from perturbations.errors import require
+from perturbations.top_tokens import LikeliestTokens, within_top_p
 
 
 @register("latent")
 @dataclass(frozen=True, kw_only=True)
-class Latent(Perturbation):
+class Latent(LikeliestTokens):
     """Adds one-sided Gumbel noise to the log-probabilities of the nucleus and mixes the k largest."""
 
     paper = "Latent-GRPO, arXiv 2604.27998"
+    draws_text = True
 
     k: int = option(10, "number of tokens mixed", low=1)
     top_p: float = option(0.95, "keep the most likely tokens that hold this probability", above=0.0, high=1.0)
@@ -67,11 +63,6 @@ class Latent(Perturbation):
         """Only of the exact density: the release's is of other noise than is drawn."""
         return self.density == "exact"
 
-    @property
-    def draws_text(self) -> bool:
-        """The largest of the noisy log-probabilities."""
-        return True
-
     def propose(self, step: Step) -> Proposal:
         """y_i = log p_i + s (clamp(g_i, −1.5, 3) + 1.5); the k largest y; w = softmax(y / τ); the text: the largest.
 
@@ -106,7 +97,7 @@ class Latent(Perturbation):
         """
         edit = replayed.edit
         support = edit.weights > 0.0
-        normalizer = present(edit.normalizer, "edit.normalizer")
+        normalizer = require(edit.normalizer, "edit.normalizer")
         scores = self.tau * torch.where(support, edit.weights, 1.0).log() + normalizer.unsqueeze(-1)
         if self.density == "exact":
             return self._exact(replayed, scores, support)
@@ -147,7 +138,3 @@ class Latent(Perturbation):
         # From the upper bound on it says nothing: no noise is larger.
         others = others & (beyond.detach() < high)
         return log_density + densities.censored_gumbel(beyond, others, torch.zeros_like(others), others)
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """LEPO: latent tokens at the beginning of an answer, from Gumbel-softmax (arXiv 2604.17892, by its released code)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perturbations import Gate, InputEdit, Proposal, Step, option, register
 from perturbations import density as densities
-from perturbations.base import Proposal, Replayed, input_gradient_option
-from perturbations.edit import InputEdit
-from perturbations.gates.base import Gate
-from perturbations.options import option
-from perturbations.registry import gates, register
-from perturbations.step import Step
+from perturbations.base import Replayed, input_gradient_option
+from perturbations.registry import gates
 from perturbations.top_tokens import TopTokens
 
 

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiplex Thinking: several tokens drawn at once and fed as one (arXiv 2601.08808)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.edit import InputEdit
-from perturbations.errors import UsageError
-from perturbations.options import option
-from perturbations.registry import register
+from perturbations import InputEdit, Perturbation, Proposal, Step, UsageError, option, register
+from perturbations.base import Replayed
 from perturbations.replay.packing import MOST_CANDIDATES
-from perturbations.step import Step
 from perturbations.top_tokens import check_top_k
 
 
@@ -24,6 +18,7 @@ class Multiplex(Perturbation):
     """Draws k tokens, feeds their mixture, and writes the first of them into the text."""
 
     paper = "Multiplex Thinking, arXiv 2601.08808"
+    samples_text = True
 
     k: int = option(3, "tokens drawn at each position", low=1)
     weights: str = option(
@@ -76,11 +71,6 @@ class Multiplex(Perturbation):
         """
         scores = replayed.at(replayed.edit.ids)
         return scores.sum(dim=-1) + self.k * (replayed.token_log_probs - scores[:, 0])
-
-    @property
-    def samples_text(self) -> bool:
-        """The first draw."""
-        return True
 
     def check_model(self, vocabulary: int) -> None:
         """k may exceed the vocabulary, since a token may be drawn again; but not what a record holds."""

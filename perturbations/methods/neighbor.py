@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """N-GRPO: semantic neighbor mixing (Zhu et al., Findings of ACL 2026, arXiv 2606.10768)."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 
-from perturbations.base import Perturbation, Proposal
-from perturbations.edit import InputEdit
+from perturbations import InputEdit, NeighborIndex, Proposal, Step, UsageError, option, register
 from perturbations.embeddings import ModelEmbeddings
-from perturbations.errors import UsageError, present
-from perturbations.neighbors import NeighborIndex, Refresh
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
-from perturbations.top_tokens import check_top_k
-from perturbations.traced import TracedIndex
+from perturbations.errors import require
+from perturbations.neighbors import Refresh
+from perturbations.top_tokens import LikeliestTokens
 
 _VARIANTS = {
     "paper": {"weights": "logits", "realization": "anchor", "space": "input"},
@@ -28,7 +21,7 @@ _VARIANTS = {
 
 @register("neighbor")
 @dataclass(frozen=True, kw_only=True)
-class Neighbor(Perturbation):
+class Neighbor(LikeliestTokens):
     """Mixes the most likely token (the anchor) with its k-1 nearest neighbors.
 
     ``variant`` sets ``weights``, ``realization`` and ``space`` together; each may also be set alone.
@@ -92,10 +85,10 @@ class Neighbor(Perturbation):
         """Not of the anchor, which is the likeliest token and was not drawn."""
         return self.samples_text
 
-    def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex | TracedIndex:
+    def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex:
         return embeddings.index(
             self.metric,
-            present(self.space, "space"),  # of the variant
+            require(self.space, "space"),  # of the variant
             self.skip_special,
             kind=self.index,
             skip_same_word=self.skip_same_word,
@@ -115,4 +108,4 @@ class Neighbor(Perturbation):
         """k cannot exceed the vocabulary, and a graph needs its library."""
         if self.index == "hnsw" and self.metric != "l1" and find_spec("faiss") is None:
             raise UsageError("perturbation option index='hnsw': needs faiss; pip install 'ngrpo[hnsw]', or take exact.")
-        check_top_k(self.k, vocabulary, low=2)
+        super().check_model(vocabulary)

@@ -1,19 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Normal noise on the top-k probabilities, the third noise of SofT-GRPO's release (arXiv 2511.06411)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from perturbations import InputEdit, Proposal, Step, option, register
 from perturbations import density as densities
-from perturbations.base import Proposal, Replayed, input_gradient_option
-from perturbations.edit import InputEdit
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
+from perturbations.base import Replayed, input_gradient_option
 from perturbations.top_tokens import TopTokens
 
 
@@ -27,6 +22,7 @@ class Normal(TopTokens):
 
     paper = "SofT-GRPO (release), arXiv 2511.06411"
     mixture = "affine"
+    draws_text = True
 
     # More than ten noises of 0.05 may bring their sum, by which the weights are divided, near 0.
     k: int = option(5, "number of tokens mixed at most", low=1, high=10)
@@ -42,22 +38,13 @@ class Normal(TopTokens):
         """Not of the token, which is drawn from the top-k alone."""
         return self.has_density
 
-    @property
-    def draws_text(self) -> bool:
-        """The largest weight."""
-        return True
-
     def propose(self, step: Step) -> Proposal:
         """y_i ~ N(p_i, 0.05²); weights = y / Σy; the text takes the largest weight."""
         ids, probabilities = self.top(step)
         draws = probabilities + densities.NORMAL_SIGMA * step.normal(ids)
         draws = torch.where(probabilities > 0.0, draws, 0.0)
-        normalizer = draws.sum(dim=-1)
         tokens = ids.gather(-1, draws.argmax(dim=-1, keepdim=True)).squeeze(-1)
-        return Proposal(
-            InputEdit(ids, draws / normalizer.unsqueeze(-1)),
-            tokens,
-        )
+        return Proposal(InputEdit(ids, draws / draws.sum(dim=-1, keepdim=True)), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15.

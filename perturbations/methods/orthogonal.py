@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orthogonal noise: a baseline in N-GRPO's release (arXiv 2606.10768)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 
-from perturbations.base import Perturbation, Proposal
-from perturbations.edit import InputEdit
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
-from perturbations.top_tokens import check_top_k
+from perturbations import InputEdit, Proposal, Step, option, register
+from perturbations.top_tokens import LikeliestTokens
 
 
 @register("orthogonal")
 @dataclass(frozen=True, kw_only=True)
-class Orthogonal(Perturbation):
+class Orthogonal(LikeliestTokens):
     """Moves the most likely token's embedding along the other likely ones, orthogonally to itself."""
 
     paper = "N-GRPO (release), arXiv 2606.10768"
@@ -48,7 +42,3 @@ class Orthogonal(Perturbation):
     def samples_text(self) -> bool:
         """Unless the text keeps the anchor."""
         return self.realization == "sampled"
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary, low=2)

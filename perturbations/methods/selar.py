@@ -1,28 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """SeLaR: selective latent reasoning, a mixture pushed away from the likeliest token (arXiv 2604.08299)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from perturbations.base import Perturbation, Proposal
-from perturbations.edit import InputEdit
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
-from perturbations.top_tokens import check_top_k, truncated
+from perturbations import InputEdit, Proposal, Step, option, register
+from perturbations.top_tokens import LikeliestTokens, truncated
 
 
 @register("selar")
 @dataclass(frozen=True, kw_only=True)
-class SeLaR(Perturbation):
+class SeLaR(LikeliestTokens):
     """Mixes the k likeliest tokens where they are nearly equally likely, away from the first; elsewhere the token."""
 
     paper = "SeLaR, arXiv 2604.08299"
     mixture = "affine"
+    samples_text = True
 
     k: int = option(3, "number of likely tokens", low=2)
     filtered: bool = option(False, "p after the request's top-k, top-p and min-p, as released, and not before them")
@@ -42,12 +37,3 @@ class SeLaR(Perturbation):
         weights = torch.cat([(~acts).float(), torch.where(acts, mixed, 0.0)], dim=-1)
         ids = torch.cat([step.sampled.unsqueeze(-1), ids], dim=-1)
         return Proposal(InputEdit(ids, weights), step.sampled, acts.squeeze(-1))
-
-    @property
-    def samples_text(self) -> bool:
-        """Only the input is a mixture."""
-        return True
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary, low=2)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TARPO: a learned router between token and latent input (Zhang et al., arXiv 2606.05859)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import cast
 
@@ -10,14 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.edit import InputEdit
-from perturbations.errors import UsageError, present
-from perturbations.options import option
-from perturbations.registry import register
-from perturbations.step import Step
-from perturbations.top_tokens import check_top_k
+from perturbations import InputEdit, Proposal, Step, UsageError, option, register, streams
+from perturbations.base import Replayed
+from perturbations.errors import require
+from perturbations.top_tokens import LikeliestTokens
 
 _SPREAD = 0.001
 _NO_HIDDEN = "the last hidden states that the router reads"
@@ -25,10 +19,11 @@ _NO_HIDDEN = "the last hidden states that the router reads"
 
 @register("tarpo")
 @dataclass(frozen=True, kw_only=True)
-class TARPO(Perturbation):
+class TARPO(LikeliestTokens):
     """Feeds the sampled token or the mixture of likely tokens, as a router draws from the last hidden state."""
 
     paper = "TARPO, arXiv 2606.05859"
+    samples_text = True
     module_options = ("bias",)
     reads_hidden = True
 
@@ -49,8 +44,8 @@ class TARPO(Perturbation):
         Fed is the token where d = 0, and Σ_v p_v E[v] / Σ_v p_v over the k likeliest tokens where d = 1. The sampled
         token goes first, and its weight of 1 or 0 is the decision, which the density reads there.
         """
-        hidden = present(step.hidden, _NO_HIDDEN)
-        router = cast(Router, present(step.module, "the router"))
+        hidden = require(step.hidden, _NO_HIDDEN)
+        router = cast(Router, require(step.module, "the router"))
         latent = router.log_probs(hidden)[:, 1:].exp() > step.uniform(1)
         values, ids = step.top(self.k)
         mixture = nn.functional.pad(torch.softmax(values, dim=-1), (1, 0))
@@ -60,8 +55,8 @@ class TARPO(Perturbation):
 
     def log_density(self, replayed: Replayed) -> Tensor:
         """λ log π of the decisions, (N,), with gradient to the router and, through the hidden state, to the policy."""
-        hidden = present(replayed.hidden, _NO_HIDDEN)
-        router = cast(Router, present(replayed.module, "the router"))
+        hidden = require(replayed.hidden, _NO_HIDDEN)
+        router = cast(Router, require(replayed.module, "the router"))
         decided = (replayed.edit.weights[:, :1] == 0.0).long()
         return self.decision_weight * router.log_probs(hidden).gather(-1, decided).squeeze(-1)
 
@@ -77,15 +72,6 @@ class TARPO(Perturbation):
     def draws_token(self) -> bool:
         """Token and decision are drawn independently, of the same hidden state."""
         return self.has_density
-
-    @property
-    def samples_text(self) -> bool:
-        """Only the input is chosen."""
-        return True
-
-    def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
-        check_top_k(self.k, vocabulary)
 
 
 class Router(nn.Module):

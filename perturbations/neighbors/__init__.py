@@ -7,20 +7,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from perturbations.errors import UsageError
-from perturbations.neighbors.base import NeighborIndex
+from perturbations.errors import UsageError, nearest
+from perturbations.neighbors.base import NeighborIndex, TableIndex
 from perturbations.neighbors.exact import ExactIndex
 from perturbations.neighbors.hnsw import HnswIndex
+from perturbations.neighbors.matrix import Shard
 from perturbations.neighbors.refresh import Drift, Neighborhood, Refresh
-from perturbations.neighbors.table import TableIndex
 from perturbations.neighbors.words import OtherWords, word_key, word_numbers
-from perturbations.options import nearest
-from perturbations.shard import Shard
 
 INDICES = ("exact", "hnsw")
 
 __all__ = [
-    "INDICES",
     "Drift",
     "ExactIndex",
     "HnswIndex",
@@ -28,7 +25,6 @@ __all__ = [
     "Neighborhood",
     "OtherWords",
     "Refresh",
-    "TableIndex",
     "create_index",
     "word_key",
     "word_numbers",
@@ -47,7 +43,7 @@ def create_index(
 
     Args:
         embedding: (V, D), any float dtype, or a rank's shard of it; kept by reference.
-        kind: exact or hnsw; metric l1, which a graph does not know, is always served by the exact one.
+        kind: exact or hnsw; the exact one always serves metric l1, which a graph cannot.
         metric: cosine, l2, l1 or dot.
         exclude: ids that are never neighbors.
         words: (V,) int64 numbers of the words, to skip neighbors that are the same word; None to keep them.

@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a neighbor index."""
+"""The contract of a neighbor index, and the table in which all of ours keep a row for each token."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
+
+from perturbations.errors import UsageError
+
+_SCRATCH_CPU, _SCRATCH_DEVICE = 64 << 20, 512 << 20  # bytes of temporary values held at once
+_BYTES = 16  # of them for each pair of tokens that is compared: three numbers and a few flags
 
 
 class NeighborIndex(ABC):
@@ -13,11 +20,7 @@ class NeighborIndex(ABC):
 
     @abstractmethod
     def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k nearest other tokens of each token.
-
-        Args:
-            token_ids: (B,) int64 on the embedding's device.
-            k: how many, at least 1.
+        """The k ≥ 1 nearest other tokens of each token, (B,) int64 on the embedding's device.
 
         Returns:
             ids (B, k) int64, best first and never the token itself; scores (B, k) float32, higher is nearer.
@@ -27,16 +30,114 @@ class NeighborIndex(ABC):
         """
 
     def precompute(self, k: int) -> None:
-        """Does all the work of queries for up to k neighbors ahead of time, where the index can."""
+        """Does the work of queries for up to k neighbors ahead of time, where the index can."""
         return None
 
     def follow(self) -> None:
-        """Keeps what an index of later weights can take over, where the index can; called before anything is asked."""
+        """Keeps what an index of later weights can take over, where the index can. Called before any query."""
         return None
 
     def take_over(self, old: NeighborIndex) -> None:
-        """Takes from an index of earlier weights, which has been told to follow, what these weights have not changed.
-
-        Answers are the same with and without.
-        """
+        """Takes what is still valid from an index of earlier weights that was told to follow; answers do not change."""
         return None
+
+
+class TableIndex(NeighborIndex):
+    """Answers queries from a table, whose rows a subclass computes in :meth:`search`.
+
+    On a CPU rows are filled on first use. Elsewhere the first query computes the whole table, so that later queries
+    are a gather without host synchronisation.
+    """
+
+    def __init__(self, size: int, device: torch.device, exclude: Sequence[int] = (), lazy: bool | None = None) -> None:
+        """
+        Args:
+            size: V.
+            device: of the table.
+            exclude: ids that are never neighbors; they may still be queried.
+            lazy: fill rows on first use; None for the rule above.
+
+        Raises:
+            UsageError: for an excluded id that is no token.
+        """
+        bad = [i for i in exclude if not 0 <= i < size]
+        if bad:
+            raise UsageError(f"exclude holds id {bad[0]}: must be in [0, {size - 1}], the embedding's rows.")
+        self._size, self._device = size, device
+        with torch.inference_mode(False):
+            self._excluded = torch.zeros(size, dtype=torch.bool, device=device)
+            self._excluded[torch.tensor(sorted(set(exclude)), dtype=torch.int64, device=device)] = True
+        self._lazy = device.type == "cpu" if lazy is None else lazy
+        self._scratch = _SCRATCH_CPU if device.type == "cpu" else _SCRATCH_DEVICE
+        self.width = 0
+        """The largest k that was asked for so far."""
+
+    @abstractmethod
+    def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Computes rows, whatever the table holds.
+
+        Args:
+            tokens: (Q,) int64; four (Q, V) float32 tensors fit into the scratch memory.
+            k: in [1, :attr:`most`].
+
+        Returns:
+            ids (Q, k) int64 and scores (Q, k) float32, best first, equal scores by rising id.
+        """
+
+    def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`NeighborIndex.query`; ``UsageError`` for a k beyond :attr:`most`, or on a CPU an unknown id."""
+        if k > self.width or k < 1:
+            self._widen(k)
+            if not self._lazy:
+                self._fill_all()
+        if self._lazy:
+            try:
+                is_filled = self._filled.index_select(0, token_ids)
+            except (IndexError, RuntimeError):
+                bad = token_ids[(token_ids < 0) | (token_ids >= self._size)].tolist()
+                if not bad:
+                    raise
+                raise UsageError(
+                    f"token id {bad[0]}: must be in [0, {self._size - 1}], the embedding's rows."
+                ) from None
+            if not is_filled.all():
+                self._fill(token_ids[~is_filled].unique())
+        ids = self._ids.index_select(0, token_ids)[:, :k].long()
+        return ids, self._scores.index_select(0, token_ids)[:, :k]
+
+    def precompute(self, k: int) -> None:
+        """Fills the whole table for up to k neighbors, in blocks of bounded memory."""
+        if k > self.width or k < 1:
+            self._widen(k)
+        self._fill_all()
+
+    @property
+    def most(self) -> int:
+        """The largest k: an excluded token has as many other tokens as any."""
+        return max(self._size - int(self._excluded.sum()) - 1, 0)
+
+    def _widen(self, k: int) -> None:
+        if not 1 <= k <= self.most:
+            excluded = f" without {int(self._excluded.sum())} excluded ones" if bool(self._excluded.any()) else ""
+            raise UsageError(
+                f"k={k} neighbors: must be in [1, {self.most}], the other tokens of a vocabulary of"
+                f" {self._size}{excluded}."
+            )
+        with torch.inference_mode(False):
+            self._ids = torch.zeros(self._size, k, dtype=torch.int32, device=self._device)
+            self._scores = torch.zeros(self._size, k, dtype=torch.float32, device=self._device)
+            self._filled = torch.zeros(self._size, dtype=torch.bool, device=self._device)
+        self.width = k
+
+    def _fill_all(self) -> None:
+        self._fill((~self._filled).nonzero().flatten())
+
+    def _fill(self, tokens: Tensor) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for block in tokens.split(max(1, self._scratch // (_BYTES * self._size))) if len(tokens) else ():
+                self._fill_block(block)
+
+    def _fill_block(self, tokens: Tensor) -> None:
+        ids, scores = self.search(tokens, self.width)
+        self._ids[tokens], self._scores[tokens] = ids.int(), scores
+        self._filled[tokens] = True

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perturbations.neighbors.base import NeighborIndex
-from perturbations.neighbors.carried import ADDITIVE, carry
-from perturbations.neighbors.scores import PairScores, order
-from perturbations.neighbors.table import TableIndex
-from perturbations.shard import Shard
+from perturbations.neighbors.base import NeighborIndex, TableIndex
+from perturbations.neighbors.matrix import PairScores, Shard, order
+from perturbations.neighbors.reuse import ADDITIVE, reuse
 
 _TINY = 1e-15
 # How far off a product may be, in products of the norms: factors or result rounded to bfloat16 or TF32, as a processor
@@ -26,14 +24,12 @@ _ROUNDING_L1 = 2.0**-10  # a sum of up to 8,192 terms in float32, in the sum's o
 class ExactIndex(TableIndex):
     """The k nearest tokens over all V, with ties broken by the lower id.
 
-    The order is that of the scores computed in float64 and rounded to float32, which is what :meth:`query`
-    returns; it depends on the embedding alone, not on which tokens are asked for together, nor on the precision that
-    the process has set for its products. Products propose every pair that rounding leaves a chance, some five of a
-    vocabulary, and these are scored.
-
-    Scores and table are those of :class:`PairScores` and :class:`TableIndex`. Each tensor-parallel rank looks for
-    neighbors among its own rows, and the best of all ranks are kept.
+    The order is that of :class:`PairScores`. It depends on the embedding alone, not on the batch nor on the process's
+    precision of products: products propose every pair that rounding leaves a chance, some five of a vocabulary, and
+    these are scored. Each tensor-parallel rank searches its own rows, and the best of all ranks are kept.
     """
+
+    _followed = False
 
     def __init__(
         self, embedding: Tensor | Shard, metric: str = "cosine", exclude: Sequence[int] = (), lazy: bool | None = None
@@ -42,8 +38,7 @@ class ExactIndex(TableIndex):
         Args:
             embedding: (V, D), any float dtype, or a rank's shard of it; kept by reference, not copied.
             metric: cosine, l2, l1 or dot.
-            exclude: ids that are never neighbors; they may still be queried.
-            lazy: as in :class:`TableIndex`.
+            exclude, lazy: as in :class:`TableIndex`.
 
         Raises:
             ValueError: for an unknown metric, an embedding that is not a finite matrix, or a bad excluded id.
@@ -64,22 +59,14 @@ class ExactIndex(TableIndex):
         """Keeps the rows in the host's memory once the table is complete, for an index of later weights."""
         self._followed = not self._lazy and self.metric in ADDITIVE and len(self._rows) == self._shard.size
 
-    _followed = False
-
     def take_over(self, old: NeighborIndex) -> None:
-        """See :meth:`NeighborIndex.take_over`."""
-        if self._followed and isinstance(old, ExactIndex) and old._before is not None and old._like(self):
+        """As :meth:`NeighborIndex.take_over`."""
+        if not self._followed or not isinstance(old, ExactIndex) or old._before is None:
+            return
+        before = old._before.shape, old._before.dtype, old.metric
+        if before == (self._rows.shape, self._rows.dtype, self.metric) and torch.equal(old._excluded, self._excluded):
             with torch.inference_mode(False), torch.no_grad():
-                carry(old, self)
-
-    def _like(self, other: ExactIndex) -> bool:
-        return (
-            self._before is not None
-            and self.metric == other.metric
-            and self._before.shape == other._rows.shape
-            and self._before.dtype == other._rows.dtype
-            and torch.equal(self._excluded, other._excluded)
-        )
+                reuse(old, self, old._before)
 
     def _widen(self, k: int) -> None:
         super()._widen(k)
@@ -93,18 +80,18 @@ class ExactIndex(TableIndex):
                 self._before = self._rows.detach().to("cpu", copy=True)
 
     def _fill_block(self, tokens: Tensor) -> None:
-        ids, scores, rest = self._search(tokens, self._width)
+        ids, scores, rest = self._search(tokens, self.width)
         self._ids[tokens], self._scores[tokens] = ids.int(), scores
         if rest is not None:
             self._rest[tokens] = rest
         self._filled[tokens] = True
 
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`TableIndex.search`."""
+        """As :meth:`TableIndex.search`."""
         return self._search(tokens, k)[:2]
 
     def _search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ids and scores, and where that is followed a score that none of the other tokens exceeds, (Q,)."""
+        """Ids and scores; for an index that follows also a score that no other token exceeds, (Q,)."""
         own = self._shard.lookup(tokens)
         lowest, highest = self._bounds(tokens, own)
         least = lowest.topk(min(k, lowest.shape[1]), dim=-1).values[:, -1:]
@@ -121,23 +108,20 @@ class ExactIndex(TableIndex):
         ids, scores = order(ids, scores)
         if rest is not None and scores.shape[1] > k:
             rest = torch.maximum(rest, scores[:, k])
-        ids, scores = (self._of_all_ranks(part[:, :k].contiguous()) for part in (ids, scores))
-        ids, scores = order(ids, scores)
+        # (Q, k) of each rank side by side, (Q, ranks · k).
+        parts = (self._shard.gather(part[:, :k].contiguous()) for part in (ids, scores))
+        ids, scores = order(*(part.view(-1, len(tokens), k).movedim(0, 1).flatten(1) for part in parts))
         return ids[:, :k], scores[:, :k], rest
 
     def _as_score(self, values: Tensor) -> Tensor:
         """What :meth:`_bounds` bounds, as a score; for dot by the token's length."""
         return -values.neg().clamp_min(0.0).sqrt() if self.metric == "l2" else values
 
-    def _of_all_ranks(self, tensor: Tensor) -> Tensor:
-        """(Q, k) of each rank side by side, (Q, ranks · k)."""
-        return self._shard.gather(tensor).view(-1, *tensor.shape).movedim(0, 1).flatten(1)
-
     def _bounds(self, tokens: Tensor, own: Tensor, of_all: bool = False) -> tuple[Tensor, Tensor]:
         """Between which values each pair's score lies, (Q, n) float32 each.
 
         For l2 of the negative squared distance, for dot of the product with the token's direction: both order alike.
-        They are -inf for pairs that are none: with excluded tokens and of a token with itself; not so if ``of_all``.
+        -inf for excluded tokens and a token with itself, unless ``of_all``.
         """
         values = self._products(own)
         left, right = self._pairs.norms[tokens].float().unsqueeze(-1), self._pairs.norms[self._here].float()

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from perturbations.errors import UsageError
+from perturbations.neighbors.base import TableIndex
 from perturbations.neighbors.exact import ExactIndex
-from perturbations.neighbors.scores import PairScores, order
-from perturbations.neighbors.table import TableIndex
-from perturbations.shard import Shard
+from perturbations.neighbors.matrix import PairScores, Shard, order
 
 _MARGIN = 8
 _BLOCK = 64  # tokens scored at once
@@ -29,17 +28,13 @@ _TINY = 1e-12
 class HnswIndex(TableIndex):
     """The k nearest tokens among candidates that a graph proposes, scored and ordered as by :class:`ExactIndex`.
 
-    Token embeddings share a large common part, and a graph over the plain vectors finds few of their neighbors: the
-    tokens close to the common part are near everything, and hide the rest. So the two are looked for apart:
+    Token embeddings share a large common part. Tokens close to it are near everything, and hide the rest from a graph
+    over the plain vectors. So the graph holds the vectors (for cosine normalised) less their mean, each divided by a
+    power of its length. The ``hubs`` tokens that are near everything (closest to the mean; for dot the longest) are
+    compared with every query by one matrix product.
 
-    - the graph holds the vectors (for cosine normalised first) after the mean is taken away, each divided by a power
-      of its length, so that no token is near everything;
-    - the ``hubs`` tokens that are near everything (the closest to the mean; for dot the longest) are compared with
-      every query by one matrix product.
-
-    The graph is built on the first query, by one thread in the order of the ids, so the same embedding gives the same
-    graph; several threads would build another one each time, and the ranks of a tensor-parallel group must agree. It
-    lies in the host's memory, whatever the embedding's device.
+    One thread builds the graph in the order of the ids on the first query, in the host's memory: the same embedding
+    gives the same graph, on which the ranks of a tensor-parallel group must agree.
     """
 
     def __init__(
@@ -56,16 +51,13 @@ class HnswIndex(TableIndex):
     ) -> None:
         """
         Args:
-            embedding: (V, D), any float dtype, or a rank's shard of it; kept by reference where a CPU has all of it,
-                else copied there.
+            embedding: as of :class:`ExactIndex`; copied unless a CPU has all of it.
             metric: cosine, l2 or dot.
-            exclude: ids that are never neighbors; they may still be queried.
+            exclude, lazy: as in :class:`TableIndex`.
             m: links of a vector in the graph (twice as many at its base).
-            ef_construction: candidates looked at for each vector while building.
-            ef: candidates looked at in a search.
+            ef_construction, ef: candidates compared with each vector while building, and in a search.
             rerank: candidates of a search that are scored.
             hubs: tokens compared with every query.
-            lazy: as in :class:`TableIndex`.
 
         Raises:
             UsageError: as :class:`ExactIndex`, for l1, and for a number that is out of range.
@@ -86,7 +78,7 @@ class HnswIndex(TableIndex):
 
     @cached_property
     def _graph(self) -> Any:
-        """The graph; its vectors stand in the order of ``_kept``."""
+        """The graph; its vectors are in the order of ``_kept``."""
         return self._build()
 
     def _build(self) -> Any:
@@ -107,11 +99,7 @@ class HnswIndex(TableIndex):
         return graph
 
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`TableIndex.search`.
-
-        Raises:
-            ImportError: where faiss is not installed.
-        """
+        """As :meth:`TableIndex.search`; ``ImportError`` where faiss is not installed."""
         pairs = [self._search_block(block, k) for block in tokens.cpu().split(_BLOCK)]
         ids, scores = (torch.cat(part) for part in zip(*pairs))
         return ids.to(self._device), scores.to(self._device)
@@ -131,7 +119,7 @@ class HnswIndex(TableIndex):
         """(Q, C) ids, with repetitions; None where the graph cannot name enough."""
         count = max(self._settings["rerank"], k + _MARGIN) + 1
         if count + self._settings["hubs"] >= len(self._kept):
-            return None  # the exact search looks at fewer pairs
+            return None  # the exact search compares fewer pairs
         graph = self._graph
         graph.hnsw.efSearch = max(self._settings["ef"], count)
         with _one_thread(_library()):

@@ -10,32 +10,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from perturbations.errors import UsageError
-from perturbations.neighbors.base import NeighborIndex
-from perturbations.neighbors.table import TableIndex
-from perturbations.options import nearest
-from perturbations.shard import Shard
+from perturbations.errors import UsageError, nearest
+from perturbations.neighbors.base import NeighborIndex, TableIndex
+from perturbations.neighbors.matrix import Shard
 
 _WATCHED, _WATCHED_L1 = 128, 8  # an L1 row costs as much as some twenty others
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """When neighbor sets are computed anew.
-
-    Attributes:
-        every: at each n-th weight sync; None for never.
-    """
+    """When neighbor sets are computed anew: at each n-th weight sync; None for never."""
 
     every: int | None = 1
 
     @classmethod
     def parse(cls, text: str) -> Refresh:
-        """``every_sync``, ``never``, or a positive whole number of weight syncs.
-
-        Raises:
-            UsageError: for anything else.
-        """
+        """``every_sync``, ``never``, or a positive whole number of weight syncs; ``UsageError`` for anything else."""
         words = {"every_sync": cls(1), "never": cls(None)}
         if text in words:
             return words[text]
@@ -67,7 +57,7 @@ class Drift:
         return Drift(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def shares(self) -> dict[str, float]:
-        """``neighbors_changed`` and ``neighbors_changed_since_start`` in [0, 1]; what cannot be said is left out."""
+        """``neighbors_changed`` and ``neighbors_changed_since_start`` in [0, 1], each where it is known."""
         shares = {}
         if self.compared:
             shares["neighbors_changed"] = self.changed / self.compared
@@ -85,13 +75,12 @@ class MakeIndex(Protocol):
 class Neighborhood(NeighborIndex):
     """Answers from an index that it keeps or makes anew, as the refresh policy says, and follows the drift.
 
-    Where sets outlive a weight sync, all are of the same weights: on a CPU, where a row may be needed first later, the
-    index is made from a copy of the matrix; elsewhere the table is complete before the weights change, and a larger k
-    than it was made for gives all sets anew, from the weights as they are then.
+    Sets that outlive a weight sync are all of the same weights. On a CPU, where a row may be needed first later, the
+    index is made from a copy of the matrix. Elsewhere the table is complete before the weights change, and a larger k
+    computes all sets anew from the weights of that moment.
 
-    Followed are at most 128 tokens (8 for L1) of those that were asked for; where there are more, evenly spaced by
-    id. At a sync their sets are computed from the new weights, whether or not the policy takes these into use. A set
-    is the k nearest, in any order.
+    At most 128 of the queried tokens (8 for L1) are followed, evenly spaced by id. At a sync their sets are computed
+    from the new weights, whether or not the policy takes these into use. A set is the k nearest, in any order.
     """
 
     def __init__(
@@ -116,19 +105,20 @@ class Neighborhood(NeighborIndex):
             self._watched = torch.zeros(0, dtype=torch.int64, device=shard.rows.device)
 
     def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`NeighborIndex.query`."""
-        if k > self._index.width and self._outlived:
-            self._index = self._built()
-        nearest = self._index.query(token_ids, k)
+        """As :meth:`NeighborIndex.query`."""
+        found = self._index_for(k).query(token_ids, k)
         self._asked.index_fill_(0, token_ids, True)
         self._k = k
-        return nearest
+        return found
 
     def precompute(self, k: int) -> None:
-        """See :meth:`NeighborIndex.precompute`."""
+        """As :meth:`NeighborIndex.precompute`."""
+        self._index_for(k).precompute(k)
+
+    def _index_for(self, k: int) -> TableIndex:
         if k > self._index.width and self._outlived:
             self._index = self._built()
-        self._index.precompute(k)
+        return self._index
 
     @property
     def is_queried(self) -> bool:
@@ -177,7 +167,7 @@ class Neighborhood(NeighborIndex):
         return index
 
     def _joining(self, k: int) -> Tensor:
-        """Tokens asked for that are not followed yet, as many as there is room for."""
+        """Queried tokens that are not followed yet, as many as there is room for."""
         if not len(self._watched) or self._first.shape[-1] != k:
             self._watched = self._watched[:0]
             self._last = self._first = self._watched.new_zeros(0, k)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perturbations.neighbors.table import TableIndex
+from perturbations.neighbors.base import TableIndex
 
 _MARKERS = "\u0120\u2581"  # Ġ and ▁: a leading space, where a vocabulary is given undecoded
 _UNKNOWN = "\ufffd"  # part of a character: many tokens decode to it
@@ -23,13 +23,10 @@ _FURTHER = 8
 def word_key(text: str) -> str:
     """The word that a token's text spells; two tokens with one key are the same word.
 
-    1. Unicode NFKC, case folded, spaces and space markers around it stripped.
-    2. Where that is English letters, with or without ``'s``: the endings -'s, -s, -ed and -ing are taken off, then
-       what their spelling rules had changed is evened out: a final e falls, y after a consonant becomes i, a doubled
-       final consonant becomes single. So ``make, makes, making`` share ``mak``, ``city, cities`` share ``citi``.
-
-    Other scripts, numbers and signs stay as step 1 left them, and so do derived and irregular forms (``quickly``,
-    ``went``), which are words of their own. A text of spaces alone is its own key.
+    Unicode NFKC, case folded, spaces and space markers around it stripped. English letters also lose the endings -'s,
+    -s, -ed and -ing, a final e and a doubled final consonant, and y after a consonant becomes i: ``make, makes,
+    making`` share ``mak``, ``city, cities`` share ``citi``. Derived and irregular forms (``quickly``, ``went``) are
+    words of their own; a text of spaces alone is its own key.
     """
     word = unicodedata.normalize("NFKC", text).strip().strip(_MARKERS).strip().casefold().replace("\u2019", "'")
     if not word:
@@ -81,24 +78,23 @@ def word_numbers(texts: Sequence[str], size: int) -> Tensor:
 
 
 class OtherWords(TableIndex):
-    """The nearest tokens that are another word than the token asked for.
+    """The nearest tokens that are another word than the token asked for, with the index's own scores.
 
-    Each row is filtered when it is filled, among the k + 8 nearest and, where fewer than k of those are other words,
-    among eight times as many. What is missing then is filled up with the nearest of the same word, at the end of the
-    row; so a row always has k neighbors. The scores are the index's own.
+    Each row is filtered when it is filled, among the k + 8 nearest and, where these hold fewer than k other words,
+    among eight times as many. The nearest of the same word fill what is missing at the end of the row.
     """
 
     def __init__(self, index: TableIndex, words: Tensor) -> None:
         """
         Args:
-            index: where the neighbors come from; its table is not used.
-            words: (V,) int64 numbers of the words, see :func:`word_numbers`.
+            index: the source of the neighbors; its table is not used.
+            words: as of :func:`word_numbers`.
         """
         super().__init__(index._size, index._device, index._excluded.nonzero().flatten().tolist(), index._lazy)
         self._index, self._words = index, words.to(index._device)
 
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """See :meth:`TableIndex.search`; same words at the end of a row are out of the order."""
+        """As :meth:`TableIndex.search`; same words at the end of a row are out of the order."""
         ids, scores, others = self._among(tokens, k, k + _FURTHER)
         short = (others < k).nonzero().flatten()
         if len(short):

@@ -24,7 +24,7 @@ class FlatRecords:
         sample: index in the batch, (N,) int64.
         position: position in the trajectory, (N,) int64.
         edit: the recorded inputs.
-        noise_keys: (N,) int64, from which recorded noise is drawn again; None where nothing is noisy.
+        noise_keys: (N,) int64, which give the recorded noise; None where nothing is noisy.
         seeds: each trajectory's seed, (N,) int64.
     """
 
@@ -76,10 +76,8 @@ def flat_rows(
     """Where recorded positions lie in a forward's flattened input.
 
     Args:
-        sample: index in the batch, (N,) int64.
-        position: position in the trajectory, (N,) int64.
-        shape: the forward's input shape: (B, T) for a padded batch; (1, total) for a packed one, whose samples
-            stand one after the other without padding.
+        sample, position: of :class:`FlatRecords`, (N,) int64.
+        shape: of the forward's input: (B, T) for a padded batch, (1, total) for a packed one without padding.
         attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
 
     Returns:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a record is packed: what a rollout leaves of a trajectory as bytes with checksums, and back.
 
-:func:`record_bytes` is of a `ReplayRecord`, :func:`mask_bytes` of a `SamplingMask`, :func:`trajectory_parts` of a
-`FinishedTrajectory` with both; the classes' own ``to_bytes`` and ``pack`` call these. What all are made of stands
-behind them: integers and floats as bytes, and the checksum that says whether they arrived as they were sent.
+The classes' own ``to_bytes`` and ``pack`` call :func:`record_bytes`, :func:`mask_bytes` and :func:`trajectory_parts`.
 """
 
 from __future__ import annotations
@@ -15,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from perturbations.streams import SEED_BYTES
+from perturbations.seeds import SEED_BYTES
 
 if TYPE_CHECKING:
-    from perturbations.replay.record import ReplayRecord
-    from perturbations.replay.sampling_mask import SamplingMask
-    from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+    from perturbations.replay.trajectory import FinishedTrajectory, ReplayRecord, SamplingMask, UnperturbedAnswer
 
 # First byte: version in the two high bits, flags in the others. Then K, the model, the seed, and three lengths as
 # varints: a short answer's record is mostly header, so every byte counts. A K that is no byte is 0 there, and a varint
@@ -35,7 +31,7 @@ _LONG_GAP = 127  # seven bits of a byte, the eighth is a flag
 _32_BITS = 0xFFFFFFFF
 
 MOST_CANDIDATES = 4096
-"""Candidates of a position. They take as much memory as the vector of a dense edit in a large model, and no more."""
+"""Candidates of a position: they take as much memory as the vector of a dense edit in a large model."""
 
 RECORD, LOG_PROBS, MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
 COUNTS, UNPERTURBED = "perturbation_counts", "unperturbed_answer"
@@ -48,8 +44,6 @@ PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, UNPERTURBED)
 
 def record_bytes(record: ReplayRecord) -> bytes:
     """A record without loss: per position K ids of 2 or 3 bytes, K float32 weights, mostly 1 byte of position.
-
-    The last four bytes are a checksum of all others.
 
     Raises:
         ValueError: for more than 4096 candidates, a token id of 2^24 or more, or a seed outside [0, 2^48).
@@ -90,11 +84,7 @@ def record_bytes(record: ReplayRecord) -> bytes:
 
 
 def record_fields(data: bytes) -> tuple[Any, ...]:
-    """The attributes, in their order, of the record that :func:`record_bytes` made bytes of.
-
-    Raises:
-        ValueError: where the bytes are not a whole record of this version, as it was written.
-    """
+    """The attributes of :func:`record_bytes`'s record, in order; ``ValueError`` unless it is whole, of this version."""
     if len(data) < _HEADER.size or data[0] >> 6 != _RECORD_VERSION % 4:
         raise ValueError(
             f"not a replay record of this version: {len(data)} bytes that begin with {bytes(data[:1])!r}."
@@ -141,11 +131,7 @@ def mask_bytes(mask: SamplingMask) -> bytes:
 
 
 def mask_fields(data: bytes) -> dict[str, Any]:
-    """The attributes of the mask that :func:`mask_bytes` made bytes of.
-
-    Raises:
-        ValueError: where the bytes were cut or altered.
-    """
+    """The attributes of :func:`mask_bytes`'s mask; ``ValueError`` where the bytes were cut or altered."""
     reader = unsealed(data, _MASK_VERSION, "sampling mask")
     size, n = reader.varint(), reader.varint()
     rest = reader.rest()
@@ -187,7 +173,7 @@ def _from_varints(data: bytes) -> np.ndarray:
 
 
 def trajectory_parts(trajectory: FinishedTrajectory) -> dict[str, bytes]:
-    """What a rollout left of a trajectory, as plain bytes by name: nothing that a trainer would move to a device."""
+    """A trajectory as plain bytes by name, which no trainer moves to a device."""
     parts = {RECORD: record_bytes(trajectory.record)}
     parts[LOG_PROBS] = sealed([floats(trajectory.log_probs)], _TRAJECTORY_VERSION)
     counts = (trajectory.dropped, trajectory.prompted, trajectory.cached)
@@ -201,11 +187,7 @@ def trajectory_parts(trajectory: FinishedTrajectory) -> dict[str, bytes]:
 
 
 def trajectory_fields(parts: Mapping[str, bytes]) -> dict[str, Any]:
-    """The attributes of the trajectory that :func:`trajectory_parts` made bytes of, its parts as bytes.
-
-    Raises:
-        ValueError: where bytes were cut or altered on their way.
-    """
+    """The numbers of :func:`trajectory_parts`'s trajectory; ``ValueError`` where bytes were cut or altered."""
     fields: dict[str, Any] = {"log_probs": unsealed(parts[LOG_PROBS], _TRAJECTORY_VERSION, LOG_PROBS).all_floats()}
     if COUNTS in parts:
         counts = unsealed(parts[COUNTS], _TRAJECTORY_VERSION, COUNTS)
@@ -220,11 +202,7 @@ def answer_bytes(answer: UnperturbedAnswer) -> bytes:
 
 
 def answer_fields(data: bytes) -> dict[str, Any]:
-    """The attributes of the answer that :func:`answer_bytes` made bytes of.
-
-    Raises:
-        ValueError: where they were cut or altered.
-    """
+    """The attributes of :func:`answer_bytes`'s answer; ``ValueError`` where the bytes were cut or altered."""
     reader = unsealed(data, _TRAJECTORY_VERSION, "unperturbed answer")
     tokens = np.frombuffer(reader.take(4 * reader.varint()), "<i4").astype(np.int32)
     return {"tokens": tokens, "log_probs": reader.all_floats()}
@@ -242,11 +220,7 @@ def sealed(parts: Sequence[bytes], version: int) -> bytes:
 
 
 def unsealed(data: bytes, version: int, what: str) -> Reader:
-    """Reads what :func:`sealed` made, once its checksum has been found right: any altered byte makes another one.
-
-    Raises:
-        ValueError: that names ``what``, for bytes that were cut or altered, or are of another version.
-    """
+    """Checks the checksum of :func:`sealed`; ``ValueError`` with ``what`` for altered bytes or another version."""
     data = bytes(data)
     end = len(data) - _CHECKSUM.size
     if end < 0 or _CHECKSUM.unpack_from(data, end)[0] != zlib.crc32(memoryview(data)[:end], version):
@@ -264,11 +238,7 @@ class Reader:
         self._data, self._offset, self._end, self._what = data, 0, end, what
 
     def take(self, size: int) -> bytes:
-        """The next bytes.
-
-        Raises:
-            ValueError: where so many are not left.
-        """
+        """The next bytes; ``ValueError`` where fewer are left."""
         left = self._end - self._offset
         if size > left:
             raise ValueError(f"{self._what} is cut short: {size} bytes wanted at {self._offset}, {left} left.")
@@ -295,11 +265,7 @@ class Reader:
         return np.frombuffer(self.rest(), dtype="<f4").astype(np.float32)
 
     def gaps(self, count: int, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """What :func:`gaps` wrote: ascending positions (count,) int32, and a flag of each (count,) bool.
-
-        Raises:
-            ValueError: for positions that do not ascend, or of 2^31 and more.
-        """
+        """What :func:`gaps` wrote: positions (count,) int32, ascending or ``ValueError``, and flags (count,) bool."""
         packed = np.frombuffer(self.take(count), dtype=np.uint8)
         steps = (packed >> 1).astype(np.int64)
         long = steps == _LONG_GAP
@@ -345,7 +311,7 @@ def floats(values: np.ndarray) -> bytes:
 def gaps(positions: np.ndarray, flags: np.ndarray, start: int) -> bytes:
     """Ascending positions with a flag each, mostly in one byte: the flag, and seven bits of the step from the last one.
 
-    The first step is counted from ``start``, modulo 2^32. Steps of 127 and more stand behind, in four bytes each.
+    The first step is counted from ``start``, modulo 2^32. Steps of 127 and more follow, in four bytes each.
     """
     steps = np.diff(positions.astype(np.int64), prepend=start) & _32_BITS
     short = np.minimum(steps, _LONG_GAP).astype(np.uint8)

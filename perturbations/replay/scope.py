@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay: a model's forward sees the recorded inputs at perturbed positions, with gradient to its own embedding.
 
-The candidates are looked up by the embedding module itself, in the same call as the tokens: a pre-hook appends
-their ids to the input, a hook takes their rows off again and mixes them. So the module's own hooks (ZeRO-3's
-gathering of parameters, LoRA) and its gradient work as ever, and the lookup happens once.
+A pre-hook appends the candidates' ids to the embedding module's tokens, and a hook takes their rows off again and mixes
+them: one lookup, in which the module's own hooks (ZeRO-3's gathering of parameters, LoRA) and gradient work as ever.
 """
 
 from __future__ import annotations
@@ -13,16 +12,58 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit, Mixer, mix
-from perturbations.nearest import nearest_tokens
+from perturbations.embeddings import nearest_tokens
+from perturbations.errors import UsageError
 from perturbations.parameters import CausalModel, attached
 from perturbations.replay import ReplayRecord
 from perturbations.replay.flat_records import FlatRecords, flat_rows, flatten
-from perturbations.replay.last_hidden import LastHidden
+
+
+class LastHidden:
+    """Keeps the last hidden states, which a model's output layer is given, while it is called as a context."""
+
+    def __init__(self, head: nn.Module | None) -> None:
+        """``head``: of ``get_output_embeddings()``, from (…, D) to (…, V). ``UsageError`` where the model has none."""
+        if head is None:
+            raise UsageError(
+                "perturbation: the model names no output layer (get_output_embeddings() is None), so the last hidden"
+                " states that this perturbation reads are not known. Use another model, or another perturbation."
+            )
+        self._head = head
+        self._given: Tensor | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        hook = self._head.register_forward_pre_hook(self._keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._given = None
+
+    def _keep(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._given = inputs[0]
+
+    def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
+        """The last hidden states of some rows of the latest flattened forward, in the model's dtype, with gradient.
+
+        Raises:
+            RuntimeError: where the output layer was not called with ``count`` rows, as many as the logits have.
+        """
+        given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
+        if given is None or len(given) != count:
+            seen = "was not called" if given is None else f"was given {len(given)} rows"
+            raise RuntimeError(
+                f"density: {type(self._head).__name__}, the model's output layer, {seen} in a forward of {count} rows"
+                " of logits. A fused or sliced output layer hides the last hidden states that this density reads."
+            )
+        return given[rows]
 
 
 @dataclass
@@ -32,9 +73,9 @@ class ReplayStats:
     Attributes:
         shifts: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, one (N,) tensor per forward, on the
             model's device; 0 where a position was cut off.
-        inside: which recorded positions were there to be replayed, (N,) bool, likewise.
-        looked_at: how many of them were compared with the whole vocabulary, a scalar per forward, likewise.
-        left_anchor: how many of these lie nearer to another token than to their anchor, likewise.
+        inside: which recorded positions the forward had, (N,) bool per forward.
+        looked_at: how many of them were compared with the whole vocabulary, a scalar per forward.
+        left_anchor: how many of these lie nearer to another token than to their anchor, a scalar per forward.
     """
 
     shifts: list[Tensor] = field(default_factory=list)
@@ -72,11 +113,11 @@ class ReplayScope:
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
             measure: collect :class:`ReplayStats`.
-            module: the perturbation's module beside the model (`perturbations.parameters.attached`), where it has one.
+            module: the perturbation's module beside the model (`perturbations.parameters.attached`), if any.
             perturbation: the perturbation of the records, needed where it has a density.
-            look_up: of how many inputs of each forward, at most, the nearest token is looked up; they are evenly
-                spaced over the recorded positions. None where the embedding's matrix is not whole here (ZeRO-3).
-            device: where the forward runs; None for where the embedding's parameters are. FSDP may take these away.
+            look_up: for how many inputs of each forward, evenly spaced over the recorded positions, the nearest token
+                is looked up; none where the embedding's matrix is not whole (ZeRO-3).
+            device: of the forward; None for that of the embedding's parameters, which FSDP may take away.
             hidden: of the model's output layer, needed where a density reads the last hidden states.
         """
         self._embedding, self._module, self._hidden = embedding, module, hidden
@@ -96,7 +137,11 @@ class ReplayScope:
             ValueError: for a record that cannot be of this model.
             RuntimeError: at the end, where there were records and no forward went through the embedding.
         """
-        self._check_model(records)
+        # Not the weight's shape, which is empty between forwards under ZeRO-3.
+        vocabulary, size = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
+        for record in records:
+            if record is not None and vocabulary is not None and size is not None:
+                record.check_model(vocabulary, size)
         device = next(self._embedding.parameters()).device if self._device is None else self._device
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
         self._flat = flatten(records, device)
@@ -105,7 +150,7 @@ class ReplayScope:
         before = self._embedding.register_forward_pre_hook(self._append_candidates)
         after = self._embedding.register_forward_hook(self._substitute)
         try:
-            with self._hidden or nullcontext():
+            with nullcontext() if self._hidden is None else self._hidden():
                 yield self.stats
             if not self._shape and any(record is not None for record in records):
                 raise RuntimeError(
@@ -119,29 +164,19 @@ class ReplayScope:
             self._mask = None
             del self._flat
 
-    def _check_model(self, records: Sequence[ReplayRecord | None]) -> None:
-        # Not of the weight, which is empty between forwards under ZeRO-3.
-        vocabulary, hidden = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
-        for record in records:
-            if record is not None and vocabulary is not None and hidden is not None:
-                record.check_model(vocabulary, hidden)
-
     def replayed(
         self, logits: Tensor, log_probs: Tensor, temperature: float, advantages: Tensor | None = None
     ) -> tuple[Replayed, Tensor]:
-        """What a perturbation's density needs of the forward that was just replayed.
+        """The perturbed positions of the forward that was just replayed, for a density.
 
         Args:
-            logits: z̃ of the forward, (R, V).
+            logits: z̃ of the forward, (R, V): one row per token, or ``RuntimeError``.
             log_probs: log π of the token after each row, (R,).
-            temperature: by which the logits were divided.
+            temperature: that of z̃.
             advantages: of the last A tokens of each row of the batch, (B, A), or None.
 
         Returns:
             The positions, and which of them exist (N,) bool; those that were cut off have row 0.
-
-        Raises:
-            RuntimeError: where the logits are not one row per token of the forward.
         """
         if not self._shape or self._shape.numel() != len(logits):
             seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
@@ -152,7 +187,11 @@ class ReplayScope:
         _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
-        of_positions = None if advantages is None else self._of_positions(advantages)
+        of_positions = None
+        if advantages is not None:
+            column, known = self._columns(advantages.shape[1])
+            at = torch.where(known, self._flat.sample, 0), torch.where(known, column, 0)
+            of_positions = torch.where(known, advantages.to(column.device)[at], 0.0)
         replayed = Replayed(
             logits,
             rows,
@@ -168,21 +207,10 @@ class ReplayScope:
         )
         return replayed, inside
 
-    def _of_positions(self, values: Tensor) -> Tensor:
-        """Values of the last A tokens of each padded row, (B, A), at the recorded positions, (N,); 0 outside."""
-        column, inside = self._columns(values.shape[1])
-        entries = values.to(column.device)[torch.where(inside, self._flat.sample, 0), torch.where(inside, column, 0)]
-        return torch.where(inside, entries, 0.0)
-
     def to_tokens(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """Values of the recorded positions, (N,), at their tokens in the last A of each padded row, with gradient.
 
-        Args:
-            values: (N,).
-            shape: (B, A).
-
-        Returns:
-            (B, A); 0 at all other tokens. What lies before the last A, or was cut off, is left out.
+        ``shape``: (B, A) of the result, which is 0 at all other tokens. Positions before the last A are left out.
         """
         column, inside = self._columns(shape[1])
         target = torch.where(inside, self._flat.sample * shape[1] + column, shape[0] * shape[1])
@@ -190,17 +218,14 @@ class ReplayScope:
         return full.index_add(0, target, values)[:-1].view(shape)
 
     def _columns(self, count: int) -> tuple[Tensor, Tensor]:
-        """Where the recorded positions lie in the last ``count`` tokens of their rows, and which do, (N,) each."""
+        """The recorded positions' columns in the last ``count`` tokens of their rows, and which have one, (N,) each."""
         flat, shape = self._flat, tuple(self._shape if self._mask is None else self._mask.shape)
         padded, inside = flat_rows(flat.sample, flat.position, shape, self._mask)
         column = padded - flat.sample * shape[1] - (shape[1] - count)
         return column, inside & (column >= 0)
 
     def _scaled(self) -> tuple[float, InputEdit]:
-        """The factor of a module that multiplies its output, as Gemma's does, and the edit with σ and vectors times it.
-
-        What is recorded or learned is for the bare matrix.
-        """
+        """An embedding's factor, as Gemma's has one, and the recorded edit with σ and vectors times it."""
         scale, edit = _factor(self._embedding), self._flat.edit
         sigma, vectors = (None if part is None else part * scale for part in (edit.sigma, edit.vectors))
         return scale, replace(edit, sigma=sigma, vectors=vectors)
@@ -239,7 +264,11 @@ class ReplayScope:
         plain, candidates = output[:count], output[count:].view(*edit.ids.shape, output.shape[-1])
         learned: Mixer | None = self._module
         if self._module is not None and scale != 1.0:
-            learned = _Scaled(self._module, scale)
+            bare = self._module  # of bare embeddings, applied to multiplied ones
+
+            def learned(token: Tensor, mixture: Tensor) -> Tensor:
+                return scale * bare(token / scale, mixture / scale)
+
         if self.perturbation is not None and self.perturbation.input_gradient == "none":
             candidates = candidates.detach()  # and not the mixture, from which a module learns
         mixed = mix(candidates, edit, self._flat.noise_keys, learned)
@@ -257,7 +286,7 @@ class ReplayScope:
         return output.index_copy(0, target, mixed)[:count].view(*self._shape, -1)
 
     def _compare_with_vocabulary(self, mixed: Tensor) -> None:
-        """Notes how many of a few inputs lie nearer to another token than to their anchor, the heaviest candidate."""
+        """Counts how many of a few inputs lie nearer to another token than to their anchor, the heaviest candidate."""
         edit, matrix = self._flat.edit, getattr(self._embedding, "weight", None)
         count = min(self._look_up, len(edit.ids))
         if not count or matrix is None or matrix.dim() != 2 or matrix.shape[1] != mixed.shape[1]:
@@ -270,31 +299,16 @@ class ReplayScope:
 
 
 def _factor(embedding: nn.Module) -> float:
-    """By what a module multiplies the rows of its matrix.
-
-    Raises:
-        ValueError: for one that does something else to them, so that a mixture of its outputs is no mixture of rows.
-    """
+    """The factor of an embedding's rows; ``ValueError`` for a module that changes them in another way."""
     for name in ("scalar_embed_scale", "embed_scale"):
         if getattr(embedding, name, None) is not None:
             return float(getattr(embedding, name))
-    own = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
-    if own:
+    if isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward:
         raise ValueError(
             f"replay cannot mix embeddings of {type(embedding).__name__}: it changes the rows of its matrix otherwise"
             " than by a factor. Use a model whose input embedding is a plain or a scaled table."
         )
     return 1.0
-
-
-class _Scaled:
-    """A module of bare embeddings, applied to multiplied ones."""
-
-    def __init__(self, module: nn.Module, scale: float) -> None:
-        self._module, self._scale = module, scale
-
-    def __call__(self, token: Tensor, mixture: Tensor) -> Tensor:
-        return self._scale * self._module(token / self._scale, mixture / self._scale)
 
 
 @contextmanager
@@ -307,12 +321,10 @@ def replaying(
     """Replays recorded inputs in a Hugging Face causal model's forward.
 
     Args:
-        model: anything with ``get_input_embeddings()``; a perturbation's module is taken from
-            `perturbations.parameters.attached`.
+        model: anything with ``get_input_embeddings()``, with a perturbation's module attached if it has one.
         records: one per row of the batch, in batch order; None for a row that was not perturbed.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
-        perturbation: that of the records, whose ``input_gradient`` says whether the embedding learns through the fed
-            inputs; None for "full".
+        perturbation: that of the records, for its ``input_gradient``; None for "full".
 
     Yields:
         Statistics that fill as the model runs.

@@ -1,7 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance suites of perturbations and gates, for ours and for a third party's."""
+"""The conformance suites of perturbations and gates, for ours and for a third party's: the checks, in order."""
 
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from perturbations import registry
+from perturbations.base import Perturbation
+from perturbations.gates import Gate
+from perturbations.options import Options
+from perturbations.registry import Registry
+from perturbations.testing import declaration, proposal
+from perturbations.testing import gate as of_gate
 from perturbations.testing.report import PerturbationError
-from perturbations.testing.suite import check_gate, check_perturbation, inspect, outcomes
 
 __all__ = ["PerturbationError", "check_gate", "check_perturbation", "inspect", "outcomes"]
+
+_Target = Options | type[Options] | str
+_Checks = Iterator[tuple[str, Callable[[], None]]]
+
+
+def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: object) -> None:
+    """Checks that a perturbation keeps the contract of :class:`perturbations.Perturbation`, in under a second on a CPU.
+
+    Args:
+        perturbation: a perturbation, its class, its registry name, ``./file.py:Name`` or ``package.module:Name``.
+        options: options to create it with; none where ``perturbation`` is already made.
+
+    Raises:
+        PerturbationError: for the first broken promise.
+        ValueError: where the options are not the perturbation's, or nothing has this name.
+    """
+    _raise_first(inspect(perturbation, "perturbation", **options))
+
+
+def check_gate(gate: Gate | type[Gate] | str, **options: object) -> None:
+    """Checks that a gate keeps the contract of :class:`perturbations.Gate`; as :func:`check_perturbation`."""
+    _raise_first(inspect(gate, "gate", **options))
+
+
+def inspect(
+    target: _Target, kind: str = "perturbation", **options: object
+) -> Iterator[tuple[str, PerturbationError | None]]:
+    """Yields what was checked and what is wrong with it, or None; nothing follows where the class itself is wrong.
+
+    ``target`` and ``options`` as of :func:`check_perturbation`; ``kind``: ``perturbation`` or ``gate``.
+    """
+    registry, checks = _SUITES[kind]
+    return outcomes(target, registry, checks, options)
+
+
+def outcomes(
+    target: _Target, registry: Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
+) -> Iterator[tuple[str, PerturbationError | None]]:
+    """As :func:`inspect`, for any registry; ``own`` gives the checks of its kind beyond those of all options."""
+    cls, made = _class_of(target, registry, options)
+    declared = _outcome(partial(declaration.check_class, registry, cls, registry.base_class()))
+    yield "the class, and how its options are declared", declared
+    if declared is not None:
+        return
+    if made is None:
+        cls.check_option_names(list(options))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            made = cls(**options)
+    yield "values out of range are refused, in words", _outcome(partial(declaration.check_options, made))
+    yield "another process makes the same from its spec", _outcome(partial(declaration.check_spec, made))
+    for title, run in own(made):
+        yield title, _outcome(run)
+
+
+def _class_of(target: _Target, registry: Registry, options: dict[str, Any]) -> tuple[type[Options], Options | None]:
+    if isinstance(target, str):
+        return registry.get(target), None
+    if isinstance(target, type):
+        return target, None
+    if options:
+        raise ValueError(
+            f"options {', '.join(options)} come too late for a {registry.kind} that is already made: pass its class."
+        )
+    return type(target), target
+
+
+def _perturbation_checks(perturbation: Perturbation) -> _Checks:
+    fits = partial(proposal.check_model, perturbation)
+    yield "a small model that it fits", fits
+    if _outcome(fits) is not None:
+        return
+    if perturbation.has_parameters:
+        yield "its learned parameters", partial(proposal.check_module, perturbation)
+    for label, step in proposal.steps(proposal.vocabulary_for(perturbation)):
+        yield f"proposals for {label}", partial(proposal.check_step, perturbation, label, step)
+
+
+def _gate_checks(gate: Gate) -> _Checks:
+    yield "it decides something", partial(of_gate.check_decides, gate)
+    yield "its plan of positions", partial(of_gate.check_plan, gate)
+    for label, step in proposal.steps(64):
+        yield f"open rows for {label}", partial(of_gate.check_open, gate, label, step)
+
+
+_SUITES = {
+    "perturbation": (registry.perturbations, _perturbation_checks),
+    "gate": (registry.gates, _gate_checks),
+}
+
+
+def _outcome(run: Callable[[], None]) -> PerturbationError | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            run()
+        except PerturbationError as error:
+            return error
+    return None
+
+
+def _raise_first(findings: Iterator[tuple[str, PerturbationError | None]]) -> None:
+    for _, error in findings:
+        if error is not None:
+            raise error

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perturbations.gates.base import Gate
+from perturbations.gates import Gate
 from perturbations.step import GateStep, Positions, Step
 from perturbations.testing.report import (
     PerturbationError,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what a perturbation proposes, on a small synthetic model."""
+"""Checks of a perturbation's proposals, density and learned parameters, on a small synthetic model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from perturbations import streams
-from perturbations.base import Perturbation, Proposal
+from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.errors import present
 from perturbations.replay import ReplayRecord
 from perturbations.step import Step
-from perturbations.testing.density_check import check_density
 from perturbations.testing.report import (
     CLOSE,
     EVERY_ROW,
@@ -28,6 +26,7 @@ from perturbations.testing.report import (
     check_answers,
     check_tensor,
     differing,
+    of_rows,
     require,
 )
 
@@ -139,7 +138,7 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     require(not broken, f"{where} edit.weights holds {_first(broken)}.", fix)
     _check_weights(perturbation, edit, where)
     if proposal.acts is not None:
-        _check_acts(proposal, where)
+        _check_acts(proposal, proposal.acts, where)
     _check_parts(step, edit, where)
     ruled_out = proposal.tokens[step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()].tolist()
     require(
@@ -162,9 +161,9 @@ def _first(values: list[_Value]) -> _Value | None:
     return values[0] if values else None
 
 
-def _check_acts(proposal: Proposal, where: str) -> None:
+def _check_acts(proposal: Proposal, acts: Tensor, where: str) -> None:
     """Where it does not act, the edit is the token alone: whoever does not look at ``acts`` feeds the same."""
-    edit, acts = proposal.edit, present(proposal.acts, "proposal.acts")
+    edit = proposal.edit
     check_tensor(f"{where} acts", acts, (len(edit.ids),), torch.bool, edit.ids.device)
     alone = (edit.weights * (edit.ids == proposal.tokens.unsqueeze(-1))).sum(dim=-1)
     if ((alone - 1.0).abs() > CLOSE)[~acts].any() or (edit.sigma is not None and edit.sigma[~acts].any()):
@@ -208,9 +207,11 @@ def _check_parts(step: Step, edit: InputEdit, where: str) -> None:
 def check_module(perturbation: Perturbation) -> None:
     """Learned parameters start alike in every process, and each row is its own."""
     torch.manual_seed(1)
-    module = _module(perturbation)
+    module, trained = perturbation.module(_DIMENSION), perturbation.module(_DIMENSION)
     torch.manual_seed(2)
-    other = _module(perturbation)
+    other = perturbation.module(_DIMENSION)
+    if module is None or trained is None or other is None:
+        return
     for (name, one), two in zip(module.named_parameters(), other.parameters()):
         require(
             torch.equal(one, two),
@@ -228,7 +229,7 @@ def check_module(perturbation: Perturbation) -> None:
         fix = f"It must treat each row alone. {EVERY_ROW}"
         require(not difference, f"{label}: a row alone gives another result, {difference}.", fix)
         check_tensor(f"{label}, given no rows,", made(rows[:0], rows[:0]), (0, _DIMENSION), torch.float32, rows.device)
-    trained = _module(perturbation).requires_grad_()
+    trained.requires_grad_()
     reached = trained(rows, rows.flip(0)).square().sum()
     if reached.requires_grad:
         reached.backward()
@@ -238,10 +239,6 @@ def check_module(perturbation: Perturbation) -> None:
             f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
             "Use it in forward(), without detach, no_grad or a division by 0.",
         )
-
-
-def _module(perturbation: Perturbation) -> nn.Module:
-    return present(perturbation.module(_DIMENSION), f"the module of {perturbation.name}")
 
 
 def _check_record(step: Step, proposal: Proposal, where: str) -> None:
@@ -265,3 +262,56 @@ def _check_record(step: Step, proposal: Proposal, where: str) -> None:
         same = one is two if one is None or two is None else np.array_equal(one, two)
         fix = "Please report this: the record format is ours."
         require(same, f"{where} {name} does not survive a replay record.", fix)
+
+
+def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
+    """What a trainer whose forward gave ``logits`` (B, V) would hand to the density of a proposal."""
+    rows = torch.arange(len(logits), device=logits.device)
+    return Replayed(
+        logits,
+        rows,
+        token_log_probs=torch.log_softmax(logits, dim=-1)[rows, proposal.tokens],
+        temperature=float(step.temperature[0]),
+        edit=proposal.edit,
+        noise_keys=streams.keys(step.seeds, step.positions, streams.Stream.NOISE),
+        lookup=step.embeddings.lookup,
+        draw_keys=step.keys_of(streams.Stream.WEIGHTS),
+        hidden=step.hidden,
+        module=step.module,
+    )
+
+
+def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:
+    """The density of a proposal to a step of one temperature: finite, as its gradient, each row's own, for no rows too.
+
+    ``where``: perturbation and step, for messages.
+    """
+    label = f"{where} log_density()"
+    logits = step.logits.clone().requires_grad_()
+    full = replayed(step, proposal, logits)
+    density = answered(label, lambda: perturbation.log_density(full))
+    seen = f"{density.dtype} {tuple(density.shape)}" if isinstance(density, Tensor) else type(density).__name__
+    expected = f"torch.float32 ({len(logits)},)"
+    require(seen == expected, f"{label} returns {seen}.", f"It must be {expected}: a number per position.")
+    broken = density[~torch.isfinite(density)].tolist()
+    require(not broken, f"{label} holds {broken[:1]}.", "It must be finite.")
+    if density.requires_grad:
+        density.sum().backward()
+        finite = logits.grad is None or torch.isfinite(logits.grad).all()
+        require(finite, f"{label} has no finite gradient.", "Clamp before logarithms and divisions.")
+    order = torch.arange(len(logits)).flip(0)
+    other = perturbation.log_density(_selected(replayed(step, proposal, step.logits), order))
+    worst = (other.detach() - density.detach()[order]).abs().max().item()
+    close = worst <= 1e-4 * (1.0 + density.detach().abs().max().item())
+    require(close, f"{label} differs by {worst:g} in another batch order.", EVERY_ROW)
+    # On several ranks one may have no perturbed position: it must gather and reduce as the others do.
+    shape = "For no positions it must return shape (0,)."
+    none = answered(f"{label} for no positions", lambda: perturbation.log_density(_selected(full, order[:0])), shape)
+    require(none.shape == (0,), f"{label} returns {tuple(none.shape)} for no positions.", shape)
+    in_graph = none.requires_grad == density.requires_grad
+    require(in_graph, f"{label} leaves the graph where there are no positions.", "Compute it on no rows; skip nothing.")
+
+
+def _selected(full: Replayed, order: Tensor) -> Replayed:
+    """Some of the positions, in another order; the logits' rows stay, as in a packed batch."""
+    return dataclasses.replace(of_rows(full, order), logits=full.logits)

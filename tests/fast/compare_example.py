@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from ngrpo.workbench.compare import arguments
-from ngrpo.workbench.compare.plan import Plan
+from ngrpo.workbench.compare.plan import Plan, read_plan
 
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--diagnose.prompts", "0"]
 
 
 def plan(*words: str) -> Plan:
-    return arguments.parse([*MODEL, *words])[0]
+    return read_plan([*MODEL, *words])[0]

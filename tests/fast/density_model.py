@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import with_overrides
 from perturbations.base import Perturbation, Step
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
@@ -48,7 +48,7 @@ class Model(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-hooked = with_replacements(log_probs_of)
+hooked = with_overrides(log_probs_of)
 
 
 def a_gaussian(base: str) -> Perturbation:

@@ -71,7 +71,8 @@ def main() -> None:
     kinds.KINDS[row.name], kinds.FLAGS[row.registry] = row, row.flag
     from ngrpo import cli
     from ngrpo.config import parse
-    from ngrpo.workbench.compare import arguments, runs
+    from ngrpo.workbench.compare import runs
+    from ngrpo.workbench.compare.plan import read_plan
 
     def said(*words: str) -> list[Any]:
         out = io.StringIO()
@@ -82,7 +83,7 @@ def main() -> None:
     run = parse.run_config(["--bonus", "short", "--bonus.size", "0.5"])
     run.write(Path("run.yaml"))
     lines = ["--strategy", "none", "--strategy", "none bonus=short bonus.size=0.75"]
-    plan = arguments.parse([*lines, "--model", "m", "--task", "arithmetic"])[0]
+    plan = read_plan([*lines, "--model", "m", "--task", "arithmetic"])[0]
     result = {
         "list": said("list"),
         "of name": said("list", "short"),

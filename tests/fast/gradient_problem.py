@@ -16,16 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import with_overrides
 from perturbations import streams
 from perturbations.base import Perturbation, Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.parameters import attach, attached
 from perturbations.replay import ReplayRecord
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope
 
 V, D, PROMPTS = 4, 2, 2
 TEMPERATURE = 0.8
@@ -81,7 +80,7 @@ def plain_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
-log_probs_from_logits = with_replacements(plain_log_probs)
+log_probs_from_logits = with_overrides(plain_log_probs)
 
 
 def in_bfloat16(logits: Tensor) -> Tensor:

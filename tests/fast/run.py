@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import rules, run
+from ngrpo.config import compatibility, rules, run
+from ngrpo.config.features import Combination
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import Sampling
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 
 
 def run_of(*, sampling: Mapping[str, Any] | None = None, **values: Any) -> RunConfig:
@@ -30,3 +32,9 @@ def run_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
 def check_flags(words: Sequence[str], asked: RunConfig) -> None:
     """The rules on OpenRLHF's flags as they are given, and as the methods complete them."""
     rules.completed(replace(asked, openrlhf=tuple(words)))
+
+
+def check_pairs(words: Sequence[str], asked: RunConfig, **known: Any) -> None:
+    """The table of what does not go with what, on OpenRLHF's flags as they are given here."""
+    rows = compatibility.HARDWARE if known else compatibility.TRAINING
+    compatibility.check(rows, Combination(run=asked, flags=Flags(words), **known))

@@ -11,7 +11,7 @@ import torch
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
-from ngrpo.trainers.openrlhf.metrics import reporting_trainer
+from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations.errors import UsageError
 
 
@@ -175,4 +175,4 @@ def test_the_trainer_tells_its_step() -> None:
             assert self.experience_maker.training_step == global_step
             return {}, global_step + 1
 
-    assert reporting_trainer(Trainer)().train_step([], 70) == ({}, 71)
+    assert trainer(Trainer)().train_step([], 70) == ({}, 71)

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from ngrpo import patches
-from ngrpo.config import parse, presets, run, sampling
+from ngrpo.config import parse, presets, rules, run, sampling
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import PROFILE as CPU
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.advantages import create
 from ngrpo.trainers.openrlhf import launch, worker
+from perturbations.errors import UsageError
 from tests.fast.run import run_of
 
 
@@ -101,8 +102,9 @@ class TestAddedFlags:
         ],
     )
     def test_what_does_not_go_together(self, line: str, parts: list[str]) -> None:
-        with pytest.raises(ValueError) as caught:
-            self.added(line)
+        asked = parse.run_config(["--model", "m", *line.split()])
+        with pytest.raises(UsageError) as caught:
+            rules.completed(asked)
         for part in parts:
             assert part in str(caught.value)
 
@@ -184,4 +186,4 @@ def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert read.perturbation is None
     assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
     targets = {row.attribute for row in patches.active(conditions)}
-    assert {"RemoteExperienceMaker.compute_advantages_and_returns", "SamplesGenerator.generate_samples"} <= targets
+    assert {"RemoteExperienceMaker", "compute_reward", "SamplesGenerator"} <= targets

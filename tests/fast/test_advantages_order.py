@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
-from ngrpo.trainers.openrlhf.advantage_seams import own_advantages, own_reward
+from ngrpo.trainers.openrlhf.step_advantages import compute_reward as with_ours
 from perturbations.errors import UsageError
+from tests.fast.openrlhf_doubles import maker
 from tests.fast.run import run_with
 
 
@@ -30,9 +31,9 @@ def test_each_answer_gets_its_own_advantage_in_whatever_order_micro_batches_are(
     expected = torch.tensor([-1.5, 0.5, 0.5, 0.5, -0.5, -0.5, -0.5, 1.5])
     parts = [[6, 0], [7, 3, 4], [1], [5, 2]]
     taken: list[Tensor] = []
-    compute_reward = own_reward(lambda r, *rest: taken.append(r))
+    compute_reward = with_ours(lambda r, *rest: taken.append(r))
 
-    def original(maker: Any, experiences: list[Any]) -> None:
+    def original(experiences: list[Any]) -> None:
         for experience in experiences:
             compute_reward(torch.zeros_like(experience.rewards))
 
@@ -40,8 +41,7 @@ def test_each_answer_gets_its_own_advantage_in_whatever_order_micro_batches_are(
         SimpleNamespace(index=part, rewards=rewards[part], prompts=["p"] * len(part), sequences=None) for part in parts
     ]
     args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4))
-    maker = SimpleNamespace(args=args, training_step=0, tokenizer=None, step_measures={})
-    own_advantages(original)(maker, made)
+    maker(original, args=args).compute_advantages_and_returns(made)
     for part, found in zip(parts, taken, strict=True):
         torch.testing.assert_close(found, expected[part], atol=1e-6, rtol=0.0)
 

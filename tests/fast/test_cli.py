@@ -116,8 +116,8 @@ def test_rate_one_with_anchor_is_noted() -> None:
         ("neighbor --model m", ["unexpected word 'neighbor'"]),
         ("--perturbation.replay_buffer memory", ["nothing is recorded", "--perturbation NAME"]),
         ("--perturbation soft --perturbation.replay_buffer memry", ["Did you mean 'memory'?"]),
-        ("--perturbation soft --perturbation.replay_buffer", ["replay_buffer needs a name", "memory"]),
-        ("--perturbation soft --perturbation.replay_buffer.max_bytes 1", ["replay_buffer needs a name"]),
+        ("--perturbation soft --perturbation.replay_buffer", ["replay_buffer needs a replay buffer's name"]),
+        ("--perturbation soft --perturbation.replay_buffer.max_bytes 1", ["no replay buffer", "replay_buffer NAME"]),
         (
             "--perturbation soft --perturbation.replay_buffer memory --perturbation.replay_buffer.max_bytes 0",
             ["max_bytes"],
@@ -153,7 +153,7 @@ class TestConfigFile:
         ("text", "parts"),
         [
             ("name: neighbor\nmetrc: l2\n", ["'metrc'", "Did you mean 'metric'?", "p.yaml"]),
-            ("nmae: neighbor\n", ["'nmae'", "Did you mean 'name'?"]),
+            ("nmae: neighbor\n", ["nmae", "Did you mean 'name'?", "p.yaml"]),
             ("name: neighbor\nrate: high\n", ["'high'", "a number"]),
             ("- neighbor\n", ["must hold lines", "name: neighbor"]),
             ("3: neighbor\n", ["must hold lines"]),

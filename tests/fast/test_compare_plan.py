@@ -12,8 +12,7 @@ from ngrpo.commands import compare as command
 from ngrpo.config import parse
 from ngrpo.machine.upstream import versions as releases
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench.compare import arguments
-from ngrpo.workbench.compare.plan import Plan, _file_name
+from ngrpo.workbench.compare.plan import Plan, _file_name, read_plan
 from ngrpo.workbench.compare.runs import eval_argv, identity, run_config
 from perturbations import create
 from perturbations.errors import UsageError
@@ -32,7 +31,7 @@ class Damp(Gaussian):
 
 
 def plan(*words: str) -> Plan:
-    return arguments.parse([*words, *MODEL])[0]
+    return read_plan([*words, *MODEL])[0]
 
 
 def has(given: Plan, number: int, line: str) -> bool:
@@ -52,47 +51,61 @@ def test_strategies_times_seeds_with_whole_seeds_first() -> None:
     assert config == parse.run_config([*f"{spelt} --perturbation neighbor --run-dir folder".split()])
 
 
-def test_perturbation_sweep_leaves_out_who_lacks_the_option() -> None:
-    made = plan("--perturbations", "none,neighbor", "--sweep", "perturbation.metric=cosine,l2,l1")
-    assert [arm.id for arm in made.arms] == ["none", *(f"neighbor metric={m}" for m in ("cosine", "l2", "l1"))]
-    assert has(made, 2, "--perturbation neighbor --perturbation.metric l2")
+METRICS = "--perturbations none,neighbor --sweep perturbation.metric=cosine,l2,l1"
+BASES = "--perturbations none,gumbel --sweep rollout.temperature=0.8,1.2 --base grpo,gspo"
+CORRECTION = "--perturbations none,neighbor,soft --sweep algo.advantage.is_correction_level=off,token,seq"
+SCHEDULES = "--perturbations none,neighbor --sweep sampling.schedule=none,ead,e3"
+NGRPO = "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo"
+NOISE = "none policy_noise=psn policy_noise.sigma=0.004 credit=top_entropy"
+SHARED = "--perturbations none --rollout.temperature 0.7 --advantage ngrpo --reproducible --strategy"
 
 
-def test_sweep_of_a_training_flag_and_base_algorithms_apply_to_all() -> None:
-    made = plan("--perturbations", "none,gumbel", "--sweep", "rollout.temperature=0.8,1.2", "--base", "grpo,gspo")
-    ids = [arm.id for arm in made.arms]
-    assert len(ids) == 8 and ids[0] == "none rollout.temperature=0.8 base=grpo"
-    assert has(made, 0, "--rollout.temperature 0.8 --preset grpo")
-    assert made.arms[3].training["base"] == "gspo"
-
-
-def test_a_sweep_over_the_correction_of_the_mismatch_between_rollout_and_training() -> None:
-    made = plan("--perturbations", "none,neighbor,soft", "--sweep", "algo.advantage.is_correction_level=off,token,seq")
-    assert len(made.arms) == 9 and made.arms[4].id == "neighbor algo.advantage.is_correction_level=token"
-    assert has(made, 4, "--algo.advantage.is_correction_level token")
-
-
-def test_credit_and_policy_noise_belong_to_a_strategy() -> None:
-    made = plan("--strategy", "none", "--strategy", "none policy_noise=psn policy_noise.sigma=0.004 credit=top_entropy")
-    assert has(made, 1, "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy")
-
-
-def test_sampling_schedules_are_swept_and_belong_to_a_strategy() -> None:
-    made = plan("--perturbations", "none,neighbor", "--sweep", "sampling.schedule=none,ead,e3")
-    assert [arm.id for arm in made.arms][3:] == [f"neighbor sampling.schedule={name}" for name in ("none", "ead", "e3")]
-    assert has(made, 1, "--perturbation none --sampling.schedule ead")
-    made = plan("--strategy", "none", "--strategy", "neighbor sampling.schedule=ead sampling.schedule.c=3")
-    assert has(made, 1, "--sampling.schedule ead --sampling.schedule.c 3")
-
-
-def test_one_line_per_strategy() -> None:
-    made = plan("--strategy", "none", "--strategy", "neighbor rate=1 realization=sampled base=gspo advantage=ngrpo")
-    arm = made.arms[1]
-    assert arm.training["base"] == "gspo"
-    assert arm.spec is not None
-    assert arm.spec["rate"] == 1.0
-    assert has(made, 1, "--perturbation.rate 1.0 --perturbation.realization sampled")
-    assert has(made, 1, "--preset gspo --advantage ngrpo")
+@pytest.mark.parametrize(
+    ("words", "count", "number", "name", "line"),
+    [
+        (METRICS, 4, 0, "none", "--perturbation none"),  # a perturbation without the option is not swept
+        (METRICS, 4, 2, "neighbor metric=l2", "--perturbation neighbor --perturbation.metric l2"),
+        (BASES, 8, 0, "none rollout.temperature=0.8 base=grpo", "--rollout.temperature 0.8 --preset grpo"),
+        (BASES, 8, 3, "none rollout.temperature=1.2 base=gspo", "--rollout.temperature 1.2 --preset gspo"),
+        (
+            CORRECTION,
+            9,
+            4,
+            "neighbor algo.advantage.is_correction_level=token",
+            "--algo.advantage.is_correction_level token",
+        ),
+        (SCHEDULES, 6, 1, "none sampling.schedule=ead", "--perturbation none --sampling.schedule ead"),
+        (SCHEDULES, 6, 5, "neighbor sampling.schedule=e3", "--perturbation neighbor --sampling.schedule e3"),
+        (
+            "--strategy 'neighbor sampling.schedule=ead sampling.schedule.c=3'",
+            1,
+            0,
+            "neighbor sampling.schedule=ead sampling.schedule.c=3",
+            "--sampling.schedule ead --sampling.schedule.c 3",
+        ),
+        (f"--strategy '{NOISE}'", 1, 0, NOISE, "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy"),
+        (
+            f"--strategy '{NGRPO}'",
+            1,
+            0,
+            NGRPO,
+            "--perturbation.rate 1.0 --perturbation.realization sampled --preset gspo --advantage ngrpo",
+        ),
+        # An arm's own flags replace the shared ones.
+        (f"{SHARED} none", 2, 0, "none", "--rollout.temperature 0.7 --advantage ngrpo --reproducible true"),
+        (
+            f"{SHARED} 'none --rollout.temperature=1.2 advantage=psr'",
+            2,
+            1,
+            "none rollout.temperature=1.2 advantage=psr",
+            "--rollout.temperature 1.2 --advantage psr --reproducible true",
+        ),
+    ],
+)
+def test_arms(words: str, count: int, number: int, name: str, line: str) -> None:
+    made = plan(*shlex.split(words))
+    assert len(made.arms) == count and made.arms[number].id == name
+    assert has(made, number, line)
 
 
 def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
@@ -107,19 +120,6 @@ def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
     assert made.diagnosis is not None and made.diagnosis[-1] == f"'{file}:Damp' sigma=0.5"
 
 
-def test_what_an_arm_sets_takes_the_place_of_what_all_share() -> None:
-    shared = ["--rollout.temperature", "0.7", "--advantage", "ngrpo", "--reproducible"]
-    made = plan("--perturbations", "none", "--strategy", "none --rollout.temperature=1.2 advantage=psr", *shared)
-    assert has(made, 0, "--rollout.temperature 0.7 --advantage ngrpo --reproducible true")
-    assert has(made, 1, "--rollout.temperature 1.2 --advantage psr --reproducible true")
-
-
-def test_token_level_baseline() -> None:
-    made = plan("--perturbations", "none", "--strategy", "none --rollout.temperature=1.2")
-    assert [arm.id for arm in made.arms] == ["none", "none rollout.temperature=1.2"]
-    assert has(made, 1, "--rollout.temperature 1.2")
-
-
 def test_the_same_strategy_twice_keeps_two_places() -> None:
     made = plan("--perturbations", "none,none")
     assert [arm.id for arm in made.arms] == ["none", "none (2)"]
@@ -131,10 +131,15 @@ def test_the_same_strategy_twice_keeps_two_places() -> None:
 def test_later_words_win_over_those_of_a_script() -> None:
     made = plan("--perturbations", "none,neighbor", "--seeds", "0,1", "--perturbations", "gumbel", "--seeds", "3")
     assert [run.id for run in made.runs()] == ["gumbel-seed3"]
+    assert has(made, 0, "--reproducible true") and not has(
+        plan("--perturbations", "none", "--stock"), 0, "--reproducible true"
+    )
 
 
-def test_stock_sampling_on_request() -> None:
-    assert not has(plan("--perturbations", "none", "--stock"), 0, "--reproducible true")
+def test_the_threshold_is_no_setting_of_the_folder() -> None:
+    made = plan("--perturbations", "none", "--threshold", "0.8")
+    without = plan("--perturbations", "none")
+    assert (made.threshold, without.threshold) == (0.8, None) and made.common() == without.common()
 
 
 def test_file_and_command_line_mean_the_same(tmp_path: Path) -> None:
@@ -143,11 +148,11 @@ def test_file_and_command_line_mean_the_same(tmp_path: Path) -> None:
         "strategies: [none, neighbor metric=l2]\nseeds: [0, 1]\nsweep:\n  rollout.temperature: [0.8, 1.2]\n"
         "eval: {n: 4, k: [1, 4]}\nflags: {model: smollm2-135m, task: arithmetic, algo.kl.use_loss: true}\n"
     )
-    from_file = arguments.parse(["--config", str(file)])[0]
+    from_file = read_plan(["--config", str(file)])[0]
     given = ["--strategy", "none", "--strategy", "neighbor metric=l2", "--seeds", "0,1"]
     given += ["--sweep", "rollout.temperature=0.8,1.2", "--eval.n", "4", "--eval.k", "1,4"]
-    assert from_file == arguments.parse([*given, *MODEL, "--algo.kl.use_loss"])[0]
-    overridden = arguments.parse(["--config", str(file), "--seeds", "7"])[0]
+    assert from_file == read_plan([*given, *MODEL, "--algo.kl.use_loss"])[0]
+    overridden = read_plan(["--config", str(file), "--seeds", "7"])[0]
     assert overridden.seeds == (7,)
 
 
@@ -198,32 +203,45 @@ def test_openrlhf_flags_that_begin_like_ours_pass_through() -> None:
 
 
 def test_a_run_is_another_when_any_word_of_it_changes() -> None:
-    one, same = plan("--perturbations", "none"), plan("--perturbations", "none")
-    other = plan("--perturbations", "none", "--actor.adam.lr", "1e-5")
-    runs = [p.runs()[0] for p in (one, same, other)]
-    assert identity(one, runs[0]) == identity(same, runs[1]) != identity(other, runs[2])
+    one, same, other = (plan("--perturbations", "none", *words) for words in ([], [], ["--actor.adam.lr", "1e-5"]))
+    assert identity(one, one.runs()[0]) == identity(same, same.runs()[0]) != identity(other, other.runs()[0])
 
 
-def test_a_run_is_another_when_a_file_of_it_changes(tmp_path: Path) -> None:
-    """The reward function, a dataset, also one of several or behind a prefix, and a perturbation's own source."""
-    reward, first, second, held = (tmp_path / name for name in ("reward.py", "a.jsonl", "b.jsonl", "held.jsonl"))
-    own = tmp_path / "damp.py"
-    own.write_text(DAMP)
-    for file in (reward, first, second, held):
+READING = """
+from dataclasses import dataclass
+from perturbations.options import option
+from perturbations.methods.gaussian import Gaussian
+
+@dataclass(frozen=True, kw_only=True)
+class Reading(Gaussian):
+    paper = "none"
+    directions: str = option("", "a file of directions")
+"""
+
+
+@pytest.mark.parametrize("reward_flag", ["--reward.remote_url={}", "--reward.remote_url {}"])
+def test_a_run_is_another_when_a_file_of_it_changes(reward_flag: str, tmp_path: Path) -> None:
+    """The reward function, each of several datasets, problems, a perturbation's source, and a file that it names."""
+    own = tmp_path / "reading.py"
+    own.write_text(READING)
+    files = reward, first, second, held, directions = [
+        tmp_path / name for name in ("r.py", "a", "b", "held.jsonl", "d.pt")
+    ]
+    for file in files:
         file.write_text("1")
 
     def seen() -> str:
-        words = ["--reward.remote_url", str(reward), "--data.prompt_dataset", f"{first},{second}"]
-        made = plan("--strategy", f"{own}:Damp", "--strategy", "none", "--eval.data", str(held), *words)
+        words = [*reward_flag.format(reward).split(), "--data.prompt_dataset", f"{first},{second}"]
+        made = plan("--strategy", f"{own}:Reading directions={directions}", "--eval.data", str(held), *words)
         return identity(made, made.runs()[0])
 
     known = {seen()}
     assert seen() in known
-    for file in (reward, first, second, held):
+    for file in files:
         file.write_text("2")
         assert seen() not in known, file
         known.add(seen())
-    own.write_text(DAMP.replace("none", "another"))
+    own.write_text(READING.replace("none", "another"))
     assert seen() not in known
 
 
@@ -243,36 +261,6 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
     assert identity(made, made.runs()[0]) == pinned
 
 
-READING = """
-from dataclasses import dataclass
-from perturbations.options import option
-from perturbations.methods.gaussian import Gaussian
-
-@dataclass(frozen=True, kw_only=True)
-class Reading(Gaussian):
-    paper = "none"
-    directions: str = option("", "a file of directions")
-"""
-
-
-def test_a_run_is_another_when_a_file_behind_an_option_or_an_equals_sign_changes(tmp_path: Path) -> None:
-    reward, directions, own = (tmp_path / name for name in ("reward.py", "directions.pt", "reading.py"))
-    own.write_text(READING)
-    reward.write_text("1")
-    directions.write_text("1")
-
-    def seen() -> str:
-        made = plan("--strategy", f"{own}:Reading directions={directions}", f"--reward.remote_url={reward}")
-        return identity(made, made.runs()[0])
-
-    before = seen()
-    reward.write_text("2")
-    between = seen()
-    directions.write_text("2")
-    assert len({before, between, seen()}) == 3
-    assert seen() == seen()
-
-
 def test_a_run_is_another_when_the_weights_of_its_model_folder_change(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -280,7 +268,7 @@ def test_a_run_is_another_when_the_weights_of_its_model_folder_change(tmp_path: 
     for weights in ("1", "2", "2"):
         (folder / "model.safetensors").write_text(weights)
         words = ["--perturbations", "none", "--model", str(folder), "--task", "arithmetic"]
-        made = arguments.parse(words)[0]
+        made = read_plan(words)[0]
         seen.add(identity(made, made.runs()[0]))
     assert len(seen) == 2
 
@@ -308,7 +296,9 @@ def test_a_run_is_another_when_the_weights_of_its_model_folder_change(tmp_path: 
         (["--perturbations", "none", "--sweep", "perturbation.k=2,3"], "none of none has this option"),
         (["--strategy", "none base="], "base needs a value"),
         (["--perturbations", "none", "--eval.model", "x"], "set by ngrpo compare"),
-        (["--seeds", "0"], "nothing to compare"),
+        (["--seeds", "0"], "no strategy is given"),
+        (["--perturbations", "none", "--threshold", "0.8", "--eval.data", "none"], "0.8 counts evaluated runs"),
+        *((["--perturbations", "none", "--threshold", bad], f"--threshold {bad}") for bad in ("1", "-0.1", "x", "nan")),
     ],
 )
 def test_bad_input_is_one_clear_error(given: list[str], message: str) -> None:
@@ -329,7 +319,7 @@ def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
-        arguments.parse(["--config", str(file), *MODEL])
+        read_plan(["--config", str(file), *MODEL])
 
 
 UNANSWERED = '{"input": "1+1?", "label": "2"}\n{"input": "2+2?", "label": ""}\n'
@@ -364,8 +354,8 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows:
 def test_what_a_later_command_would_refuse_is_refused_at_once(given: list[str], message: str) -> None:
     shared = [*MODEL, "--hardware", "cpu", "--algo.advantage.estimator", "reinforce"]
     with pytest.raises(UsageError, match=message):
-        command._check(arguments.parse(["--perturbations", "none", *shared, *given])[0], Path("out"))
-    command._check(arguments.parse(["--perturbations", "none", *shared])[0], Path("out"))
+        command._check(read_plan(["--perturbations", "none", *shared, *given])[0], Path("out"))
+    command._check(read_plan(["--perturbations", "none", *shared])[0], Path("out"))
 
 
 def test_a_folder_of_a_long_label_has_a_short_name() -> None:

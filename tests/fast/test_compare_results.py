@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison's folder and what is computed from the runs in it."""
+"""The comparison's folder and what is computed from the runs in it, counts above a score and Fisher's test included."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 from ngrpo.commands import compare as command
 from ngrpo.machine.storage.result_folder import CannotWrite, write_json
 from ngrpo.workbench.compare import results, runs, screen
-from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
 from ngrpo.workbench.compare.plan import Plan
-from ngrpo.workbench.compare.runs import identity
+from ngrpo.workbench.compare.runs import ComparisonFolder, identity, status
 from perturbations.errors import UsageError
 from tests.fast.compare_example import plan
 
@@ -47,10 +46,8 @@ def leave(
     scores = {"mean_at_n": sum(correct) / 4 / len(correct), "pass_at_k": {"1": 0.5, "2": 0.5}}
     if evaluated:
         write_json(place / "evaluation" / "evaluation.json", {"n": 4, **scores, "problems": problems})
-    folder.finish(
-        run,
-        {"status": "done", "identity": identity(made, run), "seconds": 60.0, "peak_memory_bytes": 1000, "log": "x"},
-    )
+    ended = {"status": "done", "identity": identity(made, run), "seconds": 60.0, "peak_memory_bytes": 1000, "log": "x"}
+    write_json(place / "run.json", ended)
 
 
 @pytest.fixture
@@ -61,9 +58,8 @@ def compared(tmp_path: Path) -> tuple[Plan, ComparisonFolder, dict[str, Any]]:
         leave(folder, made, 3 * seed, [0, 2, 4, 2], reward=0.5)
         leave(folder, made, 3 * seed + 1, [1, 3, 4, 1 + last], reward=0.6 + last / 20, speed=90.0)
     failed = made.runs()[2]
-    folder.fresh(failed)
     record = {"status": "failed", "identity": identity(made, failed), "error": "boom", "log": "runs/gumbel/train.log"}
-    folder.finish(failed, record)
+    write_json(folder.fresh(failed) / "run.json", record)
     return made, folder, results.collect(made, folder, ["ngrpo", "compare"], "2026-11-21T10:00:00+0000")
 
 
@@ -150,19 +146,18 @@ def test_finished_runs_are_kept_and_changed_ones_run_again(
     compared: tuple[Plan, ComparisonFolder, dict[str, Any]],
 ) -> None:
     made, folder, _ = compared
-    run = made.runs()[0]
-    assert folder.status(run, identity(made, run))["status"] == "done"
-    assert folder.status(run, "another")["status"] == "other"
+    run, changed = made.runs()[0], plan("--perturbations", "none", "--actor.adam.lr", "1e-5")
+    assert status(made, run, folder)["status"] == "done"
+    assert status(changed, changed.runs()[0], folder)["status"] == "other"
     evaluation = folder.run_folder(run) / "evaluation" / "evaluation.json"
     kept = evaluation.read_text()
     evaluation.unlink()  # as the message of a damaged one says
-    assert folder.status(run, identity(made, run), evaluated=True)["status"] == "pending"
-    assert folder.status(run, identity(made, run))["status"] == "done"
+    assert status(made, run, folder)["status"] == "pending"
     evaluation.write_text(kept)
     # A kill while writing cannot leave this, and the run's folder must not be taken for an interrupted one's.
     (folder.run_folder(run) / "run.json").write_text('{"status": "do')
     with pytest.raises(UsageError, match=r"run\.json is damaged.*delete it"):
-        folder.status(run, identity(made, run))
+        status(made, run, folder)
 
 
 def test_finished_runs_of_other_files_or_versions_are_not_thrown_away(
@@ -259,3 +254,59 @@ def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
     found = results._cost({1: run(30, 10.0, 90.0, 100.0)}, {0: run(10), 1: run(20)}, [1])
     assert found["memory_bytes"] == {"value": 30.0, "ratio": 1.5}
     assert found["tokens_per_second"] == {"value": 95.0, "ratio": None}
+
+
+@pytest.mark.parametrize(
+    ("table", "p"),
+    [
+        # 5 of 5 and 0 of 5: one table of C(10, 5) = 252 at each end.
+        ((5, 5, 0, 5), 2 / 252),
+        # 5 of 5 and 1 of 5: C(10, 6) = 210; with 5 of ours C(5, 5) C(5, 1) = 5 ways, and as many with 1.
+        ((5, 5, 1, 5), 10 / 210),
+        # 4 of 5 and 1 of 5: of 252, C(5, 4) C(5, 1) = 25 with 4 and with 1, 1 with 5 and with 0.
+        ((4, 5, 1, 5), 52 / 252),
+        # Fisher's lady tasting tea, two-sided: 16 ways of 3 right, 1 of 4, the same at the other end, of 70.
+        ((3, 4, 1, 4), 34 / 70),
+        # Sides of different length: 2 of 2 and 0 of 3; C(5, 2) = 10, ways 3 (0), 6 (1), 1 (2).
+        ((2, 2, 0, 3), 1 / 10),
+        ((3, 5, 3, 5), 1.0),
+        ((0, 5, 0, 5), 1.0),
+        ((0, 0, 3, 5), 1.0),
+    ],
+)
+def test_fishers_exact_test(table: tuple[int, int, int, int], p: float) -> None:
+    assert results.fisher(*table) == pytest.approx(p, rel=1e-12)
+    ours, theirs = table[:2], table[2:]
+    assert results.fisher(*theirs, *ours) == pytest.approx(p, rel=1e-12)
+
+
+@pytest.mark.parametrize("table", [(6, 5, 0, 5), (-1, 5, 0, 5), (0, 5, 6, 5)])
+def test_more_successes_than_runs(table: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ValueError, match="nonnegative"):
+        results.fisher(*table)
+
+
+def _run(strategy: str, seed: int, correct: int, status: str = "done") -> dict:
+    problems = [{"id": "a", "n": 10, "correct": correct}]
+    evaluation = {"problems": problems, "mean_at_n": correct / 10, "pass_at_k": {}} if status == "done" else None
+    return {
+        "strategy": strategy, "seed": seed, "status": status, "steps": [], "peak_memory_bytes": None,
+        "evaluation": evaluation,
+    }  # fmt: skip
+
+
+def test_runs_above_a_threshold_are_counted() -> None:
+    """Exactly the threshold is not above it; what failed is no run; p is Holm's over the strategies."""
+    runs = [_run("none", seed, 8 if seed == 0 else 6) for seed in range(5)]
+    runs += [_run("away", seed, 9) for seed in range(5)]
+    runs += [_run("some", seed, 9 if seed else 6) for seed in range(4)] + [_run("some", 4, 0, "failed")]
+    rows = results.summarise(runs, ["none", "away", "some"], "none", 0.8)
+    none, away, some = (row["above"] for row in rows)
+    assert none == {"threshold": 0.8, "runs": 0, "of": 5}
+    assert (away["runs"], away["of"], some["runs"], some["of"]) == (5, 5, 3, 4)
+    assert away["p"] == pytest.approx(2 / 252) and away["p_corrected"] == pytest.approx(4 / 252)
+    # 3 of 4 and 0 of 5: 4 ways of C(9, 3) = 84; none of the others (30, 40, 10) is as rare.
+    assert some["p"] == pytest.approx(4 / 84) == some["p_corrected"]
+    assert rows[0]["verdict"].endswith("the baseline; 0 of 5 runs end above 0.8")
+    assert "5 of 5 runs end above 0.8, of none 0 of 5 (Fisher's exact p 0.0079, 0.016 corrected" in rows[1]["verdict"]
+    assert all("above" not in row for row in results.summarise(runs, ["none", "away", "some"], "none"))

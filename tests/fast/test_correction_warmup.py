@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from ngrpo.config import parse, rules
-from ngrpo.patches import active
-from ngrpo.trainers.openrlhf import correction_warmup, metrics
-from ngrpo.trainers.openrlhf.correction_warmup import with_strength
+from ngrpo.trainers.common.importance import with_strength
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
+from tests.fast.openrlhf_doubles import maker
 from tests.fast.run import run_with
 
 BOUNDS = (0.0, 10.0)
@@ -60,33 +59,7 @@ def test_openrlhf_s_loss_is_interpolated(strength: float) -> None:
         torch.testing.assert_close(ours, (1 - strength) * none + strength * all_of_it, atol=1e-6, rtol=1e-5)
 
 
-def test_the_strength_follows_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    run_with(monkeypatch, sampling={"correction_warmup": 4})
-    advantage = SimpleNamespace(is_correction_threshold=[0.0, 10.0])
-    strategy = SimpleNamespace(args=SimpleNamespace(algo=SimpleNamespace(advantage=advantage)))
-    maker = SimpleNamespace(strategy=strategy, step_measures={})
-    make = correction_warmup.growing_correction(lambda maker, samples: samples)
-    old, own = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - log(3.0)]])
-    for step, strength in ((0, 0.0), (1, 0.25), (4, 1.0), (9, 1.0)):
-        maker.training_step = step
-        [experience] = make(maker, [SimpleNamespace(action_log_probs=old, rollout_log_probs=own)])
-        assert maker.step_measures["importance/strength"] == strength
-        assert (old - experience.rollout_log_probs).exp().item() == pytest.approx(1 + 2 * strength, rel=1e-5)
-    assert experience.rollout_log_probs is own, "the whole weight is OpenRLHF's own"
-
-
-def test_it_is_outermost_and_the_step_is_known() -> None:
-    """Measures and the report's groups are of the rollout's own log-probabilities."""
-    rows = active(["correction_warmup", "perturbation", "sampling_schedule", "report_groups"])
-    ours = [row.ours for row in rows if row.target.endswith("RemoteExperienceMaker.make_experience_batch")]
-    assert ours[-1] == "ngrpo.trainers.openrlhf.correction_warmup:growing_correction"
-    alone = [row.target for row in active(["correction_warmup"])]
-    assert "openrlhf.trainer.ppo_trainer.PPOTrainer" in alone
-    assert "openrlhf.trainer.ppo_trainer_async.TrainingActor" in alone
-
-
-def test_the_weights_are_measured_as_the_rollout_left_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm-up alone logged its strength, and neither the weights that grow nor the divergence behind them."""
+def test_the_strength_follows_the_steps_and_measures_are_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, sampling={"correction_warmup": 4})
     advantage = SimpleNamespace(
         is_correction_level="token",
@@ -95,19 +68,20 @@ def test_the_weights_are_measured_as_the_rollout_left_them(monkeypatch: pytest.M
         is_correction_threshold=[0.0, 10.0],
     )
     args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
-    maker = SimpleNamespace(strategy=SimpleNamespace(args=args), step_measures={}, training_step=0)
-    rows = [row.ours for row in active(["correction_warmup"]) if row.target.endswith("make_experience_batch")]
-    in_order = [metrics.measured_rollout_policy, correction_warmup.growing_correction]
-    assert rows == [f"{row.__module__}:{row.__name__}" for row in in_order]
-    make = correction_warmup.growing_correction(metrics.measured_rollout_policy(lambda maker, samples: samples))
-    old, own = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - log(3.0)]])
-    make(maker, [SimpleNamespace(action_log_probs=old, rollout_log_probs=own, action_mask=torch.ones(1, 1))])
-    assert maker.step_measures == {
-        "importance/divergence": pytest.approx(-log(3.0)),
-        "importance/weight": pytest.approx(3.0),
-        "importance/cut": 0.0,
-        "importance/strength": 0.0,
-    }
+    made = maker(strategy=SimpleNamespace(args=args))
+    old, own, mask = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - log(3.0)]]), torch.ones(1, 1)
+    for step, strength in ((0, 0.0), (1, 0.25), (4, 1.0), (9, 1.0)):
+        made.training_step = step
+        given = SimpleNamespace(action_log_probs=old, rollout_log_probs=own, action_mask=mask)
+        [experience] = made.make_experience_batch([given])
+        assert made.step_measures == {
+            "importance/divergence": pytest.approx(-log(3.0)),
+            "importance/weight": pytest.approx(3.0),
+            "importance/cut": 0.0,
+            "importance/strength": strength,
+        }
+        assert (old - experience.rollout_log_probs).exp().item() == pytest.approx(1 + 2 * strength, rel=1e-5)
+    assert experience.rollout_log_probs is own, "the whole weight is OpenRLHF's own"
 
 
 def test_a_schedule_s_own_weights_can_grow() -> None:
@@ -116,24 +90,6 @@ def test_a_schedule_s_own_weights_can_grow() -> None:
     assert rules.checked(run).value("--algo.advantage.is_correction_level") == "token"
     assert "correction_warmup" in run.conditions
     assert run.flags()["sampling.correction_warmup"] == 50
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "cannot be used with --algo.advantage.is_correction_level off"),
-        (WEIGHTS[:2], "cannot be used with --algo.advantage.is_correction_mode mask"),
-        ([*WEIGHTS, "--actor.policy_loss_type", "gspo"], "cannot be used with --actor.policy_loss_type gspo"),
-        ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "2", "5"], "Give --algo.advantage.is_correction_thr"),
-        ([*WEIGHTS, "--algo.advantage.is_correction_threshold", "0.5"], "threshold 0 0.5: its weights begin at 1"),
-        ([*WEIGHTS, "--second_round", "lope"], "cannot be used with --second_round lope"),
-    ],
-)
-def test_what_has_no_weight_of_each_token_is_refused(words: list[str], message: str) -> None:
-    run = parse.run_config(["--model", "m", "--task", "arithmetic", "--sampling.correction_warmup", "50", *words])
-    with pytest.raises(UsageError, match=r"--sampling\.correction_warmup 50") as caught:
-        rules.checked(run)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("bounds", [[], ["ten"], ["0", "5", "10"]])

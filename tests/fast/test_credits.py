@@ -15,10 +15,10 @@ from ngrpo.config import parse, rules
 from ngrpo.machine.console import catalogue
 from ngrpo.methods import credits
 from ngrpo.methods.credits.base import StepTokens
-from ngrpo.patches import active
-from ngrpo.trainers.openrlhf import credit_seams
+from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from ngrpo.workbench.report import summary
 from perturbations.errors import UsageError
+from tests.fast import openrlhf_doubles
 from tests.fast.run import run_of, run_with
 
 
@@ -102,11 +102,6 @@ def test_the_command_line() -> None:
     settings = parse.run_config(words)
     assert settings.specs.get("credit") == {"name": "top_entropy", "fraction": 0.3}
     assert settings.conditions == ("credit",)
-    ours = {row.ours for row in active(["credit"])}
-    assert {
-        "ngrpo.trainers.openrlhf.credit_seams:own_credit",
-        "ngrpo.trainers.openrlhf.credit_seams:with_entropies",
-    } < ours
     for words, message in (
         (["--credit", "top"], "unknown credit 'top'"),
         (["--credit.fraction", "0.3"], "--credit.fraction is given, but no credit. Add --credit NAME."),
@@ -140,12 +135,13 @@ class ModelActor:
     def __init__(self) -> None:
         self.actor = Actor()
 
-    def forward(self, sequences: Tensor, action_mask: Tensor) -> Tensor:
+    def forward(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return self.actor(sequences, action_mask)
 
 
-def test_the_actor_keeps_entropies_and_returns_what_it_returned() -> None:
-    actor, plain = credit_seams.with_entropies(ModelActor)(), ModelActor()
+def test_the_actor_keeps_entropies_and_returns_what_it_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, credit={"name": "top_entropy"})
+    actor, plain = policy_model_actor(ModelActor)(), ModelActor()
     batches = [torch.arange(8).view(2, 4), torch.arange(3).view(1, 3)]
     masks = [torch.ones(2, 2), torch.ones(1, 1)]
     for sequences, mask in zip(batches, masks):
@@ -166,25 +162,25 @@ def three_answers() -> list[SimpleNamespace]:
 
 
 @pytest.fixture
-def maker(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two actors of a tensor-parallel pair each: every second one's answer counts."""
     kept = [[torch.tensor([[5.0, 9.0], [1.0, 2.0]])], [], [torch.tensor([[4.0, 8.0]])], []]
     monkeypatch.setitem(__import__("sys").modules, "ray", SimpleNamespace(get=lambda value: value))
     args = SimpleNamespace(
         ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2), rollout=SimpleNamespace(n_samples_per_prompt=2)
     )
-    return SimpleNamespace(
+    return openrlhf_doubles.maker(
         strategy=SimpleNamespace(args=args),
         args=args,
         actor_model_group=SimpleNamespace(async_run_method=lambda method_name: kept),
     )
 
 
-def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, maker: SimpleNamespace) -> None:
+def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
     """Padding counts for nothing: the entropy of 9 is beyond its answer, so the two largest of five are 8 and 5."""
     run_with(monkeypatch, credit={"name": "top_entropy", "fraction": 0.4})
     experiences = three_answers()
-    found = credit_seams.own_credit(lambda maker, experiences: experiences)(maker, experiences)
+    found = maker.compute_advantages_and_returns(experiences)
     assert [e.advantages.tolist() for e in found] == [[[1.0, 7.0], [0.0, 0.0]], [[0.0, -1.0]]]
     assert maker.step_measures == {
         "credit/entropy": pytest.approx(4.0),
@@ -193,20 +189,28 @@ def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch
     }
 
 
-def test_a_credit_knows_answers_and_prompts(maker: SimpleNamespace) -> None:
-    tokens = credit_seams.of_step(maker, three_answers())
+def test_a_credit_knows_answers_and_prompts(monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
+    run_with(monkeypatch, credit={"name": "top_entropy"})
+    given: list[StepTokens] = []
+    monkeypatch.setattr(
+        type(credits.create("top_entropy")),
+        "formula",
+        lambda self, tokens: (given.append(tokens), tokens.advantages)[1],
+    )
+    maker.compute_advantages_and_returns(three_answers())
+    (tokens,) = given
     assert tokens.answers.tolist() == [0, 1, 1, 2, 2] and tokens.groups.tolist() == [1, 0, 0, 0, 0]
     assert tokens.log_probs.tolist() == [-1.0, -2.0, -2.0, -1.0, -1.0]
     assert tokens.entropies.tolist() == [5.0, 1.0, 2.0, 4.0, 8.0]
     assert tokens.first.tolist() == [True, True, False, True, False]
 
 
-def test_a_credit_that_answers_in_another_shape(monkeypatch: pytest.MonkeyPatch, maker: SimpleNamespace) -> None:
+def test_a_credit_that_answers_in_another_shape(monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
     run_with(monkeypatch, credit={"name": "top_entropy"})
     monkeypatch.setattr(type(credits.create("top_entropy")), "formula", lambda self, tokens: tokens.advantages[:1])
     experiences = three_answers()
     with pytest.raises(RuntimeError, match=r"formula returns \(1,\) for 5 tokens"):
-        credit_seams.shared(maker, experiences)
+        maker.compute_advantages_and_returns(experiences)
 
 
 def test_the_summary_has_the_credit() -> None:

@@ -17,9 +17,9 @@ from ngrpo.methods import credits
 from ngrpo.methods.credits import base
 from ngrpo.methods.credits.base import LossTokens, StepTokens
 from ngrpo.methods.credits.simko import quantiles
-from ngrpo.patches import active
-from ngrpo.trainers.openrlhf import credit_loss
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.common.log_probs import with_overrides
+from ngrpo.trainers.common.policy_loss import rows_of_tokens
+from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
@@ -90,7 +90,7 @@ class Trainer:
 
     def training_step(self, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
         ids, mask = experience.sequences, experience.attention_mask.bool()
-        scored = with_replacements(log_probs_of)
+        scored = with_overrides(log_probs_of)
         if self.packed:
             flat = scored(self.logits[mask].unsqueeze(0), ids.roll(-1, 1)[mask].unsqueeze(0))
             log_probs = torch.zeros(B, T, dtype=flat.dtype).masked_scatter(mask, flat)
@@ -117,7 +117,12 @@ def experience(dtype: torch.dtype = torch.float64) -> tuple[Tensor, SimpleNamesp
     old = log_probs_of(logits.detach(), ids.roll(-1, 1))[:, :-1][:, -A:]
     old = old + 0.3 * torch.randn(old.shape, generator=generator, dtype=dtype)  # some of it beyond the clip
     made = SimpleNamespace(
-        sequences=ids, attention_mask=mask, action_mask=ACTIONS, action_log_probs=old, advantages=ADVANTAGES.to(dtype)
+        mm_train_inputs=None,
+        sequences=ids,
+        attention_mask=mask,
+        action_mask=ACTIONS,
+        action_log_probs=old,
+        advantages=ADVANTAGES.to(dtype),
     )
     return logits, made
 
@@ -127,10 +132,9 @@ def test_the_gradient_is_that_of_the_papers_ratio(packed: bool, monkeypatch: pyt
     options = {"k": 4, "alpha": 0.3, "penalty": 1.7, "quantile": 0.4}
     run_with(monkeypatch, credit={"name": "simko", **options})
     logits, made = experience()
-    trainer = Trainer(logits, packed)
+    trainer = actor_trainer(Trainer)(logits, packed)
     loss_fn = trainer.actor_loss_fn
-    step = credit_loss.training_step_with_credit(Trainer.training_step)
-    result = step(trainer, made, 0.0, 0)
+    result = trainer.training_step(made, 0.0, 0)
     assert trainer.actor_loss_fn is loss_fn
     assert result["weights"] == {"credit/in_loss": "token"}
     assert float(result["metrics"]["credit/in_loss"]) == pytest.approx(3 / 13)
@@ -150,10 +154,10 @@ def test_it_makes_nothing_of_the_logits_size(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("ngrpo.methods.credits.base._BLOCK_ELEMENTS", 4 * V)
     run_with(monkeypatch, credit={"name": "simko", "quantile": 0.0})
     counts = []
-    for step in (Trainer.training_step, credit_loss.training_step_with_credit(Trainer.training_step)):
+    for trainer in (Trainer, actor_trainer(Trainer)):
         logits, made = experience(torch.float32)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            step(Trainer(logits, packed=False), made, 0.0, 0)
+            trainer(logits, packed=False).training_step(made, 0.0, 0)
         sizes = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
         counts.append(sum(size == logits.nbytes for size in sizes))
     assert 0 < counts[1] == counts[0]
@@ -162,7 +166,7 @@ def test_it_makes_nothing_of_the_logits_size(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_that_are_no_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, credit={"name": "simko"})
     with pytest.raises(RuntimeError, match=r"\(1, 5\) rows of logits for a batch of \(3, 7\).*no sequence-parallel"):
-        credit_loss.rows_of_tokens(ACTIONS, torch.ones(B, T), (1, 5))
+        rows_of_tokens(ACTIONS, torch.ones(B, T), (1, 5))
 
     class Fused(Trainer):
         def training_step(self, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
@@ -173,7 +177,7 @@ def test_rows_that_are_no_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -
     logits, made = experience()
     for step in (0, 1):
         with pytest.raises(RuntimeError, match="--credit simko did not come into effect"):
-            credit_loss.training_step_with_credit(Fused.training_step)(Fused(logits, False), made, 0.0, step)
+            actor_trainer(Fused)(logits, False).training_step(made, 0.0, step)
 
 
 def test_what_a_credit_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +185,7 @@ def test_what_a_credit_returns_is_checked(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(type(credits.create("simko")), "in_loss", lambda self, t: (t.advantages[:1], t.log_probs))
     logits, made = experience()
     with pytest.raises(RuntimeError, match=r"in_loss returns \(1,\) and \(13,\) for 13 tokens"):
-        credit_loss.training_step_with_credit(Trainer.training_step)(Trainer(logits, False), made, 0.0, 0)
+        actor_trainer(Trainer)(logits, False).training_step(made, 0.0, 0)
 
 
 def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,9 +197,9 @@ def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.Mon
     assert [part.tolist() for part in made.in_loss(empty)] == [[], []]
     monkeypatch.setattr(type(made), "in_loss", lambda self, tokens: None)
     gradients = []
-    for step in (Trainer.training_step, credit_loss.training_step_with_credit(Trainer.training_step)):
+    for trainer in (Trainer, actor_trainer(Trainer)):
         logits, batch = experience()
-        step(Trainer(logits, packed=False), batch, 0.0, 0)
+        trainer(logits, packed=False).training_step(batch, 0.0, 0)
         gradients.append(logits.grad)
     assert torch.equal(*gradients)
 
@@ -203,13 +207,8 @@ def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.Mon
 def test_only_such_a_credit_is_asked_in_the_loss() -> None:
     acting = [name for name in sorted(credits.available()) if credits.create(name).acts_in_loss]
     assert acting == ["simko"] and credits.create("top_entropy").in_loss(None) is None
-    ours = "ngrpo.trainers.openrlhf.credit_loss:training_step_with_credit"
     for name, among in (("simko", True), ("top_entropy", False)):
-        rows = active(run_of(credit={"name": name}).conditions)
-        assert (ours in {row.ours for row in rows}) is among
-    # The last row on the training step is the outermost, whose replacement is shown what nothing has replaced yet.
-    steps = [s.ours for s in active(["perturbation", "sampling_mask", "credit_in_loss"]) if "training_step" in s.target]
-    assert steps[-1] == ours and len(steps) == 3
+        assert ("credit_in_loss" in run_of(credit={"name": name}).conditions) is among
     tokens = StepTokens(torch.ones(2), *[torch.zeros(2)] * 2, *[torch.zeros(2).long()] * 2)
     assert credits.create("simko").formula(tokens).tolist() == [1.0, 1.0]
 
@@ -223,9 +222,9 @@ WORDS += ["--credit", "simko"]
     [
         (
             ["--perturbation", "latent", "--perturbation.density", "latent", "--algo.kl.init_coef", "0"],
-            "density of --perturbation latent: no token is drawn",
+            "--credit simko cannot be used with the density of --perturbation latent: no token is drawn",
         ),
-        (["--ds.ring_attn_size", "2"], "cannot be used with --ds.ring_attn_size 2"),
+        (["--ds.ring_attn_size", "2"], "--ds.ring_attn_size 2 cannot be used with --credit simko"),
         (["--credit.alpha", "1.5"], r"alpha='1.5': must be"),
     ],
 )

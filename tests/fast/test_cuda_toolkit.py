@@ -39,9 +39,9 @@ def program(path: Path, says: str = "") -> Path:
 
 def toolkit(folder: Path, release: str) -> Path:
     program(folder / "bin" / "nvcc", f"Cuda compilation tools, release {release}, V{release}.88")
-    for file in (*(f"include/{name}" for name in cuda.HEADERS), "lib64/libcudart.so"):
-        (folder / file).parent.mkdir(exist_ok=True)
-        (folder / file).touch()
+    (folder / "include").mkdir(exist_ok=True)
+    for name in cuda.HEADERS:
+        (folder / "include" / name).touch()
     return folder
 
 
@@ -117,18 +117,6 @@ def test_a_header_is_missing(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     told = refusal()
     assert f"{home}/include has no {header}. Fix: " in told and "\n" not in told
     profile_for("cuda").check(OFFLOAD)  # the Adam of the CPU includes none of them
-
-
-def test_no_library_to_link_to(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As NVIDIA's packages for pip leave it: libcudart.so.13 without its other name, and lib in place of lib64."""
-    program(bare / "g++")
-    home = toolkit(tmp_path / "cuda", "13.0")
-    monkeypatch.setenv("CUDA_HOME", str(home))
-    (home / "lib64").rename(home / "lib")
-    (home / "lib" / "libcudart.so").rename(home / "lib" / "libcudart.so.13")
-    assert f"ln -s libcudart.so.13 {home}/lib/libcudart.so" in refusal()
-    (home / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
-    profile_for("cuda").check(PLAIN)
 
 
 @pytest.mark.parametrize("reason", ["torch for CPU", "cluster", "help", "built with DeepSpeed"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.config import preflight
+from ngrpo.config.dataset_check import check_files
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.evaluate import load_problems
 from ngrpo.workbench.scoring.problems import BOXED, LETTER
@@ -51,7 +51,7 @@ def test_each_set_from_a_file_of_its_layout(name: str, capsys: pytest.CaptureFix
     assert (after.messages, after.answer, after.scorer) == (before.messages, before.answer, before.scorer)
     assert written["label"] == (label or before.answer)
     args = ["--data.prompt_dataset", f"data/{name}.jsonl", "--data.label_key", "label"]
-    preflight.check_files(Flags([*args, "--data.apply_chat_template"]))
+    check_files(Flags([*args, "--data.apply_chat_template"]))
 
 
 def test_plain_texts_for_a_model_without_a_chat_template() -> None:

@@ -13,7 +13,7 @@ from perturbations import density as d
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed, Step
 from perturbations.registry import create
-from perturbations.testing.density_check import replayed
+from perturbations.testing.proposal import replayed
 from tests.fast.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
 
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.model_actors import replaying_actor, replaying_reference, replaying_training_step
+from ngrpo.trainers.openrlhf.model_actors import policy_model_actor, reference_model_actor
 from perturbations.base import Perturbation, Replayed
 from perturbations.methods.gumbel import Gumbel
 from perturbations.registry import create
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.density_model import batch, perturbed, run
 from tests.fast.density_steps import generator
+from tests.fast.openrlhf_doubles import training_step as our_training_step
 from tests.fast.policy_actor import TEMPERATURE, Actor, Language, PolicyModelActor
 from tests.fast.run import run_with
 from tests.token_log_probs import log_probs_of
@@ -73,7 +74,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, lis
 
 def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs: tuple) -> None:
     kwargs, mask, records = inputs
-    actor, reference = replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()
+    actor, reference = policy_model_actor(PolicyModelActor)(), reference_model_actor(PolicyModelActor)()
     old, base = actor.forward(**kwargs), reference.forward(**kwargs)
     want, _ = run(actor.actor.model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
     torch.testing.assert_close(old, (want[:, :-1] * kwargs["action_mask"]).detach())
@@ -90,7 +91,7 @@ def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs:
 def test_a_batch_without_a_perturbed_position_is_kept_too(inputs: tuple) -> None:
     """The driver counts batches: one that had nothing to replace must not be missing."""
     kwargs, _, _ = inputs
-    actor = replaying_actor(PolicyModelActor)()
+    actor = policy_model_actor(PolicyModelActor)()
     old = actor.forward(**{**kwargs, "mm_train_inputs_list": [kwargs["mm_train_inputs_list"][1]] * 3})
     (own,) = actor.token_log_probs()
     assert torch.equal(own, old)
@@ -107,13 +108,12 @@ def test_a_sample_without_its_record_is_an_error(
     kwargs, _, _ = inputs
     rides = kwargs["mm_train_inputs_list"]
     given = {**kwargs, "mm_train_inputs_list": missing and [i if i is None else rides[i] for i in missing]}
-    for made in (replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()):
+    for made in (policy_model_actor(PolicyModelActor)(), reference_model_actor(PolicyModelActor)()):
         with pytest.raises(RuntimeError, match="have no replay record"):
             made.forward(**given)
     experience = SimpleNamespace(sequences=kwargs["sequences"], mm_train_inputs=given["mm_train_inputs_list"])
-    trainer = SimpleNamespace(actor=Actor(), actor_loss_fn=None)
     with pytest.raises(RuntimeError, match="have no replay record"):
-        replaying_training_step(training_step)(trainer, experience, 0.0, 0)
+        our_training_step(Actor(), None, training_step, experience)
 
 
 class Bypassing(Language):
@@ -129,7 +129,7 @@ def test_a_replay_that_did_not_happen_is_an_error(
 ) -> None:
     run_with(monkeypatch, perturbation=perturbation.spec())
     kwargs, _, _ = inputs
-    for made in (replaying_actor(PolicyModelActor)(), replaying_reference(PolicyModelActor)()):
+    for made in (policy_model_actor(PolicyModelActor)(), reference_model_actor(PolicyModelActor)()):
         made.actor.model = Bypassing()
         with pytest.raises(RuntimeError, match=r"did not happen|replayed forward of none"):
             made.forward(**kwargs)
@@ -137,7 +137,7 @@ def test_a_replay_that_did_not_happen_is_an_error(
 
 def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tuple) -> None:
     kwargs, mask, records = inputs
-    actor = replaying_actor(PolicyModelActor)()
+    actor = policy_model_actor(PolicyModelActor)()
     experience = SimpleNamespace(
         sequences=kwargs["sequences"],
         action_mask=kwargs["action_mask"],
@@ -150,8 +150,7 @@ def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tup
     def loss(log_probs: Tensor, old: Tensor, *_: Any, action_mask: Tensor) -> Tensor:
         return -((log_probs - old).exp() * action_mask).sum()
 
-    trainer = SimpleNamespace(actor=actor.actor, actor_loss_fn=loss)
-    result = replaying_training_step(training_step)(trainer, experience, 0.0, 0)
+    result = our_training_step(actor.actor, loss, training_step, experience)
     assert result["metrics"]["perturbation/ratio_mean"].item() == 1.0
     got = actor.actor.model.head.weight.grad.clone()
     model = Language()
@@ -160,13 +159,12 @@ def test_the_training_step_has_ratio_1_and_a_gradient_of_the_density(inputs: tup
     torch.testing.assert_close(got, model.head.weight.grad)
     assert got.abs().max() > 1e-3
     given = run(model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)[0].detach()
-    trainer.actor_loss_fn = seen = Seen(loss)
-    replaying_training_step(training_step)(trainer, experience, 0.0, 0)
+    seen = Seen(loss)
+    our_training_step(actor.actor, seen, training_step, experience)
     torch.testing.assert_close(seen.log_probs, given[:, :-1] * kwargs["action_mask"])
-    trainer.actor_loss_fn = loss
     with torch.no_grad():
         actor.actor.model.head.weight += 0.1 * torch.randn(got.shape, generator=generator())
-    moved = replaying_training_step(training_step)(trainer, experience, 0.0, 0)
+    moved = our_training_step(actor.actor, loss, training_step, experience)
     assert abs(moved["metrics"]["perturbation/ratio_mean"].item() - 1.0) > 1e-4
 
 
@@ -181,7 +179,7 @@ def test_the_mean_ratio_is_finite(inputs: tuple, gap: float) -> None:
         action_log_probs=torch.full(kwargs["action_mask"].shape, -gap),
         advantages=torch.ones(kwargs["action_mask"].shape),
     )
-    trainer = SimpleNamespace(actor=Actor(), actor_loss_fn=lambda log_probs, *_, action_mask: log_probs.sum())
-    result = replaying_training_step(training_step)(trainer, experience, 0.0, 0)
+    loss = lambda log_probs, *_, action_mask: log_probs.sum()  # noqa: E731
+    result = our_training_step(Actor(), loss, training_step, experience)
     mean = result["metrics"]["perturbation/ratio_mean"]
     assert mean.isfinite() and (mean > 1e8 if gap > 0 else mean < 1e-8)

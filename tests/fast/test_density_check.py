@@ -112,18 +112,18 @@ def maker(batches: list[list[Tensor]]) -> Any:
 
 
 def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo.trainers.openrlhf.metrics import _token_log_probs
+    from ngrpo.trainers.openrlhf.experience_maker import token_log_probs
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda refs: refs))
     tensors = [torch.full((2, 3 + i), float(i)) for i in range(3)]
     experiences = [SimpleNamespace(action_log_probs=torch.zeros_like(t)) for t in tensors]
     run_with(monkeypatch, perturbation=create("gumbel", density="gumbel").spec())
-    got = _token_log_probs(maker([tensors[:2], tensors[2:]]), experiences)
+    got = token_log_probs(maker([tensors[:2], tensors[2:]]), experiences)
     assert all(torch.equal(a, b) for a, b in zip(got, tensors))
     with pytest.raises(RuntimeError, match="2 batches, 3 were made"):
-        _token_log_probs(maker([tensors[:1], tensors[2:]]), experiences)
+        token_log_probs(maker([tensors[:1], tensors[2:]]), experiences)
     run_with(monkeypatch, perturbation=create("gumbel").spec())
-    assert all((t == 0.0).all() for t in _token_log_probs(maker([]), experiences))
+    assert all((t == 0.0).all() for t in token_log_probs(maker([]), experiences))
 
 
 def test_each_recipe_names_a_perturbation_and_its_options() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,13 @@ import torch
 
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.workbench import statistics
-from ngrpo.workbench.diagnose import axes, inputs, screen_table, strategy_row
-from ngrpo.workbench.diagnose.axes import PromptStatistics
-from ngrpo.workbench.diagnose.same_inputs import fed_the_same
-from ngrpo.workbench.diagnose.sample import Sample
+from ngrpo.workbench.diagnose import measures
+from ngrpo.workbench.diagnose.diagnosis import differences, table, warnings_of
+from ngrpo.workbench.diagnose.group_sampling import Sample, fed_inputs
+from ngrpo.workbench.diagnose.measures import fed_the_same
 from ngrpo.workbench.evaluate import Problem
 from perturbations import ReplayRecord, streams
-from perturbations.embeddings import matrix_embeddings
-from perturbations.nearest import nearest_tokens
+from perturbations.embeddings import matrix_embeddings, nearest_tokens
 
 
 def record(tokens: int, positions: list[int], ids: list[list[int]], weights: list[list[float]]) -> ReplayRecord:
@@ -48,10 +48,12 @@ PROBLEMS = [Problem(f"p{i}", ({"role": "user", "content": "What is 2 + 2?"},), "
 FACTS = {"anchor_nearest": None, "text_nearest": None, "tokens_per_second": 7.0}
 
 
-def row(samples: list[Sample], baseline: PromptStatistics | None = None, strategy: Arm | None = None) -> Any:
-    groups = strategy_row.groups_of(samples)
-    stats = strategy_row.prompt_statistics(groups)
-    return strategy_row.strategy_row(strategy or Arm("s", id="s"), groups, PROBLEMS, stats, baseline, FACTS, seed=0)
+def row(samples: list[Sample], baseline: list[Sample] | None = None, strategy: Arm | None = None) -> Any:
+    """The row of a perturbed strategy beside an unperturbed one, or alone."""
+    strategy = strategy or Arm("s", id="s", spec={})
+    groups = {"none": measures.groups_of(baseline or []), strategy.id: measures.groups_of(samples)}
+    strategies = [Arm("none", id="none"), strategy] if baseline else [strategy]
+    return measures.strategy_rows(strategies, groups, PROBLEMS, dict.fromkeys(groups, FACTS), seed=0)[-1]
 
 
 TWO_GROUPS = [
@@ -109,27 +111,27 @@ def test_the_end_token_is_part_of_the_perplexity_alone() -> None:
     assert found["single_trajectory_groups"] == 0.0
 
 
-def made(**more: Any) -> PromptStatistics:
-    plain = dict.fromkeys(
-        ("reward", "edit_distance", "distinct", "parseable", "repetition", "nll"), np.array([0.5, 1.0])
-    )
-    return PromptStatistics(**{**plain, "tokens": np.array([10.0, 30.0]), "group": 4, **more})
+def made(**more: Any) -> Any:
+    """Statistics of two prompts with groups of four."""
+    names = ("reward", "edit_distance", "distinct", "parseable", "repetition", "nll")
+    fields = {**dict.fromkeys(names, np.array([0.5, 1.0])), "tokens": np.array([10.0, 30.0]), "group": 4, **more}
+    return SimpleNamespace(everyone=np.array([[0, 1]]), **fields)
 
 
 def test_the_axes_by_hand() -> None:
     stats = made(distinct=np.array([1 / 4, 1.0]), edit_distance=np.array([0.0, 0.5]), nll=np.array([10.0, 70.0]))
     # (0 + 0)/2 for the group of one answer, (0.5 + 1)/2 for the other.
-    assert axes.diversity(stats, stats.everyone)[0] == pytest.approx(0.75 / 2)
+    assert measures.diversity(stats, stats.everyone)[0] == pytest.approx(0.75 / 2)
     # 80 nats over 40 tokens against 40 over 40: exp(1 - 2). Parts: 0.75, 1 - 0.75, 1/e.
     baseline = made(nll=np.array([10.0, 30.0]))
-    assert axes.validity(stats, baseline, stats.everyone)[0] == pytest.approx((0.75 + 0.25 + math.exp(-1)) / 3)
+    assert measures.validity(stats, baseline, stats.everyone)[0] == pytest.approx((0.75 + 0.25 + math.exp(-1)) / 3)
     # Likelier text than the baseline's is not more than valid.
-    assert axes.validity(baseline, stats, stats.everyone)[0] == pytest.approx((0.75 + 0.25 + 1.0) / 3)
+    assert measures.validity(baseline, stats, stats.everyone)[0] == pytest.approx((0.75 + 0.25 + 1.0) / 3)
 
 
 def test_a_group_of_unparseable_answers_has_no_negative_diversity() -> None:
     stats = made(distinct=np.array([0.0, 0.0]), edit_distance=np.array([0.0, 0.0]))
-    assert axes.diversity(stats, stats.everyone)[0] == 0.0
+    assert measures.diversity(stats, stats.everyone)[0] == 0.0
 
 
 def test_resamples_are_the_same_every_time_and_differ_by_seed() -> None:
@@ -154,15 +156,14 @@ def test_the_difference_is_paired() -> None:
     # Prompts differ by far more than the strategies do, and every prompt gains the same: no noise is left.
     plain = [sample(g, m, [1, 2], "4", reward=r) for g, r in enumerate([0.0, 1.0]) for m in range(2)]
     better = [Sample(**{**vars(s), "reward": s.reward + 0.1}) for s in plain]
-    baseline = strategy_row.prompt_statistics(strategy_row.groups_of(plain))
-    found = row(better, baseline)
+    found = row(better, plain)
     assert found["difference"]["reward"] == {
         "value": pytest.approx(0.1), "low": pytest.approx(0.1), "high": pytest.approx(0.1), "within_noise": False
     }  # fmt: skip
     assert found["intervals"]["reward"] == [pytest.approx(0.1), pytest.approx(1.1)]
     same = {"value": 0.0, "low": 0.0, "high": 0.0, "within_noise": True}
-    assert row(plain, baseline)["difference"] == dict.fromkeys(("diversity", "validity", "reward"), same)
-    assert row(plain)["difference"] is None
+    assert row(plain, plain)["difference"] == dict.fromkeys(("diversity", "validity", "reward"), same)
+    assert row(plain)["difference"] is row(plain, strategy=Arm("none", id="none"))["difference"] is None
 
 
 def test_equal_samples_give_equal_rows() -> None:
@@ -180,7 +181,7 @@ def test_nearest_token_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = torch.nn.functional.normalize(torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     expected = (matrix @ matrix.T - 2 * torch.eye(50)).argmax(dim=-1)  # the nearest other token
     vectors = matrix[expected]
-    monkeypatch.setattr("perturbations.nearest._VOCABULARY_BLOCK", 7)
+    monkeypatch.setattr("perturbations.embeddings._VOCABULARY_BLOCK", 7)
     assert nearest_tokens(vectors, matrix, torch.arange(50)).tolist() == expected.tolist()
 
 
@@ -190,12 +191,12 @@ def test_anchor_is_the_heaviest_candidate() -> None:
     # Position 4: an even mixture of 1 and 3 plus nothing: nearest to either, a tie that the anchor wins.
     weights = [[0.8, 0.2], [0.7, 0.3], [0.5, 0.5]]
     fed = record(3, [2, 3, 4], [[1, 2], [2, 0], [1, 3]], weights)
-    found = inputs.measured([fed], [[1, 0, 1]], embeddings, None)
-    assert (found.anchor_nearest, found.text_nearest) == (1.0, pytest.approx(2 / 3))
+    found = fed_inputs([fed], [[1, 0, 1]], embeddings, None)
+    assert (found["anchor_nearest"], found["text_nearest"]) == (1.0, pytest.approx(2 / 3))
     # ‖(−0.2, 0.2)‖, ‖(−0.7, 0.7)‖ and ‖(−0.5, 0.5)‖, of embeddings of length 2 and relative to it.
-    assert found.relative_shift == pytest.approx(2**0.5 * (0.2 + 0.7 + 0.5) / 3)
+    assert found["relative_shift"] == pytest.approx(2**0.5 * (0.2 + 0.7 + 0.5) / 3)
     nothing = record(3, [], np.zeros((0, 2)), np.zeros((0, 2)))
-    assert inputs.measured([nothing], [[1, 0, 1]], embeddings, None) == inputs.FedInputs()
+    assert fed_inputs([nothing], [[1, 0, 1]], embeddings, None) == dict.fromkeys(found)
 
 
 def test_noise_is_drawn_as_in_the_rollout() -> None:
@@ -203,9 +204,10 @@ def test_noise_is_drawn_as_in_the_rollout() -> None:
     embeddings = matrix_embeddings(matrix)
     fields = vars(record(2, [3], [[4]], [[1.0]]))
     noisy = ReplayRecord(**{**fields, "sigma": np.array([0.7], dtype=np.float32)})
-    (vector,) = inputs.recorded_inputs(noisy, np.array([0]), embeddings, None)
     key = streams.keys(torch.tensor([5]), torch.tensor([3]), streams.Stream.NOISE)
-    assert torch.equal(vector, matrix[4] + 0.7 * streams.normal(key, 8)[0])
+    noise = 0.7 * streams.normal(key, 8)[0].double()
+    found = fed_inputs([noisy], [[1, 4]], embeddings, None)
+    assert found["relative_shift"] == pytest.approx((noise.norm() / matrix[4].norm()).item(), rel=1e-6)
 
 
 def test_a_sample_survives_its_line() -> None:
@@ -218,13 +220,13 @@ def test_a_sample_survives_its_line() -> None:
 def test_warnings() -> None:
     (greedy,) = parse_arms(None, (), ["neighbor rate=1"])
     same = [sample(0, i, [1, 2], "4", right=True) for i in range(2)]
-    (warning,) = screen_table.warnings_of([row(same)], [greedy])
+    (warning,) = warnings_of([row(same)], [greedy])
     assert "every group is one trajectory" in warning and "greedy decoding" in warning
     # Different tokens, all right, at the length limit.
     right = [sample(0, i, [1, 2 + i], "4", right=True) for i in range(2)]
-    found = screen_table.warnings_of([row(right)], [Arm("s", id="s")])
+    found = warnings_of([row(right)], [Arm("s", id="s")])
     assert ["right" in found[0], "length limit" in found[1], len(found)] == [True, True, 2]
-    assert screen_table.warnings_of([row(TWO_GROUPS)], [Arm("s", id="s")]) == [found[1]]
+    assert warnings_of([row(TWO_GROUPS)], [Arm("s", id="s")]) == [found[1]]
 
 
 def mixed(tokens: list[int], weight: float = 0.9, **more: Any) -> Sample:
@@ -251,12 +253,12 @@ def mixed(tokens: list[int], weight: float = 0.9, **more: Any) -> Sample:
 def test_texts_that_differ_with_inputs_that_do_not(one: Sample, other: Sample, same: bool) -> None:
     assert fed_the_same([one, other]) is same
     assert fed_the_same([one, other, sample(0, 9, [7, 7, 7], "4")]) is False
-    found = screen_table.warnings_of([row([one, dataclasses.replace(other, member=9)])], [Arm("s", id="s")])
-    assert any("100% of the groups all answers were fed the same inputs" in text for text in found) is same
+    found = warnings_of([row([one, dataclasses.replace(other, member=9)])], [Arm("s", id="s")])
+    assert any("100% of the groups all responses had the same inputs" in text for text in found) is same
 
 
 def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
-    lines = screen_table.table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
+    lines = table({"group": 2, "strategies": [row(TWO_GROUPS)]}).splitlines()
     assert "pass@2" in lines[0]
     assert "–" in lines[1]
     assert "0.333" in lines[1]
@@ -265,5 +267,5 @@ def test_the_table_shows_a_dash_for_what_is_not_known() -> None:
 def test_differences_in_words() -> None:
     found = {"value": 0.25, "low": -0.1, "high": 0.5, "within_noise": True}
     rows = [{"name": "none", "difference": None}, {"name": "soft", "difference": {"diversity": found}}]
-    line = screen_table.differences({"baseline": "none", "strategies": rows})
+    line = differences({"baseline": "none", "strategies": rows})
     assert line == "soft against none: diversity +0.250 (-0.100 to +0.500, within noise)"

@@ -16,9 +16,9 @@ import pytest
 from ngrpo.cli import main
 from ngrpo.commands import diagnose
 from ngrpo.machine.storage.result_folder import CannotWrite
-from ngrpo.workbench.compare import arguments
-from ngrpo.workbench.diagnose.diagnosis_folder import SAMPLES, DiagnosisFolder
-from ngrpo.workbench.diagnose.sample import Sample
+from ngrpo.workbench.compare.plan import read_plan
+from ngrpo.workbench.diagnose.diagnosis import SAMPLES, DiagnosisFolder
+from ngrpo.workbench.diagnose.group_sampling import Sample
 from perturbations.errors import UsageError
 
 
@@ -143,6 +143,6 @@ def test_a_strategy_that_is_given_twice_has_one_row(words: list[str], ids: list[
 
 def test_a_comparison_s_diagnosis_has_one_row_of_the_baseline() -> None:
     words = "--diagnose.prompts 2 --diagnose.strategy none --model smollm2-135m --task arithmetic"
-    plan = arguments.parse(["--perturbations", "none,neighbor", *words.split()])[0]
+    plan = read_plan(["--perturbations", "none,neighbor", *words.split()])[0]
     assert plan.diagnosis is not None
     assert [strategy.id for strategy in diagnose._read(plan.diagnosis)[2]] == ["none", "neighbor"]

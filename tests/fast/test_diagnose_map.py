@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.config.arms import parse_arms
-from ngrpo.workbench.diagnose import embedding_map, probe
+from ngrpo.workbench.diagnose import embedding_map, group_sampling
 from perturbations import Step, create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
@@ -117,7 +117,9 @@ def test_words() -> None:
         embedding_map.choose_tokens(Tokenizer(), None)
 
 
-def test_the_probe_keeps_the_steps_that_were_asked_for(embedding: torch.Tensor) -> None:
+def test_the_probe_keeps_the_steps_that_were_asked_for(
+    embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = torch.zeros(4, len(embedding))
     for row, likeliest in enumerate([5, 6, 5, 5]):
         logits[row, likeliest] = 2.0 + row
@@ -126,11 +128,13 @@ def test_the_probe_keeps_the_steps_that_were_asked_for(embedding: torch.Tensor) 
     step = Step(
         logits, sampled, torch.ones(4), torch.zeros(4, dtype=torch.int64), positions, matrix_embeddings(embedding)
     )
-    perturbation = create(probe.ADDRESS)
-    probe.COLLECTION.start([5], 2)
+    perturbation = create(group_sampling.PROBE)
+    monkeypatch.setattr(group_sampling, "COPIES", 2)
+    monkeypatch.setattr(group_sampling, "LIKELIEST", {5: []})
     proposal = perturbation.propose(step)
-    kept = probe.COLLECTION.stop()
     assert proposal.tokens.tolist() == sampled.tolist() and proposal.edit.ids.squeeze(-1).tolist() == sampled.tolist()
+    kept = group_sampling.LIKELIEST
     assert [(float(row.max()), position) for row, position in kept[5]] == [(2.0, 10), (4.0, 12)] and list(kept) == [5]
+    kept.clear()
     perturbation.propose(step)
-    assert probe.COLLECTION.stop() == {}
+    assert kept == {}

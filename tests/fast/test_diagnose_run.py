@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ from ngrpo.commands import diagnose as command
 from ngrpo.config.arms import parse_arms
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.workbench.compare import runs
-from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
-from ngrpo.workbench.diagnose import diagnosis, measuring
-from ngrpo.workbench.diagnose.policies import policy_of
-from ngrpo.workbench.diagnose.sample import GroupSampling, Sample
+from ngrpo.workbench.compare.runs import ComparisonFolder
+from ngrpo.workbench.diagnose import diagnosis, group_sampling, policy_of
+from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
 from ngrpo.workbench.evaluate import load_task
 from perturbations.errors import UsageError
 from tests.fast.compare_example import plan
@@ -53,7 +51,7 @@ class MadeUp:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     made_up = MadeUp()
-    monkeypatch.setattr(measuring, "sample_strategy", made_up.sample)
+    monkeypatch.setattr(group_sampling, "sample_strategy", made_up.sample)
     return made_up
 
 
@@ -120,7 +118,7 @@ class Continued:
     """A comparison before its training, again and again in one folder, its diagnoses made with made-up samples."""
 
     def __init__(self, llm: MadeUp, path: Path) -> None:
-        self.llm, self.folder, self.made, self.told = llm, ComparisonFolder(path), 0, list[str]()
+        self.llm, self.folder, self.made = llm, ComparisonFolder(path), 0
 
     def command(self, words: list[str], *_: Any) -> None:
         assert words[0] == "diagnose"
@@ -141,7 +139,7 @@ class Continued:
 
     def rows(self, *words: str) -> list[str]:
         made = plan("--eval.data", "none", "--diagnose.prompts", "2", "--diagnose.group", "2", *words)
-        compare._before(made, self.folder, "model", SimpleNamespace(note=self.told.append))
+        compare._before(made, self.folder, "model")
         return [row["name"] for row in self.folder.read("diagnosis/diagnosis.json")["strategies"]]
 
 
@@ -165,14 +163,16 @@ def test_a_comparison_that_goes_on_diagnoses_what_is_new(continued: Continued) -
     assert continued.rows("--perturbations", "gumbel") == ["gumbel"] and continued.made == 4
 
 
-def test_a_comparison_that_goes_on_with_other_settings_of_its_diagnosis_makes_it_again(continued: Continued) -> None:
+def test_a_comparison_that_goes_on_with_other_settings_of_its_diagnosis_makes_it_again(
+    continued: Continued, capsys: pytest.CaptureFixture[str]
+) -> None:
     names = ("--perturbations", "none")
     changes: list[tuple[str, ...]] = [(), ("--diagnose.seed", "3")]
     for times, words in enumerate(changes, start=1):
         for _ in range(2):
             continued.rows(*names, *words)
             assert (continued.made, len(continued.llm.asked)) == (times, times)
-    assert continued.told[-1].endswith("diagnosing the strategies again: its settings are others than before")
+    assert "diagnosing the strategies again: its settings are others than before\n" in capsys.readouterr().out
 
 
 def test_a_comparison_that_goes_on_makes_the_map_that_is_asked_for(continued: Continued) -> None:

@@ -56,7 +56,7 @@ ELSEWHERE = {
     r"python -m verl\.trainer\.main_ppo .*": (ENGINE, "tests/verl/test_main_ppo.py"),
     r"vllm serve .*": (ENGINE, "tests/stack/test_serve.py"),
     r"(make study|bash examples/study/run\.sh .*)": (ENGINE, "tests/fast/test_study.py"),
-    r"python -m ngrpo\.machine\.hardware\.torchvision_operators \S+": (NETWORK, "tests/stack/test_models.py"),
+    r"python -m ngrpo\.machine\.hardware\.stand_ins \S+": (NETWORK, "tests/stack/test_models.py"),
     r"export PYTHONPATH=\$PWD/\.venv/vision": ("is the shell's", "tests/stack/test_models.py"),
     r"python -m benchmarks\.models( \S+)+": (ENGINE, "tests/stack/test_models.py"),
     r"python -m benchmarks\.models\.picture_rollouts": (ENGINE, "tests/stack/test_models.py"),

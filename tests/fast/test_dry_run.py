@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.machine.hardware import memory_estimate
-from ngrpo.machine.models import model_size
-from ngrpo.machine.models.model_size import ModelSize
+from ngrpo.machine.hardware import gpu_plan
+from ngrpo.machine.models import architecture
+from ngrpo.machine.models.architecture import ModelSize
 from ngrpo.machine.upstream import openrlhf_parser, placement
 
 BASE = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4"
@@ -154,7 +154,7 @@ SIZE = ModelSize(
 
 def parts_of(more: str) -> dict[str, tuple[float, ...]]:
     """Bytes while answers are drawn, scored, in the backward pass, at the update, and on the host."""
-    parts = memory_estimate.trained("actor", SIZE, args_of(f"--data.max_len 50 {more}"), 4)
+    parts = gpu_plan.trained("actor", SIZE, args_of(f"--data.max_len 50 {more}"), 4)
     return {part.name.removeprefix("actor: "): (*part.phases, part.host) for part in parts}
 
 
@@ -181,7 +181,7 @@ def test_printed_formulas_give_the_printed_bytes() -> None:
     """Four GPUs, two of them to a part of the tensor-parallel model: P is 1000, T and D are 2."""
     for stage in (1, 2, 3):
         args = args_of(f"--data.max_len 50 --ds.zero_stage {stage} --ds.tensor_parallel_size 2")
-        parts = [*memory_estimate.trained("actor", SIZE, args, 4), memory_estimate.frozen("reference", SIZE, args, 4)]
+        parts = [*gpu_plan.trained("actor", SIZE, args, 4), gpu_plan.frozen("reference", SIZE, args, 4)]
         for part in parts:
             if not part.name.endswith("activations"):
                 number, _, letters = part.formula.partition("P")
@@ -190,29 +190,29 @@ def test_printed_formulas_give_the_printed_bytes() -> None:
 
 
 def test_memory_of_reference_logits_and_engine_by_hand() -> None:
-    assert memory_estimate.frozen("reference", SIZE, args_of(), 4).phases == (2000,) * 4
+    assert gpu_plan.frozen("reference", SIZE, args_of(), 4).phases == (2000,) * 4
     stage3 = args_of("--ds.zero_stage 3")
-    assert memory_estimate.frozen("reference", SIZE, stage3, 4).phases == (500,) * 4
-    offloaded = memory_estimate.frozen("reference", SIZE, stage3, 4, offloaded=True)
+    assert gpu_plan.frozen("reference", SIZE, stage3, 4).phases == (500,) * 4
+    offloaded = gpu_plan.frozen("reference", SIZE, stage3, 4, offloaded=True)
     assert (offloaded.phases, offloaded.host) == ((0,) * 4, 500)
     # Two samples of 50 tokens with 10 logits of 2 + 4 bytes.
-    scored = memory_estimate.scored(SIZE, args_of("--data.max_len 50 --rollout.micro_batch_size 2"))
+    scored = gpu_plan.scored(SIZE, args_of("--data.max_len 50 --rollout.micro_batch_size 2"))
     assert scored.phases == (0, 6000, 0, 0)
     args = args_of("--vllm.gpu_memory_utilization 0.5")
-    engine = memory_estimate.engine(SIZE, args, 10_000)
+    engine = gpu_plan.engine(SIZE, args, 10_000)
     assert (engine.phases, engine.host) == ((5000,) * 4, 0)
     # 5000 − 2·1000 bytes, of which a token takes 3 layers · 2 · 1 head · 2 wide · 2 bytes.
-    assert memory_estimate.kv_cache_tokens(SIZE, args, 10_000) == 125
+    assert gpu_plan.kv_cache_tokens(SIZE, args, 10_000) == 125
     asleep = args_of("--vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep --train.colocate_all --vllm.num_engines 4")
-    engine = memory_estimate.engine(SIZE, asleep, 10_000)
+    engine = gpu_plan.engine(SIZE, asleep, 10_000)
     # Asleep it keeps 2 GiB.
     assert (engine.phases, engine.host) == ((5000, *[2 * 2**30] * 3), 2000)
 
 
-@pytest.mark.parametrize("name", sorted(model_size.table()))
+@pytest.mark.parametrize("name", sorted(architecture.size_table()))
 def test_sizes_of_the_table_are_those_that_transformers_makes(name: str) -> None:
-    config = {key: value for key, value in model_size.table()[name].items() if key != "parameters"}
-    made, found = model_size.of_config(config, "made here"), model_size.find(name)
+    config = {key: value for key, value in architecture.size_table()[name].items() if key != "parameters"}
+    made, found = architecture.size_from(config, "made here"), architecture.size_of(name)
     assert made is not None
     assert found is not None and found == dataclasses.replace(made, source=found.source)
 
@@ -221,7 +221,7 @@ def test_published_numbers_of_parameters() -> None:
     published = {"Qwen/Qwen3-0.6B": 596_049_920, "Qwen/Qwen3-8B": 8_190_735_360}
     published |= {"meta-llama/Llama-3.2-1B": 1_235_814_400, "smollm2-135m": 134_515_008}
     for name, parameters in published.items():
-        found = model_size.find(name)
+        found = architecture.size_of(name)
         assert found is not None and found.parameters == parameters
 
 
@@ -233,7 +233,7 @@ def test_any_type_of_transformers_has_a_size(kind: str, tmp_path: Path) -> None:
     widths = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.AutoConfig.for_model(kind, num_hidden_layers=2, vocab_size=100, pad_token_id=0, **widths)
     config.save_pretrained(tmp_path)
-    found = model_size.find(str(tmp_path))
+    found = architecture.size_of(str(tmp_path))
     model = transformers.AutoModelForCausalLM.from_config(config)
     assert found is not None and found.parameters == sum(each.numel() for each in model.parameters())
     assert (found.layers, found.hidden, found.kv_heads, found.vocabulary) == (2, 64, 2, 100)
@@ -241,13 +241,13 @@ def test_any_type_of_transformers_has_a_size(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "of_no_release"}, {"model_type": "llama", "hidden_size": "x"}])
 def test_what_transformers_cannot_make_has_no_size(config: dict[str, Any]) -> None:
-    assert model_size.of_config(config, "made here") is None
+    assert architecture.size_from(config, "made here") is None
 
 
 def test_a_folder_of_its_name_does_not_hide_a_packaged_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2-135m").mkdir()
-    found = model_size.find("smollm2-135m")
+    found = architecture.size_of("smollm2-135m")
     assert found is not None and found.parameters == 134_515_008
 
 
@@ -273,7 +273,7 @@ def test_sizes_and_activations_are_those_of_a_real_model(family: str) -> None:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}
         del held
         of_layers = sum(size for address, size in storages.items() if address not in own)
-        size = model_size.of_config(config.to_dict(), "made here")
+        size = architecture.size_from(config.to_dict(), "made here")
         return of_layers, size, sum(parameter.numel() for parameter in model.parameters())
 
     (two, size, parameters), (four, _, _) = kept(2), kept(4)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ngrpo import cli
 from ngrpo.commands.eval import run
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import ResultFolder, read_json
@@ -20,7 +21,7 @@ from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, rescore
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
-from perturbations.streams import trajectory_seed
+from perturbations.seeds import trajectory_seed
 
 PROBLEMS = [
     Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)
@@ -354,7 +355,7 @@ def test_bad_words(words: str, says: str) -> None:
 def test_help_and_engine_options(capsys: pytest.CaptureFixture[str]) -> None:
     from ngrpo.commands.eval import _engine_options
 
-    assert run(["--help"], report=print) == 0
+    assert cli.main(["eval", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "--rescore" in shown
     assert "--perturbation NAME" in shown

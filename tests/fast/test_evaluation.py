@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.trainers.openrlhf.rollout_requests import numbered_requests
+from ngrpo.trainers.openrlhf.samples_generator import samples_generator
 from perturbations.seeds import AnswerNumbers
 from tests.fast.run import run_with
 
@@ -47,7 +47,7 @@ class Generator:
 @pytest.mark.parametrize(("spec", "perturbed"), [({}, False), ({"perturb_eval": True}, True)])
 def test_evaluation_is_plain_unless_asked(spec: dict, perturbed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, perturbation={"name": "neighbor", **spec})
-    generator = numbered_requests(Generator)()
+    generator = samples_generator(Generator)()
     engine = generator.vllm_engines[0]
     generator.generate_samples()
     generator.generate_eval_samples()

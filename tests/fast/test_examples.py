@@ -13,10 +13,10 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
-from ngrpo.machine.hardware import memory_estimate
-from ngrpo.machine.upstream import machine, openrlhf_parser
-from ngrpo.machine.upstream.placement import groups
-from ngrpo.workbench.compare import arguments
+from ngrpo.machine.hardware import gpu_plan
+from ngrpo.machine.upstream import openrlhf_parser
+from ngrpo.machine.upstream import placement as gpus
+from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.compare.runs import run_config
 from perturbations.errors import UsageError
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
@@ -32,7 +32,7 @@ def test_custom_examples_check_themselves(name: str) -> None:
 
 def test_each_row_of_the_ablation_is_a_strategy() -> None:
     file = Path(__file__).resolve().parents[2] / "examples" / "ablation.yaml"
-    plan, _ = arguments.parse(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
+    plan, _ = read_plan(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
     ids = [arm.id for arm in plan.arms]
     assert len(set(ids)) == len(ids) == sum(line.lstrip().startswith("- ") for line in file.read_text().splitlines())
     assert plan.baseline == "none base=grpo" and plan.seeds == (0, 1, 2)
@@ -45,7 +45,7 @@ def test_each_row_of_the_ablation_is_a_strategy() -> None:
 def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
     """Each row is a training that is accepted, and every method of the tree is in one."""
     file = Path(__file__).resolve().parents[2] / "examples" / "all_methods.yaml"
-    plan, _ = arguments.parse(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
+    plan, _ = read_plan(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
     ids = [arm.id for arm in plan.arms]
     assert len(set(ids)) == len(ids) and plan.baseline in ids
     for kept, flag in FLAGS.items():
@@ -120,7 +120,7 @@ def test_every_recipe_is_planned_for_1_8_and_16_gpus(
     problems(tmp_path / "data")
     (tmp_path / "examples").symlink_to(RECIPES.parent)
     monkeypatch.chdir(tmp_path)
-    planned = machine.planned(shape, "--dry-run")
+    planned = gpus.planned(shape, "--dry-run")
     needed = planned.total if placement is None else int(placement.split("_")[1])
     sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "8", "--train.batch_size", "32"]
     sizes += ["--model", "Qwen/Qwen3-0.6B", "--task", "arithmetic"]
@@ -140,8 +140,8 @@ def test_every_recipe_is_planned_for_1_8_and_16_gpus(
             assert beside or f"this run needs {needed} GPUs and {planned.total} is there" in str(error), (name, error)
             assert beside or needed > planned.total
             continue
-        assert sum(group.gpus for group in groups(args)) == needed, name
-        assert memory_estimate.fits(args, planned.memory), name
+        assert sum(group.gpus for group in gpus.groups(args)) == needed, name
+        assert gpu_plan.fits(args, planned.memory), name
 
 
 def test_the_index_lists_every_recipe() -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from ngrpo.config import parse, preflight
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf.first_evaluation import evaluating_first
+from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations.errors import UsageError
+from tests.fast.run import check_pairs, run_with
 
 
 class Trainer:
@@ -31,8 +32,9 @@ class Trainer:
         self.evaluated.append((step, drawn))
 
 
-def test_only_before_the_first_step() -> None:
-    first, resumed = evaluating_first(Trainer)(0), evaluating_first(Trainer)(7)
+def test_only_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, eval_at_start=True)
+    first, resumed = trainer(Trainer)(0), trainer(Trainer)(7)
     assert first.init_checkpoint_states() == {"global_step": 0} and resumed.init_checkpoint_states()
     drawn = {"temperature": 0.6, "max_new_tokens": 12, "n_samples_per_prompt": 4}
     assert first.evaluated == [(0, drawn)] and resumed.evaluated == []
@@ -55,5 +57,6 @@ def test_what_it_needs(words: list[str], said: str) -> None:
     settings = parse.run_config(["--eval.at_start"])
     with pytest.raises(UsageError, match=said):
         preflight.check_eval_at_start(Flags(words), settings)
+        check_pairs(words, settings)
     preflight.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), settings)
     preflight.check_eval_at_start(Flags(words), parse.run_config([]))

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config import preflight
+from ngrpo.config.run_notes import gap_notes
 from ngrpo.methods import sampling_schedules
-from ngrpo.trainers.openrlhf import metrics, unperturbed
-from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
-from ngrpo.trainers.openrlhf.side_inputs import unpack
-from ngrpo.trainers.openrlhf.unperturbed import ANSWERS, Turns, UnperturbedAnswer
+from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
+from ngrpo.trainers.common.side_inputs import unpack
+from ngrpo.trainers.openrlhf import experience_maker
+from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS, ControlQuota
 from perturbations import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+from tests.fast import openrlhf_doubles
 from tests.fast.run import run_of, run_with
 
 NAMES = ("unperturbed", "perturbed", "plain", "before")
@@ -82,7 +83,7 @@ def test_without_an_unperturbed_answer_nothing_is_judged_and_the_next_step_is_as
 
 
 def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngrpo.trainers.openrlhf.gap._warned", [])
+    monkeypatch.setattr("ngrpo.trainers.common.mismatch._warned", [])
     GapScale(True).check(step(unperturbed=0.02, plain=0.67, perturbed=0.63, before=0.14), 10.0, strict=False)
     printed = capsys.readouterr().out
     assert printed.startswith("ngrpo warning:") and "--perturbation.strict" in printed
@@ -90,11 +91,11 @@ def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_the_first_answers_of_each_round_are_followed() -> None:
-    turns = Turns()
-    assert [turns.next(1, True) for _ in range(ANSWERS + 2)] == [True] * ANSWERS + [False] * 2
-    assert not turns.next(2, perturbed=False)
-    assert turns.next(2, True)
-    assert not turns.next(0, True)
+    quota = ControlQuota()
+    assert [quota.next(1, True) for _ in range(CONTROLS + 2)] == [True] * CONTROLS + [False] * 2
+    assert not quota.next(2, perturbed=False)
+    assert quota.next(2, True)
+    assert not quota.next(0, True)
 
 
 ANSWER = UnperturbedAnswer(np.array([5, 6, 300_000, 8], np.int32), np.array([-0.5, -1.25], np.float32))
@@ -133,7 +134,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
     rollout = SimpleNamespace(batch_size=8, vllm_generate_batch_size=8)
     args = SimpleNamespace(rollout=rollout, train=SimpleNamespace(async_enable=False))
     args.ds = SimpleNamespace(param_dtype="bf16")
-    return SimpleNamespace(actor_model_group=Group(), strategy=SimpleNamespace(args=args))
+    return openrlhf_doubles.maker(actor_model_group=Group(), strategy=SimpleNamespace(args=args))
 
 
 def test_the_gap_is_over_the_answers_tokens(maker: Any) -> None:
@@ -141,12 +142,14 @@ def test_the_gap_is_over_the_answers_tokens(maker: Any) -> None:
     longer = UnperturbedAnswer(np.array([7, 3, 4, 5], np.int32), np.array([-0.3, -0.4, -0.9], np.float32))
     empty = dataclasses.replace(shorter, log_probs=shorter.log_probs[:0])
     # |−0.2 + 0.3|, and |−0.5 + 0.9| at the last of the other's three tokens.
-    assert unperturbed.gap_of(maker, [empty, shorter, longer]) == pytest.approx((0.1 + 0.4) / 4)
+    assert experience_maker.control_gap(
+        maker, [record(each) for each in (empty, shorter, None, longer)]
+    ) == pytest.approx((0.1 + 0.4) / 4)
     given = maker.actor_model_group.given
     assert given["sequences"].tolist() == [[0, 0, 1, 2], [7, 3, 4, 5]]
     assert given["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert given["action_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert unperturbed.gap_of(maker, [empty]) is None
+    assert experience_maker.control_gap(maker, [record(empty), None]) is None
 
 
 @pytest.mark.parametrize(("changed", "drifts"), [({}, False), ({"async": True}, True), ({"batch": 16}, True)])
@@ -156,8 +159,8 @@ def test_when_weights_drift_by_design(
     run_with(monkeypatch)
     maker.strategy.args.train.async_enable = changed.get("async", False)
     maker.strategy.args.rollout.vllm_generate_batch_size = changed.get("batch", 8)
-    scale = metrics.gap_scale(maker)
-    assert scale is metrics.gap_scale(maker)
+    scale = experience_maker.gap_scale(maker)
+    assert scale is experience_maker.gap_scale(maker)
     scale.of(0.02)
     assert scale.is_needed == drifts
 
@@ -169,14 +172,14 @@ def test_rollouts_at_other_temperatures_are_not_judged(
     """A schedule's gap is that between two temperatures, whatever the replay does."""
     run_with(monkeypatch, strict=True)
     with pytest.raises(ReplayGap):
-        metrics.judge_gaps(maker, large)
+        experience_maker.judge(maker, large)
     run_with(monkeypatch, strict=True, sampling_schedule=sampling_schedules.create("ladder").spec())
-    metrics.judge_gaps(maker, large)
+    experience_maker.judge(maker, large)
 
 
 def test_a_start_says_that_the_gap_is_not_judged() -> None:
     ladder, neighbor = sampling_schedules.create("ladder").spec(), create("neighbor").spec()
-    assert preflight.gap_notes(run_of(sampling_schedule=ladder)) == []
-    assert preflight.gap_notes(run_of(perturbation=neighbor)) == []
-    (note,) = preflight.gap_notes(run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
+    assert [*gap_notes(run_of(sampling_schedule=ladder))] == []
+    assert [*gap_notes(run_of(perturbation=neighbor))] == []
+    (note,) = gap_notes(run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
     assert note.endswith("their gap is logged and not judged, and --perturbation.strict does nothing.")

@@ -12,6 +12,7 @@ import torch
 
 from perturbations import streams
 from perturbations.gates.default import BoundGate, GateOptions, protected_tokens
+from perturbations.seeds import trajectory_seed
 from perturbations.step import Positions
 from tests.fast.gate_steps import F, T, of_one, schedule, step_with
 
@@ -55,7 +56,7 @@ def test_nothing_is_planned_without_generated_positions() -> None:
 def test_rate_is_that_of_fair_coins() -> None:
     """2,000 trajectories of 200 positions at ρ = 0.1, by totals, by position and by trajectory."""
     rate, rows, length = 0.1, 2000, 200
-    seeds = np.repeat([streams.trajectory_seed(7, i) for i in range(rows)], length)
+    seeds = np.repeat([trajectory_seed(7, i) for i in range(rows)], length)
     at = np.tile(np.arange(length), rows)
     plan = schedule(rate).selects(Positions(seeds, np.zeros_like(at), at)).reshape(rows, length)
     spread = rate * (1 - rate)

@@ -14,7 +14,7 @@ import torch
 
 from perturbations import create, create_gate, registry, streams
 from perturbations.embeddings import matrix_embeddings
-from perturbations.gates.base import Gate
+from perturbations.gates import Gate
 from perturbations.gates.default import BoundGate
 from perturbations.options import option
 from perturbations.step import GateStep, Positions, Step

@@ -5,6 +5,7 @@ import asyncio
 import importlib
 import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,16 +18,16 @@ import pytest
 from ngrpo import patches
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.hardware import attention, profile_for
-from ngrpo.machine.hardware.cpu import engine_on_cpu
+from ngrpo.machine.hardware import cpu, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import plugin
 from ngrpo.trainers.openrlhf import launch, nodes, worker
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
+from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from perturbations.errors import UsageError
-from tests.fast.run import run_of
+from tests.fast.run import check_pairs, run_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = profile_for("cpu")
@@ -61,7 +62,7 @@ def test_default_flags_are_added_only_where_absent_and_told() -> None:
 
 
 def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    monkeypatch.setattr(attention, "has_flash_attn", lambda: installed)
+    monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: installed)
     monkeypatch.setattr(worker, "has_flash_attn", lambda: installed)
 
 
@@ -100,7 +101,7 @@ def test_what_counts_as_flash_attn(
         (tmp_path / file).write_text("raise RuntimeError('nothing is imported to find out')")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     importlib.invalidate_caches()
-    assert attention.has_flash_attn() is found
+    assert stand_ins.has_flash_attn() is found
 
 
 # A whole placement, to which nothing is added.
@@ -112,7 +113,6 @@ def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
     flags = rules.of_hardware(Flags(run.openrlhf), run)
     next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
-    rules._attention(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 
@@ -157,21 +157,22 @@ def test_cuda_without_flash_attn_refuses_what_needs_it(
     monkeypatch: pytest.MonkeyPatch, launched: dict[str, object], flags: list[str]
 ) -> None:
     set_flash_attn(monkeypatch, False)
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    expected = (
-        f"^{' '.join(flags)} cannot be used here: .*flash-attn, and that is not installed.* Fix: .*docs/install.md"
-    )
+    monkeypatch.setattr(stand_ins, "find_spec", lambda name: None)
+    expected = f"^{' '.join(flags)} cannot be used with an environment without flash-attn: .* Fix: .*docs/install.md"
     with pytest.raises(UsageError, match=expected):
         start(run_of(openrlhf=tuple(flags), hardware="cuda"))
     assert launched == {}
 
 
 def test_kernels_from_the_hub_are_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention.check(Flags(["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]), "cuda")
-    monkeypatch.setattr(attention, "find_spec", lambda name: name == "kernels" or None)
-    attention.check(Flags(FLASH), "cuda")
+    for missing in (["flash-attn"], ["flash-attn", "kernels"]):
+        hub = ["--ds.attn_implementation", "kernels-community/vllm-flash-attn3"]
+        check_pairs(hub, run_of(), hardware="cuda", missing=missing)
+    check_pairs(FLASH, run_of(), hardware="cuda", missing=["flash-attn"])
     with pytest.raises(UsageError, match="needs CUDA"):
-        attention.check(Flags(FLASH), "cpu")
+        check_pairs(FLASH, run_of(), hardware="cpu")
+    monkeypatch.setattr(stand_ins, "find_spec", lambda name: SimpleNamespace(origin="") if name == "kernels" else None)
+    assert stand_ins.missing() == ["flash-attn"]
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -196,7 +197,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, her
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF")
 def test_openrlhf_starts_with_the_cuda_profile_and_no_flash_attn() -> None:
     program = (
-        "from ngrpo.machine.hardware import attention; attention.has_flash_attn = lambda: False\n"
+        "from ngrpo.machine.hardware import stand_ins; stand_ins.has_flash_attn = lambda: False\n"
         "from ngrpo.trainers.openrlhf.launch import launch, RunConfig\n"
         "launch(RunConfig(openrlhf=('--help',), hardware='cuda'))"
     )
@@ -225,10 +226,9 @@ def test_what_the_cpu_cannot_do_is_refused_with_the_flag(flags: list[str]) -> No
 
 
 def test_harmless_values_pass() -> None:
-    attention.check(Flags(["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]), "cpu")
-    for packs in PACKING:
-        attention.check(Flags(packs), "cpu")
-    CPU.check(Flags(["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]))
+    attention = ["--ds.ring_attn_size=1", "--ds.attn_implementation", "sdpa"]
+    for words in (attention, *PACKING, ["--vllm.tensor_parallel_size", "2", "--vllm.sync_backend", "gloo"]):
+        check_pairs(words, run_of(), hardware="cpu")
 
 
 @pytest.mark.parametrize("given", ["sdpa", "eager", None])
@@ -239,7 +239,7 @@ def test_packed_samples_keep_the_attention_of_the_command_line(
     words = [] if given is None else ["--ds.attn_implementation", given]
     monkeypatch.setattr(sys, "argv", ["openrlhf", "--ds.packing_samples", *words])
     args = SimpleNamespace(ds=SimpleNamespace(attn_implementation="flash_attention_2"))
-    seen = attention.attention_as_given(lambda args: args.ds.attn_implementation)(args)
+    seen = stand_ins.attention_as_given(lambda args: args.ds.attn_implementation)(args)
     assert seen == (given or "flash_attention_2")
 
 
@@ -248,17 +248,38 @@ def test_packed_samples_keep_the_attention_of_the_command_line(
 def test_an_engine_on_a_cpu_has_processes_as_ranks_and_the_trainers_dtype(
     monkeypatch: pytest.MonkeyPatch, ranks: int, backend: str, given: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(run, "_current", run_of(openrlhf=("--ds.param_dtype", given)))
+    monkeypatch.setattr(run, "_current", run_of(openrlhf=("--ds.param_dtype", given), hardware="cpu"))
 
     class Engine:
         async def __init__(self, **kwargs: object) -> None:
             self.kwargs = kwargs
 
-    engine = engine_on_cpu(Engine)
+    engine = rollout_actor(Engine)
     made = engine.__new__(engine)
     given_by_openrlhf = {"distributed_executor_backend": "as it was", "dtype": "bfloat16"}
     asyncio.run(made.__init__(tensor_parallel_size=ranks, **given_by_openrlhf))
     assert made.kwargs == {"tensor_parallel_size": ranks, "distributed_executor_backend": backend, "dtype": dtype}
+
+
+def free_port() -> int:
+    class Actor:
+        """As OpenRLHF's: a static method, called of an instance."""
+
+        _get_free_port = cpu.port_below_outgoing(lambda: -1)
+
+    return Actor()._get_free_port()
+
+
+def test_the_port_of_a_models_processes_is_free_and_given_to_no_outgoing_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {free_port() for _ in range(50)}
+    assert len(found) > 10 and all(20000 <= port < 32768 for port in found)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        monkeypatch.setattr(cpu, "_PORTS", [taken.getsockname()[1]] * 64)
+        assert free_port() == -1, "the only candidate is taken: the system chooses"
 
 
 def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
@@ -270,10 +291,10 @@ def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
 def test_float32_is_the_default_of_a_cpu_and_refused_elsewhere() -> None:
     flags = Flags([]).with_defaults(CPU.default_flags)
     assert openrlhf_parser.resolved(["--reward.remote_url", "reward.py", *flags.argv])["ds.param_dtype"] == "fp32"
-    with pytest.raises(UsageError, match=r"fp32 cannot be used with --hardware cuda: .*Use bf16, or leave it out"):
-        profile_for("cuda").check(Flags(["--ds.param_dtype", "fp32"]))
-    with pytest.raises(UsageError, match=r"--ds\.tensor_parallel_size 2 needs --ds\.param_dtype bf16"):
-        CPU.check(Flags(["--ds.tensor_parallel_size", "2"]).with_defaults(CPU.default_flags))
+    with pytest.raises(UsageError, match=r"fp32 cannot be used with --hardware cuda: .*use bf16, or leave it out"):
+        check_pairs(["--ds.param_dtype", "fp32"], run_of(), hardware="cuda")
+    with pytest.raises(UsageError, match=r"--ds\.tensor_parallel_size 2 .*add --ds\.param_dtype bf16"):
+        check_pairs(["--ds.tensor_parallel_size", "2", *flags.argv], run_of(), hardware="cpu")
     CPU.check(Flags(["--ds.tensor_parallel_size", "2", "--ds.param_dtype", "bf16"]))
 
 
@@ -361,7 +382,7 @@ def test_importing_is_light() -> None:
 def test_flash_attention_stand_in_round_trip() -> None:
     import torch
 
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import, pad_input, unpad_input
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in, pad_input, unpad_input
 
     values = torch.arange(8.0).reshape(2, 4, 1)
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
@@ -371,7 +392,7 @@ def test_flash_attention_stand_in_round_trip() -> None:
     assert (longest, lengths.tolist()) == (3, [3, 2])
     assert torch.equal(pad_input(rows, indices, 2, 4), values * mask[..., None])
 
-    with during_import():
+    with flash_attn_stand_in():
         from flash_attn.bert_padding import unpad_input as found
 
         assert found is unpad_input

@@ -12,20 +12,18 @@ ROOT = Path(__file__).resolve().parents[2]
 ROLLOUTS_AND_TRAINING = ("ngrpo/rollout", "ngrpo/trainers", "perturbations")
 # What is done in a home, as its source says it, and the few other files in these folders where the same words stand:
 # the hash that all seeds are made by, a second round's own bytes, a further gate asked by the default one and by the
-# conformance suite, the choice of the noise that a weight sync adds, and verl's own weight sync.
+# conformance suite.
 DONE_AT_HOME = {
-    "perturbations/seeds.py": (r"\btrajectory_seed\((?!\))", {"perturbations/streams.py"}),
-    "perturbations/replay/packing.py": (r"\bsealed\(", {"ngrpo/trainers/openrlhf/second_round.py"}),
-    "ngrpo/trainers/openrlhf/loss.py": (r"\bactor_loss_fn\b.*=|\boriginal\(logits, labels", set()),
+    "perturbations/seeds.py": (r"\bblake2b\(digest_size=SEED_BYTES\)|def of_(engine|prompt)\(", set()),
+    "perturbations/replay/packing.py": (r"\bsealed\(", {"ngrpo/trainers/common/side_inputs.py"}),
+    "ngrpo/trainers/openrlhf/actor_trainer.py": (r"\bactor_loss_fn\b.*=", set()),
+    "ngrpo/trainers/common/log_probs.py": (r"\boriginal\(logits, labels", set()),
     "ngrpo/rollout/async_scheduling.py": (r"\.synchronize\(\)|num_output_tokens\(\)", set()),
     "perturbations/verdict.py": (
         r"\bgate\.(open|feeds|selects)\(",
         {"perturbations/gates/default.py", "perturbations/testing/gate.py"},
     ),
-    "ngrpo/trainers/openrlhf/weight_sync.py": (
-        r"def (broadcast_to_vllm|update_weight\w*|load_weights_file)\(",
-        {"ngrpo/trainers/openrlhf/policy_noise.py", "ngrpo/trainers/verl/http_server.py"},
-    ),
+    "ngrpo/trainers/openrlhf/trainer.py": (r"def evaluate\(", set()),
     "ngrpo/rollout/new_weights.py": (r"\.(load_weights|reload_weights) = ", set()),
 }
 

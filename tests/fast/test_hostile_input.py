@@ -19,7 +19,7 @@ from ngrpo import cli
 from ngrpo.config import parse, preflight
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream import openrlhf_parser
-from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.compare.plan import read_plan
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -208,6 +208,6 @@ def test_openrlhfs_own_parser(words: list[str]) -> None:
 @FEW
 @given(st.lists(TEXT, max_size=6))
 def test_words_are_sorted_or_refused(words: list[str]) -> None:
-    for read in (parse.run_config, arguments.parse):
+    for read in (parse.run_config, read_plan):
         with contextlib.suppress(UsageError):
             read(words)

@@ -37,6 +37,6 @@ def test_public_names() -> None:
 
     assert dir(perturbations) == perturbations.__all__
     for name in perturbations.__all__:
-        assert getattr(perturbations, name).__name__ == name
+        assert callable(getattr(perturbations, name)), name
     with pytest.raises(AttributeError, match=r"'nothing'.*check_perturbation"):
         perturbations.nothing  # noqa: B018

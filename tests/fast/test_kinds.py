@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config.kinds import KINDS, Kind, beside_perturbation, of_registry
+from ngrpo.config.kinds import KINDS, Kind, of_registry, run_level_kinds
 from perturbations.registry import Registry
 from tests.conftest import ROOT
 
 
 def test_every_registry_has_its_row() -> None:
-    of_ours = [made for made in Registry.made if made.base.startswith(("ngrpo.", "perturbations:"))]
+    of_ours = [one for one in Registry.instances if one.base.startswith(("ngrpo.", "perturbations:"))]
     assert {kind.registry for kind in KINDS.values()} == set(of_ours)
     for kind in KINDS.values():
         assert of_registry(kind.registry) is kind and issubclass(kind.registry.base_class(), object)
@@ -27,7 +27,7 @@ def test_every_registry_has_its_row() -> None:
 def test_what_a_row_names_is_there(kind: Kind) -> None:
     assert (ROOT / kind.page).is_file()
     assert "${Class}" in kind.template() and "${Class}" in kind.template("test_")
-    assert (kind in beside_perturbation()) == (not kind.flag.startswith("--perturbation"))
+    assert (kind in run_level_kinds()) == (not kind.flag.startswith("--perturbation"))
 
 
 def test_a_further_kind_is_a_row_and_a_folder(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ GRAPH = {module: imports(module) for module in MODULES}
 
 def test_deferred_and_typed_imports_are_seen() -> None:
     assert "ngrpo.machine.models.packaged" in GRAPH["ngrpo.commands.eval"][0], "an import inside a function"
-    runs, typed = GRAPH["ngrpo.workbench.diagnose.screen_table"]
+    runs, typed = GRAPH["ngrpo.workbench.diagnose.diagnosis"]
     assert "ngrpo.config.arms" in typed and "ngrpo.config.arms" not in runs, "for type checkers only"
 
 

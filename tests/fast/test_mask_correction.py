@@ -13,22 +13,20 @@ from torch import Tensor
 
 from ngrpo.config import parse, sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import with_replacements
-from ngrpo.trainers.openrlhf.mask_correction import corrected
-from ngrpo.trainers.openrlhf.side_inputs import unpack
-from ngrpo.trainers.openrlhf.turns import Conversation
+from ngrpo.trainers.common.conversation import Conversation
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import corrected, with_overrides
+from ngrpo.trainers.common.side_inputs import unpack
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
-from perturbations.replay.sampling_mask import SamplingMask
 from perturbations.replay.scope import ReplayScope
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
 from tests.fast.density_model import Model, log_probs_of, record_of
 from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of
 
-hooked = with_replacements(log_probs_of)
+hooked = with_overrides(log_probs_of)
 
 
 def carried(left: dict[int, list[int]] | None, length: int = 12, replay: ReplayRecord | None = None) -> dict[str, Any]:

@@ -13,16 +13,17 @@ import pytest
 
 from ngrpo.config import parse
 from ngrpo.machine.console.progress import Reporter
-from ngrpo.trainers.openrlhf.gap import ReplayGap, check_gap
-from ngrpo.trainers.openrlhf.metrics import QUOTIENTS, add_measures, step_metrics
-from ngrpo.trainers.openrlhf.side_inputs import records, unpack
+from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
+from ngrpo.trainers.common.side_inputs import records, unpack
+from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
+from ngrpo.trainers.openrlhf.trainer import add_measures
 from perturbations import ReplayRecord, create
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.step import Positions
 
 NAN = np.nan
-SHIFT_SUM, SHIFT_COUNT = QUOTIENTS["perturbation/shift"]
+SHIFT_SUM, SHIFT_COUNT = MEAN_METRICS["perturbation/shift"]
 
 
 def kept(positions: list[int], agreed: list[bool], log_probs: list[float]) -> FinishedTrajectory:
@@ -164,7 +165,7 @@ def test_what_a_wrong_replay_leaves_as_it_is(perturbed: float, plain: float, bef
 
 
 def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("ngrpo.trainers.openrlhf.gap._warned", [])
+    monkeypatch.setattr("ngrpo.trainers.common.mismatch._warned", [])
     for _ in range(3):
         check_gap(measures(1.0, 0.01), 10.0, strict=False)
     printed = capsys.readouterr().out
@@ -192,7 +193,7 @@ def test_strictness_on_the_command_line(words: str, strict: bool, limit: float) 
 @pytest.mark.parametrize("words", ["gap_limit 0.5", "gap_limit nan", "gap_limit ten", "gap_limit", "strict maybe"])
 def test_wrong_strictness_names_the_value(words: str) -> None:
     flag, _, value = words.partition(" ")
-    with pytest.raises(UsageError, match=f"--perturbation.{flag} {value}.*needed"):
+    with pytest.raises(UsageError, match=f"--perturbation.{flag} {value}.*(need|at least 1)"):
         parse.run_config(["--perturbation", "gumbel", *f"--perturbation.{words}".split()])
 
 

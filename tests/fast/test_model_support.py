@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.machine.models import model_support
+from ngrpo.machine.models import architecture
 from perturbations.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="reads vLLM's table of classes")
@@ -44,9 +44,9 @@ def config(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
     ],
 )
 def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str, trainer: str) -> None:
-    found = model_support.of_config(given)
+    found = architecture.support_from(given)
     assert (found.engine, found.trainer, found.refused) == (engine, trainer, ())
-    assert engine in found.told() and trainer in found.told()
+    assert engine in str(found) and trainer in str(found)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +62,14 @@ def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str, t
 def test_what_cannot_be_used_is_refused_with_the_reason(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(UsageError, match=reason):
-        model_support.check_perturbed(str(tmp_path), {"name": "neighbor"})
+        architecture.check_perturbed(str(tmp_path), {"name": "neighbor"})
 
 
 def test_what_config_json_does_not_tell_is_said() -> None:
-    assert "names no architecture" in model_support.of_config({"model_type": "llama"}).told()
+    assert "names no architecture" in str(architecture.support_from({"model_type": "llama"}))
     remote = config("OwnForCausalLM", "own", auto_map={"AutoModelForCausalLM": "own.Own"})
     remote["quantization_config"] = {"quant_method": "awq"}
-    told = model_support.of_config(remote).told()
+    told = str(architecture.support_from(remote))
     assert told.count("not known:") == 4
     assert "auto_map" in told
     assert "quantization" in told
@@ -77,13 +77,13 @@ def test_what_config_json_does_not_tell_is_said() -> None:
 
 def test_particular_embeddings_and_layers_are_noted() -> None:
     layers = {"layer_types": ["linear_attention", "full_attention"], "hidden_size_per_layer_input": 8}
-    found = model_support.of_config(config("Qwen3NextForCausalLM", "qwen3_next", **layers))
+    found = architecture.support_from(config("Qwen3NextForCausalLM", "qwen3_next", **layers))
     assert "recurrent" in " ".join(found.notes) and "per-layer" in " ".join(found.notes)
 
 
 def test_a_type_on_which_the_replay_was_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_support, "_measured", lambda model_type: ("wrong", "the replay is wrong"))
-    refused = model_support.of_config(config("LlamaForCausalLM", "llama")).refused
+    monkeypatch.setattr(architecture, "_measured", lambda model_type: ("wrong", "the replay is wrong"))
+    refused = architecture.support_from(config("LlamaForCausalLM", "llama")).refused
     assert refused == ("on a tiny model of this type the replay is wrong (docs/models.md)",)
 
 
@@ -93,16 +93,16 @@ def test_what_the_table_tells_of_a_type_is_told_as_it_stands_there(monkeypatch: 
         ("doubtful", "wrong by the rule on largest gaps"),
         ("unknown", "vLLM 0.29 did not run a tiny model of it on a CPU"),
     ):
-        monkeypatch.setattr(model_support, "_measured", lambda model_type, found=(verdict, told): found)
-        found = model_support.of_config(config("LlamaForCausalLM", "llama"))
-        assert not found.refused and told in found.told()
+        monkeypatch.setattr(architecture, "_measured", lambda model_type, found=(verdict, told): found)
+        found = architecture.support_from(config("LlamaForCausalLM", "llama"))
+        assert not found.refused and told in str(found)
         assert any(told in line for line in found.unknown) == (verdict == "unknown")
 
 
 def test_of_which_engine_and_trainer_make_different_models() -> None:
     vision = config("Cohere2VisionForConditionalGeneration", "cohere2_vision", vision_config={})
-    assert any("logit_scale" in reason for reason in model_support.of_config(vision).refused)
-    assert not model_support.of_config({**vision, "text_config": {"logit_scale": 1.0}}).refused
+    assert any("logit_scale" in reason for reason in architecture.support_from(vision).refused)
+    assert not architecture.support_from({**vision, "text_config": {"logit_scale": 1.0}}).refused
     rope = {"rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 1.0}
     for corrected in ({}, {"apply_yarn_scaling": False}):
         text = {"model_type": "ministral3", "rope_parameters": {**rope, **corrected}}
@@ -110,12 +110,12 @@ def test_of_which_engine_and_trainer_make_different_models() -> None:
             config("Ministral3ForCausalLM", **text),
             config("Mistral3ForConditionalGeneration", "mistral3", text_config=text),
         ):
-            told = " ".join(model_support.of_config(given).unknown)
+            told = " ".join(architecture.support_from(given).unknown)
             assert ("apply_yarn_scaling" in told) == (not corrected)
 
 
 def test_a_model_that_is_not_here_is_not_known() -> None:
-    assert model_support.of_model("no-such-owner/no-such-model") is None
+    assert architecture.support_of("no-such-owner/no-such-model") is None
 
 
 def test_doctor_says_it_before_the_self_test(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo.rollout import neighbor_drift as engine_drift
-from ngrpo.trainers.openrlhf.metrics import neighbor_drift, reporting_trainer
+from ngrpo.trainers.openrlhf.trainer import neighbor_drift, trainer
 from perturbations.neighbors import Drift
 from tests.fast.run import run_with
 
@@ -53,7 +53,7 @@ def test_it_joins_the_status_of_the_step_after_its_weight_sync(
             order.append("update and sync")
             return {"reward": 1.0}, global_step + 1
 
-    assert reporting_trainer(Plain)().train_step(None, 4) == (
+    assert trainer(Plain)().train_step(None, 4) == (
         {
             "reward": 1.0,
             "perturbation/rate": 0.1,

@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from ngrpo.rollout import new_weights
 from ngrpo.rollout.attach import AttachedPerturbation
-from ngrpo.trainers.openrlhf.rollout_actor import EngineProof, perturbed_engine
+from ngrpo.trainers.common.engine_records import EngineCheck
+from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from perturbations import create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.neighbors import ExactIndex
@@ -131,10 +132,10 @@ def test_openrlhf_s_last_parameter_ends_a_sync(method: str) -> None:
         async def collective_rpc(self, name: str) -> None:
             sent.append(name)
 
-    actor = perturbed_engine(Plain)
+    actor = rollout_actor(Plain)
     actor = actor.__new__(actor)
-    actor.llm = Engine()
-    actor.perturbation_proof = EngineProof(actor.llm, perturbed=False)
+    actor.llm, actor.perturbs = Engine(), True
+    actor.engine_check = EngineCheck(actor.llm, perturbed=False)
     for name, last in (("a", False), ("b", True)):
         asyncio.run(getattr(actor, method)(name, torch.float32, empty_cache=last))
     assert sent == [("a", torch.float32, False), ("b", torch.float32, True), "perturbation_prepare"]

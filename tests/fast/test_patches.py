@@ -49,14 +49,14 @@ def test_nothing_is_active_for_stock_openrlhf() -> None:
     ("change", "state"),
     [
         ({"upstream": "sha:000000000000"}, "found sha:"),
-        ({"upstream": "(self, weights)"}, "found (self)"),
-        ({"upstream": "class"}, "found (self)"),
-        ({"attribute": "ActorPPOTrainer.gone"}, "found nothing of that name"),
+        ({"upstream": "(self, weights)"}, "found (self, model"),
+        ({"upstream": "class"}, "found (self, model"),
+        ({"attribute": "DeepspeedStrategy.gone"}, "found nothing of that name"),
         ({"module": "openrlhf.trainer.ray.gone"}, "found no module openrlhf.trainer.ray.gone"),
     ],
 )
 def test_a_mismatch_is_one_clear_error(change: dict[str, str], state: str) -> None:
-    row = next(row for row in OPENRLHF if row.attribute == "ActorPPOTrainer.broadcast_to_vllm")
+    row = next(row for row in OPENRLHF if row.attribute == "DeepspeedStrategy._get_model_parameters")
     broken = replace(row, **change)
     with pytest.raises(PatchMismatch) as error:
         check([row, broken])

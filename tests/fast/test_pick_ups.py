@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ngrpo.rollout.async_scheduling import keep_length, keep_lengths_in, taken_length
-from ngrpo.trainers.openrlhf.rollout_actor import PickUps
+from ngrpo.trainers.common.engine_records import PickUps
 
 
 class Engine:

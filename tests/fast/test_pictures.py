@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainers.openrlhf import rollout_actor, turns
-from ngrpo.trainers.openrlhf.side_inputs import unpack, without_ours
+from ngrpo.machine.hardware import stand_ins
+from ngrpo.trainers.common.conversation import Conversation
+from ngrpo.trainers.common.side_inputs import unpack
+from ngrpo.trainers.openrlhf import rollout_actor
+from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
+from tests.fast.run import run_with
 
 PAD = 7
 
@@ -30,7 +34,7 @@ def record(length: int) -> FinishedTrajectory:
 
 def test_a_models_forward_gets_its_pictures_and_not_our_records() -> None:
     given: list[Any] = []
-    merge = without_ours(lambda entries, device: given.append(entries))
+    merge = merge_mm_train_inputs(lambda entries, device: given.append(entries))
     pixels = torch.ones(2, 3)
     merge([{"pixel_values": pixels, **record(4).pack()}, record(4).pack(), None], "cpu")
     merge([[{"pixel_values": pixels, **record(4).pack()}, None]], "cpu")
@@ -39,18 +43,23 @@ def test_a_models_forward_gets_its_pictures_and_not_our_records() -> None:
 
 def test_openrlhf_merges_what_is_left() -> None:
     vlm_utils = pytest.importorskip("openrlhf.utils.vlm_utils")
-    merge = without_ours(vlm_utils.merge_mm_train_inputs)
+    merge = merge_mm_train_inputs(vlm_utils.merge_mm_train_inputs)
     entries = [{"pixel_values": torch.full((1, 2), float(i)), **record(4).pack()} for i in range(2)]
     merged = merge([entries[0], record(4).pack(), entries[1]], "cpu")
     assert list(merged) == ["pixel_values"] and merged["pixel_values"].tolist() == [[0.0, 0.0], [1.0, 1.0]]
     assert merge([record(4).pack()], "cpu") == {}
 
 
-def test_a_response_keeps_its_pictures_beside_the_record() -> None:
-    conversation = turns.Conversation({})
-    conversation.trajectory, conversation._tokens = record(4), np.arange(4)
-    response = {"observation_tokens": [0, 1, 2, 3], "mm_train_inputs": {"pixel_values": torch.ones(1)}}
-    kept = turns.finished(conversation, response)["mm_train_inputs"]
+def test_a_response_keeps_its_pictures_beside_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, perturbation={"name": "neighbor"})
+
+    class Executor:
+        async def execute(self, **kwargs: Any) -> dict[str, Any]:
+            conversation = rollout_actor._conversation.get()
+            conversation.trajectory, conversation._tokens = record(4), np.arange(4)
+            return {"observation_tokens": [0, 1, 2, 3], "mm_train_inputs": {"pixel_values": torch.ones(1)}}
+
+    kept = asyncio.run(rollout_actor.RecordingExecutor(Executor()).execute(prompt="p"))["mm_train_inputs"]
     assert "pixel_values" in kept and unpack([kept])[0].record.positions.tolist() == [3]
 
 
@@ -75,7 +84,7 @@ def ask(places: int, pictures: Any) -> Engine:
         return None
 
     engine = Engine(places)
-    actor = SimpleNamespace(llm=engine, _mm_pad_token_ids={PAD}, perturbation_pick_ups=SimpleNamespace(take=take))
+    actor = SimpleNamespace(llm=engine, _mm_pad_token_ids={PAD}, pick_ups=SimpleNamespace(take=take))
     asyncio.run(rollout_actor.generate(actor, [1, PAD, PAD, PAD, 2], SamplingParams(), pictures))
     return engine
 
@@ -101,14 +110,11 @@ def test_torchvision_without_its_compiled_part_can_be_imported(tmp_path: Path) -
     package.mkdir()
     asks = "import torch\nfor name in ('nms', 'qnms'):\n"
     asks += "    torch.library.register_fake(f'torchvision::{name}')(lambda *args: None)\n"
-    (package / "__init__.py").write_text(asks)
-    program = (
-        "from ngrpo.machine.hardware import torchvision_operators as t; t.declare_on_import(); t.declare_on_import()"
-        "; import torchvision"
-    )
     environment = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}", "PATH": ""}
-    for words, works in ((program, True), ("import torchvision", False)):
-        done = subprocess.run([sys.executable, "-c", words], env=environment, capture_output=True, check=False)
+    for before, works in ((stand_ins._BEFORE_TORCHVISION, True), ("", False)):
+        (package / "__init__.py").write_text(before + asks)
+        words = [sys.executable, "-c", "import torchvision"]
+        done = subprocess.run(words, env=environment, capture_output=True, check=False)
         assert (done.returncode == 0) is works, done.stderr
 
 
@@ -117,8 +123,7 @@ def test_one_question_about_two_pictures_has_draws_of_its_own_for_each(monkeypat
     pytest.importorskip("vllm")
     from vllm import SamplingParams
 
-    run = SimpleNamespace(perturbation=None, corrects_sampling=False)
-    monkeypatch.setattr(rollout_actor, "current_run", lambda: run)
+    run_with(monkeypatch)
     given: list[Any] = []
 
     class Executor:
@@ -136,8 +141,8 @@ def test_one_question_about_two_pictures_has_draws_of_its_own_for_each(monkeypat
             async for output in Engine.generate(self, prompt, params, request_id):
                 yield output
 
-    monkeypatch.setattr(turns.Conversation, "add", lambda *args: None)
-    actor = SimpleNamespace(llm=Asked(1), _mm_pad_token_ids={PAD}, perturbation_pick_ups=SimpleNamespace(take=take))
+    monkeypatch.setattr(Conversation, "add", lambda *args: None)
+    actor = SimpleNamespace(llm=Asked(1), _mm_pad_token_ids={PAD}, pick_ups=SimpleNamespace(take=take))
     executor = rollout_actor.RecordingExecutor(Executor())
     for images in (["red.png"], ["blue.png"], ["red.png"], None):
         asyncio.run(executor.execute(prompt="Which color?", images=images, sampling_params=SamplingParams()))

@@ -16,10 +16,9 @@ import pytest
 from ngrpo import cli
 from ngrpo.commands import doctor
 from ngrpo.config import batch_check, parse, rules
-from ngrpo.machine.hardware import memory_estimate, placing, profile_of_run
-from ngrpo.machine.upstream import machine, openrlhf_parser
+from ngrpo.machine.hardware import gpu_plan, profile_of_run
+from ngrpo.machine.upstream import openrlhf_parser, placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.placement import groups
 from perturbations.errors import UsageError
 
 BASE = "--hardware cuda --preset grpo --perturbation neighbor --task arithmetic --rollout.n_samples_per_prompt 4"
@@ -37,7 +36,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def completed(more: str, shape: str = "8x80", sizes: str = SIZES + MODEL) -> Flags:
     """All flags of a run on a machine, after every rule before its start."""
     run = parse.run_config(f"{BASE}{sizes} {more}".split())
-    return rules.checked(dataclasses.replace(run, machine=machine.planned(shape, "--dry-run"), run_dir="runs/x"))
+    return rules.checked(dataclasses.replace(run, machine=placement.planned(shape, "--dry-run"), run_dir="runs/x"))
 
 
 def refusal(more: str, shape: str = "8x80", sizes: str = SIZES + MODEL) -> str:
@@ -85,7 +84,7 @@ def test_default_by_machine_and_model(model: str, shape: str, expected: object) 
     assert all(args[name] for name in ("train.colocate_all", "vllm.enable_sleep", "ds.enable_sleep"))
     assert args["actor.gradient_checkpointing_enable"] and args["ckpt.save_steps"] == 20
     assert args["ref.num_gpus_per_node"] == args["actor.num_gpus_per_node"]
-    assert memory_estimate.fits(args, machine.planned(shape, "--dry-run").memory)
+    assert gpu_plan.fits(args, placement.planned(shape, "--dry-run").memory)
     assert "--train.colocate_all" in flags.added and "--ckpt.save_steps" in flags.added
 
 
@@ -112,7 +111,7 @@ def test_noise_on_weights_has_whole_parameters() -> None:
 def test_models_apart_take_the_actors_ranks() -> None:
     flags = completed("--actor.num_gpus_per_node 3 --vllm.num_engines 2 --train.batch_size 48 --rollout.batch_size 12")
     args = openrlhf_parser.resolved(flags.argv)
-    assert [(group.gpus, group.models[0]) for group in groups(args)] == [
+    assert [(group.gpus, group.models[0]) for group in placement.groups(args)] == [
         (2, "vLLM engines"),
         (3, "actor"),
         (3, "reference"),
@@ -168,7 +167,7 @@ def test_plans_that_cannot_work(more: str, said: str) -> None:
 def test_no_engine_is_refused_without_cuda_too() -> None:
     args = openrlhf_parser.resolved([*["--algo.advantage.estimator", "reinforce", "--reward.remote_url", "r.py"]])
     with pytest.raises(UsageError, match=r"--vllm.num_engines is missing"):
-        placing.check(args)
+        gpu_plan.check(args)
 
 
 def test_a_start_without_gpus_is_refused_with_both_numbers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +185,7 @@ class TestRows:
         words = f"--data.prompt_dataset {file} --reward.remote_url http://r {more}"
         base = BASE.replace("--task arithmetic ", "")
         run = parse.run_config(f"{base}{SIZES}{MODEL} --data.label_key label {words}".split())
-        return rules.unstarted(dataclasses.replace(run, machine=machine.planned("8x80", "-"), run_dir="runs/x"))
+        return rules.resolve_flags(dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x"))
 
     def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
@@ -229,8 +228,8 @@ def test_shapes_that_are_none(shape: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_card_has_less_than_its_name_says() -> None:
-    planned = machine.planned("2x8x80", "--dry-run")
-    assert planned.per_node == (8, 8) and 79 < planned.memory / machine.GIB < 79.5
+    planned = placement.planned("2x8x80", "--dry-run")
+    assert planned.per_node == (8, 8) and 79 < planned.memory / placement.GIB < 79.5
     assert str(planned) == "2 × 8 GPUs of 79.2 GiB (as --dry-run says)"
 
 
@@ -252,8 +251,8 @@ def test_what_was_not_looked_at_is_open(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_doctor_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--dry-run 1x80" in doctor._placement("cpu").state
-    planned = machine.planned("1x80", "--dry-run")
-    monkeypatch.setattr(machine, "here", lambda: planned)
+    planned = placement.planned("1x80", "--dry-run")
+    monkeypatch.setattr(placement, "here", lambda: planned)
     state = doctor._placement("cuda").state
     fitting, offloaded = state.split("with --ds.adam_offload: ")
     assert state.startswith("hybrid on 1 GPU of 79.2 GiB")
@@ -285,7 +284,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_a_driver_without_gpus_joins_a_cluster_that_has_them(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     assert profile_of_run("auto").name == "cuda"
-    there = machine.here()
+    there = placement.here()
     assert there is not None and there.per_node == (8,) and there.cpus == 16 and "H100" in there.source
     run = dataclasses.replace(parse.run_config(f"{BASE}{SIZES}{MODEL} --hardware auto".split()), run_dir="runs/x")
     assert placed(rules.checked(run)) == as_placed(1, 8, 8, 1, 0.6, 2, False)

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo.config import parse, preflight, rules
+from ngrpo.config import parse, rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
-from ngrpo.patches import active
-from ngrpo.trainers.openrlhf import policy_noise, weight_sync
-from ngrpo.trainers.openrlhf.importance import importance_measures
-from perturbations import create
+from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
+from ngrpo.trainers.openrlhf.experience_maker import rollout_policy_measures
+from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
+from ngrpo.trainers.openrlhf.trainer import steps_of_run, trainer
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
-from tests.fast.run import run_of, run_with
+from tests.fast.openrlhf_doubles import makers_state
+from tests.fast.run import run_with
 
 NAMES = (
     "model.embed_tokens.weight",
@@ -148,25 +149,26 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
         is_correction_threshold=[low, high],
     )
     args = SimpleNamespace(algo=SimpleNamespace(advantage=correction), actor=SimpleNamespace(policy_loss_type="ppo"))
-    assert importance_measures([experience], args) == {
+    made = SimpleNamespace(strategy=SimpleNamespace(args=args))
+    assert rollout_policy_measures(made, [experience]) == {
         "importance/divergence": pytest.approx(-1.75),
         "importance/weight": pytest.approx((10.0 + math.e) / 2),
         "importance/cut": pytest.approx(0.5),
     }
     args.actor.policy_loss_type = "gspo"  # whose loss is not weighed by it
-    assert importance_measures([experience], args) == {"importance/divergence": pytest.approx(-1.75)}
+    assert rollout_policy_measures(made, [experience]) == {"importance/divergence": pytest.approx(-1.75)}
     args.actor.policy_loss_type = "ppo"
     correction.is_correction_mode = "mask"  # OpenRLHF's default: a token beyond the bounds is dropped
-    assert importance_measures([experience], args)["importance/weight"] == pytest.approx(math.e / 2)
+    assert rollout_policy_measures(made, [experience])["importance/weight"] == pytest.approx(math.e / 2)
     correction.is_correction_threshold = [0.5, 5.0]
     experience.rollout_log_probs = torch.tensor([[0.0, -1.0]])  # of weights e^-1 and 1, the first is too small
-    found = importance_measures([experience], args)
+    found = rollout_policy_measures(made, [experience])
     assert (found["importance/weight"], found["importance/cut"]) == (0.5, 0.5)
     experience.rollout_log_probs = torch.tensor([[-3.5, -2.0]])
     correction.is_correction_level = "seq"
-    assert importance_measures([experience], args) == {"importance/divergence": pytest.approx(-1.75)}
+    assert rollout_policy_measures(made, [experience]) == {"importance/divergence": pytest.approx(-1.75)}
     correction.is_correction_level = "off"
-    assert importance_measures([experience], args) == {}
+    assert rollout_policy_measures(made, [experience]) == {}
 
 
 def test_the_gradient_on_a_noisy_policys_rollouts_is_the_clean_policys() -> None:
@@ -199,18 +201,16 @@ class Actors:
         class Trainer:
             actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({"input_layernorm": nn.LayerNorm(4)})))
 
-            def plain(self) -> None:
+            def broadcast_to_vllm(self) -> None:
                 sent.append(self.actor.model.module.input_layernorm.weight.detach().clone())
 
-            broadcast_to_vllm = weight_sync.sent_with_noise(plain)
-
         class Plain:
-            trainer = Trainer()
+            trainer = actor_trainer(Trainer)()
 
             def broadcast_to_vllm(self) -> None:
                 self.trainer.broadcast_to_vllm()
 
-        self.actor = weight_sync.told_of_noise(Plain)()
+        self.actor = policy_model_actor(Plain)()
 
     def async_run_method(self, method_name: str, **kwargs: Any) -> None:
         getattr(self.actor, method_name)(**kwargs)
@@ -220,7 +220,7 @@ class PlainTrainer:
     """As OpenRLHF's, with two training steps, and an evaluation after the first."""
 
     def __init__(self, sent: list[Any], states: dict[str, Any]) -> None:
-        self.actor_model_group, self.experience_maker = Actors(sent), SimpleNamespace()
+        self.actor_model_group, self.experience_maker = Actors(sent), makers_state()
         self.args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
         self.prompts_dataloader, self.states, self.saved, self.sent = range(8), states, [], sent
 
@@ -259,8 +259,8 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
     spec = policy_noises.create("aqn", stages=4, start=0.3, end=0.1).spec()
     run_with(monkeypatch, policy_noise=spec)
     sent: list[Any] = []
-    trainer = policy_noise.noisy_trainer(PlainTrainer)(sent, {"global_step": 0})
-    trainer.fit()
+    trained = trainer(PlainTrainer)(sent, {"global_step": 0})
+    trained.fit()
     clean, first, again, evaluation, back, second = sent[0], sent[1], sent[2], sent[3], sent[4], sent[5]
     assert evaluation == "evaluation" and len(sent) == 6
     ones = torch.ones(4)
@@ -268,11 +268,11 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
     assert not torch.equal(first, ones)
     assert torch.equal(first, back)
     assert not torch.equal(second, first)
-    assert torch.equal(trainer.actor_model_group.actor.trainer.actor.model.module.input_layernorm.weight, ones)
-    assert trainer.status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
+    assert torch.equal(trained.actor_model_group.actor.trainer.actor.model.module.input_layernorm.weight, ones)
+    assert trained.status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
     # Resumed after the first step, the engines get what they had.
     resumed: list[Any] = []
-    policy_noise.noisy_trainer(PlainTrainer)(resumed, trainer.saved[0]).fit()
+    trainer(PlainTrainer)(resumed, trained.saved[0]).fit()
     assert torch.equal(resumed[0], first)
     assert torch.equal(resumed[1], second)
     assert len(resumed) == 2
@@ -284,29 +284,8 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
 def test_the_command_line() -> None:
     settings = parse.run_config(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"])
     assert settings.specs.get("policy_noise")["sigma"] == 0.004 and settings.conditions == ("policy_noise",)
-    assert {row.ours.rpartition(":")[2] for row in active(["policy_noise"])} == {
-        "sent_with_noise", "told_of_noise", "measured_rollout_policy", "noisy_trainer", "reporting_trainer",
-    }  # fmt: skip
     with pytest.raises(UsageError, match=r"--policy_noise\.sigma is given, but no policy noise"):
         parse.run_config(["--policy_noise.sigma", "0.1"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--train.async_enable"], "--train.async_enable cannot be used with --policy_noise psn: an evaluation"),
-        (["--ds.zero_stage", "3"], "--ds.zero_stage 3 cannot be used with --policy_noise psn: under ZeRO-3"),
-        (["--algo.advantage.is_correction_level", "token"], "which the density of --perturbation gumbel takes"),
-    ],
-)
-def test_what_it_cannot_go_with(words: list[str], message: str) -> None:
-    spec, density = policy_noises.create("psn").spec(), create("gumbel", density="gumbel").spec()
-    settings = run_of(policy_noise=spec, perturbation=density)
-    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        preflight.check_policy_noise(Flags(words), settings)
-    preflight.check_policy_noise(
-        Flags(["--ds.zero_stage", "2", "--algo.advantage.is_correction_level", "off"]), settings
-    )
 
 
 def test_gspo_has_no_weights_of_tokens() -> None:
@@ -319,21 +298,17 @@ def test_gspo_has_no_weights_of_tokens() -> None:
 
     assert complete("--preset", "grpo").value("--algo.advantage.is_correction_level") == "token"
     for words in (["--preset", "gspo"], ["--actor.policy_loss_type", "gspo"]):
-        with pytest.raises(UsageError, match=r"--policy_noise psn cannot be used with --actor\.policy_loss_type gspo"):
+        with pytest.raises(
+            UsageError, match=r"--actor\.policy_loss_type gspo with .* cannot be used with --policy_noise psn"
+        ):
             complete(*words)
         assert complete(*words, "--algo.advantage.is_correction_level", "off").has("--actor.policy_loss_type")
-
-
-def test_an_adaptive_noise_needs_the_rollouts_log_probabilities() -> None:
-    words, settings = ["--algo.advantage.is_correction_level", "off"], policy_noises.create("psn", adaptive=True).spec()
-    with pytest.raises(UsageError, match=r"Leave --algo\.advantage\.is_correction_level at token"):
-        preflight.check_policy_noise(Flags(words), run_of(policy_noise=settings))
 
 
 def test_steps_of_a_run_count_the_smaller_batches() -> None:
     """Ten prompts in batches of four are three steps in each of four episodes."""
     args = SimpleNamespace(train=SimpleNamespace(num_episodes=4), rollout=SimpleNamespace(batch_size=4))
-    assert [policy_noise.steps_of_run(args, prompts) for prompts in (10, 8, 1)] == [12, 8, 4]
+    assert [steps_of_run(args, prompts) for prompts in (10, 8, 1)] == [12, 8, 4]
 
 
 def test_a_switch_may_stand_alone() -> None:

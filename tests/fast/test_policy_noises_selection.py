@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from ngrpo.config import preflight, rules
-from ngrpo.machine.models import parameter_names as names_of
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
-from ngrpo.trainers.openrlhf import weight_sync
+from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from perturbations.errors import UsageError
 from tests.fast.run import run_of, run_with
 
@@ -146,7 +146,7 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", ['{"model_type": "none_such"}', '{"model_type": "gpt2", "auto_map": {"A": "b.C"}}'])
 def test_a_model_that_cannot_be_made_is_not_checked(tmp_path: Path, config: str) -> None:
     model = folder_of(tmp_path, config)
-    assert names_of.of_folder(model) is None
+    assert architecture.parameter_names(model) is None
     assert "looks once the model has loaded" in (preflight.check_noised_model(model, run_of(policy_noise=AQN)) or "")
 
 
@@ -159,7 +159,7 @@ def test_the_actor_looks_for_the_weights_once_it_has_loaded(
             self.actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({norm: nn.LayerNorm(4)})))
 
     run_with(monkeypatch, policy_noise=AQN)
-    actor = weight_sync.told_of_noise(Plain)()
+    actor = policy_model_actor(Plain)()
     if not refused:
         actor.init_model_from_pretrained("strategy", pretrain="m")
         return

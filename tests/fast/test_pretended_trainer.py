@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,23 +21,21 @@ from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
 from benchmarks.exactness import in_tree
 from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
-from ngrpo.trainers.openrlhf.credit_loss import CreditInLoss
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import replacing, with_replacements
-from ngrpo.trainers.openrlhf.mask_correction import corrected
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import corrected, override_log_probs, with_overrides
+from ngrpo.trainers.common.policy_loss import CreditInLoss
 from perturbations import FinishedTrajectory, create
 from perturbations.base import Perturbation
 from perturbations.compilation import Compiled
 from perturbations.methods.gumbel import Gumbel
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope
 from tests.token_log_probs import log_probs_of
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
 
 PLAN = Plan(seed=3, masked=True, sampling="filtered")
 TEMPERATURE = 0.7
-hooked = with_replacements(log_probs_of)
+hooked = with_overrides(log_probs_of)
 
 
 def densities_of(name: str) -> list[str | None]:
@@ -172,14 +169,14 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
 HERE = "index by a mask test_pretended_trainer.py"
 RECORDS = {"copy to the device flat_records.py"}
 CORRECTION = {
-    "copy to the host mask_correction.py",
-    "copy to the device mask_correction.py",
-    "_local_scalar_dense mask_correction.py",
-    "index by a mask mask_correction.py",
+    "copy to the host log_probs.py",
+    "copy to the device log_probs.py",
+    "_local_scalar_dense log_probs.py",
+    "index by a mask log_probs.py",
     HERE,
 }
 PACKED = {"_local_scalar_dense flat_records.py", "nonzero test_pretended_trainer.py", HERE}
-CREDITS = {"nonzero credit_loss.py", "index by a mask credit_loss.py"}  # which tokens were generated
+CREDITS = {"nonzero policy_loss.py", "index by a mask policy_loss.py"}  # which tokens were generated
 CREDIT = {
     "first_token": {f"{what} first_token.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
     "simko": {"nonzero simko.py", "bincount simko.py", "tolist simko.py"},
@@ -228,12 +225,9 @@ def test_credits(name: str) -> None:
 
     def outcome(on_device: bool) -> list[Tensor]:
         batch = Batch(perturbation, recorded, on_device)
-        masks = {"action_mask": batch.actions, "attention_mask": batch.mask}
         given: list[Any] = []
-        ours = CreditInLoss(
-            credit, lambda *args: given.extend(args), SimpleNamespace(advantages=batch.advantages, **masks)
-        )
-        with replacing(ours.look, "the credit was not asked", ""):
+        ours = CreditInLoss(credit, lambda *args: given.extend(args), batch.advantages, batch.actions, batch.mask)
+        with override_log_probs(ours.look, "the credit was not asked", ""):
             log_probs = batch.forward()
         ours(log_probs, log_probs.detach(), batch.advantages)
         score, _, advantages = given

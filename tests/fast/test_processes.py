@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from ngrpo.commands.command_parser import telling_what_is_kept
+from ngrpo.machine.hardware import processes
 
 # A command with a child that has started a child of its own; the innermost waits as an engine's process does.
 COMMAND = """
@@ -126,3 +127,10 @@ def test_what_is_kept_is_told(words: list[str], again: str) -> None:
     assert said == [f"ended early; what was finished is kept in here. Go on with: ngrpo eval {again}"]
     with telling_what_is_kept("eval", words, Path("here"), said.append):
         assert len(said) == 1
+
+
+def test_the_programs_of_this_python_are_found_without_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`.venv/bin/ngrpo`, started by its path: DeepSpeed builds with ninja."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    processes.add_programs_to_path()
+    assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainers.openrlhf import side_inputs
+from ngrpo.trainers.common import side_inputs
 from perturbations import ReplayRecord, UsageError, check_perturbation, create, replaying
 from perturbations.replay import packing
 from perturbations.replay.packing import MOST_CANDIDATES
-from perturbations.replay.record import model_fingerprint
-from perturbations.replay.sampling_mask import SamplingMask
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask, model_fingerprint
 from tests.fast.replay_examples import Embedder, a_record, small
 
 CASES = {

@@ -190,14 +190,15 @@ def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
     from ngrpo.rollout.settings import read_buffer
-    from ngrpo.trainers.openrlhf.rollout_actor import perturbed_engine
-    from ngrpo.workbench.compare import arguments, runs
+    from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
+    from ngrpo.workbench.compare import runs
+    from ngrpo.workbench.compare.plan import read_plan
 
     monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
     (tmp_path / "mine.py").write_text(BUFFER)
     ours = ["--perturbation.replay_buffer", f"{tmp_path}/mine.py:Counting", "--perturbation.replay_buffer.most", "5"]
     shared = ["--model", "smollm2-135m", "--task", "arithmetic", *ours]
-    plan, _ = arguments.parse(["--perturbations", "none,neighbor", *shared])
+    plan, _ = read_plan(["--perturbations", "none,neighbor", *shared])
     built: list[dict[str, Any]] = []
     asked: list[str] = []
 
@@ -219,7 +220,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     for run in plan.runs():
         settings = runs.run_config(plan, run, tmp_path)
         monkeypatch.setattr("ngrpo.config.run._current", settings)
-        actor = object.__new__(perturbed_engine(Plain))
+        actor = object.__new__(rollout_actor(Plain))
         asyncio.run(actor.__init__(seed=1))
         buffer = read_buffer(built[-1])
         assert type(buffer).__name__ == "Counting" and buffer.most == 5

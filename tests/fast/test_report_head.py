@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.workbench.compare import verdicts
+from ngrpo.workbench.compare import results
 from ngrpo.workbench.report import forest
 from ngrpo.workbench.report.marks import Series
 from tests.report_example import example
@@ -92,7 +92,7 @@ def test_the_picture_by_hand() -> None:
 
 
 def test_as_many_seeds_as_the_verdicts_ask_for() -> None:
-    assert forest.ENOUGH_SEEDS == verdicts.ENOUGH_SEEDS
+    assert forest.ENOUGH_SEEDS == results.ENOUGH_SEEDS
 
 
 def head_alone(text: str) -> str:

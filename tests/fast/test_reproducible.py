@@ -18,10 +18,12 @@ import torch
 from ngrpo.config import parse
 from ngrpo.patches import active
 from ngrpo.rollout import settings
-from ngrpo.trainers.openrlhf import reproducible
+from ngrpo.trainers.openrlhf import samples_generator
+from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
+from ngrpo.trainers.openrlhf.trainer import prepare_datasets
 from perturbations import available, create
 from perturbations.errors import UsageError
-from tests.fast.run import run_of
+from tests.fast.run import run_of, run_with
 
 
 def strategy(seed: int = 3, updates: int = 0) -> Any:
@@ -84,13 +86,13 @@ def test_seeded_draws_install_what_draws_the_tokens(spec: dict | None) -> None:
 
 def test_an_unperturbed_run_has_stock_training() -> None:
     """Its engine has seeded draws, its order is fixed; nothing of replay, density or measures is in place."""
-    ours = {row.ours.split(":")[0] for row in active(run_of(reproducible=True).conditions) if row.ours}
-    draws_and_order = {"rollout_actor", "rollout_requests", "reproducible", "resume"}
+    ours = {seam.ours.split(":")[0] for seam in active(run_of(reproducible=True).conditions) if seam.ours}
+    draws_and_order = {"rollout_actor", "samples_generator", "trainer", "actor_trainer"}
     assert ours == {f"ngrpo.trainers.openrlhf.{name}" for name in draws_and_order}
 
 
 def test_the_order_of_prompts_follows_the_seed_alone() -> None:
-    prepare = reproducible.seeded_prompt_order(lambda strategy, tokenizer: torch.randperm(1000).tolist())
+    prepare = prepare_datasets(lambda strategy, tokenizer: torch.randperm(1000).tolist())
     torch.manual_seed(0)
     first = prepare(strategy(), None)
     torch.manual_seed(1)
@@ -100,12 +102,20 @@ def test_the_order_of_prompts_follows_the_seed_alone() -> None:
     assert prepare(strategy(seed=4), None) != first
 
 
-def test_the_order_of_training_follows_seed_and_step() -> None:
-    ppo_train = reproducible.seeded_training_order(lambda self, kl_ctl: torch.randperm(1000).tolist())
+def test_the_order_of_training_follows_seed_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, reproducible=True)
+
+    class ActorPPOTrainer:
+        def __init__(self, updates: int) -> None:
+            vars(self).update(vars(strategy(updates=updates)))
+
+        def ppo_train(self, kl_ctl: float) -> list[int]:
+            return torch.randperm(1000).tolist()
+
     orders = []
     for noise in (0, 1):
         torch.manual_seed(noise)
-        orders.append([ppo_train(strategy(updates=updates), 0.0) for updates in (0, 2)])
+        orders.append([actor_trainer(ActorPPOTrainer)(updates).ppo_train(0.0) for updates in (0, 2)])
     assert orders[0] == orders[1], "a process that was resumed after two updates has the orders of one that was not"
     assert orders[0][0] != orders[0][1]
 
@@ -138,8 +148,9 @@ def test_an_incomplete_batch_is_said(
     arrived: tuple[int, int], lapsed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found, put=lambda value: value))
-    monkeypatch.setattr(reproducible, "_PATIENCE_SECONDS", 0.05)
-    generator = reproducible.whole_batches(Generator)(arrived)
+    run_with(monkeypatch, reproducible=True)
+    monkeypatch.setattr(samples_generator, "_PATIENCE_SECONDS", 0.05)
+    generator = samples_generator.samples_generator(Generator)(arrived)
     with caplog.at_level(logging.WARNING):
         answers = generator._dispatch_prompts_to_vllm(["a", "b"], ["", ""])
     assert answers == [["a", "a", "b", "b"]]

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import checkpoint_check
+from ngrpo.config import preflight
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf.resume import resuming_generator, resuming_trainer
-from ngrpo.trainers.openrlhf.visits import Visits
+from ngrpo.trainers.openrlhf.step_advantages import Visits
+from ngrpo.trainers.openrlhf.trainer import generate_samples_actor
+from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
 from perturbations.errors import UsageError
+from tests.fast.openrlhf_doubles import makers_state
 from tests.fast.run import run_of
 
 
@@ -24,7 +26,7 @@ class Trainer:
     saved: Any = None
 
     def __init__(self) -> None:
-        self.samples_generator, self.experience_maker = SimpleNamespace(), SimpleNamespace()
+        self.samples_generator, self.experience_maker = SimpleNamespace(), makers_state()
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
         Trainer.saved = pickle.dumps(client_states)
@@ -34,7 +36,7 @@ class Trainer:
 
 
 def test_round_and_counts_go_on() -> None:
-    first, second = resuming_trainer(Trainer)(), resuming_trainer(Trainer)()
+    first, second = our_trainer(Trainer)(), our_trainer(Trainer)()
     first.samples_generator.rollout_round = 7
     first.experience_maker.visits = Visits()
     first.experience_maker.visits.visit(["p", "p"], ["1", "2"])
@@ -56,7 +58,7 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
         def load_state_dict(self, state_dict: Any) -> None:
             self.loaded = state_dict
 
-    first, second = (resuming_generator(GenerateSamplesActor)() for _ in range(2))
+    first, second = (generate_samples_actor(GenerateSamplesActor)() for _ in range(2))
     first.samples_generator.rollout_round = 7
     state = first.prompts_dataloader.state_dict()
     assert state["at"] == 5
@@ -64,12 +66,12 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
     assert second.samples_generator.rollout_round == 7 and second.loaded == {"at": 5}
     second.load_state_dict({"at": 6})  # a checkpoint of stock OpenRLHF
     assert second.loaded == {"at": 6}
-    trainer = resuming_trainer(Trainer)()
+    trainer = our_trainer(Trainer)()
     del trainer.samples_generator  # TrainingActor has none
     trainer.experience_maker.visits = Visits()
     trainer.experience_maker.visits.visit(["p"], ["1"])
     trainer.save_logs_and_checkpoints(7, {}, {"global_step": 7})
-    resumed = resuming_trainer(Trainer)()
+    resumed = our_trainer(Trainer)()
     del resumed.samples_generator
     resumed.init_checkpoint_states()
     assert len(resumed.experience_maker.visits) == 1
@@ -77,22 +79,22 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
 
 def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
     Trainer.saved = pickle.dumps({"global_step": 3})
-    trainer = resuming_trainer(Trainer)()
+    trainer = our_trainer(Trainer)()
     assert trainer.init_checkpoint_states() == {"global_step": 3}
-    assert not vars(trainer.samples_generator) and not vars(trainer.experience_maker)
+    assert not vars(trainer.samples_generator) and trainer.experience_maker == makers_state()
 
 
 def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     """Whole runs: tests/pipeline/test_resume.py, whose folder DeepSpeed writes."""
     flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
-    assert checkpoint_check.first_step(Flags(["--ckpt.path", str(tmp_path)])) is None
-    checkpoint_check.check_loaded(flags, run_of())
-    line = checkpoint_check.first_step(flags)
+    assert preflight.first_step(Flags(["--ckpt.path", str(tmp_path)])) is None
+    preflight.check_loaded(flags, run_of())
+    line = preflight.first_step(flags)
     assert line is not None and line.startswith("warning: ") and "starts at step 0" in line
     folder = tmp_path / "_actor"
     (folder / "global_step40").mkdir(parents=True)
     with pytest.raises(UsageError, match=f"no checkpoint in {folder} is complete"):
-        checkpoint_check.check_loaded(flags, run_of())
+        preflight.check_loaded(flags, run_of())
     (folder / "latest").write_text("global_step40")
-    checkpoint_check.check_loaded(flags, run_of())
-    assert checkpoint_check.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"
+    preflight.check_loaded(flags, run_of())
+    assert preflight.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"

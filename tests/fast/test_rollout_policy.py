@@ -15,8 +15,9 @@ from ngrpo.commands import eval as command
 from ngrpo.config import parse
 from ngrpo.config.arms import parse_arms
 from ngrpo.methods import policy_noises
-from ngrpo.workbench.compare import arguments, results
-from ngrpo.workbench.diagnose.policies import policy_of
+from ngrpo.workbench.compare import results
+from ngrpo.workbench.compare.plan import _drawn_line
+from ngrpo.workbench.diagnose import policy_of
 from ngrpo.workbench.evaluate import engine, outcome
 from ngrpo.workbench.evaluate.engine import Sampling
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
@@ -168,7 +169,7 @@ def test_strategies_of_a_diagnosis() -> None:
 def test_a_comparison_diagnoses_its_arms_as_they_roll_out() -> None:
     lines = ["none sampling.schedule=ead base=gspo", "none policy_noise=aqn", "none sampling.schedule=e3", "none"]
     arms = parse_arms(None, (), lines, training=True)
-    drawn = [arguments._drawn_line(arm) for arm in arms]
+    drawn = [_drawn_line(arm) for arm in arms]
     assert drawn == ["none sampling.schedule=ead", "none", "none", "none"]
     rows = [{"name": "none sampling.schedule=ead"}, {"name": "none"}]
     named = results._named({"strategies": rows, "samples": []}, arms)

@@ -16,7 +16,8 @@ from ngrpo.config import parse, preflight, rules
 from ngrpo.config.kinds import FLAGS, KINDS
 from ngrpo.config.run import FILE, RunConfig, current_run
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench.compare import arguments, runs
+from ngrpo.workbench.compare import runs
+from ngrpo.workbench.compare.plan import read_plan
 from perturbations.errors import UsageError
 from tests.fast.own_files import clean
 from tests.fast.recipes import METHODS, PAPERS, words_of
@@ -29,7 +30,7 @@ OWN = """
 from dataclasses import dataclass
 
 from perturbations import option
-from perturbations.gates.first import First
+from perturbations.gates.further import First
 from perturbations.methods.gaussian import Gaussian
 
 
@@ -174,10 +175,10 @@ def test_a_start_that_is_refused_leaves_no_folder(launched: list[RunConfig]) -> 
 
 def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--perturbations", "none,neighbor:rate=0.25", *MODEL.split(), "--eval.data", "none", "--preset"]
-    plan, _ = arguments.parse(words[:-1])
+    plan, _ = read_plan(words[:-1])
     started: list[list[str]] = []
     monkeypatch.setattr(runs, "command", lambda words, *rest: started.append(words))
-    from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
+    from ngrpo.workbench.compare.runs import ComparisonFolder
 
     with ComparisonFolder.opened(tmp_path / "out", print) as folder:
         for one in plan.runs():
@@ -250,7 +251,7 @@ def test_limits_of_the_engines() -> None:
     assert limited.conditions == ("engine_limits",) and limited.flags()["engine.max_num_seqs"] == 512
     assert parse.run_config([]).conditions == ()
     for words, said in (
-        (["--engine.max_num_seqs", "0"], "--engine.max_num_seqs 0: must be a whole number of at least 1"),
+        (["--engine.max_num_seqs", "0"], "--engine.max_num_seqs 0: must be at least 1"),
         (["--engine.max_num_seqs", "4096"], "4096 and --engine.max_num_batched_tokens 2048"),
         (["--engine.max_num_batched_tokens", "64"], "128 and --engine.max_num_batched_tokens 64"),
         (["--engine.max_seqs", "8"], "unknown flag '--engine.max_seqs'"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
-from perturbations.replay.sampling_mask import SamplingMask
+from perturbations.replay.trajectory import SamplingMask
 
 V = 203  # not a multiple of 8
 

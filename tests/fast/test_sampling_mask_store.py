@@ -15,7 +15,7 @@ from ngrpo.rollout import sampling_support
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport, pick
 from ngrpo.rollout.settings import read
 from perturbations.errors import UsageError
-from perturbations.replay.sampling_mask import SamplingMask, as_ids, as_words
+from perturbations.replay.trajectory import SamplingMask, as_ids, as_words
 
 Dense = dict[int, dict[int, np.ndarray]]  # slot, position: which tokens were left, (V,) bool
 

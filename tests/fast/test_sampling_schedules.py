@@ -16,7 +16,7 @@ from benchmarks.decode_step import Decoding, counting
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
-from ngrpo.trainers.openrlhf.importance import importance_measures
+from ngrpo.trainers.openrlhf.experience_maker import rollout_policy_measures
 from perturbations import create, streams
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
@@ -135,7 +135,8 @@ def test_the_weight_of_a_token_drawn_hotter() -> None:
         experience = SimpleNamespace(
             action_log_probs=own[at].view(1, 1), rollout_log_probs=rollout[at].view(1, 1), action_mask=torch.ones(1, 1)
         )
-        return importance_measures([experience], args)["importance/weight"]
+        made = SimpleNamespace(strategy=SimpleNamespace(args=args))
+        return rollout_policy_measures(made, [experience])["importance/weight"]
 
     assert (weight(0), weight(1)) == (pytest.approx(0.790459, abs=1e-6), pytest.approx(1.072447, abs=1e-6))
 

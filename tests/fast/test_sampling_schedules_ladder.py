@@ -18,7 +18,7 @@ from ngrpo.methods import sampling_schedules, second_rounds
 from ngrpo.methods.sampling_schedules.base import NextTokens
 from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainers.openrlhf import rollout_requests, second_round
+from ngrpo.trainers.openrlhf import samples_generator, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
 from ngrpo.workbench.evaluate import engine
 from ngrpo.workbench.evaluate.engine import Sampling
@@ -88,7 +88,7 @@ def test_requests_of_a_training_say_how_many_answers(monkeypatch: pytest.MonkeyP
             params = SimpleNamespace(temperature=1.0, extra_args=None)
             self.vllm_engines[0].generate_responses.remote(sampling_params=params, num_samples=8)
 
-    generator = rollout_requests.numbered_requests(Asking)(asked)
+    generator = samples_generator.samples_generator(Asking)(asked)
     generator.generate_samples(), generator.generate_eval_samples()
     assert [arguments.get("answers") for _, arguments in asked] == [8, None]
 

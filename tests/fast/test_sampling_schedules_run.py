@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config import parse, preflight, rules
+from ngrpo.config import parse, rules
 from ngrpo.machine.console import catalogue
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import Run
-from ngrpo.patches import active
 from ngrpo.rollout import runner_v1, settings
 from ngrpo.rollout.request_arguments import checked
-from ngrpo.trainers.openrlhf import metrics, rollout_requests, sampling_schedule
+from ngrpo.trainers.openrlhf import samples_generator, trainer
 from perturbations import create
 from perturbations.errors import UsageError
-from tests.fast.run import run_of, run_with
+from tests.fast.openrlhf_doubles import maker, makers_state
+from tests.fast.run import run_with
 from tests.fast.schedule_doubles import Generator, Step
 
 NAMES = sorted(sampling_schedules.available())
@@ -109,7 +108,7 @@ def test_the_perturber_is_told_the_temperature_that_was_drawn_with(monkeypatch: 
 def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead").spec())
     asked: list[Any] = []
-    generator = rollout_requests.numbered_requests(Generator)(asked)
+    generator = samples_generator.samples_generator(Generator)(asked)
     generator.generate_samples(temperature=0.8)
     generator.generate_eval_samples(temperature=0.6)
     generator.rollout_round, generator.temperature_factor = 7, 1.5  # as from a checkpoint; as E3 sets it
@@ -122,7 +121,7 @@ def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> No
     # An asynchronous run may draw the samples of several steps at once.
     run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead", evaluation=True).spec())
     asked.clear()
-    generator = rollout_requests.numbered_requests(Generator)(asked, vllm_generate_batch_size=24)
+    generator = samples_generator.samples_generator(Generator)(asked, vllm_generate_batch_size=24)
     generator.generate_samples(), generator.generate_samples(), generator.generate_eval_samples(temperature=0.6)
     assert [arguments["training_step"] for _, arguments in asked] == [0, 3, 3] and asked[2][0] == 0.6
 
@@ -143,7 +142,7 @@ def test_a_round_is_a_batch_that_has_prompts(monkeypatch: pytest.MonkeyPatch) ->
             self._generate_vllm(at)
 
     asked: list[Any] = []
-    generator = rollout_requests.numbered_requests(Batches)(asked)
+    generator = samples_generator.samples_generator(Batches)(asked)
     for at in range(4):
         generator.generate_samples(at)
     assert [(sent["round"], sent["training_step"]) for _, sent in asked] == [(1, 0), (1, 0), (2, 1), (3, 2)]
@@ -155,7 +154,7 @@ class Trainer:
     def __init__(self, states: dict[str, Any], entropies: list[float]) -> None:
         self.states, self.entropies, self.saved, self.temperatures = states, entropies, [], []
         self.samples_generator = SimpleNamespace(temperature_factor=1.0)
-        self.experience_maker = SimpleNamespace()
+        self.experience_maker = makers_state()
         self.prompts_dataloader = range(40)
         self.args = SimpleNamespace(
             train=SimpleNamespace(num_episodes=2),
@@ -186,30 +185,30 @@ class Trainer:
 def test_e3_over_a_run_and_a_resumed_one(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = sampling_schedules.create("e3").spec()
     run_with(monkeypatch, sampling_schedule=spec)
-    monkeypatch.setattr(sampling_schedule, "vocabulary", lambda model: 151936)
+    monkeypatch.setattr(trainer, "vocabulary", lambda model: 151936)
     entropies = [0.5, 0.25, 0.5]
-    trainer = sampling_schedule.scheduled_trainer(Trainer)({"global_step": 0}, entropies)
-    trainer.fit()
+    trained = trainer.trainer(Trainer)({"global_step": 0}, entropies)
+    trained.fit()
     # Ten steps in all; the target begins to fall after the sixth.
-    assert sampling_schedule.run_of(trainer) == Run(10, 0.5, 151936)
+    assert trainer.run_of(trained) == Run(10, 0.5, 151936)
     third = 0.5 * (1 + 0.5 * 0.048101)
-    assert trainer.temperatures == pytest.approx([0.5, 0.5, third], abs=1e-6)
-    assert trainer.samples_generator.temperature_factor == pytest.approx(third / 0.5, abs=1e-6)
-    resumed = sampling_schedule.scheduled_trainer(Trainer)(pickle.loads(pickle.dumps(trainer.saved[1])), entropies)
+    assert trained.temperatures == pytest.approx([0.5, 0.5, third], abs=1e-6)
+    assert trained.samples_generator.temperature_factor == pytest.approx(third / 0.5, abs=1e-6)
+    resumed = trainer.trainer(Trainer)(pickle.loads(pickle.dumps(trained.saved[1])), entropies)
     resumed.fit()
-    assert resumed.temperatures == trainer.temperatures[2:] and resumed.past == trainer.past
+    assert resumed.temperatures == trained.temperatures[2:] and resumed.past_steps == trained.past_steps
 
 
 def test_ray_can_pickle_the_trainer() -> None:
     """By value, as it does with actors; a cached property holds a lock in Python 3.10 and 3.11."""
     cloudpickle = pytest.importorskip("cloudpickle")
-    for module in (sampling_schedule, rollout_requests):
+    for module in (trainer, samples_generator):
         cloudpickle.register_pickle_by_value(module)
     try:
-        made = [sampling_schedule.scheduled_trainer(object), rollout_requests.numbered_requests(object)]
+        made = [trainer.trainer(object), samples_generator.samples_generator(object)]
         assert len(cloudpickle.dumps(made)) > 1000
     finally:
-        for module in (sampling_schedule, rollout_requests):
+        for module in (trainer, samples_generator):
             cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -225,27 +224,13 @@ def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatc
         is_correction_threshold=[0.0, 10.0],
     )  # fmt: skip
     args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
-    maker = SimpleNamespace(strategy=SimpleNamespace(args=args))
-    measured = metrics.measured_rollout_policy(lambda maker, samples: samples)
-    measured(maker, [experience])
-    assert maker.rollout_entropy == 2.0 and maker.step_measures["sampling/entropy"] == 2.0
-    assert maker.step_measures["importance/weight"] == pytest.approx((math.exp(-0.5) + 2) / 3)
+    made = maker(strategy=SimpleNamespace(args=args))
+    made.make_experience_batch([experience])
+    assert made.rollout_entropy == 2.0 and made.step_measures["sampling/entropy"] == 2.0
+    assert made.step_measures["importance/weight"] == pytest.approx((math.exp(-0.5) + 2) / 3)
     experience.rollout_log_probs, advantage.is_correction_level = None, "off"
-    measured(maker, [experience])
-    assert maker.rollout_entropy is None
-
-
-def test_what_is_in_place_for_a_schedule() -> None:
-    """Also that a checkpoint holds the round, which the training step of the requests follows from."""
-    rows = {row.ours for row in active(["sampling_schedule"])}
-    assert {
-        "ngrpo.trainers.openrlhf.resume:resuming_trainer",
-        "ngrpo.trainers.openrlhf.sampling_schedule:scheduled_trainer",
-        "ngrpo.trainers.openrlhf.rollout_requests:numbered_requests",
-        "ngrpo.trainers.openrlhf.rollout_actor:perturbed_engine",
-        "ngrpo.trainers.openrlhf.metrics:measured_rollout_policy",
-        "ngrpo.trainers.openrlhf.metrics:reporting_trainer",
-    } < rows
+    made.make_experience_batch([experience])
+    assert made.rollout_entropy is None
 
 
 # --- the command line -------------------------------------------------------------------------------------------
@@ -282,24 +267,3 @@ def test_importance_weights_are_on_unless_the_user_says_otherwise() -> None:
 
     assert correction() == "token"
     assert correction("--algo.advantage.is_correction_level", "off") == "off"
-
-
-@pytest.mark.parametrize(
-    ("name", "words", "density", "message"),
-    [
-        ("ead", [], True, "--sampling.schedule ead cannot be used with the density of --perturbation gumbel"),
-        ("ead", ["--eval.temperature", "0"], False, "cannot be used with --eval.temperature 0"),
-        ("ead", ["--actor.policy_loss_type", "gspo"], False, "or add --algo.advantage.is_correction_level off"),
-        ("e3", ["--actor.policy_loss_type", "gspo"], False, "negative advantage. Leave one of them out."),
-        ("e3", ["--train.async_enable"], False, "--train.async_enable cannot be used with --sampling.schedule e3"),
-        ("e3", ["--algo.advantage.is_correction_level", "off"], False, "needs the rollouts' log-probabilities"),
-    ],
-)
-def test_what_it_cannot_go_with(name: str, words: list[str], density: bool, message: str) -> None:
-    schedule = sampling_schedules.create(name, evaluation=True)
-    spec = (create("gumbel", density="gumbel") if density else create("soft")).spec()
-    asked = run_of(sampling_schedule=schedule.spec(), perturbation=spec)
-    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
-        preflight.check_sampling_schedule(Flags(words).with_defaults(schedule.flags(Flags())), asked)
-    fine = run_of(sampling_schedule=schedule.spec(), perturbation=create("soft").spec())
-    preflight.check_sampling_schedule(Flags(["--eval.temperature", "0.6"]).with_defaults(schedule.flags(Flags())), fine)

@@ -175,10 +175,10 @@ def test_settings_that_go_with_the_model() -> None:
     """Printed and given to every run, and nothing that was given is changed."""
     from ngrpo.config import rules
     from ngrpo.config.parse import run_config
-    from ngrpo.workbench.compare.arguments import parse
+    from ngrpo.workbench.compare.plan import read_plan
 
     words = ["--perturbations", "none", "--model", "sandbox", "--task", "shortcut", "--actor.adam.lr", "1e-5"]
-    plan, _ = parse(words)
+    plan, _ = read_plan(words)
     shared, evaluation = Flags(plan.shared), Flags(plan.evaluation)
     assert shared.value("--actor.adam.lr") == "1e-5" and shared.value("--rollout.batch_size") == "8"
     assert (evaluation.value("--task"), evaluation.value("--max-tokens"), evaluation.value("--n")) == (

@@ -17,8 +17,7 @@ from perturbations.base import Perturbation
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import get
 from perturbations.step import Step
-from perturbations.testing.density_check import replayed
-from perturbations.testing.proposal import with_hidden
+from perturbations.testing.proposal import replayed, with_hidden
 
 # --- rounding ---------------------------------------------------------------------------------------
 

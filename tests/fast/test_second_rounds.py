@@ -14,15 +14,19 @@ import pytest
 import torch
 
 from ngrpo.config.parse import run_config
-from ngrpo.config.rules import unstarted
+from ngrpo.config.rules import resolve_flags
 from ngrpo.config.run import RunConfig
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.methods.second_rounds.base import opening
 from ngrpo.methods.second_rounds.lope import WORDS
-from ngrpo.trainers.openrlhf import second_round, second_round_loss
-from ngrpo.trainers.openrlhf.second_round import TwoRounds
+from ngrpo.trainers.common import side_inputs
+from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, behavior
+from ngrpo.trainers.common.side_inputs import TwoRounds
+from ngrpo.trainers.openrlhf import experience_maker, samples_generator, second_round, step_advantages
+from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
+from tests.fast.run import run_with
 
 LOPE = second_rounds.create("lope")
 
@@ -191,7 +195,7 @@ def test_right_answers_become_answers_to_the_prompt_of_the_data(monkeypatch: pyt
         assert each["num_samples"] == 2
         assert each["label"] == "4"
         assert each["max_length"] - 50 == len(each["prompt"]) - len("What?"), "answers have the same room"
-    carried = second_round.unpack([each["mm_train_inputs"] for each in group], 3)
+    carried = side_inputs.two_rounds([each["mm_train_inputs"] for each in group], 3)
     assert [each.rewards.tolist() for each in carried] == [[0, 0, 0, 0, 0, 1, 0, 1, 0]] * 3
     assert [each.place for each in carried] == [5, 7, 2]
     for each, kept, length in zip(group, carried, (3, 4)):
@@ -211,7 +215,7 @@ def test_where_rollouts_hand_on_their_log_probabilities(monkeypatch: pytest.Monk
 def test_a_second_round_of_wrong_answers_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     group = two_rounds(Engine(), monkeypatch, prompts=2, answers=2)
     assert [each["observation_tokens"][5:] for each in group] == [[ord("a")]] * 3
-    assert [each.place for each in second_round.unpack([r["mm_train_inputs"] for r in group], 3)] == [0, 1, 2]
+    assert [each.place for each in side_inputs.two_rounds([r["mm_train_inputs"] for r in group], 3)] == [0, 1, 2]
 
 
 def test_the_draws_follow_seed_round_and_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,33 +245,37 @@ def test_no_reward_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second_round.reward_of({"reward": [0.5]}) == 0.5
 
 
-def test_prompts_of_an_evaluation_have_one_round() -> None:
+def test_prompts_of_an_evaluation_have_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, second_round=LOPE.spec())
+
     class Plain:
         vllm_engines: list[Any]
 
         def generate_eval_samples(self) -> str:
-            return self._dispatch_prompts_to_vllm()
+            return self._dispatch_prompts_to_vllm([], [])
 
-        def _dispatch_prompts_to_vllm(self) -> str:
-            return self.vllm_engines[0].generate_responses
+        def _dispatch_prompts_to_vllm(self, prompts: list[str], labels: list[str]) -> str:
+            assert self.vllm_engines[0].name == "engine"
+            return self.vllm_engines[0].generate_responses.remote(sampling_params=SimpleNamespace(extra_args=None))
 
-    generator = second_round.requests_of_two_rounds(Plain)()
-    engine = SimpleNamespace(generate_responses="one", generate_in_two_rounds="two", name="engine")
+    generator = samples_generator.samples_generator(Plain)()
+    rounds = {name: SimpleNamespace(remote=lambda name=name, **_: name) for name in ("one", "two")}
+    engine = SimpleNamespace(generate_responses=rounds["one"], generate_in_two_rounds=rounds["two"], name="engine")
     generator.vllm_engines = [engine]
-    assert generator.generate_eval_samples() == "one" and generator._dispatch_prompts_to_vllm() == "two"
-    assert generator.vllm_engines == [engine] and second_round._InTwoRounds(engine).name == "engine"
+    assert generator.generate_eval_samples() == "one" and generator._dispatch_prompts_to_vllm([], []) == "two"
+    assert generator.vllm_engines == [engine]
 
 
 def test_damaged_bytes_are_refused() -> None:
     for kept in (TwoRounds(np.float32([0, 1]), 1, np.float32([-0.5, -1.5])), TwoRounds(np.float32([0]), 0)):
         packed = kept.pack()
-        (again,) = second_round.unpack([packed], 1)
+        (again,) = side_inputs.two_rounds([packed], 1)
         assert again.place == kept.place and (again.rewards == kept.rewards).all()
         assert (again.log_probs is None) == (kept.log_probs is None)
         (key, data) = next(iter(packed.items()))
         with pytest.raises(ValueError, match="two rounds is damaged"):
-            second_round.unpack([{key: data[:-1]}], 1)
-    assert second_round.unpack(None, 2) == [None, None] == second_round.unpack([None, {}], 2)
+            side_inputs.two_rounds([{key: data[:-1]}], 1)
+    assert side_inputs.two_rounds(None, 2) == [None, None] == side_inputs.two_rounds([None, {}], 2)
 
 
 # ---- the loss -------------------------------------------------------------------------------------------------------
@@ -280,13 +288,13 @@ def test_advantages_of_both_rounds_by_hand() -> None:
     of_kept = advantage.compute(rewards)
     every = np.float32([0, 0, 0, 0, 0, 0, 1, 0])
     carried = [TwoRounds(every, place) for place in (6, 1, 2, 3)] + [None] * 4
-    found = second_round_loss.advantages_of_all(advantage, rewards, of_kept, carried)
+    found = step_advantages.advantages_of_all(advantage, rewards, of_kept, carried)
     assert found[0].tolist() == pytest.approx([2.474874, *[-0.353553] * 3], abs=1e-6)
     assert torch.equal(found[1], of_kept[1])
     penalised = torch.tensor(
         [[0.5, 0.0, 0.0, -0.5]]
     )  # by OpenRLHF, which knows of these four alone: deviation √(0.5/7)
-    found = second_round_loss.advantages_of_all(advantage, penalised, advantage.compute(penalised), carried[:4])
+    found = step_advantages.advantages_of_all(advantage, penalised, advantage.compute(penalised), carried[:4])
     assert found[0].tolist() == pytest.approx([1.870829, 0.0, 0.0, -1.870829], abs=1e-6)
 
 
@@ -294,7 +302,7 @@ def test_samples_are_in_the_order_of_their_generation() -> None:
     packed = [TwoRounds(np.float32([0, 0]), place).pack() for place in range(2)]
     batches = [SimpleNamespace(index=[3, 0], mm_train_inputs=[packed[1], None])]
     batches.append(SimpleNamespace(index=[1, 2], mm_train_inputs=[None, packed[0]]))
-    assert [each and each.place for each in second_round_loss.in_order(batches)] == [None, None, 0, 1]
+    assert [each and each.place for each in step_advantages._in_order(batches)] == [None, None, 0, 1]
 
 
 def experience(log_probs: list[float] | None, tokens: int = 4) -> SimpleNamespace:
@@ -304,6 +312,11 @@ def experience(log_probs: list[float] | None, tokens: int = 4) -> SimpleNamespac
     given = None if log_probs is None else np.float32(log_probs)
     packed = TwoRounds(np.float32([0, 1]), 1, given).pack()
     return SimpleNamespace(action_mask=mask, mm_train_inputs=[None, packed])
+
+
+def two_rounds_loss(method: Any, loss: Any, batch: Any) -> TwoRoundsLoss:
+    carried = side_inputs.two_rounds(batch.mm_train_inputs, len(batch.action_mask))
+    return TwoRoundsLoss(method, loss, carried, batch.action_mask)
 
 
 @pytest.mark.parametrize("shaping", [0.1, None])
@@ -316,7 +329,7 @@ def test_loss_is_the_formula_and_its_gradient(shaping: float | None, sign: float
     advantage = torch.tensor([[0.5] * 5, [sign * 1.5] * 5])
     method, batch = second_rounds.create("lope", shaping=shaping), experience(given)
     log_probs = (old + moved).requires_grad_()
-    ours = second_round_loss.TwoRoundsLoss(method, policy_loss(), batch)
+    ours = two_rounds_loss(method, policy_loss(), batch)
     loss = ours(log_probs, old, advantage, action_mask=batch.action_mask)[0]
     (gradient,) = torch.autograd.grad(loss, log_probs)
 
@@ -345,7 +358,7 @@ def test_expected_gradient_is_that_of_the_prompt_of_the_data() -> None:
         log_prob = logits.log_softmax(-1)[token].reshape(1, 1)
         kept = TwoRounds(np.float32([0, 1]), 1, np.float32([drawn_from[token]])).pack()
         batch = SimpleNamespace(action_mask=torch.ones(1, 1), mm_train_inputs=[kept])
-        ours = second_round_loss.TwoRoundsLoss(method, policy_loss(), batch)
+        ours = two_rounds_loss(method, policy_loss(), batch)
         loss = ours(log_prob, log_prob.detach(), reward[token].reshape(1, 1), action_mask=batch.action_mask)[0]
         found += drawn_from[token].exp() * torch.autograd.grad(loss, logits)[0]
     logits = theta.clone().requires_grad_()
@@ -358,34 +371,35 @@ def test_weights_of_another_policy_are_not_taken_twice() -> None:
     rollout = torch.full((2, 5), -1.3)
     batch, method = experience([-1.2] * 4), second_rounds.create("lope")
     plain = type(policy_loss())(is_correction_level="token", is_correction_mode="clip", is_correction_threshold=[0, 10])
-    ours = second_round_loss.TwoRoundsLoss(method, plain, batch)
+    ours = two_rounds_loss(method, plain, batch)
     loss = ours(old, old, torch.ones(2, 5), action_mask=batch.action_mask, rollout_log_probs=rollout)[0]
     rho = math.exp(0.2)
     assert loss.item() == pytest.approx(-(math.exp(0.3) + rho / (rho + 0.1)) / 2, rel=1e-5)
 
 
 def test_an_answer_that_was_cut_and_one_that_grew() -> None:
-    given, there = second_round_loss.behavior(
-        torch.ones(1, 3), [TwoRounds(np.float32([0]), 0, np.float32([-1, -2, -3, -4]))]
-    )
+    given, there = behavior(torch.ones(1, 3), [TwoRounds(np.float32([0]), 0, np.float32([-1, -2, -3, -4]))])
     assert given.tolist() == [[-1, -2, -3]] and there.all()
     with pytest.raises(RuntimeError, match="3 tokens has 2"):
-        second_round_loss.behavior(torch.ones(1, 3), [TwoRounds(np.float32([0]), 0, np.float32([-1, -2]))])
+        behavior(torch.ones(1, 3), [TwoRounds(np.float32([0]), 0, np.float32([-1, -2]))])
 
 
-def test_the_loss_function_comes_back() -> None:
+def test_the_loss_function_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def original(self: Any, given: Any) -> None:
-        seen.append(self.actor_loss_fn)
-        raise ValueError("out of memory")
+    run_with(monkeypatch, second_round=LOPE.spec())
 
-    actor = SimpleNamespace(actor_loss_fn="plain")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(second_round_loss, "current_run", lambda: SimpleNamespace(second_round=LOPE))
-        with pytest.raises(ValueError, match="out of memory"):
-            second_round_loss.training_step_of_two_rounds(original)(actor, experience(None))
-    assert isinstance(seen[0], second_round_loss.TwoRoundsLoss) and actor.actor_loss_fn == "plain"
+    class Failing:
+        actor_loss_fn = "plain"
+
+        def training_step(self, *args: Any) -> None:
+            seen.append(self.actor_loss_fn)
+            raise ValueError("out of memory")
+
+    trainer = actor_trainer(Failing)()
+    with pytest.raises(ValueError, match="out of memory"):
+        trainer.training_step(experience(None), 0.0, 0)
+    assert isinstance(seen[0], TwoRoundsLoss) and trainer.actor_loss_fn == "plain"
 
 
 def test_measures_by_hand() -> None:
@@ -397,11 +411,14 @@ def test_measures_by_hand() -> None:
         None,
         None,
     ]
-    found = second_round_loss.measures([batch], method)
+    found = experience_maker.second_round_measures([batch], method)
     expected = {"asked": 0.5, "trained": 0.25, "right": 0.5, "solved": 1.0, "ratio": (1 + math.e) / 2}
     assert found == {f"second_round/{name}": pytest.approx(value) for name, value in expected.items()}
     batch.mm_train_inputs = None
-    assert second_round_loss.measures([batch], method) == {"second_round/asked": 0.0, "second_round/trained": 0.0}
+    assert experience_maker.second_round_measures([batch], method) == {
+        "second_round/asked": 0.0,
+        "second_round/trained": 0.0,
+    }
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
@@ -412,13 +429,16 @@ MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples
 @pytest.mark.parametrize(
     "words, told",
     [
-        ("", "Add --advantage group_norm, or --second_round.group kept"),
-        ("--advantage copo", "--advantage copo looks at more"),
-        ("--advantage group_norm --advantage.overlong exclude", "--advantage group_norm looks at more"),
+        ("", "add --advantage group_norm, or --second_round.group kept"),
+        ("--advantage copo", "--advantage copo cannot be used with --second_round lope: it looks at more"),
+        (
+            "--advantage group_norm --advantage.overlong exclude",
+            "--advantage group_norm cannot be used with",
+        ),
         ("--perturbation neighbor", "--perturbation neighbor cannot be used with --second_round lope"),
         ("--sampling.top_k 5 --sampling.correct_mask", "--sampling.correct_mask cannot"),
-        ("--train.agent_func_path agent.py", "--train.agent_func_path cannot"),
-        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt cannot"),
+        ("--train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot"),
+        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt 2 cannot"),
         ("--actor.policy_loss_type gspo", "gspo cannot"),
         ("--advantage group_norm --credit simko", "--credit simko cannot"),
         ("--rollout.n_samples_per_prompt 1 --advantage group_norm", "n_samples_per_prompt 1 cannot"),
@@ -428,18 +448,12 @@ MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples
 )
 def test_what_it_cannot_go_with(words: str, told: str) -> None:
     with pytest.raises(UsageError, match=told.replace("(", r"\(")):
-        unstarted(run_config([*MODEL, "--second_round", "lope", *words.split()]))
-
-
-def test_a_reward_model_comes_too_late() -> None:
-    words = ["--model", "smollm2-135m", "--data.prompt_dataset", "x.jsonl", "--advantage", "group_norm"]
-    with pytest.raises(UsageError, match="A reward model comes too late"):
-        unstarted(run_config([*words, "--second_round", "lope"]))
+        resolve_flags(run_config([*MODEL, "--second_round", "lope", *words.split()]))
 
 
 def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
     words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
-    assert unstarted(run_config(words)).value("--algo.kl.init_coef") == "0"
-    assert unstarted(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
+    assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
+    assert resolve_flags(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
     kept = run_config([*MODEL, "--second_round", "repeat", "--second_round.group", "kept"])
-    assert unstarted(kept) and "second_round" in kept.conditions
+    assert resolve_flags(kept) and "second_round" in kept.conditions

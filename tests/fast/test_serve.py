@@ -25,7 +25,7 @@ from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
 from perturbations import FinishedTrajectory, ReplayRecord
 from perturbations.errors import UsageError
-from perturbations.replay.record import model_fingerprint
+from perturbations.replay.trajectory import model_fingerprint
 
 KEPT = ReplayRecord(
     seed=7,

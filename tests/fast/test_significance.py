@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ngrpo.workbench import statistics
-from ngrpo.workbench.compare import verdicts
+from ngrpo.workbench.compare import results
 
 
 def test_one_seed_resamples_the_problems_and_says_so() -> None:
@@ -64,7 +64,7 @@ def test_equal_tables_are_equal_and_not_different() -> None:
     statistics.correct([result])
     assert (result["value"], result["low"], result["high"], result["p"]) == (0.0, 0.0, 0.0, 1.0)
     assert result["within_noise"]
-    assert verdicts.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
+    assert results.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
 
 
 def test_a_difference_without_spread_is_not_judged() -> None:
@@ -72,7 +72,7 @@ def test_a_difference_without_spread_is_not_judged() -> None:
     result = statistics.paired(np.full((3, 4), 0.5), np.full((3, 4), 0.25))
     statistics.correct([result])
     assert result["p"] is None and result["within_noise"]
-    assert verdicts.verdict(result, "Mean@8", "none", 3) == (
+    assert results.verdict(result, "Mean@8", "none", 3) == (
         "Mean@8 +0.250 against none with each of 3 seeds: without a spread nothing can be tested"
     )
 
@@ -165,7 +165,7 @@ def problems(value: float, low: float) -> dict[str, Any]:
     ],
 )
 def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
-    assert expected in verdicts.verdict(difference, "Mean@8", "none", seeds)
+    assert expected in results.verdict(difference, "Mean@8", "none", seeds)
 
 
 def test_pass_at_k_of_counts() -> None:
@@ -181,6 +181,6 @@ def test_an_interval_that_ends_at_0_holds_it(low: float, high: float) -> None:
 
 def test_quarters_of_a_learning_curve() -> None:
     rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
-    assert verdicts.first_quarter(rewards) == pytest.approx(0.05)
-    assert verdicts.last_quarter(rewards) == pytest.approx(0.65)
-    assert verdicts.last_quarter([0.25]) == 0.25
+    found = results._rewards({"steps": [{"reward": reward} for reward in rewards]})
+    assert (found["reward_first"][""], found["reward_last"][""]) == pytest.approx((0.05, 0.65))
+    assert results._rewards({"steps": [{"reward": 0.25}]})["reward_change"] == {"": 0.0}

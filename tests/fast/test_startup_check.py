@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo.rollout import startup_check
-from ngrpo.trainers.openrlhf.rollout_actor import EngineProof
-from tests.fast.run import run_with
+from ngrpo.trainers.common.engine_records import EngineCheck
 
 
 class Engine:
@@ -29,14 +28,11 @@ class Engine:
 
 
 @pytest.mark.parametrize(("strict", "asked"), [(False, 1), (True, 2)])
-def test_once_at_the_start_and_if_strict_after_each_sync(
-    strict: bool, asked: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_with(monkeypatch, strict=strict)
+def test_once_at_the_start_and_if_strict_after_each_sync(strict: bool, asked: int) -> None:
     engine = Engine()
 
     async def use() -> None:
-        proof = EngineProof(engine, perturbed=True)
+        proof = EngineCheck(engine, perturbed=True, again=strict)
         await asyncio.gather(*(proof.passed() for _ in range(3)))
         assert engine.asked == 1
         proof.weights_synced()
@@ -49,7 +45,7 @@ def test_once_at_the_start_and_if_strict_after_each_sync(
 
 def test_every_request_gets_the_error() -> None:
     async def use() -> list[Any]:
-        proof = EngineProof(Engine("does not feed"), perturbed=True)
+        proof = EngineCheck(Engine("does not feed"), perturbed=True)
         return await asyncio.gather(*(proof.passed() for _ in range(2)), return_exceptions=True)
 
     assert [str(error) for error in asyncio.run(use())] == ["does not feed"] * 2
@@ -57,7 +53,7 @@ def test_every_request_gets_the_error() -> None:
 
 def test_an_unperturbed_engine_is_not_asked() -> None:
     engine = Engine()
-    asyncio.run(EngineProof(engine, perturbed=False).passed())
+    asyncio.run(EngineCheck(engine, perturbed=False).passed())
     assert engine.asked == 0
 
 

@@ -20,7 +20,7 @@ import pytest
 from benchmarks import pooled, study
 from ngrpo.machine.storage import datafiles
 from ngrpo.workbench import statistics
-from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.compare.plan import read_plan
 from tests.report_example import example
 
 PAIRS = {"neighbor helps": ["neighbor rate=0.1", "none"], "noise helps": ["gaussian rate=0.1", "none"]}
@@ -93,7 +93,7 @@ STUDY = Path(__file__).resolve().parents[2] / "examples" / "study"
 
 
 def test_the_design_names_strategies_that_are_run() -> None:
-    plan, _ = arguments.parse(["--config", str(STUDY / "study.yaml"), "--task", "arithmetic"])
+    plan, _ = read_plan(["--config", str(STUDY / "study.yaml"), "--task", "arithmetic"])
     ids = [arm.id for arm in plan.arms]
     pairs = datafiles.read_yaml(str(STUDY / "contrasts.yaml"), flag="--contrasts", example="")
     assert len(pairs) == 3 and {strategy for pair in pairs.values() for strategy in pair} <= set(ids)
@@ -113,7 +113,7 @@ def test_the_script_compares_both_tasks_and_publishes(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
     words = ["bash", str(STUDY / "run.sh"), str(tmp_path / "out"), "--seeds", "0,1"]
     done = subprocess.run(words, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False)
-    plans = [arguments.parse(json.loads(line)) for line in done.stdout.splitlines()]
+    plans = [read_plan(json.loads(line)) for line in done.stdout.splitlines()]
     assert [out.name for _, out in plans] == ["sums", "basic"]
     design = (STUDY.parents[1] / "docs" / "studies" / "study.md").read_text()
     for plan, out in plans:

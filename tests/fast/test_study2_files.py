@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench.compare import arguments
+from ngrpo.workbench.compare.plan import Plan, read_plan
 from perturbations import registry
 
 FOLDER = Path(__file__).parents[2] / "examples" / "study2"
 
 
-def plan(file: Path, task: str = "shortcut:late") -> arguments.Plan:
-    return arguments.parse(["--config", str(file), "--task", task])[0]
+def plan(file: Path, task: str = "shortcut:late") -> Plan:
+    return read_plan(["--config", str(file), "--task", task])[0]
 
 
 def test_no_seed_of_the_pilot_is_the_studys() -> None:

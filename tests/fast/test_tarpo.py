@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cuda_without_gpu.simulated import Plan, simulate
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.config import compatibility
+from ngrpo.config.compatibility import TRL
+from ngrpo.config.features import Combination
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import with_overrides
 from perturbations import ReplayRecord, check_perturbation, create, parameters, streams
 from perturbations.base import Replayed, Step
 from perturbations.edit import InputEdit, realise
@@ -25,9 +26,8 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 from perturbations.methods import tarpo
 from perturbations.methods.tarpo import Router
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
-from perturbations.testing.density_check import replayed
+from perturbations.replay.scope import LastHidden, ReplayScope
+from perturbations.testing.proposal import replayed
 from tests.token_log_probs import log_probs_of
 
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
@@ -157,7 +157,7 @@ def run(model: Small, tokens: Tensor, mask: Tensor, records: list[Any], packed: 
     perturbation = create("tarpo", decision_weight=0.5)
     scope = ReplayScope(model.embedding, module=module, perturbation=perturbation, hidden=LastHidden(head))
     with scope(records, mask), densities(scope, 1.0):
-        found = with_replacements(log_probs_of)(model(tokens), labels)
+        found = with_overrides(log_probs_of)(model(tokens), labels)
     return torch.zeros(shape).masked_scatter(mask.bool(), found[0]) if packed else found
 
 
@@ -224,17 +224,7 @@ def test_the_gated_rows_are_routed_by_their_own_hidden_states(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["hrpo", "tarpo"])
-def test_trl_has_no_place_for_parameters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = ("trl", "trl.generation", "trl.generation.vllm_generation", "trl.trainer", "trl.trainer.grpo_trainer")
-    stand_ins = {name: ModuleType(name) for name in parts}
-    stand_ins["trl"].GRPOTrainer = stand_ins["trl.generation.vllm_generation"].VLLMGeneration = object
-    stand_ins["trl.generation"].vllm_generation = stand_ins["trl.generation.vllm_generation"]
-    stand_ins["trl.trainer"].grpo_trainer = stand_ins["trl.trainer.grpo_trainer"]
-    for each, module in stand_ins.items():
-        monkeypatch.setitem(sys.modules, each, module)
-    monkeypatch.delitem(sys.modules, "ngrpo.trainers.trl", raising=False)
-    trl = import_module("ngrpo.trainers.trl")
-    monkeypatch.delitem(sys.modules, "ngrpo.trainers.trl")
+def test_trl_has_no_place_for_parameters(name: str) -> None:
     config = SimpleNamespace(use_vllm=True, vllm_mode="colocate")
-    with pytest.raises(UsageError, match="parameters of its own is not supported: TRL would neither train nor send"):
-        trl._check(config, {}, create(name))
+    with pytest.raises(UsageError, match="cannot be used with TRL: TRL would neither train nor send"):
+        compatibility.check(TRL, Combination(parts={"perturbation": create(name)}, settings=config, arguments={}))

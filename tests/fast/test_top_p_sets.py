@@ -13,7 +13,7 @@ from perturbations import streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from perturbations.step import Step
-from perturbations.testing.density_check import replayed
+from perturbations.testing.proposal import replayed
 from perturbations.top_tokens import truncated
 from tests.fast.strategy_steps import PROBABILITIES, approximately, only_proposal, step_of
 

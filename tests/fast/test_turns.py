@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
 
-from ngrpo.trainers.openrlhf.metrics import step_metrics
-from ngrpo.trainers.openrlhf.side_inputs import unpack
-from ngrpo.trainers.openrlhf.turns import Conversation, finished
+from ngrpo.trainers.common.conversation import Conversation
+from ngrpo.trainers.common.mismatch import step_metrics
+from ngrpo.trainers.common.side_inputs import unpack
 from perturbations import FinishedTrajectory, ReplayRecord, registry
 
 FIRST, ANSWER, TOOL = [1, 2, 3], [10, 11, 12, 13], [7, 7]
@@ -103,14 +102,9 @@ def test_log_probabilities_of_changed_tokens_are_forgotten() -> None:
     assert conversation.trajectory.record.positions.tolist() == [3, 9] and conversation.trajectory.dropped == 2
 
 
-def response(tokens: list[int]) -> dict[str, Any]:
-    return {"observation_tokens": tokens}
-
-
 def test_the_response_carries_what_fits_its_tokens_and_the_log_counts_the_rest() -> None:
-    whole = finished(first_turn(), response(FIRST + ANSWER + TOOL))["mm_train_inputs"]
-    cut = finished(first_turn(), response([*FIRST, 10, 99, 12, 13]))["mm_train_inputs"]
-    kept, fewer = unpack([whole, cut])
+    ends = (FIRST + ANSWER + TOOL, [*FIRST, 10, 99, 12, 13])
+    kept, fewer = unpack([first_turn().finished(tokens).pack() for tokens in ends])
     assert (len(kept.record), kept.dropped, len(fewer.record), fewer.dropped) == (3, 0, 1, 2)
     trainer = [np.full(7, -0.1)] * 2
     assert step_metrics([kept, fewer], trainer)["perturbation/dropped_edits"] == 2.0

@@ -76,11 +76,11 @@ def test_the_last_clip_counts(capsys: pytest.CaptureFixture[str]) -> None:
         ("--print verl --algo.advantage.estimator rloo", "rloo is not translated; group_norm is"),
         ("--print verl", "gae (OpenRLHF's default) is not translated"),
         ("--print verl --preset grpo --actor.eps_clip_low_high 0.2", "must be two numbers"),
-        ("--print verl --advantage copo", "--print verl: --advantage copo: it looks at more than rewards"),
+        ("--print verl --advantage copo", "--advantage copo cannot be used with verl: it looks at more than rewards"),
         # Silently constant, and silently of rewards less the KL term.
         (
             "--print verl --rollout.n_samples_per_prompt 4 --advantage pass_at_k --advantage.k_end 2",
-            "--print verl: --advantage pass_at_k: it changes over the run",
+            "--advantage pass_at_k cannot be used with verl: it changes over the run",
         ),
         ("--print verl --advantage rs_grpo", "--algo.kl.init_coef 0.01 (OpenRLHF's default) cannot be used with --adv"),
         (
@@ -112,9 +112,9 @@ class Fading(advantages.registry.get("group_norm")):  # type: ignore[misc]
 @pytest.mark.parametrize(
     ("name", "options", "kl_in_reward", "said"),
     [
-        ("pkpo", {"k_end": 2}, False, "algorithm.adv_estimator=pkpo: it changes over the run"),
-        ("rs_grpo", {}, True, "algorithm.use_kl_in_reward=True cannot be used with algorithm.adv_estimator=rs_grpo"),
-        ("copo", {}, False, "algorithm.adv_estimator=copo: it looks at more than rewards"),
+        ("pkpo", {"k_end": 2}, False, "advantage 'pkpo' cannot be used with verl: it changes over the run"),
+        ("rs_grpo", {}, True, "algorithm.use_kl_in_reward=True cannot be used with advantage 'rs_grpo'"),
+        ("copo", {}, False, "advantage 'copo' cannot be used with verl: it looks at more than rewards"),
     ],
 )
 def test_what_verls_estimators_refuse(name: str, options: dict[str, object], kl_in_reward: bool, said: str) -> None:

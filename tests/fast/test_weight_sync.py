@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.trainers.openrlhf import weight_sync
+from ngrpo.trainers.openrlhf import actor_trainer
+from tests.fast.run import run_with
 
 pytest.importorskip("ray")
 pytest.importorskip("safetensors")
@@ -50,10 +51,12 @@ def sync(monkeypatch: pytest.MonkeyPatch, rank: int, engines: list[Engine], cach
     monkeypatch.setattr("ray.get", lambda refs: refs)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
-    monkeypatch.setattr(weight_sync, "_gathered", gathered)
+    monkeypatch.setattr(actor_trainer, "gathered", gathered)
     args = SimpleNamespace(vllm=SimpleNamespace(enable_prefix_caching=caching))
-    trainer = SimpleNamespace(vllm_engines=engines, strategy=SimpleNamespace(args=args))
-    weight_sync.hand_over_weights(lambda self: None)(trainer)
+    run_with(monkeypatch, hardware="cpu")
+    trainer = actor_trainer.actor_trainer(object)()
+    trainer.vllm_engines, trainer.strategy = engines, SimpleNamespace(args=args)
+    trainer.broadcast_to_vllm()
     return kept
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.config import preflight
+from ngrpo.config.dataset_check import check_files
+from ngrpo.config.run_notes import notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast.run import check_flags, run_of
@@ -36,7 +37,7 @@ def test_numbers_that_openrlhf_takes_and_cannot_use(words: list[str], said: str)
 
 def refused(*args: str) -> str:
     with pytest.raises(UsageError) as caught:
-        preflight.check_files(Flags(args))
+        check_files(Flags(args))
     return str(caught.value)
 
 
@@ -77,7 +78,7 @@ def test_an_input_that_is_no_prompt(tmp_path: Path, given: Any, kind: str) -> No
 def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     args = rows(tmp_path, (CHAT, "2"))
     assert "is chat messages in row 1. Add --data.apply_chat_template" in refused(*args)
-    preflight.check_files(Flags([*args, "--data.apply_chat_template"]))
+    check_files(Flags([*args, "--data.apply_chat_template"]))
 
 
 def test_labels_of_several_kinds(tmp_path: Path) -> None:
@@ -87,20 +88,26 @@ def test_labels_of_several_kinds(tmp_path: Path) -> None:
     args = rows(tmp_path, ("x", "007"), ("y", 3))
     assert load_dataset("json", data_files=args[1], cache_dir=str(tmp_path / "cache"))["train"]["label"][0] == 7
     assert "is a text in row 1 and a number in row 2" in refused(*args)
-    preflight.check_files(Flags(rows(tmp_path, ("x", 7), ("y", 3))))
+    check_files(Flags(rows(tmp_path, ("x", 7), ("y", 3))))
+
+
+def labels(flags: Flags) -> list[str]:
+    """The warnings about labels of a run with these flags."""
+    run = run_of(openrlhf=tuple(flags.argv))
+    return [note for note in notes(flags, run) if "the label" in note]
 
 
 def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None:
     args = rows(tmp_path, ("x", [1, 2]), ("y", [3]))
-    preflight.check_files(Flags(args))
-    (note,) = preflight.dataset_notes(Flags(args))
+    check_files(Flags(args))
+    (note,) = labels(Flags(args))
     assert "the label 'label' is a list in row 1; the reward is given it as it is" in note
-    assert "an object in row 2" in preflight.dataset_notes(Flags(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1}))))[
-        0
-    ].replace("row 1", "row 2")
-    assert preflight.dataset_notes(Flags(rows(tmp_path, ("x", "1"), ("y", "2")))) == []
-    assert preflight.dataset_notes(Flags(["--data.prompt_dataset", "owner/of-the-hub", "--data.label_key", "x"])) == []
-    assert preflight.dataset_notes(Flags(["--data.prompt_dataset", str(tmp_path / "missing.jsonl")])) == []
+    assert "an object in row 2" in labels(Flags(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1}))))[0].replace(
+        "row 1", "row 2"
+    )
+    assert labels(Flags(rows(tmp_path, ("x", "1"), ("y", "2")))) == []
+    assert labels(Flags(["--data.prompt_dataset", "owner/of-the-hub", "--data.label_key", "x"])) == []
+    assert labels(Flags(["--data.prompt_dataset", str(tmp_path / "missing.jsonl")])) == []
 
 
 HEAD = "from dataclasses import dataclass\nfrom perturbations import Gate, Perturbation, option, register\n"

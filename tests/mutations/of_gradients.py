@@ -83,8 +83,8 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/density_loss.py",
-        "test_entry_check.py::test_the_kl_term_is_the_tokens_in_gradient",
+        "ngrpo/trainers/common/densities.py",
+        "test_loss_entry.py::test_the_kl_term_is_the_tokens_in_gradient",
         (
             "            return own\n        return own + density",
             "            return own + density - density.detach()\n        return own + density",
@@ -92,21 +92,21 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "ngrpo/config/preflight.py",
-        "test_entry_check.py",
-        ("perturbation.has_density and perturbation.score_only", "False", "a vector's density at noisy rollouts"),
-        ("if perturbation.draws_text:", "if False:", "a request's filters choose among the draws"),
+        "ngrpo/config/features.py",
+        "test_loss_entry.py",
+        ("lambda made: made.score_only)", "lambda made: False)", "a vector's density at noisy rollouts"),
+        ("lambda made: made.draws_text)", "lambda made: False)", "a request's filters choose among the draws"),
+        ("made.score_only and not made.draws_token", "False", "a KL term without a token"),
     ),
     *of_file(
-        "ngrpo/config/entry_check.py",
-        "test_entry_check.py",
+        "ngrpo/config/run_notes.py",
+        "test_loss_entry.py",
         ("and not perturbation.zero_mean_score", "and perturbation.has_density", "tokens that were not drawn"),
         ("not run.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
-        ("not perturbation.draws_token and", "False and", "a KL term without a token"),
     ),
     *of_file(
         "perturbations/parameters.py",
-        "test_entry_check.py",
+        "test_loss_entry.py",
         (
             '"both": (model.get_input_embeddings, model.get_output_embeddings)',
             '"both": (model.get_input_embeddings,)',

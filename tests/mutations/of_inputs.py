@@ -75,7 +75,7 @@ DENSITIES = [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/density_loss.py",
+        "ngrpo/trainers/common/densities.py",
         "test_density_loss.py",
         (
             "if perturbation is None or not perturbation.has_density:",
@@ -106,12 +106,12 @@ DENSITIES = [
         ("return self.has_density", "return False", "tarpo: the token is not in the action"),
     ),
     *of_file(
-        "perturbations/replay/last_hidden.py",
+        "perturbations/replay/scope.py",
         f"{_GRADIENT}[tarpo-density-two-steps]",
         ("return given[rows]", "return given[rows].detach()", "the decision does not train the policy"),
     ),
     *of_file(
-        "perturbations/replay/last_hidden.py",
+        "perturbations/replay/scope.py",
         "test_tarpo.py",
         ("return given[rows]", "return given[rows + 1]", "the hidden state of the row after the one that decided"),
     ),
@@ -124,12 +124,20 @@ DENSITIES = [
         "ngrpo/trainers/openrlhf/model_actors.py",
         "test_density_actor.py",
         ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),
+    ),
+    *of_file(
+        "ngrpo/trainers/openrlhf/actor_trainer.py",
+        "test_density_actor.py",
         ("densities(scope, self.actor.temperature,", "densities(scope, 1.0,", "the step's density at temperature 1"),
+    ),
+    *of_file(
+        "ngrpo/trainers/common/policy_loss.py",
+        "test_density_actor.py",
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
     ),
 ]
 
-_LOSS, _STORE = "ngrpo/trainers/openrlhf/mask_correction.py", "perturbations/replay/sampling_mask.py"
+_LOSS, _STORE = "ngrpo/trainers/common/log_probs.py", "perturbations/replay/trajectory.py"
 _LEFT = "ngrpo/rollout/sampling_support.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
@@ -319,7 +327,7 @@ MIXTURES = [
         ("fed if proposal.acts is None else fed & proposal.acts", "fed", "verdict: fed where nothing acts"),
     ),
     *of_file(
-        "perturbations/gates/first.py",
+        "perturbations/gates/further.py",
         _MIXTURES,
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
     ),

@@ -9,7 +9,7 @@ _LADDER = "test_sampling_schedules_ladder.py"
 
 SCHEDULES = [
     *of_file(
-        "ngrpo/methods/sampling_schedules/ead.py",
+        "ngrpo/methods/sampling_schedules/per_token.py",
         "test_sampling_schedules.py",
         ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
         ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
@@ -19,13 +19,13 @@ SCHEDULES = [
         ('"released": 1}', '"released": 0}', "ead: the release's first step is its step 0"),
     ),
     *of_file(
-        "ngrpo/methods/sampling_schedules/edt.py",
+        "ngrpo/methods/sampling_schedules/per_token.py",
         "test_sampling_schedules.py",
         ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
         ("self.t_0 * ", "", "edt: T_0 is missing"),
     ),
     *of_file(
-        "ngrpo/methods/sampling_schedules/ladder.py",
+        "ngrpo/methods/sampling_schedules/per_token.py",
         _LADDER,
         ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),
         ("at.answers > 1", "at.answers > 0", "ladder: an only answer is cold"),
@@ -37,7 +37,7 @@ SCHEDULES = [
         ("% seeds.MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/rollout_requests.py",
+        "ngrpo/trainers/openrlhf/samples_generator.py",
         _LADDER,
         ('if "training_step" in arguments and', "if", "ladder: evaluations follow it"),
     ),
@@ -64,14 +64,10 @@ SCHEDULES = [
         ("since = past - 1 - start", "since = past - start", "e3: the target is a step ahead"),
     ),
     *of_file(
-        "ngrpo/config/preflight.py",
+        "ngrpo/config/features.py",
         "test_sampled_text.py",
-        ("and not perturbation.samples_text:", "and False:", "weights of tokens that were not drawn from the policy"),
-    ),
-    *of_file(
-        "ngrpo/config/correction_check.py",
-        "test_sampled_text.py",
-        ("if replace(perturbation, **{field.name: choice}).samples_text:", "if False:", "no way out is named"),
+        ("or made.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
+        ("if replace(made, **{entry.name: choice}).samples_text:", "if False:", "no way out is named"),
     ),
     *of_file(
         "perturbations/testing/proposal.py",
@@ -103,27 +99,31 @@ SCHEDULES = [
         ),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/rollout_requests.py",
+        "ngrpo/trainers/openrlhf/samples_generator.py",
         "test_sampling_schedules_run.py",
         ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),
         ('kwargs.get("temperature", 1.0) * self.temperature_factor', 'kwargs["temperature"]', "e3 changes nothing"),
         ("schedule.evaluation or not self.evaluating", "True", "evaluations follow every schedule"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/sampling_schedule.py",
+        "ngrpo/trainers/openrlhf/trainer.py",
         "test_sampling_schedules_run.py",
-        ("[astuple(each) for each in trainer.past]", "[]", "a resumed run forgets the first step's entropy"),
+        ("[astuple(step) for step in self.past_steps]", "[]", "a resumed run forgets the first step's entropy"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/importance.py",
+        "ngrpo/trainers/openrlhf/experience_maker.py",
         "test_sampling_schedules_run.py",
-        ("e.rollout_log_probs[e.action_mask.bool()]", "e.rollout_log_probs.flatten()", "padding has an entropy"),
+        ("[part[e.action_mask.bool()]", "[part.flatten()", "padding has an entropy"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/correction_warmup.py",
+        "ngrpo/trainers/common/importance.py",
         "test_correction_warmup.py",
         (".clamp(*bounds)", "", "a weight grows beyond its bounds"),
         ("(strength * (weight - 1.0)).log1p()", "strength * weight.log()", "log weights are interpolated"),
-        ("min(1.0, self.training_step / steps)", "1.0", "the weights are whole from the first step"),
+    ),
+    *of_file(
+        "ngrpo/trainers/openrlhf/experience_maker.py",
+        "test_correction_warmup.py",
+        ("min(1.0, maker.training_step / steps)", "1.0", "the weights are whole from the first step"),
     ),
 ]

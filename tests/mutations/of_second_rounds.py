@@ -33,13 +33,21 @@ SECOND_ROUNDS = [
             "(list(response[name]) for",
             "the prompt of the second round is trained",
         ),
-        ("if self.evaluating:", "if False:", "a second round in an evaluation"),
         ("max_length + extra, num_samples", "max_length, num_samples", "less room for the second round's answers"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/second_round_loss.py",
+        "ngrpo/trainers/openrlhf/samples_generator.py",
+        _TESTS,
+        ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
+    ),
+    *of_file(
+        "ngrpo/trainers/openrlhf/step_advantages.py",
         _TESTS,
         ("whole[places] = rewards[row]", "pass", "penalties are lost"),
+    ),
+    *of_file(
+        "ngrpo/trainers/common/policy_loss.py",
+        _TESTS,
         ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),
         (
             "torch.where(second, old_log_probs, rollout_log_probs)",

@@ -25,9 +25,13 @@ VALUES = [
         ("if bool(response_mask[rows].any())", "if True", "verl: padding is a group"),
     ),
     *of_file(
-        "ngrpo/trainers/openrlhf/importance.py",
+        "ngrpo/trainers/common/importance.py",
         "test_policy_noises.py",
-        ("(weight < low) | (weight > high)", "weight > high", "importance: the lower bound is ignored"),
+        (
+            "(weight < weights.low) | (weight > weights.high)",
+            "weight > weights.high",
+            "importance: the lower bound is ignored",
+        ),
     ),
     *of_file(
         "ngrpo/methods/advantages/base.py",
@@ -163,7 +167,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "ngrpo/workbench/compare/verdicts.py",
+        "ngrpo/workbench/compare/results.py",
         "test_significance.py",
         ("value == 0.0 and", "value >= 0.0 and", "verdict: a difference without an interval is none"),
     ),
@@ -189,7 +193,7 @@ VALUES = [
         ),
     ),
     *of_file(
-        "perturbations/replay/record.py",
+        "perturbations/replay/trajectory.py",
         "test_replay.py",
         ("highest >= vocabulary", "highest > vocabulary", "replay: token V is one of V tokens"),
     ),

@@ -29,7 +29,6 @@ from tests.pipeline.harness import ROOT, train
 
 FOLDER = "REHEARSAL"
 _OURS = f"{__name__ if __name__ != '__main__' else 'tests.pipeline.as_on_cuda'}:"
-_REPLACED = ("weight_sync:no_sync_group", "weight_sync:hand_over_weights", "weight_sync:engine_with_file_sync")
 _ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
 _ROWS = (
     ("torch", "empty", "cuda_is_the_host"),
@@ -52,10 +51,11 @@ def begin() -> None:
     """Changes the table of this process, before its rows are put in place."""
     from ngrpo import patches
     from ngrpo.machine.hardware import cpu
+    from ngrpo.trainers.openrlhf import actor_trainer
 
     cpu._REFUSED = ()  # the sync over NCCL and sleep are what is rehearsed
-    kept = [row for row in patches.OPENRLHF if not (row.ours or "").endswith(_REPLACED)]
-    patches.OPENRLHF = (*_patches(), *kept)
+    actor_trainer.syncs_by_file = lambda: False
+    patches.OPENRLHF = (*_patches(), *patches.OPENRLHF)
 
 
 def _patches() -> list[Any]:
@@ -270,9 +270,9 @@ def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
         import torch
         from safetensors.torch import save_file
 
-        from ngrpo.trainers.openrlhf.weight_sync import _gathered
+        from ngrpo.trainers.openrlhf.actor_trainer import gathered
 
-        weights = _gathered(self, keep=True)
+        weights = gathered(self, keep=True)
         if torch.distributed.get_rank() == 0:
             save_file({name: part.clone() for name, part in weights.items()}, Path(os.environ[FOLDER], "sent"))
             note("sync", parameters=list(weights))

@@ -16,8 +16,7 @@ import torch
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.requests import external_id
 from perturbations import ReplayRecord, replaying
-from perturbations.replay.sampling_mask import SamplingMask
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
 from tests.token_log_probs import log_probs_of
 
 QUESTIONS = [
@@ -135,7 +134,7 @@ def sync(engine: Any, model: Any, folder: Path) -> None:
     """What the trainer does after each step on a CPU: its weights reach the engine through a file."""
     from safetensors.torch import save_file
 
-    from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
+    from ngrpo.trainers.common.weights_file import load_weights_file
 
     path = folder / "weights.safetensors"
     save_file({name: p.detach().contiguous() for name, p in model.named_parameters()}, path)
@@ -148,8 +147,7 @@ def trainer_log_probs(
     model: Any, rollouts: Sequence[Rollout], masks: Sequence[SamplingMask | None], temperature: float = 1.0
 ) -> torch.Tensor:
     """log π of all generated tokens as the trainer takes it, one after the other; corrected where there are masks."""
-    from ngrpo.trainers.openrlhf.loss import with_replacements
-    from ngrpo.trainers.openrlhf.mask_correction import corrected
+    from ngrpo.trainers.common.log_probs import corrected, with_overrides
 
     result = []
     for rollout, mask in zip(rollouts, masks):
@@ -159,7 +157,7 @@ def trainer_log_probs(
         with torch.no_grad(), replaying(model, [rollout.record], attention_mask=ones):
             logits = model(tokens).logits.float() / temperature
         with contextlib.nullcontext() if mask is None else corrected([record.pack()], ones):
-            log_probs = with_replacements(log_probs_of)(logits, tokens.roll(-1, dims=1))
+            log_probs = with_overrides(log_probs_of)(logits, tokens.roll(-1, dims=1))
         result.append(log_probs[0, len(rollout.prompt) - 1 : -1])
     return torch.cat(result)
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.density_loss import densities
+from ngrpo.trainers.common.densities import densities
 from perturbations import create, parameters
 from perturbations.methods.tarpo import TARPO
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope
 from perturbations.step import Step
 from tests.fast.density_model import hooked
 from tests.stack.harness import Rollout

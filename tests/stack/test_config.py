@@ -58,7 +58,7 @@ def test_refused_before_a_model_loads(smollm2: str, spec: dict[str, Any], option
         ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size=2"),
         ("parallel_config", "enable_batch_sharded_sampling", True, "enable_batch_sharded_sampling"),
         ("model_config", "enable_trace_replay", True, "enable_trace_replay"),
-        ("model_config", "runner_type", "pooling", "runner='pooling'"),
+        ("model_config", "runner_type", "pooling", "runner_type='pooling'"),
     ],
 )
 def test_refused_where_a_cpu_would_switch_it_off(smollm2: str, section: str, name: str, value: Any, says: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.credit_loss import training_step_with_credit
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.common.log_probs import with_overrides
+from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from tests.fast.run import run_with
 from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
 
@@ -21,15 +21,15 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module")
 def openrlhf() -> Iterator[Any]:
-    """Its modules, with the patch of the log-probabilities in place."""
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
+    """Its modules, with the seam of the log-probabilities in place."""
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
 
     model()  # transformers looks for flash-attn itself, and before the stand-in
-    with during_import():
+    with flash_attn_stand_in():
         from openrlhf.models import actor, loss
         from openrlhf.trainer.ray import ppo_actor
     original = actor.log_probs_from_logits
-    actor.log_probs_from_logits = with_replacements(original)
+    actor.log_probs_from_logits = with_overrides(original)
     yield SimpleNamespace(actor=actor, loss=loss, ppo_actor=ppo_actor)
     actor.log_probs_from_logits = original
 
@@ -83,7 +83,8 @@ def test_a_training_step(openrlhf: Any, packed: bool, monkeypatch: pytest.Monkey
         algo=SimpleNamespace(kl=SimpleNamespace(use_loss=False)),
         train=SimpleNamespace(dynamic_batch_enable=False),
     )
-    trainer = SimpleNamespace(
+    trainer = object.__new__(actor_trainer(openrlhf.ppo_actor.ActorPPOTrainer))
+    vars(trainer).update(
         actor=actor,
         actor_loss_fn=openrlhf.loss.PolicyLoss(),
         strategy=strategy,
@@ -93,9 +94,8 @@ def test_a_training_step(openrlhf: Any, packed: bool, monkeypatch: pytest.Monkey
         actor_optim=None,
         actor_scheduler=SimpleNamespace(get_last_lr=lambda: [0.0]),
     )
-    step = training_step_with_credit(openrlhf.ppo_actor.ActorPPOTrainer.training_step)
     experience = openrlhf.ppo_actor.Experience(**vars(made), info={})
-    result = step(trainer, experience, 0.0, 0, {})
+    result = trainer.training_step(experience, 0.0, 0, {})
     assert 0.1 < float(result["metrics"]["credit/in_loss"]) < 0.7
     logits = logits_of(truth, made.sequences, made.attention_mask)
     reference(logits, made.sequences, made.action_log_probs, 4, 0.3, 1.7, 0.4).backward()

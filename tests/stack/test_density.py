@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.openrlhf.density_loss import densities
-from ngrpo.trainers.openrlhf.loss import with_replacements
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import with_overrides
 from perturbations import create, streams
 from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample
@@ -37,13 +37,13 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def actor(hf_model: Any) -> Iterator[Any]:
-    """OpenRLHF's Actor around the shared model, with the patch of the density in place."""
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
+    """OpenRLHF's Actor around the shared model, with the seam of the density in place."""
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
 
-    with during_import():
+    with flash_attn_stand_in():
         from openrlhf.models import actor as module
     original = module.log_probs_from_logits
-    module.log_probs_from_logits = with_replacements(original)
+    module.log_probs_from_logits = with_overrides(original)
     made = module.Actor(hf_model, temperature=TEMPERATURE)
     made.packing_samples = False
     yield made

@@ -14,12 +14,9 @@ import torch
 from ngrpo.config.arms import parse_arms
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.rollout import set_perturbation
-from ngrpo.workbench.diagnose import diagnosis as diagnoses
-from ngrpo.workbench.diagnose import measuring
-from ngrpo.workbench.diagnose.diagnosis import diagnose
-from ngrpo.workbench.diagnose.diagnosis_folder import DiagnosisFolder
-from ngrpo.workbench.diagnose.measuring import prompt_tokens
-from ngrpo.workbench.diagnose.sample import GroupSampling, Sample
+from ngrpo.workbench.diagnose import embedding_map, group_sampling
+from ngrpo.workbench.diagnose.diagnosis import DiagnosisFolder, diagnose
+from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample, prompt_tokens
 from ngrpo.workbench.evaluate import load_task
 
 NAMES = "none,neighbor:rate=0,neighbor:rate=0.3,gaussian,gaussian:sigma=20,gumbel"
@@ -39,8 +36,8 @@ def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> A
     out = tmp_path_factory.mktemp("diagnosis") / "out"
     problems = load_task("arithmetic", limit=4)
     with pytest.MonkeyPatch.context() as patch:  # speed is not tested here, and three tokens need no long texts
-        patch.setattr(measuring, "_WARM_UP_TOKENS", 1)
-        patch.setattr(diagnoses.embedding_map, "_LENGTH", 24)
+        patch.setattr(group_sampling, "_WARM_UP_TOKENS", 1)
+        patch.setattr(embedding_map, "_LENGTH", 24)
         try:
             yield diagnose(model, problems, parse_arms(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
                            with_map=True, map_words=WORDS, llm=engine), out  # fmt: skip
@@ -147,8 +144,8 @@ def test_finished_strategies_are_not_sampled_again(
     def refuse(*args: Any) -> Any:
         raise AssertionError("sampled again")
 
-    monkeypatch.setattr(measuring, "sample_strategy", refuse)
-    monkeypatch.setattr(diagnoses.embedding_map, "make", refuse)
+    monkeypatch.setattr(group_sampling, "sample_strategy", refuse)
+    monkeypatch.setattr(embedding_map, "make", refuse)
     problems = load_task("arithmetic", limit=4)
     again = {"out": made[1], "sampling": SAMPLING, "dataset": "arithmetic", "llm": engine}
     again |= {"with_map": True, "map_words": WORDS}
@@ -211,4 +208,4 @@ def test_embedding_map(made: Any) -> None:
 
 def test_tokens_that_are_not_single_are_refused(engine: Any) -> None:
     with pytest.raises(ValueError, match="'floccinaucinihilipilification' is not one token"):
-        diagnoses.embedding_map.choose_tokens(engine.get_tokenizer(), "sum,floccinaucinihilipilification")
+        embedding_map.choose_tokens(engine.get_tokenizer(), "sum,floccinaucinihilipilification")

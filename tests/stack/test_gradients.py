@@ -75,9 +75,9 @@ def test_gradient_checkpointing(hf_model: Any, plain: dict[str, torch.Tensor], r
 
 def test_packed_samples_at_the_level_of_the_mapping(hf_model: Any) -> None:
     """OpenRLHF's own unpadding (with the stand-in for flash-attn's helpers), and the embedding's output."""
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
 
-    with during_import():
+    with flash_attn_stand_in():
         from openrlhf.models.ring_attn_utils import unpad_and_slice_tensor
     embedding = hf_model.get_input_embeddings()
     tokens, mask, records = batch()
@@ -95,9 +95,9 @@ def test_packed_samples_without_flash_attn(
     hf_model: Any, plain: dict[str, torch.Tensor], attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OpenRLHF's Actor in PyTorch's own attention: samples that lie in one row do not see each other."""
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
 
-    with during_import():
+    with flash_attn_stand_in():
         from openrlhf.models import Actor
     actor = Actor(hf_model)
     actor.packing_samples = True

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation, take_trajectories
-from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
+from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations.neighbors.refresh import Neighborhood
 from tests.stack.as_on_cuda import asynchronous
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, replay_log_probs, sample

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainers.openrlhf import prompt_pictures
-from ngrpo.trainers.openrlhf.side_inputs import without_ours
+from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs as ours
+from ngrpo.trainers.openrlhf.rollout_actor import pictures_key
 from perturbations import replaying
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -27,10 +27,10 @@ def actor() -> Any:
     """OpenRLHF's own actor around a tiny Qwen3-VL."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    from ngrpo.machine.hardware.flash_attn_stand_in import during_import
+    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
 
     pytest.importorskip("openrlhf")
-    with during_import():
+    with flash_attn_stand_in():
         from openrlhf.models import actor as module
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -67,7 +67,7 @@ def log_probs(actor: Any, texts: list[list[int]], fed: list[dict[int, int]]) -> 
         entries.append(packed)
     sequences = torch.tensor(texts)
     mask = torch.ones_like(sequences)
-    given = without_ours(merge_mm_train_inputs)(entries, "cpu")
+    given = ours(merge_mm_train_inputs)(entries, "cpu")
     assert len(given["pixel_values"]) == 16 * sum(PAD in text for text in texts)
     with torch.no_grad(), replaying(actor.model, records, attention_mask=mask):
         return actor(sequences, mask[:, 1:], mask, **given)
@@ -121,8 +121,8 @@ def test_other_pictures_are_told_apart() -> None:
     """By what they show, wherever they lie in memory: as seeds of trajectories, in each run alike."""
     image = pytest.importorskip("PIL.Image")
     red, blue = (image.new("RGB", (2, 2), color) for color in ("red", "blue"))
-    assert prompt_pictures.identity(None) == prompt_pictures.identity([]) == b""
-    assert prompt_pictures.identity([red]) == prompt_pictures.identity(image.new("RGB", (2, 2), "red"))
+    assert pictures_key(None) == pictures_key([]) == b""
+    assert pictures_key([red]) == pictures_key(image.new("RGB", (2, 2), "red"))
     different = [
         [red],
         [blue],
@@ -133,4 +133,4 @@ def test_other_pictures_are_told_apart() -> None:
         [b"a.png", b""],
         [image.new("L", (2, 2))],
     ]
-    assert len({prompt_pictures.identity(each) for each in different}) == len(different)
+    assert len({pictures_key(each) for each in different}) == len(different)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.rollout.startup_check import ProbeFailure, text_of_probe
-from ngrpo.trainers.openrlhf.replay_probe import prove
+from ngrpo.trainers.common.replay_check import check_replay
 from perturbations.errors import UsageError
 from perturbations.replay import scope
 from tests.stack.tiny_models import FORMS, tiny_model
@@ -39,7 +39,7 @@ def forward_of(model: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 @pytest.mark.parametrize("form", _FORMS)
 def test_every_way_of_embedding_is_replayed(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     model = loaded(form, tmp_path, dtype)
-    prove(model, forward_of(model))
+    check_replay(model, forward_of(model))
 
 
 _right = scope.flat_rows
@@ -69,7 +69,7 @@ def test_a_replay_that_misses_its_row_is_named(
     model = loaded(form, tmp_path, dtype)
     monkeypatch.setattr(scope, "flat_rows", wrong)
     with pytest.raises(ProbeFailure, match=r"the trainer does not feed .*\n  [^:]+: off by"):
-        prove(model, forward_of(model))
+        check_replay(model, forward_of(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -78,14 +78,14 @@ def test_a_factor_once_too_often_is_named(dtype: torch.dtype, tmp_path: Path, mo
     factor = model.get_input_embeddings().scalar_embed_scale
     monkeypatch.setattr(scope, "mix", lambda *args: factor * right(*args))
     with pytest.raises(ProbeFailure, match="its own token's embedding: off by"):
-        prove(model, forward_of(model))
+        check_replay(model, forward_of(model))
 
 
 def test_a_model_that_ignores_its_inputs_cannot_be_proven(tmp_path: Path) -> None:
     model = loaded("plain", tmp_path)
     nn.init.zeros_(model.lm_head.weight)
     with pytest.raises(ProbeFailure, match="cannot be proven right for LlamaForCausalLM"):
-        prove(model, forward_of(model))
+        check_replay(model, forward_of(model))
 
 
 class Normed(nn.Embedding):
@@ -100,7 +100,7 @@ def test_an_embedding_that_is_no_multiple_of_its_matrix_is_refused(tmp_path: Pat
     model = loaded("plain", tmp_path)
     model.get_input_embeddings().__class__ = Normed
     with pytest.raises(ValueError, match="replay cannot mix embeddings of Normed"):
-        prove(model, forward_of(model))
+        check_replay(model, forward_of(model))
 
 
 @pytest.mark.parametrize("vocabulary", [6, 32, 512, 49152, 262144])

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainers.openrlhf.gap import GapScale, ReplayGap
-from ngrpo.trainers.openrlhf.metrics import step_metrics
+from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
 from perturbations import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 
-from ngrpo.config.kinds import FLAGS, beside_perturbation
+from ngrpo.config.kinds import FLAGS, run_level_kinds
 from ngrpo.machine.console.text import help_entry, text_table
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import registry
@@ -137,7 +137,7 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
         UsageError: where such a file or module cannot be loaded.
     """
     flags = []
-    for kind in beside_perturbation():
+    for kind in run_level_kinds():
         flags += help_entry(f"  {kind.flag} NAME", f"{kind.about}, see below [none]", column=28)
         flags += help_entry(f"  {kind.flag}.<option> VALUE", f"an option of the {kind.registry.kind}", column=28)
     parts = [usage.replace("{kinds}", "\n".join(flags))]

@@ -1,11 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hardware profiles: what differs between a laptop's CPU and a CUDA cluster, and nothing else.
+"""Hardware profiles: what differs between a CPU and a CUDA cluster. Trainer and rollout engine are the same on both."""
 
-The trainer is OpenRLHF and the rollout engine is vLLM on both. A profile only says which logical
-resources Ray gets, which environment variables every process needs and which OpenRLHF flags have a
-sensible value on this machine when the user gave none.
-"""
+from __future__ import annotations
 
-from ngrpo.machine.hardware.profile import HARDWARE, Profile, detect, profile_for, profile_of_run
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
 
-__all__ = ["HARDWARE", "Profile", "detect", "profile_for", "profile_of_run"]
+from ngrpo.machine.upstream import placement
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from perturbations.errors import UsageError, nearest
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that depends on the machine, as data.
+
+    Attributes:
+        name: ``"cpu"`` or ``"cuda"``; also the condition of this hardware's rows in the patch table.
+        env: environment variables for every process. A value that the user exported wins.
+        default_flags: OpenRLHF flags that are added where the command line does not have them.
+        ray_init: given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started here; an existing
+            cluster has its own resources.
+        check: given the final OpenRLHF flags, raises `UsageError` for what this hardware cannot do; returns why it
+            could not check, or None.
+        engine_options: of ``vllm.LLM``, for an evaluation or a diagnosis that has no others.
+    """
+
+    name: Literal["cpu", "cuda"]
+    env: dict[str, str] = field(default_factory=dict)
+    default_flags: dict[str, Default] = field(default_factory=dict)
+    ray_init: Callable[[Flags], dict[str, Any]] = lambda flags: {}
+    check: Callable[[Flags], str | None] = lambda flags: None
+    engine_options: dict[str, Any] = field(default_factory=dict)
+
+
+def profile_for(hardware: str) -> Profile:
+    """Returns the profile of a name.
+
+    Args:
+        hardware: ``"cpu"``, ``"cuda"`` or ``"auto"``, which is ``"cuda"`` if torch sees a device.
+
+    Raises:
+        UsageError: for any other name, with the nearest match.
+    """
+    if hardware == "auto":
+        import torch
+
+        hardware = "cuda" if torch.cuda.is_available() else "cpu"
+    if hardware not in ("cpu", "cuda"):
+        hint = nearest("cuda" if hardware == "gpu" else hardware, ("cpu", "cuda", "auto"))
+        raise UsageError(f"Unknown hardware {hardware!r}: choose 'auto', 'cpu' or 'cuda'.{hint}")
+    return import_module(f"ngrpo.machine.hardware.{hardware}").PROFILE
+
+
+def profile_of_run(hardware: str) -> Profile:
+    """:func:`profile_for` a training: ``"auto"`` is also CUDA on a joined cluster whose nodes name their GPUs."""
+    profile = profile_for(hardware)
+    joined = placement.cluster() if hardware == "auto" and profile.name == "cpu" else None
+    return profile_for("cuda") if joined is not None and joined[1] else profile

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU profile: unmodified OpenRLHF (Ray, DeepSpeed, vLLM) on a machine without CUDA.
 
-OpenRLHF 0.11.2 assumes CUDA in a handful of places. Each stand-in below is one row of
-`ngrpo.patches`, takes the original and returns what stands in its place. All of them can go
-when OpenRLHF asks DeepSpeed's accelerator for its device, as its own SFT path already does in part.
+OpenRLHF 0.11.2 assumes CUDA in a handful of places. Each replacement below has a row in the patch table.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.config.run import current_run
-from ngrpo.machine.hardware.profile import Profile
+from ngrpo.config.run import RunConfig
+from ngrpo.machine.hardware import Profile
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -25,64 +26,29 @@ if TYPE_CHECKING:
     from torch import nn
 
 _ROLES = ("actor", "ref", "reward", "critic")
-
-# (flag, whether its value is refused, the reason and what to do)
-_REFUSED: tuple[tuple[str, Callable[[str], bool], str], ...] = (
-    ("--vllm.sync_backend", lambda v: v == "nccl", "NCCL needs CUDA; leave it out (this profile sets gloo)"),
-    (
-        "--vllm.gpu_memory_utilization",
-        lambda v: True,
-        "the KV cache has a fixed size on CPU; use VLLM_CPU_KVCACHE_SPACE instead (GiB, 1 if unset)",
-    ),
-    (
-        "--ds.lora.rank",
-        lambda v: v != "0",
-        "OpenRLHF 0.11.2 syncs the adapter's parameters under PEFT's names, which vLLM does not know; leave it out",
-    ),
-    ("--vllm.enable_sleep", lambda v: True, "vLLM has no sleep mode on CPU; leave it out"),
-    ("--ds.load_in_4bit", lambda v: True, "4-bit loading needs CUDA; leave it out"),
-    ("--ds.use_liger_kernel", lambda v: True, "Liger kernels need CUDA; leave it out"),
-    ("--ds.param_dtype", lambda v: v == "fp16", "DeepSpeed has no float16 on CPU; leave it out for float32"),
-)
+# Above the ports of Ray's workers (10002 to 19999), below those that Linux gives to outgoing connections.
+_PORTS = range(20000, 32768)
 
 
 def check(flags: Flags) -> None:
-    """Refuses what would fail late, or be ignored, without CUDA.
-
-    Raises:
-        UsageError: With the flag, why it cannot work here, and what to do.
-    """
-    for name, refused, reason in _REFUSED:
-        value = flags.value(name)
-        if value is not None and refused(value):
-            raise UsageError(f"{name} {value}".rstrip() + f" cannot be used with --hardware cpu: {reason}.")
+    """Raises ``UsageError`` without the compiler that vLLM needs on a CPU."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise UsageError(
             f"No C++ compiler ({compiler!r}): vLLM's sampler is compiled on first use. "
             "Install one (Debian: apt-get install g++) or point CXX at it."
         )
-    tensor = flags.value("--ds.tensor_parallel_size") or "1"
-    if tensor != "1" and flags.value("--ds.param_dtype") == "fp32":
-        raise UsageError(
-            f"--ds.tensor_parallel_size {tensor} needs --ds.param_dtype bf16 in OpenRLHF, and --hardware cpu trains in"
-            " float32 where none is given. Add it, or leave tensor parallelism out."
-        )
 
 
 def ray_init(flags: Flags) -> dict[str, Any]:
     """Logical resources for a Ray on this machine: one "GPU" for every process of a model that OpenRLHF places.
 
-    The number is bookkeeping only; no device stands behind it. CPUs follow it because OpenRLHF asks
-    for one per "GPU", plus one for the trainer process, or three where rollouts are asynchronous.
+    Ray only counts them; no device is used. OpenRLHF asks for one CPU per "GPU", plus one for the trainer process, or
+    three with asynchronous rollouts.
     """
-
-    def count(name: str, default: int) -> int:
-        return int(flags.value(name) or default)
-
-    units = count("--vllm.num_engines", 1) * count("--vllm.tensor_parallel_size", 1)
-    for role in _ROLES:
-        units += count(f"--{role}.num_nodes", 1) * count(f"--{role}.num_gpus_per_node", 1)
+    ranks = [("--vllm.num_engines", "--vllm.tensor_parallel_size")]
+    ranks += [(f"--{role}.num_nodes", f"--{role}.num_gpus_per_node") for role in _ROLES]
+    units = sum(int(flags.value(one) or 1) * int(flags.value(other) or 1) for one, other in ranks)
     return {
         "num_gpus": units,
         "num_cpus": units + 3,
@@ -132,11 +98,11 @@ PROFILE = Profile(
 )
 
 
-# ---- stand-ins: each takes the original and returns what takes its place (see ngrpo.patches) ----
+# ---- replacements: each takes the original (see the patch table) ----
 
 
 def cuda_current_device(original: Callable[[], int]) -> Callable[[], Any]:
-    """`torch.cuda.current_device` answers with the CPU device, which `.to()` and `device=` both take."""
+    """`torch.cuda.current_device` returns the CPU device, which `.to()` and `device=` both take."""
 
     @wraps(original)
     def current_device() -> Any:
@@ -147,8 +113,8 @@ def cuda_current_device(original: Callable[[], int]) -> Callable[[], Any]:
     return current_device
 
 
-def cuda_do_nothing(original: Callable[..., None]) -> Callable[..., None]:
-    """`torch.cuda.set_device` and `torch.cuda.synchronize`: there is no device to choose or to wait for."""
+def do_nothing(original: Callable[..., None]) -> Callable[..., None]:
+    """`torch.cuda.set_device` and `synchronize`; DeepSpeed's `build_shm_op`, without which gloo reduces (0.19.6)."""
 
     @wraps(original)
     def nothing(*args: object, **kwargs: object) -> None:
@@ -196,18 +162,14 @@ def moving_average(original: Callable[..., None]) -> Callable[..., None]:
     return average
 
 
-def engine_on_cpu(plain: Any) -> type:
-    """`RolloutRayActor`: the trainer's dtype, and processes of its own as tensor-parallel ranks, as vLLM's on a CPU."""
-
-    class EngineOnCPU(plain):
-        async def __init__(self, *args: object, **kwargs: Any) -> None:
-            if Flags(current_run().openrlhf).value("--ds.param_dtype") == "fp32":
-                kwargs["dtype"] = "float32"
-            if kwargs.get("tensor_parallel_size", 1) > 1:
-                kwargs["distributed_executor_backend"] = "mp"
-            await plain.__init__(self, *args, **kwargs)
-
-    return EngineOnCPU
+def engine_arguments(run: RunConfig, tensor_parallel_size: int) -> dict[str, str]:
+    """Arguments of vLLM's engine: the trainer's dtype, and processes as ranks, since vLLM has no Ray executor here."""
+    arguments = {}
+    if Flags(run.openrlhf).value("--ds.param_dtype") == "fp32":
+        arguments["dtype"] = "float32"
+    if tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments
 
 
 def with_float32(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
@@ -252,11 +214,20 @@ def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
-def no_shared_memory_op(original: Callable[[], None]) -> Callable[[], None]:
-    """DeepSpeed's shared-memory all-reduce; without it, as off Linux, gloo reduces (DeepSpeed 0.19.6)."""
+def port_below_outgoing(original: Callable[[], int]) -> Any:
+    """`BaseDistributedActor._get_free_port`: a free port that no outgoing connection is given.
+
+    OpenRLHF 0.11.2 listens at its port seconds after it chose it. A starting Ray and vLLM open hundreds of connections
+    meanwhile, and the system's own free ports are theirs too (TCPStore: EADDRINUSE).
+    """
 
     @wraps(original)
-    def build_shm_op() -> None:
-        return None
+    def free_port() -> int:
+        # The system's randomness: two runs of one seed may start at the same time.
+        for port in random.SystemRandom().sample(_PORTS, 64):
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("", port))
+                return port
+        return original()
 
-    return build_shm_op
+    return staticmethod(free_port)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No process outlives the command that started it, however that command ends."""
+"""Processes of a command: none outlives it, and each finds the programs of its Python environment."""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,3 +75,8 @@ def end_children() -> None:
             except psutil.NoSuchProcess:
                 continue
         _, children = psutil.wait_procs(children, timeout=_GRACE_SECONDS)
+
+
+def add_programs_to_path() -> None:
+    """Lets DeepSpeed compile with the ninja of this Python environment, activated or not."""
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])

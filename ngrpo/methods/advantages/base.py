@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
@@ -36,14 +36,11 @@ class Advantage(Options, ABC):
 
     @abstractmethod
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """The advantages of P groups.
+        """The advantages of P groups, (P, G): each row is a function of its own row.
 
         Args:
             rewards: (P, G) finite, float32 or wider.
             counts: (P, G), how often each answer's outcome was seen before; None unless :attr:`counted`.
-
-        Returns:
-            (P, G). Each row is a function of its own row of the rewards and counts.
         """
 
     def at_step(self, step: int) -> Advantage:
@@ -56,15 +53,12 @@ class Advantage(Options, ABC):
         return type(self).at_step is not Advantage.at_step
 
     def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
-        """As :meth:`formula`, with everything checked.
+        """As :meth:`formula`, with everything checked: (P, G), float32 or wider.
 
         Args:
             rewards: (P, G), one row for each prompt.
             counts: (P, G); ignored unless :attr:`counted`.
             overlong: which answers were cut off, (P, G) bool; ignored unless :attr:`leaves_out_overlong`.
-
-        Returns:
-            (P, G), float32 or wider.
 
         Raises:
             UsageError: for a wrong shape, or rewards that are not finite or that the formula is not made for.
@@ -137,16 +131,6 @@ class VerifiedAdvantage(Advantage):
                 " correct answer. Let the reward function give those, or use --advantage group_norm or ngrpo."
             )
 
-    def flags(self, flags: Flags) -> dict[str, Default]:
-        """Raises ``UsageError`` for penalties that would move the rewards out of [0, 1]."""
-        for flag in ("--reward.overlong_buffer_len", "--reward.stop_properly_penalty_coef"):
-            if flags.has(flag):
-                raise UsageError(
-                    f"{flag} cannot be used with --advantage {self.name}: it makes rewards that are not in [0, 1]."
-                    " Leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo."
-                )
-        return super().flags(flags)
-
 
 @dataclass(frozen=True, kw_only=True)
 class AnnealedK(Advantage):
@@ -187,7 +171,7 @@ class AnnealedK(Advantage):
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Raises ``UsageError`` where k does not fit the groups that the run will have."""
-        size = flags.value("--rollout.n_samples_per_prompt") or defaults()["--rollout.n_samples_per_prompt"]
+        size = value_of(flags, "--rollout.n_samples_per_prompt")
         for advantage in (self, self.at_step(self.k_steps)):
             if size.isdecimal():
                 advantage.check_group(int(size))

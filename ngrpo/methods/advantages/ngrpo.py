@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NGRPO, negative-enhanced GRPO. Not N-GRPO, which mixes neighbors: see `perturbations.methods.neighbor`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +9,7 @@ from torch import Tensor
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, Advantage
-from perturbations.errors import UsageError
-from perturbations.options import option
+from perturbations import UsageError, option
 
 
 def _plain(number: float) -> str:

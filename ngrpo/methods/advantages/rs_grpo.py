@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RS-GRPO: risk-sensitive advantages, between those of the mean and of the best reward (arXiv 2509.24261)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -10,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import defaults
+from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import Advantage
-from perturbations.options import option
+from perturbations import option
 
 
 @register("rs_grpo")
@@ -43,7 +41,7 @@ class RiskSensitive(Advantage):
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Also a wider clip where groups are large: an only right answer has up to (G − 1) / β."""
         added = super().flags(flags)
-        size = flags.value("--rollout.n_samples_per_prompt") or defaults()["--rollout.n_samples_per_prompt"]
+        size = value_of(flags, "--rollout.n_samples_per_prompt")
         largest = int(size) / self.beta if size.isdecimal() and self.beta > 0.0 else 0.0
         if largest > 10.0:  # OpenRLHF's own
             added["--reward.clip_range"] = (f"-{math.ceil(largest)}", f"{math.ceil(largest)}")

@@ -27,10 +27,9 @@ class StepTokens:
         advantages: of each one's answer, (N,) float32.
         entropies: of the policy where each was drawn, in nats, at the sampling temperature and over the perturbed
             history, (N,) float32.
-        log_probs: of the policy before the step's updates, (N,) float32: each token's, or the density of the action
-            where a perturbation has one.
-        answers: which answer each belongs to, (N,) int64, from 0 on and ascending.
-        groups: which prompt that answers, (N,) int64, from 0 on.
+        log_probs: of the policy before the step's updates, (N,) float32: each token's, or the perturbation's density.
+        answers: each one's answer, (N,) int64, from 0 on and ascending.
+        groups: each one's prompt, (N,) int64, from 0 on.
     """
 
     advantages: Tensor
@@ -51,11 +50,11 @@ class LossTokens:
 
     Attributes:
         logits: z̃ of the whole forward, (…, V), divided by the sampling temperature, with gradient.
-        rows: where each token was drawn from, (N,) int64, an index into the logits without their last dimension.
-        tokens: the tokens themselves, (N,) int64.
-        log_probs: log π of them by the policy of this update, (N,), with gradient.
-        advantages: of each, (N,), without gradient.
-        answers: which answer each belongs to, (N,) int64, from 0 on and ascending.
+        rows: each token's row of the flattened logits, (N,) int64.
+        tokens: (N,) int64.
+        log_probs: log π by the policy of this update, (N,), with gradient.
+        advantages: (N,), without gradient.
+        answers: each one's answer, (N,) int64, from 0 on and ascending.
     """
 
     logits: Float[Tensor, "*forward vocabulary"]
@@ -70,27 +69,13 @@ class LossTokens:
         return self._by_blocks(self.rows, row_blocks.entropy)
 
     def likeliest(self, which: Tensor, k: int) -> Tensor:
-        """The k likeliest tokens where some were drawn, the likeliest first, without gradient.
-
-        Args:
-            which: indices of M tokens, (M,) int64.
-            k: at most V.
-
-        Returns:
-            Ids, (M, k) int64.
-        """
+        """The k likeliest tokens, likeliest first, where the tokens ``which`` (M,) were drawn: ids (M, k)."""
         return self._by_blocks(self.rows[which], lambda block: row_blocks.largest(block, k)[1])
 
     def log_probs_of(self, which: Tensor, ids: Tensor) -> Tensor:
-        """log π of other tokens in place of some that were drawn, with gradient.
+        """log π of other tokens ``ids`` (M, K) where the tokens ``which`` (M,) were drawn: (M, K), with gradient.
 
-        Args:
-            which: indices of M tokens, (M,) int64.
-            ids: K tokens for each, (M, K) int64.
-
-        Returns:
-            (M, K): log π(y) + z̃ − z̃_y, which needs no sum over the vocabulary. In the backward the gradient of what is
-            picked here is sparse, and is added to the one that the logits have anyway.
+        log π(y) + z̃ − z̃_y needs no sum over the vocabulary, and its gradient to the logits is sparse.
         """
         rows = self.rows[which]
         flat = ids.new_zeros(self.logits.shape[:-1].numel(), ids.shape[1] + 1)
@@ -114,23 +99,22 @@ class Credit(Options, ABC):
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
     keeps_sums: ClassVar[bool] = False
-    """Whether each token keeps its answer's advantage or has none, whatever the advantages of its group are."""
+    """Whether each token keeps its answer's advantage or gets 0, whatever the advantages of its group are."""
 
     @abstractmethod
     def formula(self, tokens: StepTokens) -> Tensor:
         """The advantages that the tokens of one training step are trained with, (N,)."""
 
     def in_loss(self, tokens: LossTokens) -> tuple[Tensor, Tensor] | None:
-        """What depends on the policy of each update, and not of the one before the step alone.
+        """The part of the credit that depends on the policy of each update; None where nothing does.
 
         Returns:
-            The advantages that the tokens have in the loss, (N,), without gradient, and what joins the policy's score:
-            (N,), whose gradient is added to that of log π of each token, while ratio, clip and KL term keep the value
-            and the gradient that they have. None where nothing does.
+            The advantages in the loss, (N,), without gradient; and a term (N,) whose gradient is added to that of each
+            token's log π, while ratio, clip and KL term stay as they are.
         """
         return None
 
     @property
     def acts_in_loss(self) -> bool:
-        """Whether :meth:`in_loss` has anything to say."""
+        """Whether :meth:`in_loss` changes the loss."""
         return type(self).in_loss is not Credit.in_loss

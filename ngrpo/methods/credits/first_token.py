@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latent-GRPO's rule for first tokens: only the best answer of a group trains its first one (arXiv 2604.27998)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from ngrpo.methods.credits import register
 from ngrpo.methods.credits.base import Credit, StepTokens
-from perturbations.options import option
+from perturbations import option
 
 
 @register("first_token")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimKO: where the policy wavers, right answers raise its k likeliest tokens (Peng et al., arXiv 2510.14807)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from ngrpo.methods.credits import register
 from ngrpo.methods.credits.base import Credit, LossTokens, StepTokens
-from perturbations.options import option
+from perturbations import option
 
 
 @register("simko")
@@ -51,16 +49,7 @@ class SimKO(Credit):
 
 
 def quantiles(values: Tensor, answers: Tensor, q: float) -> Tensor:
-    """The q-quantile of each answer's values, at each of them; between two of them linear.
-
-    Args:
-        values: (N,).
-        answers: which answer each belongs to, (N,) int64, ascending from 0.
-        q: from 0 to 1.
-
-    Returns:
-        (N,).
-    """
+    """The linear q-quantile of each answer's values, at each of them, (N,); ``answers`` (N,) ascend from 0."""
     counts = torch.bincount(answers).tolist() if len(answers) else []
     parts = [torch.quantile(part, q).expand(len(part)) for part in values.split(counts) if len(part)]
     return torch.cat(parts) if parts else values

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """AQN, QeRL's adaptive quantisation noise: noise on the RMSNorm weights, smaller from stage to stage (2510.11696)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ngrpo.methods.policy_noises import register
 from ngrpo.methods.policy_noises.base import PolicyNoise
-from perturbations.errors import UsageError
-from perturbations.options import option
+from perturbations import UsageError, option
 
 _BEFORE_ATTENTION = {"input_layernorm", "attention_layernorm"}
 _BEFORE_MLP = {

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.policy_noises import registry as _registry
-from perturbations import seeds
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
+from perturbations.seeds import trajectory_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,7 @@ class PolicyNoise(Options, ABC):
         """Whether a parameter gets noise, by its name in the Hugging Face model."""
 
     def selected(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The parameters of a model that get noise; what :meth:`selects` says of each, unless a noise compares them.
-
-        Args:
-            names: of all its parameters.
+        """The parameters, among all of a model's, that get noise: by :meth:`selects`, unless a noise compares them.
 
         Raises:
             UsageError: where there is none.
@@ -63,8 +60,8 @@ class PolicyNoise(Options, ABC):
             step: from 0.
             steps: training steps of the whole run.
             last: σ of the rollouts before, None for the first.
-            divergence: mean of log π_rollout − log π_trainer over their tokens, an estimate of the KL divergence
-                between the two; None for the first, or where the rollouts' log-probabilities are not known.
+            divergence: mean of log π_rollout − log π_trainer over their tokens, an estimate of the KL divergence;
+                None for the first, or without the rollouts' log-probabilities.
 
         Returns:
             σ ≥ 0; at 0 the weights are clean.
@@ -81,17 +78,10 @@ class PolicyNoise(Options, ABC):
 
     @contextmanager
     def added(self, parameters: Mapping[str, Tensor], scale: float, sync: int) -> Iterator[None]:
-        """Parameters with noise of N(0, scale²) in each element of the selected ones; the same bits as before after it.
+        """Adds N(0, scale²) to each element of the selected parameters; afterwards all have the same bits as before.
 
-        The noise is a function of seed, sync and parameter name: the same on every rank and in every engine.
-
-        Args:
-            parameters: all of the model's, by name.
-            scale: σ.
-            sync: number of the weight sync.
-
-        Raises:
-            UsageError: as :meth:`selected`.
+        The noise is a function of seed, sync number and parameter name: the same on every rank and in every engine.
+        ``parameters``: all of the model's, by name.
         """
         chosen = {name: parameters[name] for name in self.selected(parameters)}
         if scale == 0.0:
@@ -107,5 +97,6 @@ class PolicyNoise(Options, ABC):
                 parameter.data.copy_(clean[name])
 
     def _noise(self, name: str, sync: int, like: Tensor) -> Tensor:
-        generator = torch.Generator(like.device).manual_seed(seeds.of_policy_noise(self.seed, sync, name))
+        seed = trajectory_seed("policy noise", self.seed, sync, name)
+        generator = torch.Generator(like.device).manual_seed(seed)
         return torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32)

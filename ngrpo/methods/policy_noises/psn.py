@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """PSN-RLVR: parameter-space noise on the MLP weights, with importance weights (arXiv 2602.02555)."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.policy_noises import register
 from ngrpo.methods.policy_noises.base import PolicyNoise
-from perturbations.errors import UsageError
-from perturbations.options import option
+from perturbations import UsageError, option
 
 _LEVEL = "--algo.advantage.is_correction_level"
 _LEAST, _MOST = 1e-6, 0.5

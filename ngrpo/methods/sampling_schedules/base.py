@@ -20,12 +20,12 @@ class NextTokens:
     """The B tokens that one step of the rollout is about to draw, as one batch on one device.
 
     Attributes:
-        logits: z divided by the temperature that the request asks for, (B, V) float32.
-        temperature: that temperature, (B,) float32.
-        generated: tokens that each answer has so far, (B,) int64: 0 before its first one.
-        step: training step that each answer is for, (B,) int64, from 0.
-        answer: which answer to its prompt each token is of, (B,) int64, from 0; None where each is the only one.
-        answers: how many answers that prompt gets, (B,) int64, from 1; None likewise.
+        logits: z divided by the request's temperature, (B, V) float32.
+        temperature: the request's, (B,) float32.
+        generated: the number of earlier tokens of each answer, (B,) int64.
+        step: training step of each answer, (B,) int64, from 0.
+        answer: each answer's number among those to its prompt, (B,) int64, from 0; None where each is the only one.
+        answers: how many answers each prompt gets, (B,) int64, from 1; None where each is the only one.
     """
 
     logits: Tensor
@@ -84,26 +84,14 @@ class SamplingSchedule(Options):
     evaluation: bool = option(False, "evaluations during the training follow it too")
 
     def factor(self, at: NextTokens) -> Tensor | None:
-        """What the temperature is multiplied with at each position, in the rollout.
+        """The temperature's factor at each position, (B,) float32, > 0; None where it is the same for a whole answer.
 
-        Each row is a function of its own row of ``at``, so that chunks, preemption and the rest of the batch change
-        nothing; it does not wait for the device.
-
-        Returns:
-            (B,) float32, greater than 0; None where nothing changes within an answer.
+        Each row is a function of its own row of ``at``, and nothing waits for the device.
         """
         return None
 
     def factor_of_step(self, past: Sequence[PastStep], run: Run) -> float:
-        """What the temperature of the rollouts for training step ``len(past)`` is multiplied with.
-
-        Args:
-            past: the steps before it, the first one first.
-            run: the run.
-
-        Returns:
-            Greater than 0.
-        """
+        """The temperature's factor, > 0, of the rollouts for training step ``len(past)``; ``past``: earlier steps."""
         return 1.0
 
     @property

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """E3: one temperature for each step of training, which holds the rollouts' entropy (arXiv 2505.18573)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ngrpo.methods.sampling_schedules import register
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
-from perturbations.options import option
+from perturbations import option
 
 # Entropies below this count as this: the rule takes logarithms of them.
 _LEAST_ENTROPY = 1e-4

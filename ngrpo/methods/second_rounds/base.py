@@ -36,15 +36,12 @@ class SecondRound(Options, ABC):
 
     @abstractmethod
     def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
-        """A prompt of the second round.
+        """A prompt of the second round, at most :attr:`room` tokens longer than the data's.
 
         Args:
             text: the prompt of the data, as the model reads it.
             tokenizer: the model's, of transformers.
-            random: where all that is drawn comes from.
-
-        Returns:
-            What the model is asked in its place, at most :attr:`room` tokens longer.
+            random: the source of all draws.
         """
 
     @property
@@ -61,23 +58,17 @@ class SecondRound(Options, ABC):
         return max(rewards) <= self.wrong
 
     def kept(self, rewards: Sequence[float], size: int, random: Random) -> list[int]:
-        """Which answers of the second round take the place of the group's first ones.
+        """Which answers of the second round, by their rewards, replace the group's first ones.
 
-        Args:
-            rewards: of the second round's answers.
-            size: of the group, G.
-            random: chooses where more answers are right than there is place for.
-
-        Returns:
-            Numbers of right answers, at most G − 1: a wrong one stays.
+        Numbers of right answers, at most G − 1 (G = ``size``), so that a wrong answer stays; ``random`` chooses.
         """
         right = [number for number, reward in enumerate(rewards) if reward > self.wrong]
         return right if len(right) < size else sorted(random.sample(right, size - 1))
 
     def log_ratio(self, log_probs: Tensor, behavior: Tensor) -> Tensor:
-        """The logarithm of what an answer of the second round weighs its advantage with, token by token.
+        """The logarithm of the advantage's weight, for each token of an answer of the second round.
 
-        ρ = π_θ(o | p) / π_old(o | p′), the prompt of the data against the one that was asked; ρ / (ρ + γ) with shaping.
+        ρ = π_θ(o | p) / π_old(o | p′), p of the data and p′ of the second round; ρ / (ρ + γ) with shaping.
 
         Args:
             log_probs: log π_θ(o | p).
@@ -90,15 +81,9 @@ class SecondRound(Options, ABC):
 
 
 def opening(prompt: str, tokenizer: Any) -> int:
-    """The place at which the first message's own text begins.
+    """The index in a prompt at which the text of its first message (the system's or the user's) begins.
 
-    Args:
-        prompt: as the model reads it, made by the tokenizer's chat template or not.
-        tokenizer: of transformers.
-
-    Returns:
-        Behind the head of the first message: the system's where the data has one, else the user's. 0 where the prompt
-        was not made by the template, or there is none.
+    0 where the tokenizer's chat template, if any, did not make the prompt.
     """
     if not getattr(tokenizer, "chat_template", None):
         return 0

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoPE, Lorem Perturbation for Exploration: nonsense before the prompt (arXiv 2605.05566)."""
-
-from __future__ import annotations
+"""LoPE, Lorem Perturbation for Exploration: nonsense before the prompt, and its paper's baseline (arXiv 2605.05566)."""
 
 from dataclasses import dataclass
 from random import Random
@@ -9,8 +7,7 @@ from typing import Any
 
 from ngrpo.methods.second_rounds import register
 from ngrpo.methods.second_rounds.base import SecondRound, opening
-from perturbations.errors import UsageError
-from perturbations.options import option
+from perturbations import UsageError, option
 
 # The words of the printers' dummy text, which is cut out of Cicero's De finibus (45 BC).
 _TEXT = (
@@ -55,3 +52,18 @@ class LoPE(SecondRound):
             low, high = (middle, high) if fits else (low, middle - 1)
         at = opening(text, tokenizer)
         return f"{text[:at]}{' '.join(words[:low])}\n{text[at:]}"
+
+
+@register("repeat")
+@dataclass(frozen=True, kw_only=True)
+class Repeat(SecondRound):
+    """Further answers to the same prompt."""
+
+    paper = "a baseline of LoPE, arXiv 2605.05566"
+
+    prompts: int = option(1, "how often the prompt is asked again", low=1)
+    answers: int = option(24, "answers to it each time", low=1)
+
+    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+        """The given one."""
+        return text

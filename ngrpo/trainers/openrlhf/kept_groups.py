@@ -15,18 +15,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ngrpo.config.run import RunConfig, current_run
+from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import fed_texts, token_texts
 from ngrpo.machine.storage.result_folder import CannotWrite, write_text
-from ngrpo.trainers.openrlhf.metrics import note_measures
-from ngrpo.trainers.openrlhf.side_inputs import unpack
-from perturbations.errors import present
+from ngrpo.trainers.common.side_inputs import unpack
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
     from vllm.tokenizers import TokenizerLike
 
-    from ngrpo.trainers.openrlhf.objects import ExperienceMaker
     from perturbations.replay.trajectory import FinishedTrajectory
 
 FILE = "groups.jsonl"
@@ -241,18 +239,7 @@ def _figure(value: float, digits: int = 4) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def kept_groups(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`RemoteExperienceMaker.make_experience_batch`: keeps groups of the step for the report."""
-
-    def make_experience_batch(self: ExperienceMaker, rollout_samples: list[Experience]) -> Any:
-        experiences = original(self, rollout_samples)
-        keep(self, experiences, current_run())
-        return experiences
-
-    return make_experience_batch
-
-
-def keep(maker: ExperienceMaker, experiences: Sequence[Experience], run: RunConfig) -> None:
+def keep(maker: Any, experiences: Sequence[Experience], run: RunConfig) -> None:
     """Keeps groups of the step at hand, if it is due.
 
     Args:
@@ -260,10 +247,9 @@ def keep(maker: ExperienceMaker, experiences: Sequence[Experience], run: RunConf
         experiences: of the step.
         run: whose folder they are kept in.
     """
-    step, args = maker.training_step, maker.strategy.args
-    if not hasattr(maker, "kept_groups"):
-        maker.kept_groups = KeptGroups(Path(present(run.run_dir, "the run's folder")), step)
-    perturbation = run.perturbation
+    step, args, perturbation = maker.training_step, maker.strategy.args, run.perturbation
+    if maker.kept_groups is None:
+        maker.kept_groups = KeptGroups(Path(require(run.run_dir, "the run's folder")), step)
     maker.kept_groups.add(
         step,
         lambda: of_step(
@@ -275,4 +261,3 @@ def keep(maker: ExperienceMaker, experiences: Sequence[Experience], run: RunConf
             gaps=perturbation is None or not perturbation.has_density,
         ),
     )
-    note_measures(maker, {})

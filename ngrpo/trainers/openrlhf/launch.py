@@ -8,10 +8,10 @@ Without a perturbation, on CUDA and with flash-attn there is nothing of ours at 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import runpy
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,10 +19,8 @@ from uuid import uuid4
 
 from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.machine.hardware import Profile, attention, processes, profile_for
-from ngrpo.machine.hardware.compiled import ready_to_compile
+from ngrpo.machine.hardware import Profile, processes, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser, placement
-from ngrpo.machine.upstream.machine import started_here
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import nodes
 from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
@@ -58,11 +56,12 @@ def launch(run: RunConfig) -> None:
         SystemExit: OpenRLHF's parser refused a flag (or printed its help).
     """
     profile = profile_for(run.hardware)
+    run = dataclasses.replace(run, hardware=profile.name)  # as found here, for all processes of the run
     flags = Flags(run.openrlhf)
     conditions = conditions_for(profile, run)
     for name, value in profile.env.items():
         os.environ.setdefault(name, value)
-    ready_to_compile(time.time())
+    processes.add_programs_to_path()
     os.environ[RUN_ID] = uuid4().hex
     if conditions:
         if not flags.has("--help"):
@@ -75,7 +74,7 @@ def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
     """Returns the conditions of `patches.py` that hold; none means stock OpenRLHF."""
     held = {
         "cpu": profile.name == "cpu",
-        attention.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not attention.has_flash_attn(),
+        stand_ins.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not stand_ins.has_flash_attn(),
     }
     return (*(name for name, holds in held.items() if holds), *run.conditions)
 
@@ -100,7 +99,7 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
 
     begin(run)
     everywhere = {"env_vars": worker_env(profile), "worker_process_setup_hook": setup_hook(conditions, run)}
-    address = os.environ.get("RAY_ADDRESS") or started_here()
+    address = os.environ.get("RAY_ADDRESS") or placement.started_here()
     if address in (None, "local"):
         os.environ.pop("RAY_ADDRESS", None)  # an engine's core would inherit it and start another Ray
         ray.init(address="local", runtime_env=everywhere, **profile.ray_init(flags))

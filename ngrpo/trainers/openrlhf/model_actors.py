@@ -1,59 +1,216 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's actor and reference with replay: every forward sees what the rollout saw.
-
-Each function takes a class or method of OpenRLHF 0.11.2 and returns what takes its place: a row of
-`patches.py`.
+"""OpenRLHF's models: ``PolicyModelActor`` and ``ReferenceModelActor``, whose forwards see what the rollout saw, and
+the parameters that a perturbation adds to a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
-from ngrpo.trainers.openrlhf import side_inputs
-from ngrpo.trainers.openrlhf.density_loss import Densities, densities
-from ngrpo.trainers.openrlhf.loss import nothing_replaced, policy_loss
-from ngrpo.trainers.openrlhf.metrics import QUOTIENTS
-from ngrpo.trainers.openrlhf.replay_probe import prove
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import corrected, no_overrides
+from ngrpo.trainers.common.replay_check import check_replay
+from ngrpo.trainers.common.side_inputs import OURS, records
 from perturbations.base import Perturbation
-from perturbations.errors import present
+from perturbations.errors import require
 from perturbations.parameters import attached, freeze
-from perturbations.replay.last_hidden import LastHidden
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope
 
 if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_utils.experience import Experience
+    from collections.abc import Sequence
+
+    import torch
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 
-    from ngrpo.trainers.openrlhf.objects import ActorTrainer
 
-_LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
+def policy_model_actor(plain: type) -> type:
+    """A subclass of `PolicyModelActor`: its log-probabilities, PPO's old ones, are those of the replayed history."""
+
+    class ReplayingPolicyActor(_Replaying, plain):  # type: ignore[misc, valid-type]
+        is_policy, model_attribute = True, "actor"
+
+        def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
+            super().init_model_from_pretrained(*args, **kwargs)
+            noise = current_run().policy_noise
+            if noise is not None:
+                # A model without weights for the noise is an error now: a dry run may not have seen the model.
+                noise.selected(name for name, _ in model_of(self.actor).named_parameters())
+
+        def set_policy_noise(self, scale: float, sync: int) -> None:
+            """The noise of the next weight sync."""
+            self.trainer.policy_noise = (scale, sync)
+
+    return ReplayingPolicyActor
 
 
-def with_parameters(original: Callable[..., None]) -> Callable[..., None]:
+def reference_model_actor(plain: type) -> type:
+    """A subclass of `ReferenceModelActor`: the same history, through its own embedding."""
+
+    class ReplayingReferenceActor(_Replaying, plain):  # type: ignore[misc, valid-type]
+        is_policy, model_attribute = False, "model"
+
+    return ReplayingReferenceActor
+
+
+class _Replaying:
+    """A model actor whose forward replays; a run without a feature skips its line."""
+
+    is_policy: bool
+    model_attribute: str
+    _is_checked = False
+    _tokens: tuple[Tensor, ...] = ()
+    _entropies: tuple[Tensor, ...] = ()
+
+    def forward(
+        self,
+        sequences: Tensor,
+        action_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        run, model = current_run(), getattr(self, self.model_attribute)
+        side_inputs = kwargs.get("mm_train_inputs_list")
+        if run.perturbation is not None and not self._is_checked:
+            check_replay(model_of(model), self.unperturbed_log_probs)
+            self._is_checked = True
+        action_densities, entropies = None, []
+        with ExitStack() as stack:
+            if run.sampling.correct_mask:
+                stack.enter_context(corrected(side_inputs, require(attention_mask, "attention_mask")))
+            if run.credit is not None and self.is_policy:
+                entropies = stack.enter_context(_kept_entropies(model))
+            if run.perturbation is not None:
+                scope = replay_scope(model, run.perturbation, measure=False)
+                stack.enter_context(scope(records(side_inputs, len(sequences)), attention_mask))
+                action_densities = stack.enter_context(densities(scope, model.temperature))
+            log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)  # type: ignore[misc]
+            if action_densities is not None and self.is_policy:
+                self._tokens = (*self._tokens, action_densities.token_log_probs(log_probs))
+        self._entropies = (*self._entropies, *entropies)
+        return log_probs
+
+    def unperturbed_log_probs(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Any:
+        """log π of texts that nothing is replayed in, as OpenRLHF's own forward takes it."""
+        with no_overrides():
+            return super().forward(sequences, action_mask, attention_mask)  # type: ignore[misc]
+
+    def token_log_probs(self) -> list[Tensor]:
+        """The tokens' own log π of each forward since the last call, kept where a perturbation has a density."""
+        tokens, self._tokens = self._tokens, ()
+        return list(tokens)
+
+    def token_entropies(self) -> list[Tensor]:
+        """The entropies of each forward since the last call, (B, A) each, kept for a credit."""
+        entropies, self._entropies = self._entropies, ()
+        return list(entropies)
+
+
+def kept_by_actors(maker: Any, method: str, own: Sequence[Tensor]) -> list[Tensor]:
+    """What the actors kept of each batch, besides the log-probabilities that they returned.
+
+    Args:
+        maker: OpenRLHF's experience maker.
+        method: of our actors; it hands over what was kept.
+        own: the log-probabilities of each batch, (B, A), as they were returned.
+
+    Returns:
+        One for each batch, of the same shape.
+    """
+    import ray
+
+    args = maker.strategy.args
+    copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
+    by_actor = ray.get(maker.actor_model_group.async_run_method(method_name=method)[::copies])
+    batches = [batch for of_actor in by_actor for batch in of_actor]
+    if [part.shape for part in batches] != [part.shape for part in own]:
+        raise RuntimeError(
+            f"{method}: the actors kept {len(batches)} batches, {len(own)} were made: their order is not that of"
+            " OpenRLHF 0.11.2's async_run_method_batch."
+        )
+    return batches
+
+
+@contextmanager
+def _kept_entropies(model: Any) -> Iterator[list[Tensor]]:
+    """Has OpenRLHF's ``Actor`` keep the entropies of its forwards in this context, (B, A) each."""
+    original, entropies = model.forward, []
+
+    def forward(*inputs: object, **options: object) -> Any:
+        log_probs, output = original(*inputs, return_output=True, return_entropy=True, **options)
+        entropies.append(output.entropy[:, -log_probs.shape[1] :].float().cpu())
+        return log_probs
+
+    model.forward = forward
+    try:
+        yield entropies
+    finally:
+        del model.forward
+
+
+def model_of(actor: Any) -> Any:
+    """The Hugging Face model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
+    model = actor.model
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
+    """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
+    model = model_of(actor)
+    hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
+    embedding = model.get_input_embeddings()
+    return ReplayScope(embedding, measure, attached(model), perturbation, look_up, hidden=hidden)
+
+
+def merge_mm_train_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`merge_mm_train_inputs`: what a multimodal model's forward gets of a batch, without our entries.
+
+    OpenRLHF carries ``mm_train_inputs`` for each sample from the rollout to the forwards of actor and reference and the
+    training step. It is meant for images; text-only models ignore it.
+    """
+
+    def theirs(entry: Any) -> Any:
+        if isinstance(entry, list):
+            return [theirs(one) for one in entry]
+        return {name: value for name, value in (entry or {}).items() if name not in OURS} or None
+
+    @wraps(original)
+    def merge_mm_train_inputs(mm_train_inputs_list: Sequence[Any], device: torch.device) -> Any:
+        return original([theirs(entry) for entry in mm_train_inputs_list], device)
+
+    return merge_mm_train_inputs
+
+
+# ---- parameters of a perturbation --------------------------------------------------------------------------------
+
+
+def actor_init(original: Callable[..., None]) -> Callable[..., None]:
     """`Actor.__init__`: the perturbation's parameters join the model before DeepSpeed and the optimizer see it.
 
     So ZeRO, gradient clipping, checkpoints and weight sync take them for the policy's. What the perturbation freezes
-    gets no gradient from then on. The reference model has the
-    parameters that its own folder came with, or the ones that training starts from.
+    gets no gradient from then on. The reference model has the parameters that its own folder came with, or the ones
+    that training starts from.
     """
 
     def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
         original(self, pretrain_or_model, *args, **kwargs)
         if isinstance(pretrain_or_model, str):
-            perturbation = present(current_run().perturbation, "--perturbation")
+            perturbation = require(current_run().perturbation, "--perturbation")
             attach(self.model, perturbation, pretrain_or_model)
             freeze(self.model, perturbation)
 
     return __init__
 
 
-def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
+def get_model_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
     """`DeepspeedStrategy._get_model_parameters`: parameters with a learning rate of their own get their own group."""
 
     def _get_model_parameters(self: DeepspeedStrategy, model: nn.Module, *args: object, **kwargs: object) -> Any:
@@ -61,7 +218,7 @@ def with_learning_rates(original: Callable[..., Any]) -> Callable[..., Any]:
         module = attached(raw)
         if module is None:
             return raw, groups
-        perturbation = present(current_run().perturbation, "--perturbation")
+        perturbation = require(current_run().perturbation, "--perturbation")
         rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
         if all(rate is None for rate in rates.values()):
             return raw, groups
@@ -95,123 +252,3 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
         if rest or not group["params"]:
             remaining.append({**group, "params": rest})
     return remaining + list(by_rate.values())
-
-
-def model_of(actor: Any) -> Any:
-    """The Hugging Face model under OpenRLHF's ``Actor`` and DeepSpeed's engine."""
-    model = actor.model
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
-def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
-    """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
-    model = model_of(actor)
-    hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
-    embedding = model.get_input_embeddings()
-    return ReplayScope(embedding, measure, attached(model), perturbation, look_up, hidden=hidden)
-
-
-def replaying_actor(plain: type) -> type:
-    """`PolicyModelActor`: its log-probabilities (the "old" ones of PPO) are those of the replayed history."""
-    return _replaying_forward(plain, "actor")
-
-
-def replaying_reference(plain: type) -> type:
-    """`ReferenceModelActor`: the same history, through its own embedding."""
-    return _replaying_forward(plain, "model")
-
-
-def _replaying_forward(plain: type, attribute: str) -> type:
-    """A subclass whose ``forward`` replays; ``attribute`` holds the model."""
-
-    class ReplayingModelActor(plain):  # type: ignore[misc, valid-type]
-        def forward(
-            self,
-            sequences: Tensor,
-            action_mask: Tensor | None = None,
-            attention_mask: Tensor | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            records = side_inputs.records(kwargs.get("mm_train_inputs_list"), len(sequences))
-            model, perturbation = getattr(self, attribute), present(current_run().perturbation, "--perturbation")
-            if not getattr(self, "_proven", False):
-                prove(model_of(model), self.unperturbed_log_probs)
-                self._proven = True
-            scope = replay_scope(model, perturbation, measure=False)
-            with scope(records, attention_mask), densities(scope, model.temperature) as ours:
-                log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-                if ours is not None and attribute == "actor":
-                    self._tokens = [*getattr(self, "_tokens", ()), ours.token_log_probs(log_probs)]
-            return log_probs
-
-        def unperturbed_log_probs(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Any:
-            """log π of texts that nothing is replayed in, as OpenRLHF's own forward takes it."""
-            with nothing_replaced():
-                return super().forward(sequences, action_mask, attention_mask)
-
-        def token_log_probs(self) -> list[Any]:
-            """The tokens' own log π of each forward since the last call, kept where a perturbation has a density."""
-            tokens, self._tokens = getattr(self, "_tokens", []), []
-            return tokens
-
-    return ReplayingModelActor
-
-
-def replaying_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`ActorPPOTrainer.training_step`: the forward that is differentiated replays too.
-
-    The scope covers the backward as well, so that a checkpointed forward that runs again sees the same inputs.
-    """
-
-    def training_step(
-        self: ActorTrainer, experience: Experience, kl_ctl: float, step: int, *args: object
-    ) -> dict[str, Any]:
-        records = side_inputs.records(experience.mm_train_inputs, len(experience.sequences))
-        # A pass over the vocabulary is worth its time once per step of training, not in every micro-batch.
-        perturbation = present(current_run().perturbation, "--perturbation")
-        scope = replay_scope(self.actor, perturbation, look_up=_LOOK_UP if step == 0 else 0)
-        replay = scope(records, experience.attention_mask)
-        advantages = experience.advantages if perturbation.has_density else None
-        in_log_probs = densities(scope, self.actor.temperature, advantages)
-        with policy_loss(self, _RatioProbe) as ratios, replay as stats, in_log_probs as ratios.densities:
-            result = original(self, experience, kl_ctl, step, *args)
-        result["metrics"]["perturbation/ratio_mean"] = ratios.mean
-        result["weights"]["perturbation/ratio_mean"] = "token"
-        # Sums per sample, which OpenRLHF averages over samples: a quotient of two of them is a mean over positions,
-        # however the positions fall into micro-batches (see metrics.add_measures).
-        sums = {
-            "shift": (stats.shift_sum(), stats.count()),
-            "left_anchor": (int(sum(stats.left_anchor)), int(sum(stats.looked_at))),
-        }
-        for name, parts in sums.items():
-            for key, value in zip(QUOTIENTS[f"perturbation/{name}"], parts):
-                result["metrics"][key] = torch.tensor(value / len(experience.sequences))
-                result["weights"][key] = "sample"
-        return result
-
-    return training_step
-
-
-class _RatioProbe:
-    """Calls the policy loss and notes the mean of the PPO ratio π_new / π_old over the generated tokens.
-
-    What a density adds for the policy loss alone is added here, so that the KL term does not see it. The log-ratio is
-    clamped to ±20, as OpenRLHF's loss does, so that the mean is finite.
-    """
-
-    def __init__(self, loss_fn: Callable[..., Any]) -> None:
-        self._loss_fn = loss_fn
-        self.densities: Densities | None = None
-        self.mean = torch.tensor(1.0)
-
-    def __call__(
-        self, log_probs: Tensor, old_log_probs: Tensor, *args: object, action_mask: Tensor, **kwargs: Any
-    ) -> Any:
-        with torch.no_grad():
-            ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
-            self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)
-        if self.densities is not None:
-            log_probs = self.densities.for_policy_loss(log_probs)
-        return self._loss_fn(log_probs, old_log_probs, *args, action_mask=action_mask, **kwargs)

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's rollout actor with a perturbed vLLM engine: each response carries its record.
-
-The functions at the end are rows of `patches.py`.
-"""
+"""OpenRLHF's ``RolloutRayActor``: a vLLM engine that perturbs, and hands each response's record over with it."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ngrpo.config.run import current_run
-from ngrpo.rollout.async_scheduling import taken_length
-from ngrpo.rollout.records import confirm, of_all_workers
-from ngrpo.rollout.requests import external_id
+from ngrpo.machine.hardware.cpu import engine_arguments
+from ngrpo.rollout.async_scheduling import cut_to_answer
+from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import (
     DEFERRED_PROBE,
     KEY,
@@ -27,56 +27,100 @@ from ngrpo.rollout.settings import (
     fingerprint,
     request_arguments,
 )
-from ngrpo.trainers.openrlhf import prompt_pictures, unperturbed
+from ngrpo.trainers.common.conversation import Conversation
+from ngrpo.trainers.common.engine_records import EngineCheck, PickUps, final_output
+from ngrpo.trainers.common.weights_file import load_weights_file
+from ngrpo.trainers.openrlhf import second_round
 from ngrpo.trainers.openrlhf.rewards import CheckedReward
-from ngrpo.trainers.openrlhf.turns import Conversation, finished
-from ngrpo.trainers.openrlhf.weight_sync import prepared_engine
 from perturbations import registry, seeds
-from perturbations.errors import present
+from perturbations.errors import require
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    from ngrpo.trainers.openrlhf.objects import RolloutActor
-
+CONTROLS, _CONTROL_TOKENS = 4, 16
+"""Unperturbed responses of each engine in each round, and in the trainer's forward; tokens of each at most."""
+_LONGEST_CONTROL_PROMPT = 512  # the trainer's forward has logits for the whole vocabulary at each token
 # Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
 
 
-class RecordingExecutor:
-    """Wraps OpenRLHF's agent executor: puts the record of a trajectory into its response."""
+def rollout_actor(plain: Any) -> type:
+    """A subclass of `RolloutRayActor`; a run without a feature skips its line.
 
-    def __init__(self, executor: Any) -> None:
-        self._executor = executor
-        self._numbers, self._followed = seeds.AnswerNumbers(), unperturbed.Turns()
-        self._reward: CheckedReward | None = None
-        if getattr(executor, "reward_func", None) is not None:
-            self._reward = executor.reward_func = CheckedReward(executor.reward_func)
+    Ray pickles the class by value, and a context variable cannot be: its methods call functions below.
+    """
 
-    async def execute(self, **kwargs: Any) -> dict[str, Any]:
-        """As the wrapped executor's, with the record in ``mm_train_inputs``."""
-        # Numbered before anything is awaited: answer i of a group has the same draws in every run.
-        arguments = dict(request_arguments(kwargs.get("sampling_params")))
-        round_, perturbation = arguments.pop("round", 0), current_run().perturbation
-        key = f"{kwargs.get('prompt')}{prompt_pictures.identity(kwargs.get('images')).hex()}"
-        number = self._numbers.next(key, round_)
-        perturbed = perturbation is not None and perturbation.active and arguments.get("enabled", True)
-        if "answers" in arguments:
-            # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
-            arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
-        conversation = Conversation({"sample": number, **arguments}, self._followed.next(round_, perturbed))
-        token = _conversation.set(conversation)
-        try:
-            response = await self._executor.execute(**kwargs)
-        finally:
-            _conversation.reset(token)
-        if self._reward is not None:
-            self._reward.raise_failure()
-        run = current_run()
-        if conversation.trajectory is not None and (run.perturbation is not None or run.sampling.correct_mask):
-            return finished(conversation, response)
-        return response
+    class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
+        perturbs = False
+
+        async def __init__(self, *args: object, **kwargs: Any) -> None:
+            run = current_run()
+            kwargs |= run.engine_limits
+            if run.second_round is not None:
+                kwargs["max_model_len"] += run.second_round.room
+                # Otherwise vLLM's log-probabilities are those before temperature and top-p: not of what was drawn.
+                kwargs = {"logprobs_mode": "processed_logprobs", "max_logprobs": 1, **kwargs}
+                self.second_rounds_asked: Counter[str] = Counter()
+            spec = engine_spec(kwargs.get("seed", 0))
+            if run.changes_rollouts:
+                kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **engine_settings(spec)}
+            if run.hardware == "cpu":
+                kwargs |= engine_arguments(run, kwargs.get("tensor_parallel_size", 1))
+            await plain.__init__(self, *args, **kwargs)
+            if run.changes_rollouts:
+                perturbation = registry.create(**spec)
+                await confirm(self.llm, fingerprint(perturbation, run.sampling_schedule))
+                self.engine_check = EngineCheck(self.llm, perturbation.active, again=run.strict)
+                await self.engine_check.passed()
+                self.pick_ups = PickUps(self.llm)
+                self.executor = RecordingExecutor(self.executor)
+                self.perturbs = True
+
+        async def generate(
+            self,
+            prompt_token_ids: list[int],
+            sampling_params: SamplingParams,
+            multi_modal_data: Mapping[str, Any] | None = None,
+        ) -> Any:
+            if not self.perturbs:
+                return await plain.generate(self, prompt_token_ids, sampling_params, multi_modal_data)
+            await self.engine_check.passed()
+            return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
+
+        async def generate_in_two_rounds(self, **kwargs: Any) -> Any:
+            return await second_round.in_two_rounds(self, **kwargs)
+
+        async def update_weight(self, *args: object, empty_cache: bool = False, **kwargs: object) -> Any:
+            result = await plain.update_weight(self, *args, empty_cache=empty_cache, **kwargs)
+            await self.weights_updated(empty_cache)
+            return result
+
+        async def update_weight_cuda_ipc(self, *args: object, empty_cache: bool = False, **kwargs: object) -> Any:
+            result = await plain.update_weight_cuda_ipc(self, *args, empty_cache=empty_cache, **kwargs)
+            await self.weights_updated(empty_cache)
+            return result
+
+        async def weights_updated(self, is_last: bool) -> None:
+            """After a sync's last parameter neighbors are computed, so that a hybrid engine's KV cache still sleeps."""
+            if self.perturbs and is_last:
+                await self.llm.collective_rpc("perturbation_prepare")
+                self.engine_check.weights_synced()
+
+        async def load_weights_file(self, path: str) -> None:
+            """A weight sync without NCCL."""
+            # A function and not a method name: vLLM ships it to its workers by reference (OpenRLHF sets
+            # VLLM_ALLOW_INSECURE_SERIALIZATION), so worker_extension_cls stays OpenRLHF's.
+            await self.llm.collective_rpc(load_weights_file, args=(path,))
+            if self.perturbs:
+                self.engine_check.weights_synced()
+
+        async def perturbation_drift(self) -> Any:
+            """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""
+            return (await self.llm.collective_rpc("perturbation_drift"))[0]
+
+    return PerturbedRolloutRayActor
 
 
 def engine_spec(seed: int) -> dict[str, Any]:
@@ -88,109 +132,90 @@ def engine_spec(seed: int) -> dict[str, Any]:
     return {**spec, "seed": seeds.of_engine(spec.get("seed", 0), seed)}
 
 
-class EngineProof:
-    """Has an engine prove that its overrides land where they belong; requests wait for it.
-
-    At the start, and in a strict run again before the first request after each weight sync: not at its end, when a
-    hybrid engine's KV cache is asleep.
-    """
-
-    def __init__(self, llm: AsyncLLM, perturbed: bool) -> None:
-        self._llm, self._perturbed = llm, perturbed
-        self._asked: asyncio.Task[Any] | None = None
-
-    def weights_synced(self) -> None:
-        """New weights are in place."""
-        if current_run().strict:
-            self._asked = None
-
-    async def passed(self) -> None:
-        """Returns once the engine has proven itself, or is busy with earlier requests and will as soon as it is not.
-
-        Raises:
-            Exception: vLLM's own, with the probe's message.
-        """
-        if self._perturbed:
-            if self._asked is None:
-                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_probe"))
-            await asyncio.shield(self._asked)
+def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's part of vLLM's ``additional_config``."""
+    run = current_run()
+    return {
+        KEY: spec,
+        SEEDED_DRAWS: run.reproducible,
+        SAMPLING_MASKS: run.sampling.correct_mask,
+        SAMPLING_MASK_GIB: run.sampling.mask_gib,
+        SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
+        REPLAY_BUFFER: run.specs.get("replay_buffer"),
+        DEFERRED_PROBE: True,
+    }
 
 
-class PickUps:
-    """Takes records from an engine in batches: what is asked for while a call is on its way goes with the next one."""
+class ControlQuota:
+    """Which responses are followed by a short unperturbed one, the control: the first perturbed ones of each round."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-        self._asked: dict[str, asyncio.Future[Any]] = {}
-        self._calling: asyncio.Task[None] | None = None
+    def __init__(self) -> None:
+        self._round, self._asked = -1, 0
 
-    async def take(self, name: str) -> Any:
-        """What the worker hands over for a finished request, by the id that the caller gave it.
-
-        Raises:
-            RuntimeError: where its record is no longer there.
-        """
-        self._asked[name] = asyncio.get_running_loop().create_future()
-        answer = self._asked[name]
-        if self._calling is None or self._calling.done():
-            self._calling = asyncio.create_task(self._call())
-        return await answer
-
-    async def _call(self) -> None:
-        while self._asked:
-            pending, self._asked = self._asked, {}
-            try:
-                answers = await self._llm.collective_rpc("perturbation_take", args=(list(pending), None))
-                by_name = self._by_name(of_all_workers(answers))
-                results = {name: by_name.get(name, _gone(name)) for name in pending}
-            except Exception as error:
-                results = dict.fromkeys(pending, error)
-            for name, answer in pending.items():
-                if answer.done():  # its caller was cancelled meanwhile
-                    continue
-                if isinstance(results[name], Exception):
-                    answer.set_exception(results[name])
-                else:
-                    answer.set_result(results[name])
-
-    def _by_name(self, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, Any]:
-        """What workers handed over, by the callers' ids.
-
-        The front end keeps the length of an answer until its record is taken; our callers cut records by the answers
-        that they have, so that the lengths only need to go.
-        """
-        for name in taken:
-            taken_length(self._llm.output_processor, name)
-        return {external_id(name): parts for name, parts in taken.items()}
+    def next(self, round_: int, perturbed: bool) -> bool:
+        """Whether the response that begins now has a control; round 0 is that of none."""
+        if round_ != self._round:
+            self._round, self._asked = round_, 0
+        if not perturbed or round_ < 1 or self._asked >= CONTROLS:
+            return False
+        self._asked += 1
+        return True
 
 
-def _gone(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"the record of request {name} is gone: the replay buffer dropped it. Raise the buffer's max_bytes."
-    )
+class RecordingExecutor:
+    """Wraps OpenRLHF's agent executor: puts the record of a trajectory into its response."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._numbers, self._quota = seeds.AnswerNumbers(), ControlQuota()
+        self._reward: CheckedReward | None = None
+        if getattr(executor, "reward_func", None) is not None:
+            self._reward = executor.reward_func = CheckedReward(executor.reward_func)
+
+    async def execute(self, **kwargs: Any) -> dict[str, Any]:
+        """As the wrapped executor's, with the record in ``mm_train_inputs``."""
+        # Numbered before anything is awaited: response i of a group has the same draws in every run.
+        run, arguments = current_run(), dict(request_arguments(kwargs.get("sampling_params")))
+        round_ = arguments.pop("round", 0)
+        key = f"{kwargs.get('prompt')}{pictures_key(kwargs.get('images')).hex()}"
+        number = self._numbers.next(key, round_)
+        perturbed = run.perturbation is not None and run.perturbation.active and arguments.get("enabled", True)
+        if "answers" in arguments:
+            # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
+            arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
+        conversation = Conversation({"sample": number, **arguments}, self._quota.next(round_, perturbed))
+        token = _conversation.set(conversation)
+        try:
+            response = await self._executor.execute(**kwargs)
+        finally:
+            _conversation.reset(token)
+        if self._reward is not None:
+            self._reward.raise_failure()
+        if conversation.trajectory is None or not (run.perturbation is not None or run.sampling.correct_mask):
+            return response
+        record = conversation.finished(response["observation_tokens"]).pack()
+        return {**response, "mm_train_inputs": {**(response.get("mm_train_inputs") or {}), **record}}
 
 
 async def generate(
-    actor: RolloutActor, prompt: list[int], sampling_params: SamplingParams, pictures: Mapping[str, Any] | None = None
+    actor: Any, prompt: list[int], sampling_params: SamplingParams, pictures: Mapping[str, Any] | None = None
 ) -> Any:
-    """One request, with its record picked up. (Where it is cancelled, vLLM aborts it, and the record is dropped.)
+    """One request, and its record. (Where it is cancelled, vLLM aborts it, and the record is dropped.)
 
     Args:
-        actor: OpenRLHF's rollout actor.
+        actor: the rollout actor.
         prompt: token ids, in which a picture has all of its places.
         sampling_params: vLLM's.
-        pictures: what the prompt shows, as vLLM's ``multi_modal_data``.
+        pictures: of the prompt, as vLLM's ``multi_modal_data``.
     """
     from vllm.inputs import TokensPrompt
-    from vllm.utils import random_uuid
 
     conversation = _conversation.get()
-    params, name = deepcopy(sampling_params), random_uuid()
-    arguments = dict(request_arguments(params))
+    params, arguments = deepcopy(sampling_params), dict(request_arguments(sampling_params))
     arguments.pop("round", None)
     if conversation is not None:
-        # An agent may have made sampling parameters of its own: what the trajectory was asked with holds.
-        seed = seeds.of_prompt(prompt, prompt_pictures.identity((pictures or {}).get("image")))
+        # An agent may have made sampling parameters of its own: the trajectory's arguments hold.
+        seed = seeds.of_prompt(prompt, pictures_key((pictures or {}).get("image")))
         arguments = {"seed": seed, **arguments, **conversation.arguments}
         conversation.go_on(prompt)
         earlier = conversation.earlier(prompt)
@@ -199,72 +224,116 @@ async def generate(
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     request = TokensPrompt(prompt_token_ids=prompt)
     if pictures:
-        token_ids = prompt_pictures.unexpanded(prompt, present(actor._mm_pad_token_ids, "the placeholders of pictures"))
+        token_ids = unexpanded(prompt, require(actor._mm_pad_token_ids, "the placeholders of pictures"))
         request = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=pictures)
-    output = await unperturbed.last_of(actor.llm.generate(request, params, request_id=name))
+    output, parts = await _asked(actor, request, params)
     if pictures:
-        prompt_pictures.check_places(prompt, present(output.prompt_token_ids, "the prompt's tokens"))
-    parts = await actor.perturbation_pick_ups.take(name)
+        check_places(prompt, require(output.prompt_token_ids, "the prompt's tokens"))
     if conversation is not None and arguments.get("enabled", True):
         conversation.add(parts, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.followed:
             conversation.followed = False
-            seed = seeds.of_unperturbed_answer(arguments["seed"], arguments["sample"])
             # Without its pictures: the scale is that of both sides' rounding, and pictures that they read differently
             # stand out from it.
             text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt
-            conversation.unperturbed = await unperturbed.ask(actor, text, sampling_params, seed)
+            control = seeds.trajectory_seed(arguments["seed"], arguments["sample"])
+            conversation.unperturbed = await unperturbed_response(actor, text, sampling_params, control)
     return output
 
 
-def perturbed_engine(plain: Any) -> type:
-    """`RolloutRayActor` whose engine perturbs, confirms that every worker does, and hands over records.
+async def unperturbed_response(
+    actor: Any, prompt: list[int], sampling_params: SamplingParams, seed: int
+) -> UnperturbedAnswer | None:
+    """A short response to a prompt, by the path of all rollouts, with the perturbation off.
 
-    Ray pickles this class by value, and a context variable cannot be: so its methods only call functions above.
+    Args:
+        actor: the rollout actor.
+        prompt: token ids.
+        sampling_params: the rollout's; without its filters of tokens, so that log π is over all of them.
+        seed: of the response.
+
+    Returns:
+        None for a prompt that is too long to be worth its forward.
     """
+    from vllm.inputs import TokensPrompt
 
-    class PerturbedRolloutRayActor(prepared_engine(plain)):  # type: ignore[misc, valid-type]
-        async def __init__(self, *args: object, **kwargs: Any) -> None:
-            run, spec = current_run(), engine_spec(kwargs.get("seed", 0))
-            ours = {
-                KEY: spec,
-                SEEDED_DRAWS: run.reproducible,
-                SAMPLING_MASKS: run.sampling.correct_mask,
-                SAMPLING_MASK_GIB: run.sampling.mask_gib,
-                SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
-                REPLAY_BUFFER: run.specs.get("replay_buffer"),
-                DEFERRED_PROBE: True,
-            }
-            kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **ours}
-            await plain.__init__(self, *args, **kwargs)
-            perturbation = registry.create(**spec)
-            await confirm(self.llm, fingerprint(perturbation, run.sampling_schedule))
-            self.perturbation_proof = EngineProof(self.llm, perturbation.active)
-            await self.perturbation_proof.passed()
-            self.perturbation_pick_ups = PickUps(self.llm)
-            self.executor = RecordingExecutor(self.executor)
-
-        async def generate(
-            self,
-            prompt_token_ids: list[int],
-            sampling_params: SamplingParams,
-            multi_modal_data: Mapping[str, Any] | None = None,
-        ) -> Any:
-            await self.perturbation_proof.passed()
-            return await generate(self, prompt_token_ids, sampling_params, multi_modal_data)
-
-        async def perturbation_drift(self) -> Any:
-            """How many neighbor sets the latest weight sync changed; tensor-parallel ranks agree."""
-            return (await self.llm.collective_rpc("perturbation_drift"))[0]
-
-    return PerturbedRolloutRayActor
+    if len(prompt) > _LONGEST_CONTROL_PROMPT:
+        return None
+    short = deepcopy(sampling_params)
+    short.max_tokens = min(short.max_tokens or _CONTROL_TOKENS, _CONTROL_TOKENS)
+    short.min_tokens = min(short.min_tokens or 0, short.max_tokens)
+    short.top_p, short.top_k, short.min_p = 1.0, 0, 0.0
+    short.extra_args = {**(short.extra_args or {}), KEY: {"enabled": False, "scheduled": False, "seed": seed}}
+    output, parts = await _asked(actor, TokensPrompt(prompt_token_ids=prompt), short)
+    tokens = list(output.outputs[0].token_ids)
+    log_probs = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens)).log_probs
+    return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), log_probs)
 
 
-def limited_engine(plain: type) -> type:
-    """`RolloutRayActor` whose engine has the limits of ``--engine.*``; it is pickled as the class above."""
+async def _asked(actor: Any, request: Any, params: SamplingParams) -> tuple[Any, Any]:
+    """A request's final output, and the parts of its record."""
+    from vllm.utils import random_uuid
 
-    class LimitedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
-        async def __init__(self, *args: object, **kwargs: object) -> None:
-            await plain.__init__(self, *args, **{**kwargs, **current_run().engine_limits})  # type: ignore[misc]
+    name = random_uuid()
+    output = await final_output(actor.llm.generate(request, params, request_id=name))
+    return output, await actor.pick_ups.take(name)
 
-    return LimitedRolloutRayActor
+
+# ---- pictures in a prompt ----------------------------------------------------------------------------------------
+
+
+def pictures_key(pictures: object) -> bytes:
+    """A key of a prompt's pictures, the same in every run.
+
+    Args:
+        pictures: as a dataset or vLLM's ``multi_modal_data`` has them: paths, addresses, bytes or PIL images; one of
+            them, a list, or None.
+
+    Returns:
+        Empty where there is none, else 16 bytes.
+    """
+    each = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
+    each = [picture for picture in each if picture is not None]
+    if not each:
+        return b""
+    digest = hashlib.blake2b(digest_size=16)
+    for picture in each:
+        if isinstance(picture, bytes):
+            data = picture
+        elif hasattr(picture, "tobytes") and hasattr(picture, "size"):
+            data = f"{getattr(picture, 'mode', '')} {picture.size} ".encode() + picture.tobytes()
+        else:
+            data = str(picture).encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def unexpanded(prompt: list[int], placeholders: Collection[int]) -> list[int]:
+    """A prompt as vLLM takes it, which itself expands a picture's one placeholder into the picture's places.
+
+    Args:
+        prompt: token ids, in which a picture has all of its places.
+        placeholders: the tokens that stand at these places.
+    """
+    from openrlhf.utils.vlm_utils import dedup_media_tokens
+
+    return dedup_media_tokens(prompt, set(placeholders)) if placeholders else prompt
+
+
+def check_places(trainer: Sequence[int], engine: Sequence[int]) -> None:
+    """Positions in a record are those of the expanded prompt, which must be the same on both sides.
+
+    Args:
+        trainer: the prompt's tokens as the trainer's processor expanded them.
+        engine: as vLLM did.
+
+    Raises:
+        RuntimeError: where vLLM gives a picture other places than the trainer's processor.
+    """
+    if list(trainer) != list(engine):
+        first = next((i for i, pair in enumerate(zip(trainer, engine)) if pair[0] != pair[1]), "the end")
+        raise RuntimeError(
+            f"a prompt with pictures has {len(trainer)} tokens for the trainer and {len(engine)} for vLLM, and they"
+            f" differ from position {first} on: the records would be replayed at other positions. Use a model whose"
+            " pictures OpenRLHF and vLLM expand alike, such as Qwen3-VL, or prompts without pictures."
+        )

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--second_round``: the rollouts. The functions at the end are rows of `ngrpo.patches`.
+"""``--second_round``: rollouts of two rounds.
 
-OpenRLHF's rollout actor draws all answers to one prompt in one call, with their rewards. So that is where a second
-round belongs: right answers of it go on as answers to the prompt of the data, each with what the loss needs of it.
+OpenRLHF's rollout actor draws all responses to one prompt in one call, with their rewards. So a second round follows
+there: its right responses go on as responses to the prompt of the data, each with what the loss needs of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -20,64 +18,13 @@ import torch
 
 from ngrpo.config.run import current_run
 from ngrpo.methods.second_rounds.base import SecondRound
-from ngrpo.rollout.settings import KEY as REQUEST
-from ngrpo.rollout.settings import request_arguments
-from ngrpo.trainers.openrlhf.engine_handles import StandIn, knowing_evaluations, stood_in
-from perturbations.errors import present
-from perturbations.replay import packing
+from ngrpo.rollout.settings import KEY, request_arguments
+from ngrpo.trainers.common.side_inputs import TwoRounds
+from perturbations.errors import require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
-
-    from ngrpo.trainers.openrlhf.objects import RolloutActor
-
-KEY = "second_round"
-"""A sample's entry in ``mm_train_inputs``, beside those of `ngrpo.trainers.openrlhf.side_inputs`."""
-_VERSION = 1
-
-
-@dataclass(frozen=True)
-class TwoRounds:
-    """What a sample carries of the two rounds of its prompt.
-
-    Attributes:
-        rewards: of all answers, the first round's in front, (G + G',) float32.
-        place: of this answer among them.
-        log_probs: log π_old of its tokens given the prompt that was asked, (T,) float32; None in an answer of the first
-            round, which was asked the prompt of the data.
-    """
-
-    rewards: np.ndarray
-    place: int
-    log_probs: np.ndarray | None = None
-
-    def pack(self) -> dict[str, bytes]:
-        """As plain bytes with a checksum, as records are."""
-        parts = [packing.varint(len(self.rewards)), packing.floats(self.rewards), packing.varint(self.place)]
-        parts.append(packing.varint(self.log_probs is not None))
-        if self.log_probs is not None:
-            parts.append(packing.floats(self.log_probs))
-        return {KEY: packing.sealed(parts, _VERSION)}
-
-
-def unpack(side_inputs: Sequence[Any] | None, batch: int) -> list[TwoRounds | None]:
-    """What the samples of a batch carry, None where the first round was enough.
-
-    Args:
-        side_inputs: ``Experience.mm_train_inputs``.
-        batch: the number of samples.
-    """
-    return [_unpack_one((entry or {}).get(KEY)) for entry in side_inputs or [None] * batch]
-
-
-def _unpack_one(data: bytes | None) -> TwoRounds | None:
-    if data is None:
-        return None
-    reader = packing.unsealed(data, _VERSION, "what a sample carries of its two rounds")
-    rewards, place = reader.floats(reader.varint()), reader.varint()
-    log_probs = reader.all_floats() if reader.varint() else None
-    return TwoRounds(rewards, place, log_probs)
 
 
 def reward_of(response: Mapping[str, Any]) -> float:
@@ -142,7 +89,7 @@ def _moved(response: Mapping[str, Any], onto: Mapping[str, Any], with_log_probs:
 
 
 async def in_two_rounds(
-    actor: RolloutActor,
+    actor: Any,
     *,
     prompt: str,
     sampling_params: SamplingParams,
@@ -163,7 +110,7 @@ async def in_two_rounds(
     def tokens(text: str) -> int:
         return len(hf_tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
-    method, arguments = present(current_run().second_round, "--second_round"), request_arguments(sampling_params)
+    method, arguments = require(current_run().second_round, "--second_round"), request_arguments(sampling_params)
     first = await answers(prompt, sampling_params, max_length)
     length = tokens(prompt)
     if not method.is_needed([reward_of(response) for response in first]) or first[0]["action_ranges"][0][0] < length:
@@ -183,50 +130,9 @@ async def in_two_rounds(
     params = deepcopy(sampling_params)
     params.logprobs = params.logprobs or 1
     if "answers" in arguments:  # a ladder of temperatures is over the answers to each prompt of the round at hand
-        params.extra_args = {**(params.extra_args or {}), REQUEST: {**arguments, "answers": method.answers}}
+        params.extra_args = {**(params.extra_args or {}), KEY: {**arguments, "answers": method.answers}}
     second = await asyncio.gather(
         *(answers(text, params, max_length + extra, num_samples=method.answers) for text, extra in zip(prompts, longer))
     )
     every = [response for responses in second for response in responses]
     return regrouped(first, every, method, random, with_log_probs=sampling_params.logprobs is not None)
-
-
-class _InTwoRounds(StandIn):
-    """Asks for each prompt's answers in two rounds."""
-
-    def __init__(self, engine: Any) -> None:
-        super().__init__(engine)
-        self.generate_responses = engine.generate_in_two_rounds
-
-
-# Ray pickles the classes below by value: their methods only call functions above.
-
-
-def engine_of_two_rounds(plain: Any) -> type:
-    """`RolloutRayActor` that has room for the prompts of a second round, and the method that asks them."""
-
-    class TwoRoundsRolloutRayActor(plain):
-        async def __init__(self, *args: object, **kwargs: Any) -> None:
-            kwargs["max_model_len"] += present(current_run().second_round, "--second_round").room
-            # Otherwise vLLM's log-probabilities are those before temperature and top-p: not of what was drawn.
-            kwargs = {"logprobs_mode": "processed_logprobs", "max_logprobs": 1, **kwargs}
-            await plain.__init__(self, *args, **kwargs)
-            self.second_rounds_asked: Counter[str] = Counter()
-
-        async def generate_in_two_rounds(self, **kwargs: Any) -> Any:
-            return await in_two_rounds(self, **kwargs)
-
-    return TwoRoundsRolloutRayActor
-
-
-def requests_of_two_rounds(plain: type) -> type:
-    """`SamplesGenerator` whose training prompts, and not those of an evaluation, may have a second round."""
-
-    class TwoRoundsSamplesGenerator(knowing_evaluations(plain)):  # type: ignore[misc, valid-type]
-        def _dispatch_prompts_to_vllm(self, *args: object, **kwargs: object) -> Any:
-            if self.evaluating:
-                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-            with stood_in(self, _InTwoRounds):
-                return super()._dispatch_prompts_to_vllm(*args, **kwargs)
-
-    return TwoRoundsSamplesGenerator

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.machine.hardware.attention import WITHOUT_FLASH_ATTN, has_flash_attn
-from ngrpo.machine.hardware.compiled import ready_to_compile
+from ngrpo.machine.hardware.processes import add_programs_to_path
+from ngrpo.machine.hardware.stand_ins import WITHOUT_FLASH_ATTN, has_flash_attn
 
 
 def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
@@ -21,12 +20,12 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     which Linux limits to 131,072 bytes, holds them. Relative paths mean in a worker what they mean here, also on a
     cluster that was started in another folder.
     """
-    here, began = os.getcwd(), time.time()
+    here = os.getcwd()
 
     def in_worker() -> None:
         with suppress(OSError):  # another node need not have the folder
             os.chdir(here)
-        ready_to_compile(began)
+        add_programs_to_path()
         begin(run)
         # Nodes of a cluster may differ, and the driver looked at its own only.
         patches.install(conditions if has_flash_attn() else [*conditions, WITHOUT_FLASH_ATTN])

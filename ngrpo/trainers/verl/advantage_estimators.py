@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.config.verl_lines import KL_IN_REWARD, check_advantage
+from ngrpo.config import compatibility
+from ngrpo.config.features import Combination
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage
 from perturbations.errors import UsageError
@@ -32,12 +33,8 @@ def register(name: str, options: dict[str, object], *, kl_in_reward: bool) -> No
             raise UsageError(f"advantage.{next(iter(options))}: algorithm.adv_estimator={name} has no such options.")
         return
     advantage = advantages.create(name, **options)
-    check_advantage(advantage, f"algorithm.adv_estimator={name}")
-    if kl_in_reward:
-        raise UsageError(
-            f"algorithm.use_kl_in_reward=True cannot be used with algorithm.adv_estimator={name}: {KL_IN_REWARD}."
-            " Set it to False, and actor_rollout_ref.actor.use_kl_loss=True for a KL term in the loss."
-        )
+    asked = Combination(parts={"advantage": advantage}, arguments={"kl_in_reward": kl_in_reward})
+    compatibility.check(compatibility.VERL_ADVANTAGE, asked)
     from verl.trainer.ppo.core_algos import register_adv_est
 
     register_adv_est(name)(estimator(advantage))

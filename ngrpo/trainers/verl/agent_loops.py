@@ -33,8 +33,8 @@ def request_arguments(
     spec = OmegaConf.to_container(config.actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config[KEY])
     return {
         "enabled": bool(registry.create(**spec).perturb_eval or not trajectory["validate"]),
-        "seed": seeds.of_dataset_row(
-            str(trajectory["step"]), str(trajectory["sample_index"]), bool(trajectory["validate"])
+        "seed": seeds.trajectory_seed(
+            str(trajectory["step"]), str(trajectory["sample_index"]), str(bool(trajectory["validate"]))
         ),
         "sample": session,
     }

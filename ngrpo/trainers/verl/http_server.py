@@ -16,8 +16,8 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from ngrpo.rollout import settings
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
-from ngrpo.trainers.openrlhf.rollout_actor import PickUps
-from ngrpo.trainers.openrlhf.weight_sync import repack_tied_heads
+from ngrpo.trainers.common.engine_records import PickUps
+from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations import registry, seeds
 from perturbations.replay.trajectory import FinishedTrajectory
 

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ngrpo.config import compatibility
+from ngrpo.config.features import Combination
 from ngrpo.config.verl_lines import MODE
 from ngrpo.rollout.settings import DEFERRED_PROBE, KEY
 from ngrpo.trainers.verl import advantage_estimators
@@ -48,70 +49,9 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     advantage = OmegaConf.to_container(OmegaConf.create(config.get("advantage") or {}), resolve=True)
     in_reward = bool(config.algorithm.use_kl_in_reward)
     advantage_estimators.register(str(config.algorithm.adv_estimator), dict(advantage), kl_in_reward=in_reward)
-    wrong = [f"{setting}: {reason}" for refused, setting, reason in _refused(config, perturbation) if refused]
-    if wrong:
-        raise UsageError(f"perturbation {perturbation.name!r} in verl does not work with " + "; nor with ".join(wrong))
+    compatibility.check(compatibility.VERL, Combination(parts={"perturbation": perturbation}, settings=config))
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
         OmegaConf.update(config, _ADDITIONAL, {KEY: perturbation.spec(), DEFERRED_PROBE: True}, force_add=True)
         config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
     return perturbation, float(limit), strict
-
-
-def _refused(config: DictConfig, perturbation: Perturbation) -> Iterator[tuple[bool, str, str]]:
-    """What is refused: whether this configuration asks for it, the setting, and the reason with the fix."""
-    from omegaconf import OmegaConf
-
-    def value(key: str, default: object = None) -> Any:
-        return OmegaConf.select(config, key, default=default)
-
-    def off(key: str, reason: str) -> tuple[bool, str, str]:
-        return bool(value(key)), f"{key}={value(key)}", reason
-
-    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-    yield not value("trainer.use_v1", True), "trainer.use_v1=False", "its batches carry no records; leave it out"
-    name = value(f"{rollout}.name")
-    yield name != "vllm", f"{rollout}.name={name}", "rollouts are perturbed inside vLLM"
-    for role in ("actor", "ref"):
-        key = f"actor_rollout_ref.{role}.strategy"
-        yield value(key) not in ("fsdp", "fsdp2"), f"{key}={value(key)}", "only fsdp and fsdp2 replay"
-        for engine in (f"actor_rollout_ref.{role}.fsdp_config", f"actor_rollout_ref.{role}"):
-            yield off(f"{engine}.pad_to_length", "a packed batch must be its samples alone. Leave it out")
-            split = value(f"{engine}.ulysses_sequence_parallel_size", 1)
-            yield split > 1, f"{engine}.ulysses_sequence_parallel_size={split}", "it splits a sequence. Set it to 1"
-    loop = value(f"{rollout}.agent.default_agent_loop", "single_turn_agent")
-    yield loop != "single_turn_agent", f"agent.default_agent_loop={loop}", "records cover one turn"
-    manager = value(f"{rollout}.agent.agent_loop_manager_class")
-    yield bool(manager), f"agent.agent_loop_manager_class={manager}", "ours takes its place. Leave it out"
-    yield off(f"{rollout}.multi_turn.enable", "records cover one turn. Leave it out")
-    yield off(f"{rollout}.disaggregation.enabled", "one engine must feed prompt and answer. Leave it out")
-    yield off(f"{actor}.use_prefix_grouper", "it shares prompts among samples. Leave it out")
-    yield off("distillation.enabled", "the teacher's log-probabilities are not replayed. Leave it out")
-    yield (off("algorithm.rollout_correction.bypass_mode", "the replay would not be measured. Leave it out"))
-    critic = value("critic.enable")
-    yield (
-        bool(critic) or (critic is None and value("algorithm.adv_estimator") == "gae"),
-        "a critic (algorithm.adv_estimator=gae)",
-        "its values are not replayed. Use an estimator without one, such as grpo",
-    )
-    yield (
-        perturbation.has_parameters,
-        "parameters of its own",
-        "verl would neither train nor send them. Use the variant without them, or OpenRLHF",
-    )
-    if not perturbation.has_density:
-        return
-    fix = f"Or set +{KEY}.density=token"
-    yield off("actor_rollout_ref.model.use_fused_kernels", f"a density needs the logits. Leave it out. {fix}")
-    correction = value("algorithm.rollout_correction.rollout_is")
-    yield bool(correction), f"rollout_correction.rollout_is={correction}", f"its ratio is the token's. {fix}"
-    yield (
-        perturbation.score_only and bool(value(f"{actor}.use_kl_loss")),
-        f"{actor}.use_kl_loss=True",
-        f"the density counts in the policy loss alone, and verl's losses share one log-probability. {fix}",
-    )
-    yield (
-        perturbation.score_only and value(f"{actor}.ppo_epochs", 1) > 1,
-        f"{actor}.ppo_epochs={value(f'{actor}.ppo_epochs')}",
-        f"its gradient is that of the first update. Set it to 1. {fix}",
-    )

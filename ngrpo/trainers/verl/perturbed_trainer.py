@@ -13,8 +13,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from ngrpo import patches
-from ngrpo.trainers.openrlhf.gap import check_gap
-from ngrpo.trainers.openrlhf.metrics import step_metrics
+from ngrpo.trainers.common.mismatch import check_gap, step_metrics
 from ngrpo.trainers.verl import overrides
 from ngrpo.trainers.verl.http_server import PerturbedReplica
 from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, PerturbedWorker, trajectories

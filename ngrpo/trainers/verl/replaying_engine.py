@@ -24,9 +24,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import build_attention_mask_from_nested
 
-from ngrpo.trainers.openrlhf.density_loss import Densities
+from ngrpo.trainers.common.densities import Densities
 from perturbations import registry
-from perturbations.errors import UsageError, present
+from perturbations.errors import UsageError, require
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -132,7 +132,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             if sharded:
                 self.module.unshard()
             result["log_probs"] = self._with_densities(
-                own, present(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
+                own, require(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
             )
             if sharded and not torch.is_grad_enabled():
                 self.module.reshard()
@@ -149,7 +149,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             inside = _inside(offsets)
         rows = values.new_zeros(inside.shape).masked_scatter(inside, values)
         labels = torch.zeros_like(rows, dtype=torch.int64)  # the token's log-probability is known
-        replaced = present(self._densities, "the densities of the forward").replace(logits, labels, rows)[inside]
+        replaced = require(self._densities, "the densities of the forward").override(logits, labels, rows)[inside]
         return torch.nested.nested_tensor_from_jagged(replaced, offsets)
 
     def _scored(self, loss_function: Loss | None) -> Loss | None:

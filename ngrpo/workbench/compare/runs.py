@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run of a comparison: `ngrpo train`, then `ngrpo eval`, each in a process of its own."""
+"""The runs of a comparison: `ngrpo train`, then `ngrpo eval`, each in its own process; and their folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,9 +25,8 @@ from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console.progress import StepLine, follow, read_step, read_total
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
-from ngrpo.machine.storage.result_folder import writing
+from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench.compare.comparison_folder import ComparisonFolder
 from ngrpo.workbench.compare.plan import Plan, Run
 
 _MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it in the kernel
@@ -38,8 +36,31 @@ _ERROR_LINES = 12
 OnStep = Callable[[StepLine, "int | None"], None]
 
 
+class ComparisonFolder(ResultFolder):
+    """The result folder of a comparison; ``runs/<id>/run.json`` says how each run ended."""
+
+    def run_folder(self, run: Run) -> Path:
+        """Where a run writes."""
+        return self.path / "runs" / run.id
+
+    def fresh(self, run: Run) -> Path:
+        """An empty folder for a run; files of an interrupted one are removed, for they cannot be trusted."""
+        folder = self.run_folder(run)
+        shutil.rmtree(folder, ignore_errors=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def need(self, size: int) -> None:
+        """Raises :class:`CannotWrite` unless ``size`` bytes are free."""
+        free = shutil.disk_usage(self.path).free
+        if free < size:
+            needed = f"{free / 2**30:.1f} GiB are free, and the next run writes about {size / 2**30:.1f} GiB"
+            raise CannotWrite(self.path, needed)
+
+
 def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
-    """A run of a comparison: what all share, with the differences of its arm. An arm's own flags win.
+    """A run of a comparison: the shared flags, with the differences of its arm. An arm's own flags win.
 
     Raises:
         UsageError: for flags that are none of ``ngrpo train``'s.
@@ -58,65 +79,64 @@ def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> l
 
     The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
     """
-    assert plan.evaluation is not None
     perturbed = []
     if arm is not None and arm.spec is not None and arm.spec.get("perturb_eval", False):
         perturbed = arm.perturbation_flags
-    return ["--model", model, *plan.evaluation, *perturbed, "--out", str(folder)]
+    return ["--model", model, *(plan.evaluation or ()), *perturbed, "--out", str(folder)]
 
 
 def identity(plan: Plan, run: Run) -> str:
-    """What makes a finished run this one: every flag of its commands, the files they name, and the versions.
+    """A hash of all that a finished run depends on: every flag of its commands, the files they name, and the versions.
 
-    A strategy of the user's own counts with its source, a dataset, a reward function and a file behind an option with
-    their content, a model folder with its weights, and vLLM's choice of a model runner where the user made it: no
-    comparison has runs on either side of it.
+    A user's own perturbation counts with its source; a dataset, a reward function and a file behind an option with
+    their content; a model folder with its weights. A choice of vLLM's model runner by the user counts too.
     """
     from ngrpo.machine.upstream.versions import versions
 
     chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
     config = run_config(plan, run, Path())
-    files = contents([*_values(config), *(plan.evaluation or ())]) | _model_folders(config)
+    flags = list(Flags(config.openrlhf))
+    named = [config.task or "", *(value for flag in flags for value in flag.values), *(plan.evaluation or ())]
+    for spec in config.specs.values():
+        options = (value for key, value in spec.items() if key.rpartition(".")[2] not in ("name", "source"))
+        named += [value for value in options if isinstance(value, str) and not re.fullmatch(r"[\w-]*", value)]
+    files = contents(named)
+    models = [flag.values[0] for flag in flags if flag.name.endswith(parse.MODEL_FLAG) and flag.values]
+    for name in {name for value in models for name in value.split(",")} - packaged.PACKAGED.keys():
+        weights = packaged.fingerprint(name)
+        if weights is not None:
+            files[name] = weights
     parts = json.dumps([config.flags(), plan.evaluation, files, chosen], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
-def _values(config: RunConfig) -> list[str]:
-    """All values that may name a file: of the task, of OpenRLHF's flags, and of options, which are paths at most."""
-    values = [config.task or "", *(value for flag in Flags(config.openrlhf) for value in flag.values)]
-    for spec in config.specs.values():
-        options = (value for key, value in spec.items() if key.rpartition(".")[2] not in ("name", "source"))
-        values += [value for value in options if isinstance(value, str) and not re.fullmatch(r"[\w-]*", value)]
-    return values
-
-
-def _model_folders(config: RunConfig) -> dict[str, str]:
-    """What tells the weights apart that local model folders hold, by the folder as it was named."""
-    named = {flag.values[0] for flag in Flags(config.openrlhf) if flag.name.endswith(parse.MODEL_FLAG) and flag.values}
-    folders = {name for value in named for name in value.split(",")} - packaged.PACKAGED.keys()
-    return {name: weights for name in folders if (weights := packaged.fingerprint(name)) is not None}
-
-
 def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    """How a run ended, as :meth:`ComparisonFolder.status` says it."""
-    return folder.status(run, identity(plan, run), evaluated=plan.evaluation is not None)
+    """The content of a run's ``run.json``.
+
+    ``{"status": "pending"}`` where the run has not ended or a file of its results is missing, and
+    ``{"status": "other"}`` where a run with another identity has finished under the same name.
+    """
+    record = folder.read(f"runs/{run.id}/run.json") or {}
+    done = record.get("status") == "done"
+    if record.get("identity") != identity(plan, run):
+        return {"status": "other" if done else "pending"}
+    needed = ["summary.json", *([] if plan.evaluation is None else ["evaluation/evaluation.json"])]
+    if done and not all((folder.run_folder(run) / name).is_file() for name in needed):
+        return {"status": "pending"}
+    return record
 
 
 def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> dict[str, Any]:
     """Trains and evaluates, and writes how it ended.
 
-    Args:
-        plan: the comparison.
-        run: one of its runs.
-        folder: the comparison's folder. Its lock is kept by the children: a comparison that was killed is not started
-            twice over their heads.
-        on_step: called with each training step and the number of prompts of the whole run, if known.
+    ``on_step`` is called with each training step and the number of prompts of the whole run, if known. The child
+    processes keep the folder's lock, so that no second comparison starts there while they live.
 
     Returns:
-        The content of ``run.json``: ``status``, ``error``, ``seconds``, ``peak_memory_bytes``, ``log``.
+        The content of ``run.json``.
 
     Raises:
-        ngrpo.machine.storage.result_folder.CannotWrite: where the disk is full; the run is left pending.
+        CannotWrite: where the disk is full; the run is left pending.
     """
     run_folder, began = folder.fresh(run), time.time()
     log = run_folder / "train.log"
@@ -136,12 +156,9 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     except CommandFailed as failure:
         folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.
         record.update(status="failed", error=str(failure))
-    record.update(
-        seconds=round(time.time() - began, 1),
-        peak_memory_bytes=peak,
-        log=str(log.relative_to(folder.path)),
-    )
-    folder.finish(run, record)
+    seconds, path = round(time.time() - began, 1), str(log.relative_to(folder.path))
+    record.update(seconds=seconds, peak_memory_bytes=peak, log=path)
+    folder.write(f"runs/{run.id}/run.json", record)
     return record
 
 
@@ -153,10 +170,10 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
     """Runs an ``ngrpo`` command with its output in a file.
 
     Returns:
-        The most memory that it and its processes held, in bytes, where that is known.
+        The most memory that it and its processes held, in bytes; None where it is unknown, as on a Ray cluster.
 
     Raises:
-        CommandFailed: where it ends with anything but 0.
+        CommandFailed: for an exit code other than 0.
     """
     with writing(log):
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -171,34 +188,27 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    memory = _PeakMemory(process.pid)
     prompts: int | None = None
+    peak, measured = 0, time.monotonic()
     try:
         for line in follow(log, lambda: process.poll() is not None):
+            if time.monotonic() - measured > _MEMORY_EVERY_SECONDS:
+                peak, measured = max(peak, _memory(process.pid)), time.monotonic()
             prompts = read_total(line + " ") or prompts
             step = read_step(line)
             if step is not None:
                 on_step(step, prompts)
     finally:
-        _stop(process)
-        peak = memory.stop()
+        # The user interrupted: end the process and its children, politely first.
+        for sign, patience in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGKILL, None)):
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, sign)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience)
     if process.returncode != 0:
         raise CommandFailed(_last_words(log, process.returncode))
-    return peak
-
-
-def _stop(process: subprocess.Popen) -> None:
-    """Ends a process that still runs (the user interrupted) and what it started, politely first."""
-    if process.poll() is not None:
-        return
-    for sign, patience in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        try:
-            process.wait(patience)
-            return
-        except subprocess.TimeoutExpired:
-            continue
+    return None if os.environ.get("RAY_ADDRESS") else peak or None
 
 
 def _die_with_parent() -> None:
@@ -218,36 +228,18 @@ def _last_words(log: Path, code: int) -> str:
     return "\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]])
 
 
-class _PeakMemory:
-    """Samples the memory of a process and all that it started: proportional set size, and GPU memory if any."""
+def _memory(pid: int) -> int:
+    """Bytes that a process and its children hold: proportional set size, and GPU memory if any."""
+    import psutil
 
-    def __init__(self, pid: int) -> None:
-        self._pid, self._peak, self._done = pid, 0, threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> int | None:
-        """The largest sum seen; None where nothing could be read, or the processes run on a Ray cluster elsewhere."""
-        self._done.set()
-        self._thread.join()
-        return None if os.environ.get("RAY_ADDRESS") or not self._peak else self._peak
-
-    def _watch(self) -> None:
-        import psutil
-
-        while not self._done.wait(_MEMORY_EVERY_SECONDS):
-            total = 0
+    total = 0
+    with contextlib.suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
-                root = psutil.Process(self._pid)
-                for process in (root, *root.children(recursive=True)):
-                    with contextlib.suppress(psutil.Error):
-                        total += process.memory_full_info().pss
-            self._peak = max(self._peak, total + _gpu_memory())
-
-
-def _gpu_memory() -> int:
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False)
-    return sum(int(line) << 20 for line in answer.stdout.split() if line.isdigit())
+                total += process.memory_full_info().pss
+    if shutil.which("nvidia-smi") is not None:
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        answer = subprocess.run(query, capture_output=True, text=True, check=False)
+        total += sum(int(line) << 20 for line in answer.stdout.split() if line.isdigit())
+    return total

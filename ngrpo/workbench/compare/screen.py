@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live progress of a comparison: which run, which step, reward so far, time left."""
+"""Live progress of a comparison (run, step, reward, time left), and its outcome as a table."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ class Screen:
         Args:
             total: runs of the comparison, finished ones included.
             batch: prompts of a training step.
-            took: seconds that each finished run took.
+            took: seconds of each finished run.
         """
         self._total, self._batch = total, batch
         self._took = list(took)
-        self._began = time.monotonic()
-        self._head = ""
 
     def begin(self, number: int, run: Run) -> None:
         """A run starts; ``number`` counts from 1."""
@@ -34,17 +32,19 @@ class Screen:
         self._say("starts")
 
     def step(self, line: StepLine, prompts: int | None) -> None:
-        """A training step of the run at hand."""
-        steps = None if prompts is None else max(line.step, -(-prompts // self._batch))
-        of = f"/{steps}" if steps else ""
+        """A training step of the current run, with the number of prompts of the whole run."""
         took = "" if line.seconds is None else f", {line.seconds:.0f} s"
-        rest = "" if steps is None else f", about {span(self._left(line, steps))} left"
-        self._say(f"step {line.step}{of}: reward {line.reward:.3f}{took}{rest}")
+        if prompts is None:
+            self._say(f"step {line.step}: reward {line.reward:.3f}{took}")
+            return
+        steps = max(line.step, -(-prompts // self._batch))
+        left = span(self._left(line, steps))
+        self._say(f"step {line.step}/{steps}: reward {line.reward:.3f}{took}, about {left} left")
 
     def _left(self, line: StepLine, steps: int) -> float:
-        """Seconds until all runs have ended, as far as it can be told: as long for each as the finished ones took.
+        """Seconds until all runs have ended, if each takes as long as the finished ones did.
 
-        The first run has only its steps to go by, of which the first one waits for the engine.
+        The estimate of the first run uses its steps only; the first step waits for the engine.
         """
         passed = time.monotonic() - self._began
         training = (steps - line.step) * (passed / line.step if line.seconds is None else line.seconds)
@@ -54,7 +54,7 @@ class Screen:
         return max(training, run - passed) + (self._total - len(self._took) - 1) * run
 
     def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
-        """The run at hand has ended."""
+        """The current run has ended."""
         self._took.append(time.monotonic() - self._began)
         if record["status"] == "failed":
             first = str(record["error"]).splitlines()[0]
@@ -63,10 +63,6 @@ class Screen:
         score = "" if not evaluation else f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}"
         self._say(f"done in {span(record['seconds'])}{score}")
 
-    def note(self, text: str) -> None:
-        """A line that belongs to no run."""
-        print(text, flush=True)
-
     def _say(self, text: str) -> None:
         print(f"{self._head}: {text}", flush=True)
 
@@ -74,19 +70,23 @@ class Screen:
 def table(results: Mapping[str, Any]) -> str:
     """The outcome in a few lines."""
     n = next((row["n"] for row in results["summary"] if row["n"]), None)
-    ks = list(next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {}))
-    further_ks = [k for k in ks if k != "1"]
-    evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in further_ks[-1:])]
-    head = ["strategy", "seeds", *evaluated, "reward of own rollouts"]
-    rows = [[*head, "tokens/s", "s/step"]]
+    ks = next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {})
+    largest_k = [k for k in ks if k != "1"][-1:]
+    evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in largest_k)]
+    rows = [["strategy", "seeds", *evaluated, "reward of own rollouts", "tokens/s", "s/step"]]
     for row in results["summary"]:
-        cells = [row["strategy"], str(len(row["seeds"]))]
-        if n:
-            cells.append(_number(row["mean_at_n"]))
-        cells += [_number(row["pass_at_k"].get(k)) for k in further_ks[-1:]]
+        scores = [*([row["mean_at_n"]] if n else []), *(row["pass_at_k"].get(k) for k in largest_k)]
         first, last = (_number(row[key], bounds=False) for key in ("reward_first", "reward_last"))
-        cells.append("–" if row["reward_last"] is None else f"{first} → {last}")
-        rows.append([*cells, _times(row["cost"]["tokens_per_second"]), _times(row["cost"]["step_seconds"])])
+        ratios = (row["cost"][key]["ratio"] for key in ("tokens_per_second", "step_seconds"))
+        rows.append(
+            [
+                row["strategy"],
+                str(len(row["seeds"])),
+                *map(_number, scores),
+                "–" if row["reward_last"] is None else f"{first} → {last}",
+                *("–" if ratio is None else f"×{ratio:.2f}" for ratio in ratios),
+            ]
+        )
     verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
     return "\n".join([*text_table(rows, left=len(rows[0])), "", *verdicts])
 
@@ -96,7 +96,3 @@ def _number(value: Mapping[str, Any] | None, *, bounds: bool = True) -> str:
         return "–"
     between = f" [{value['low']:.3f}, {value['high']:.3f}]" if bounds and value["low"] is not None else ""
     return f"{value['value']:.3f}{between}"
-
-
-def _times(value: Mapping[str, Any]) -> str:
-    return "–" if value["ratio"] is None else f"×{value['ratio']:.2f}"

@@ -1,42 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole of a diagnosis: sample what is missing, then work everything out from the samples."""
+"""A whole diagnosis: sample missing strategies into its folder, then work out every result from the samples."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.machine.console.text import fed_texts, text_table, token_texts
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
+from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.versions import machine, versions
-from ngrpo.workbench.diagnose import embedding_map, measuring, screen_table
-from ngrpo.workbench.diagnose.diagnosis_folder import (
-    DIAGNOSIS,
-    MAP,
-    REPORT,
-    DiagnosisFolder,
-    map_settings_of,
-    settings_of,
-)
-from ngrpo.workbench.diagnose.sample import GroupSampling
-from ngrpo.workbench.diagnose.side_by_side import side_by_side
-from ngrpo.workbench.diagnose.strategy_row import groups_of, strategy_rows
+from ngrpo.workbench.diagnose import embedding_map, group_sampling
+from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
+from ngrpo.workbench.diagnose.measures import groups_of, strategy_rows
 from ngrpo.workbench.evaluate.engine import load_tokenizer
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 from ngrpo.workbench.evaluate.scorers import check_problems
 from ngrpo.workbench.report import write_diagnosis
+from ngrpo.workbench.report.values import dig, figure
+from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.tokenizers import TokenizerLike
 
     from ngrpo.config.arms import Arm
-    from ngrpo.workbench.evaluate import Problem
 
-Report = Callable[[str], None]
+SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"
+DIAGNOSIS, REPORT = "diagnosis.json", "diagnosis.html"
+# Questions with responses side by side.
+QUESTIONS = 3
+_MOSTLY = 0.5
+# Heading, keys of the number, digits.
+_COLUMNS: tuple[tuple[str, tuple[str, ...], int], ...] = (
+    ("reward", ("reward",), 3),
+    ("pass@{group}", ("pass_at_k", "{group}"), 3),
+    ("learnable", ("learnable_groups",), 2),
+    ("DIVERSITY", ("diversity", "score"), 3),
+    ("answers", ("diversity", "distinct_answers"), 2),
+    ("results", ("diversity", "distinct_intermediate"), 2),
+    ("edit", ("diversity", "edit_distance"), 2),
+    ("self-BLEU", ("diversity", "self_bleu"), 2),
+    ("VALIDITY", ("validity", "score"), 3),
+    ("parsed", ("validity", "parseable"), 2),
+    ("loops", ("validity", "repetition"), 2),
+    ("perplexity", ("validity", "perplexity"), 2),
+    ("anchor near", ("validity", "anchor_nearest"), 2),
+    ("shift", ("relative_shift",), 3),
+    ("rate", ("rate",), 3),
+    ("tokens/s", ("tokens_per_second",), 0),
+)
 
 
 def diagnose(
@@ -45,7 +65,7 @@ def diagnose(
     strategies: Sequence[Arm],
     *,
     out: str | Path,
-    sampling: GroupSampling | None = None,
+    sampling: GroupSampling = GroupSampling(),
     dataset: str = "problems",
     policies: Sequence[RolloutPolicy] | None = None,
     with_map: bool = False,
@@ -53,9 +73,9 @@ def diagnose(
     hardware: str = "auto",
     dtype: str | None = None,
     llm: LLM | None = None,
-    report: Report = lambda line: None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Samples groups under each strategy and says how diverse and how valid they are.
+    """Samples groups under each strategy and measures their diversity and validity.
 
     Strategies that are finished in the folder are kept; new ones may be added to it.
 
@@ -66,13 +86,13 @@ def diagnose(
             one temperature, is the baseline of the perplexity.
         out: the folder.
         sampling: group size, length, temperature, seed.
-        dataset: what the problems are called in the result.
+        dataset: the name of the problems in the result.
+        policies: sampling schedule and parameter noise of each strategy; None: neither.
         with_map: make the embedding map too.
-        policies: what the rollouts of each strategy have beside its perturbation; None: nothing.
         map_words: the words of the map, with commas between them; None: ten usual ones.
         hardware: a hardware profile.
         dtype: of the model, as vLLM takes it; None: float32 on a CPU, the model's own with CUDA.
-        llm: a live engine of `diagnose.measuring.build` with room for these prompts, instead of a new one.
+        llm: a live engine of `group_sampling.build` with room for these prompts, instead of a new one.
         report: called with lines of progress.
 
     Returns:
@@ -81,17 +101,15 @@ def diagnose(
     Raises:
         UsageError: for bad settings, a folder begun with others, or one that cannot be written.
     """
-    sampling = sampling or GroupSampling()
     check_problems(problems)
     if not strategies:
         raise UsageError("no strategy to diagnose: name some with --perturbations.")
     dtype = dtype or profile_for(hardware).engine_options.get("dtype", "auto")
-    settings = settings_of(model, dataset, problems, sampling, dtype)
     path = packaged.resolve(model, report=report) if llm is None else model
     tokenizer = load_tokenizer(path) if llm is None else llm.get_tokenizer()
     began = time.time()
     with DiagnosisFolder.opened(Path(out).expanduser(), report) as folder:
-        folder.claim(settings)
+        folder.claim(settings_of(model, dataset, problems, sampling, dtype))
         policy = {s.id: p for s, p in zip(strategies, policies or [RolloutPolicy()] * len(strategies))}
         missing = [strategy for strategy in strategies if not folder.has(strategy, policy[strategy.id].described())]
         map_settings = map_settings_of(strategies, map_words)
@@ -99,19 +117,28 @@ def diagnose(
         if missing or map_missing:
             tokens = embedding_map.choose_tokens(tokenizer, map_words) if with_map else []
             if llm is None:
-                longest = max(len(measuring.prompt_tokens(tokenizer, p)) for p in problems) + sampling.max_tokens
+                longest = max(len(group_sampling.prompt_tokens(tokenizer, p)) for p in problems) + sampling.max_tokens
                 # The perplexity's request draws one more token.
                 room = max(longest, embedding_map.ROOM if with_map else 0) + 1
                 report("vLLM is starting")
-                llm = measuring.build(path, room, hardware=hardware, dtype=dtype)
+                llm = group_sampling.build(path, room, hardware=hardware, dtype=dtype)
             for strategy in missing:
-                _add(folder, llm, path, strategy, policy[strategy.id], problems, sampling, report)
+                its_policy, began_one = policy[strategy.id], time.time()
+                report(f"{strategy.id}: {len(problems)} prompts × {sampling.group} responses")
+                for note in its_policy.notes:
+                    report(f"warning: {strategy.id}: {note}")
+                samples, facts = group_sampling.sample_strategy(llm, strategy, problems, sampling, path, its_policy)
+                facts |= {} if its_policy.plain else {"rollouts": its_policy.described()}
+                seconds = round(time.time() - began_one, 1)
+                folder.keep(strategy.id, samples, {"perturbation": strategy.spec, "seconds": seconds, **facts})
+                reward, speed = sum(sample.reward for sample in samples) / len(samples), facts["tokens_per_second"]
+                report(f"{strategy.id}: reward {reward:.3f}, {speed:.0f} tokens/s, {seconds:.0f} s")
             if map_missing:
                 report("embedding map")
                 map_data = embedding_map.make(llm, strategies, tokens, sampling.seed)
                 folder.write(MAP, {"asked": map_settings, "map": map_data})
-        samples = folder.samples()
-        groups = {s.id: groups_of(samples[s.id]) for s in strategies}
+        kept = folder.samples()
+        groups = {s.id: groups_of(kept[s.id]) for s in strategies}
         rows = strategy_rows(strategies, groups, problems, folder.finished, sampling.seed)
         runners = sorted({facts["model_runner"] for facts in folder.finished.values() if "model_runner" in facts})
         sampling_settings = {name: value for name, value in asdict(sampling).items() if name != "group"}
@@ -127,7 +154,7 @@ def diagnose(
             "seconds": round(time.time() - began, 1),
             "baseline": next((s.id for s in strategies if s.spec is None and policy[s.id].plain), None),
             "strategies": rows,
-            "warnings": screen_table.warnings_of(rows, strategies),
+            "warnings": warnings_of(rows, strategies),
             "samples": side_by_side(problems, groups, tokenizer),
             "embedding_map": folder.read(MAP)["map"] if with_map else None,
         }
@@ -136,23 +163,189 @@ def diagnose(
     return result
 
 
-def _add(
-    folder: DiagnosisFolder,
-    llm: LLM,
-    model: str,
-    strategy: Arm,
-    policy: RolloutPolicy,
-    problems: Sequence[Problem],
-    sampling: GroupSampling,
-    report: Report,
-) -> None:
-    began = time.time()
-    report(f"{strategy.id}: {len(problems)} prompts × {sampling.group} answers")
-    for note in policy.notes:
-        report(f"warning: {strategy.id}: {note}")
-    samples, facts = measuring.sample_strategy(llm, strategy, problems, sampling, model, policy)
-    facts |= {"rollouts": policy.described()} if not policy.plain else {}
-    seconds = round(time.time() - began, 1)
-    folder.keep(strategy.id, samples, {"perturbation": strategy.spec, "seconds": seconds, **facts})
-    reward = sum(sample.reward for sample in samples) / len(samples)
-    report(f"{strategy.id}: reward {reward:.3f}, {facts['tokens_per_second']:.0f} tokens/s, {seconds:.0f} s")
+# --- the folder -------------------------------------------------------------------------------------
+
+
+def settings_of(
+    model: str, dataset: str, problems: Sequence[Problem], sampling: GroupSampling, dtype: str
+) -> dict[str, object]:
+    """The settings that all strategies of a folder share."""
+    shared = {"model": model, "dataset": dataset, "problems": digest(problems)}
+    return {**shared, "sampling": asdict(sampling), "dtype": dtype}
+
+
+def map_settings_of(strategies: Sequence[Arm], words: str | None) -> dict[str, object]:
+    """The settings of an embedding map."""
+    return {"words": words, "specs": [strategy.spec for strategy in strategies]}
+
+
+class DiagnosisFolder(ResultFolder):
+    """The folder of a diagnosis: finished strategies are kept, whatever happens to later ones.
+
+    ``samples.jsonl`` grows by one strategy at a time; only then does ``finished.jsonl`` name the strategy. Samples of a
+    strategy that is missing there come from an interrupted run and are dropped.
+    """
+
+    finished: dict[str, dict[str, Any]]
+    """The engine's facts about each finished strategy, by id; with its ``perturbation`` and ``seconds``."""
+
+    def claim(self, settings: Mapping[str, Any]) -> None:
+        """As :meth:`ResultFolder.claim`; removes the samples of strategies that are not finished, or not all here."""
+        super().claim(settings)
+        lines = self.lines(SAMPLES, "strategy", "tokens")
+        counts = Counter(line["strategy"] for line in lines)
+        rows = self.lines(FINISHED, "strategy", "samples", "perturbation")
+        self.finished = {row.pop("strategy"): row for row in rows if row["samples"] == counts[row["strategy"]]}
+        remaining = [line for line in lines if line["strategy"] in self.finished]
+        if len(remaining) < len(lines):
+            self.write_lines(SAMPLES, remaining)
+
+    def belongs_to_another(self, settings: Mapping[str, object], drawn: Mapping[str, tuple[object, object]]) -> bool:
+        """Whether the folder holds another diagnosis than this one, which cannot continue there.
+
+        Args:
+            settings: of :func:`settings_of`.
+            drawn: by strategy, its spec and its ``RolloutPolicy.described()``.
+        """
+        if not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir()):
+            return False
+        rows = {row["strategy"]: row for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
+        differ = any(name in rows and _drawn(rows[name]) != now for name, now in drawn.items())
+        return differ or self.read(SETTINGS) != json.loads(json.dumps(settings))
+
+    def is_complete(self, strategies: Sequence[str], map_settings: Mapping[str, object] | None) -> bool:
+        """Whether the document has these strategies, and the embedding map of these settings; None: no map."""
+        document = self.read(DIAGNOSIS)
+        if document is None or {row["name"] for row in document["strategies"]} != set(strategies):
+            return False
+        if map_settings is None or document.get("embedding_map") is None:
+            return map_settings is None and document.get("embedding_map") is None
+        return (self.read(MAP) or {}).get("asked") == json.loads(json.dumps(map_settings))
+
+    def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
+        """Whether a strategy is finished here, with this ``RolloutPolicy.described()``.
+
+        Raises:
+            UsageError: where it was sampled with other options.
+        """
+        row = self.finished.get(strategy.id)
+        now = (strategy.spec, dict(rollouts))
+        if row is None or _drawn(row) == now:
+            return row is not None
+        options = (f"{spec} and {policy}" if policy else str(spec) for spec, policy in (_drawn(row), now))
+        raise UsageError(
+            f"--out {self.path}: {strategy.id!r} was sampled there with other options ({', now '.join(options)}). Give"
+            " a new folder."
+        )
+
+    def samples(self) -> dict[str, list[Sample]]:
+        """The samples of each finished strategy, by its id."""
+        samples: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
+        for number, line in enumerate(self.lines(SAMPLES, "strategy", "tokens"), start=1):
+            try:
+                samples[line["strategy"]].append(Sample.from_json(line))
+            except (KeyError, TypeError, ValueError) as error:
+                raise UsageError(f"{self.path / SAMPLES}: line {number} is no sample ({error}). Delete it.") from None
+        return samples
+
+    def keep(self, strategy: str, samples: Sequence[Sample], facts: dict[str, Any]) -> None:
+        """Adds a finished strategy."""
+        self.append(SAMPLES, [sample.to_json() for sample in samples])
+        self.finished[strategy] = {"samples": len(samples), **facts}
+        self.append(FINISHED, [{"strategy": strategy, **self.finished[strategy]}])
+
+
+def _drawn(row: Mapping[str, object]) -> tuple[object, object]:
+    """How a finished strategy was sampled: its spec, and its ``RolloutPolicy.described()``."""
+    return row["perturbation"], row.get("rollouts", {})
+
+
+# --- for people -------------------------------------------------------------------------------------
+
+
+def side_by_side(
+    problems: Sequence[Problem], groups: Mapping[str, Sequence[Sequence[Sample]]], tokenizer: TokenizerLike
+) -> list[dict[str, Any]]:
+    """``samples`` of diagnosis.json: the first questions, and each strategy's first response, drawn with one noise.
+
+    Args:
+        problems: the P problems.
+        groups: strategy id to its P groups.
+        tokenizer: of the model.
+    """
+    questions = []
+    for number, problem in enumerate(problems[:QUESTIONS]):
+        by_strategy = []
+        for name, its_groups in groups.items():
+            sample = its_groups[number][0]
+            texts, perturbed = token_texts(sample.tokens, tokenizer), sample.perturbed
+            tokens: list[dict[str, Any]] = [{"text": text, "perturbed": i in perturbed} for i, text in enumerate(texts)]
+            if sample.record is not None:
+                rows = {p - sample.record.prompt_tokens: row for row, p in enumerate(sample.record.positions.tolist())}
+                for i in perturbed:
+                    tokens[i] |= fed_texts(sample.record, rows[i], tokenizer)
+            by_strategy.append({"strategy": name, "reward": sample.reward, "tokens": tokens})
+        question = {"problem": problem.messages[-1]["content"], "answer": problem.answer}
+        questions.append({**question, "by_strategy": by_strategy})
+    return questions
+
+
+def table(diagnosis: dict[str, Any]) -> str:
+    """The strategies as aligned columns; an unknown number is a dash."""
+    group = str(diagnosis["group"])
+    rows = [["", *(heading.format(group=group) for heading, _, _ in _COLUMNS)]]
+    for strategy in diagnosis["strategies"]:
+        numbers = [
+            figure(dig(strategy, *(key.format(group=group) for key in keys)), digits) for _, keys, digits in _COLUMNS
+        ]
+        rows.append([strategy["name"], *numbers])
+    return "\n".join(text_table(rows))
+
+
+def differences(diagnosis: dict[str, Any]) -> str:
+    """One line per strategy: its paired differences to the unperturbed one, and whether they are within noise."""
+    lines = []
+    for strategy in diagnosis["strategies"]:
+        parts = []
+        for name, found in (strategy["difference"] or {}).items():
+            noise = ", within noise" if found["within_noise"] else ""
+            parts.append(f"{name} {found['value']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f}{noise})")
+        if parts:
+            lines.append(f"{strategy['name']} against {diagnosis['baseline']}: {'; '.join(parts)}")
+    return "\n".join(lines)
+
+
+def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Arm]) -> list[str]:
+    """What a reader should know before trusting or training anything.
+
+    Args:
+        rows: ``strategies`` of diagnosis.json.
+        strategies: in the same order.
+    """
+    warnings = []
+    for row, strategy in zip(rows, strategies):
+        if row["single_trajectory_groups"] == 1.0:
+            why = f" ({strategy.notes[0]})" if strategy.notes else ""
+            warnings.append(f"{strategy.id}: every group is one trajectory, so there is nothing to learn from{why}")
+            continue
+        warnings += [f"{strategy.id}: {note}" for note in strategy.notes]
+        same, cut = row["same_input_groups"], row["truncated"]
+        parsed, looped = row["validity"]["parseable"], row["validity"]["repetition"]
+        alike = "wrong" if row["reward"] == 0.0 else "right" if row["pass_at_k"]["1"] == 1.0 else "rewarded alike"
+        for true, text in (
+            (
+                same > _MOSTLY,
+                f"in {same:.0%} of the groups all responses had the same inputs, so that the drawn text changes nothing"
+                " that follows; lower the rate",
+            ),
+            (
+                row["learnable_groups"] == 0.0,
+                f"in every group all responses are {alike}; GRPO's advantages are all zero",
+            ),
+            (parsed < _MOSTLY, f"{1 - parsed:.0%} of the responses have no final answer"),
+            (looped > _MOSTLY, f"{looped:.0%} of the responses end in a loop"),
+            (cut > _MOSTLY, f"{cut:.0%} of the responses reach the length limit; raise --max-tokens"),
+        ):
+            if true:
+                warnings.append(f"{strategy.id}: {text}")
+    return warnings

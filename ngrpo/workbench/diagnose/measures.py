@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How different the answers of one group are, and how far one answer repeats itself. Plain functions of tokens.
+"""Diversity and validity of sampled groups: measures of tokens, the two axes, and a strategy's row of diagnosis.json.
 
-An answer is a sequence of token ids, without the token that ended it.
+A response is a sequence of token ids without EOS. Both axes are means of parts in [0, 1] that need no tuning:
+
+- diversity: the normalised edit distance, and the distinct final answers, scaled so that a group of one answer is 0;
+- validity: the fraction of responses with a final answer, the fraction that does not end in a loop, and the perplexity
+  of the unperturbed strategy's responses over that of these responses, at most 1 (both under the unperturbed model).
 """
 
 from __future__ import annotations
@@ -9,17 +13,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ngrpo.workbench.diagnose.group_sampling import Sample
 from ngrpo.workbench.scoring.answers import numbers
+from ngrpo.workbench.statistics import bounds, pass_at_k, resamples, with_noise
+
+if TYPE_CHECKING:
+    from ngrpo.config.arms import Arm
+    from ngrpo.workbench.evaluate import Problem
 
 Tokens = Sequence[int]
+Group = Sequence[Sample]
 
-# An answer is degenerate where more than half of the n-grams of its last tokens have stood there before.
+# A response ends in a loop where more than half of the n-grams of its last tokens are repetitions.
 LOOP_NGRAM, LOOP_TOKENS, LOOP_SHARE = 4, 128, 0.5
 _BLEU_ORDER = 4
+# Rows of one batch are rounded differently.
+_WEIGHTS_APART = 1e-3
+
+# --- measures of tokens -----------------------------------------------------------------------------
 
 
 def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
@@ -38,10 +54,10 @@ def bleu(hypothesis: Tokens, references: Sequence[Tokens]) -> float:
 
     The geometric mean of the clipped n-gram precisions for n = 1 to min(4, length), times the brevity penalty with
     the closest reference length (the shorter of two as close). As in Lin and Och (2004), for n above 1 one is added
-    to the matches and to the n-grams, so that an answer without a common 4-gram is not simply 0.
+    to the matches and to the n-grams, so that a response without a common 4-gram is not simply 0.
 
     Args:
-        hypothesis: one answer.
+        hypothesis: one response.
         references: at least one other.
 
     Returns:
@@ -55,23 +71,19 @@ def bleu(hypothesis: Tokens, references: Sequence[Tokens]) -> float:
         allowed: Counter[tuple[int, ...]] = Counter()
         for reference in references:
             allowed |= Counter(ngrams(reference, n))
-        matches, total = sum((counts & allowed).values()), counts.total()
         smooth = int(n > 1)
-        if not matches + smooth:
+        matches = (counts & allowed).total() + smooth
+        if not matches:
             return 0.0
-        logs.append(math.log((matches + smooth) / (total + smooth)))
+        logs.append(math.log(matches / (counts.total() + smooth)))
     closest = min((len(r) for r in references), key=lambda length: (abs(length - len(hypothesis)), length))
     brevity = min(0.0, 1.0 - closest / len(hypothesis))
     return math.exp(brevity + sum(logs) / len(logs))
 
 
 def self_bleu(group: Sequence[Tokens]) -> float:
-    """The mean BLEU of each answer against the others (Zhu et al., 2018): 1 where all are the same.
-
-    Args:
-        group: at least two answers.
-    """
-    return sum(bleu(a, [*group[:i], *group[i + 1 :]]) for i, a in enumerate(group)) / len(group)
+    """The mean BLEU of each of at least two responses against the others (Zhu et al., 2018): 1 where all are equal."""
+    return sum(bleu(each, [*group[:i], *group[i + 1 :]]) for i, each in enumerate(group)) / len(group)
 
 
 def edit_distance(group: Sequence[Tokens]) -> float:
@@ -81,20 +93,19 @@ def edit_distance(group: Sequence[Tokens]) -> float:
     minimum: D[j] - j = min over i ≤ j of (candidate[i] - i).
 
     Args:
-        group: at least two answers.
+        group: at least two responses.
 
     Returns:
-        In [0, 1]; two empty answers are 0 apart.
+        In [0, 1]; two empty responses are 0 apart.
     """
-    pairs = list(itertools.combinations(range(len(group)), 2))
     lengths = np.array([len(tokens) for tokens in group])
     width = int(lengths.max(initial=0))
     padded = np.full((len(group), width), -1, dtype=np.int64)
     for row, tokens in enumerate(group):
         padded[row, : len(tokens)] = tokens
-    left, right = np.array(pairs).T
+    left, right = np.array([*itertools.combinations(range(len(group)), 2)]).T
     steps = np.arange(width + 1)
-    table = np.tile(steps, (len(pairs), 1))
+    table = np.tile(steps, (len(left), 1))
     distances = np.where(lengths[left] == 0, lengths[right], 0)
     for i in range(int(lengths[left].max(initial=0))):
         candidate = table + 1
@@ -108,30 +119,212 @@ def edit_distance(group: Sequence[Tokens]) -> float:
 
 
 def loops(tokens: Tokens) -> bool:
-    """Whether an answer is degenerate: it repeats itself at its end.
-
-    True where, among the 4-grams of the last 128 tokens, more than half have occurred before among them.
-    """
-    grams = ngrams(list(tokens)[-LOOP_TOKENS:], LOOP_NGRAM)
+    """Whether more than half of the 4-grams of the last 128 tokens occur earlier among them."""
+    grams = ngrams(tokens[-LOOP_TOKENS:], LOOP_NGRAM)
     return bool(grams) and 1.0 - len(set(grams)) / len(grams) > LOOP_SHARE
 
 
 def intermediate_results(text: str, question: str, final: str | None) -> set[str]:
-    """The numbers that an answer passes through: those in it that are neither in the question nor its final answer.
-
-    Args:
-        text: the answer.
-        question: what was asked.
-        final: the extracted final answer, or None.
+    """The numbers of a response that are neither in the question nor in the final answer.
 
     Returns:
         Numbers in one form each: ``1,200.50`` is ``1200.5``.
     """
-    mine, in_question, said = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
-    return mine - in_question - said
+    own, in_question, in_final = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
+    return own - in_question - in_final
 
 
 def distinct_share(sets: Sequence[set[str]]) -> float | None:
     """Different elements over all elements of a group's sets: 1/G where all agree; None where all are empty."""
     total = sum(map(len, sets))
     return len(set().union(*sets)) / total if total else None
+
+
+def fed_the_same(group: Group) -> bool:
+    """Whether all responses of a group had the same inputs, position by position, although their texts differ.
+
+    Two are compared up to the last input of the shorter one. Noise of different seeds is different.
+    """
+    first, *others = group
+    texts_differ = False
+    for other in others:
+        fed = min(len(first.tokens), len(other.tokens)) - 1  # the last token is no input
+        texts_differ |= first.tokens[:fed] != other.tokens[:fed]
+        if not _same_inputs(first, other, fed):
+            return False
+    return texts_differ
+
+
+def _same_inputs(one: Sample, other: Sample, fed: int) -> bool:
+    a, b = one.record, other.record
+    rows, other_rows = ({place: row for row, place in enumerate(sample.perturbed)} for sample in (one, other))
+    for place in range(fed):
+        row, other_row = rows.get(place), other_rows.get(place)
+        if row is None and other_row is None:
+            if one.tokens[place] != other.tokens[place]:
+                return False
+            continue
+        if a is None or b is None or row is None or other_row is None:
+            return False
+        if any(part is not None for part in (a.sigma, b.sigma, a.vectors, b.vectors)):
+            return False
+        close = np.allclose(a.weights[row], b.weights[other_row], rtol=0, atol=_WEIGHTS_APART)
+        if not close or not np.array_equal(a.ids[row], b.ids[other_row]):
+            return False
+    return True
+
+
+# --- the two axes -----------------------------------------------------------------------------------
+
+
+class PromptStatistics:
+    """Sums and means of each prompt's group, all (P,) float64."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        """``groups``: P groups of G samples."""
+
+        def per_group(value: Callable[[Group], Any]) -> np.ndarray:
+            return np.array([value(group) for group in groups], dtype=np.float64)
+
+        self.group = len(groups[0])
+        self.everyone = np.arange(len(groups))[None]  # all prompts once, as one draw (1, P)
+        self.reward = per_group(lambda g: np.mean([s.reward for s in g]))
+        self.edit_distance = per_group(lambda g: edit_distance([s.response for s in g]))
+        self.distinct = per_group(lambda g: len({s.extracted for s in g} - {None}) / len(g))
+        self.parseable = per_group(lambda g: np.mean([s.parsed for s in g]))
+        self.repetition = per_group(lambda g: np.mean([loops(s.response) for s in g]))
+        self.nll = per_group(lambda g: sum(s.nll for s in g))
+        self.tokens = per_group(lambda g: sum(len(s.tokens) for s in g))
+
+
+def diversity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
+    """The diversity axis of prompts ``draws`` (N, P): (N,)."""
+    distinct = np.clip((stats.distinct * stats.group - 1) / (stats.group - 1), 0.0, 1.0)
+    return ((stats.edit_distance + distinct) / 2)[draws].mean(axis=1)
+
+
+def perplexity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
+    """exp of the mean -log p over all tokens of prompts ``draws`` (N, P): (N,)."""
+    return np.exp(stats.nll[draws].sum(axis=1) / stats.tokens[draws].sum(axis=1))
+
+
+def validity(stats: PromptStatistics, baseline: PromptStatistics | None, draws: np.ndarray) -> np.ndarray:
+    """The validity axis of prompts ``draws`` (N, P): (N,).
+
+    Args:
+        stats: of the strategy.
+        baseline: of the unperturbed strategy on the same prompts; without one the perplexity is left out.
+        draws: which prompts.
+    """
+    parts = [stats.parseable[draws].mean(axis=1), 1.0 - stats.repetition[draws].mean(axis=1)]
+    if baseline is not None:
+        parts.append(np.minimum(1.0, perplexity(baseline, draws) / perplexity(stats, draws)))
+    return np.mean(parts, axis=0)
+
+
+# --- rows of diagnosis.json -------------------------------------------------------------------------
+
+
+def groups_of(samples: Group) -> list[list[Sample]]:
+    """The samples of one strategy by prompt, members in order."""
+    ordered = sorted(samples, key=lambda s: (s.group, s.member))
+    return [list(group) for _, group in itertools.groupby(ordered, key=lambda s: s.group)]
+
+
+def strategy_rows(
+    strategies: Sequence[Arm],
+    groups: Mapping[str, Sequence[Group]],
+    problems: Sequence[Problem],
+    facts: Mapping[str, dict[str, Any]],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """``strategies`` of diagnosis.json; the first unperturbed strategy is the baseline.
+
+    Args:
+        strategies: in the order of the result.
+        groups: by strategy, P groups of G samples.
+        problems: the P problems.
+        facts: by strategy, the numbers of `group_sampling.sample_strategy`; a folder of an earlier version has no
+            ``relative_shift``.
+        seed: of the bootstrap.
+    """
+    stats = {strategy.id: PromptStatistics(groups[strategy.id]) for strategy in strategies}
+    baseline = next((stats[strategy.id] for strategy in strategies if strategy.spec is None), None)
+    # Each axis and the reward as a function of prompts drawn: for all prompts, and for bootstrap draws.
+    curves: dict[str, Callable[[PromptStatistics, np.ndarray], np.ndarray]] = {
+        "diversity": diversity,
+        "validity": lambda s, prompts: validity(s, baseline, prompts),
+        "reward": lambda s, prompts: s.reward[prompts].mean(axis=1),
+    }
+    rows = []
+    for strategy in strategies:
+        mine, its_groups, told = stats[strategy.id], groups[strategy.id], facts[strategy.id]
+        whole, draws = mine.everyone, resamples(len(its_groups), seed)
+        intervals: dict[str, list[float] | None] = dict.fromkeys(curves)
+        difference = None
+        if len(its_groups) > 1:
+            intervals = {name: list(bounds(curve(mine, draws))) for name, curve in curves.items()}
+        if len(its_groups) > 1 and baseline is not None and baseline is not mine:
+            difference = {}
+            for name, curve in curves.items():
+                value, resampled = (curve(mine, prompts) - curve(baseline, prompts) for prompts in (whole, draws))
+                low, high = bounds(resampled)
+                difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high})
+        samples = [sample for group in its_groups for sample in group]
+        responses = [[sample.response for sample in group] for group in its_groups]
+        generated = sum(len(s.tokens) for s in samples)
+        records = [s.record for s in samples if s.record is not None]
+        rows.append(
+            {
+                "name": strategy.id,
+                "perturbation": strategy.spec,
+                "reward": float(mine.reward.mean()),
+                "pass_at_k": _pass_at_k(its_groups),
+                "diversity": {
+                    "distinct_answers": float(mine.distinct.mean()),
+                    "distinct_intermediate": _mean(map(_distinct_intermediate, its_groups, problems)),
+                    "self_bleu": _mean(map(self_bleu, responses)),
+                    "distinct_2": _mean(distinct_n(group, 2) for group in responses),
+                    "edit_distance": float(mine.edit_distance.mean()),
+                    "score": float(diversity(mine, whole)[0]),
+                },
+                "validity": {
+                    "parseable": float(mine.parseable.mean()),
+                    "repetition": float(mine.repetition.mean()),
+                    "perplexity": float(perplexity(mine, whole)[0]),
+                    "anchor_nearest": told["anchor_nearest"],
+                    "text_nearest": told["text_nearest"],
+                    "score": float(validity(mine, baseline, whole)[0]),
+                },
+                "learnable_groups": _mean(len({s.reward for s in g}) > 1 for g in its_groups),
+                "single_trajectory_groups": _mean(len({tuple(s.tokens) for s in g}) == 1 for g in its_groups),
+                "same_input_groups": _mean(map(fed_the_same, its_groups)),
+                "truncated": _mean(not s.ended for s in samples),
+                "relative_shift": told.get("relative_shift"),
+                "rate": sum(len(s.perturbed) for s in samples) / generated,
+                "tokens_per_second": told["tokens_per_second"],
+                "record_bytes_per_token": sum(len(r.to_bytes()) for r in records) / generated if records else None,
+                "intervals": intervals,
+                "difference": difference,
+            }
+        )
+    return rows
+
+
+def _pass_at_k(groups: Sequence[Group]) -> dict[str, float]:
+    """At the powers of two up to the group's size, and at that size."""
+    size = len(groups[0])
+    right = [sum(s.correct for s in group) for group in groups]
+    sizes = sorted({*(1 << i for i in range(size.bit_length())), size})
+    return {str(k): float(np.mean([pass_at_k(size, c, k) for c in right])) for k in sizes}
+
+
+def _distinct_intermediate(group: Group, problem: Problem) -> float | None:
+    question = " ".join(message["content"] for message in problem.messages)
+    return distinct_share([intermediate_results(s.text, question, s.extracted) for s in group])
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Over the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ngrpo.machine.hardware import processes
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
-from perturbations.seeds import of_sampler
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -233,7 +233,7 @@ def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, s
         arguments |= {"answer": sample, "answers": answers} if answers > 1 else {}
         settings["extra_args"] = {"perturbation": arguments}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
-        settings["seed"] = of_sampler(seed, sample)
+        settings["seed"] = trajectory_seed(seed, sample)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

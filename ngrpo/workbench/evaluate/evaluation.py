@@ -24,7 +24,7 @@ from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder
 from ngrpo.workbench.evaluate.scorers import check_problems, check_scorer, score
 from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
-from perturbations.seeds import of_problem
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -224,7 +224,8 @@ def _generate(
     progress.start()
     # Of the prompt's tokens rather than its number, so that a problem's answers do not depend on --limit.
     repeats = _repeats(prompts)
-    seeds = {key: of_problem(sampling.seed, json.dumps(prompt), repeats[key]) for key, prompt in tokens.items()}
+    again = {key: [count] if count else [] for key, count in repeats.items()}
+    seeds = {key: trajectory_seed(sampling.seed, json.dumps(prompt), *again[key]) for key, prompt in tokens.items()}
     jobs = [(tokens[p.id], seeds[p.id], i) for p, i in missing]
     perturbed, step = spec is not None, policy.step
     # A schedule may give each of a problem's answers a temperature of its own.

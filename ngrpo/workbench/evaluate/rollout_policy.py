@@ -174,7 +174,7 @@ def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
     """An engine in this process with noise on its weights; with the model's own ones again after it.
 
     Args:
-        llm: of `ngrpo.workbench.diagnose.measuring.build`, idle.
+        llm: of `ngrpo.workbench.diagnose.group_sampling.build`, idle.
         model: what it was built from, a folder or hub name.
         policy: of its rollouts.
     """
@@ -192,7 +192,7 @@ def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
 def _load(llm: LLM, loaded: PreTrainedModel) -> None:
     from safetensors.torch import save_file
 
-    from ngrpo.trainers.openrlhf.weight_sync import load_weights_file
+    from ngrpo.trainers.common.weights_file import load_weights_file
 
     dtype = llm.llm_engine.model_config.dtype
     handle, path = tempfile.mkstemp(prefix="ngrpo-noisy-", suffix=".safetensors")

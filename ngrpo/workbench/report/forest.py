@@ -11,7 +11,7 @@ from ngrpo.workbench.report.marks import Series
 from ngrpo.workbench.report.values import MISSING, between, dig, figure, noise, number, plural, signed
 
 ENOUGH_SEEDS = 3
-"""As many seeds as tell a method from luck: `ngrpo.workbench.compare.verdicts`."""
+"""As many seeds as tell a method from luck: `ngrpo.workbench.compare.results`."""
 _MIDDLE, _HALF = 100.0, 92.0  # of a drawing 200 wide
 # A column: its heading, and the keys of its value in a row of the summary.
 Metric = tuple[str, tuple[str, ...]]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config.kinds import beside_perturbation
+from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
 from ngrpo.config.sampling import described
 from ngrpo.machine.console.text import text_table
@@ -118,7 +118,7 @@ def table(summary: Mapping[str, Any]) -> str:
     """The summary for the screen: one line per step (thinned where there are many), then where everything is."""
     rows, places = summary["steps"], summary["places"]
     lines = ["", f"perturbation  {_describe(summary['perturbation'])}"]
-    for part in (kind.name for kind in beside_perturbation()):
+    for part in (kind.name for kind in run_level_kinds()):
         if summary.get(part):
             lines.append(f"{part:<13} {_words(summary[part])}")
     if rows:

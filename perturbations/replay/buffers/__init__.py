@@ -1,2 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay buffers: the contract, and one file for each, named like it."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from perturbations.options import Options
+from perturbations.registry import buffers
+from perturbations.replay.trajectory import FinishedTrajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayBuffer(Options, ABC):
+    """Holds the finished trajectories of one vLLM worker, by request; each tensor-parallel rank has its own.
+
+    Subclasses are frozen dataclasses whose fields come from :func:`perturbations.option`. What a buffer holds is no
+    field: see ``perturbations/replay/buffers/memory.py``.
+    """
+
+    kind = "replay buffer"
+    registry = buffers
+
+    @abstractmethod
+    def add(self, name: str, finished: FinishedTrajectory) -> None:
+        """Keeps a trajectory; a second one of the same name replaces the first."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """What is held, oldest first."""
+
+    @abstractmethod
+    def take(self, name: str) -> FinishedTrajectory:
+        """Hands one over and forgets it; ``KeyError`` where it is not held."""
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets what is held of these names."""
+        for name in dict.fromkeys(names):
+            with contextlib.suppress(KeyError):  # by which take() says that it is not held
+                self.take(name)

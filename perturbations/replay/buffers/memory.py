@@ -9,7 +9,7 @@ from functools import cached_property
 
 from perturbations.options import option
 from perturbations.registry import register_buffer
-from perturbations.replay.buffers.base import ReplayBuffer
+from perturbations.replay.buffers import ReplayBuffer
 from perturbations.replay.trajectory import FinishedTrajectory
 
 logger = logging.getLogger(__name__)
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Content:
-    """What a buffer holds; no option of it, and nothing that is sent to another process."""
+    """What a buffer holds: no option, and nothing that is sent to another process."""
 
     held: dict[str, FinishedTrajectory] = field(default_factory=dict)
     size: int = 0
@@ -36,7 +36,7 @@ class MemoryBuffer(ReplayBuffer):
         return _Content()
 
     def add(self, name: str, finished: FinishedTrajectory) -> None:
-        """See :meth:`ReplayBuffer.add`."""
+        """As :meth:`ReplayBuffer.add`; beyond ``max_bytes`` the oldest are dropped."""
         content = self._content
         if name in content.held:
             self.take(name)
@@ -54,11 +54,11 @@ class MemoryBuffer(ReplayBuffer):
             self.take(next(iter(content.held)))
 
     def names(self) -> list[str]:
-        """See :meth:`ReplayBuffer.names`."""
+        """As :meth:`ReplayBuffer.names`."""
         return list(self._content.held)
 
     def take(self, name: str) -> FinishedTrajectory:
-        """See :meth:`ReplayBuffer.take`."""
+        """As :meth:`ReplayBuffer.take`."""
         finished = self._content.held.pop(name)
         self._content.size -= finished.size
         return finished

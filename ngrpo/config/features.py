@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of a run, vLLM's engine, verl and TRL: the two sides of each row of `ngrpo.config.compatibility`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from ngrpo.config.kinds import KINDS
+from ngrpo.config.run import RunConfig
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import value_of
+from ngrpo.methods.advantages.base import VerifiedAdvantage
+from perturbations.errors import UsageError
+
+ASYNC = "--train.async_enable"
+CORRECTION = "--algo.advantage.is_correction_level"
+BOUNDS = "--algo.advantage.is_correction_threshold"
+ESTIMATOR = "--algo.advantage.estimator"
+KL = "--algo.kl.init_coef"
+LOSS = "--actor.policy_loss_type"
+SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """What is combined; a field with its default is not known, or not asked for.
+
+    Attributes:
+        run: a run of ``ngrpo train``.
+        flags: OpenRLHF's flags, those of presets and methods among them.
+        hardware: ``cpu`` or ``cuda``.
+        missing: packages that are not installed, of ``flash-attn`` and ``kernels``.
+        parts: extensions by their kind, where there is no run: of an engine, verl or TRL.
+        settings: the configuration of vLLM, verl or TRL.
+        arguments: further arguments of TRL's trainer, or settings of verl.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    flags: Flags = field(default_factory=Flags)
+    hardware: str = ""
+    missing: Sequence[str] = ()
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    settings: Any = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def part(self, kind: str) -> Any:
+        """The extension of a kind; None where there is none."""
+        return self.parts[kind] if kind in self.parts else self.run.part(kind)
+
+    def called(self, kind: str) -> str:
+        """The extension of a kind as its user names it."""
+        name = self.part(kind).name
+        return f"{kind} {name!r}" if self.parts else f"{KINDS[kind].flag} {name}"
+
+    def value(self, flag: str) -> str:
+        """A flag's value, or OpenRLHF's default of it."""
+        return value_of(self.flags, flag)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One side of a row.
+
+    Attributes:
+        name: as the table prints it.
+        given: how it was asked for, such as ``--train.batch_size 4``; empty where it was not.
+    """
+
+    name: str
+    given: Callable[[Combination], str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pair that is refused.
+
+    Attributes:
+        what: a feature.
+        other: the feature that it does not go with.
+        why: the reason.
+        fix: what to do instead.
+    """
+
+    what: Feature
+    other: Feature
+    why: str
+    fix: str = "leave one of them out"
+
+    def problem(self, asked: Combination) -> str | None:
+        """The message where both are asked for."""
+        what, other = self.what.given(asked), self.other.given(asked)
+        if not what or not other:
+            return None
+        return f"{what} cannot be used with {other}: {self.why}. Fix: {self.fix}."
+
+
+def rows(other: Feature, *pairs: tuple[Any, ...]) -> Iterator[Row]:
+    """Rows of features that do not go with the same one: a feature, the reason and a fix for each."""
+    return (Row(what, other, *reasons) for what, *reasons in pairs)
+
+
+def flag(name: str, *, off: str = "", only: str = "") -> Feature:
+    """A flag of OpenRLHF's.
+
+    Args:
+        name: the flag, or a part of its name.
+        off: the values that do not count, with blanks between them.
+        only: the only value that counts; empty for all.
+    """
+
+    def given(asked: Combination) -> str:
+        found = next((each for each in reversed([*asked.flags]) if name in each.name), None)
+        if found is None:
+            return ""
+        value = found.values[0] if found.values else ""
+        plain = value.lower()
+        with suppress(ValueError):
+            plain = f"{float(value):g}"
+        counts = plain == only if only else plain not in off.split()
+        return f"{found.name} {value}".rstrip() if counts else ""
+
+    values = only or (f"other than {off.split()[0]}" if off else "")
+    return Feature(f"{name} {values}".rstrip(), given)
+
+
+def other_than(name: str, needed: str) -> Feature:
+    """A flag whose value, or OpenRLHF's default, is another one."""
+
+    def given(asked: Combination) -> str:
+        return f"{name} {asked.value(name)}" if asked.value(name) != needed else ""
+
+    return Feature(f"{name} other than {needed}", given)
+
+
+def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
+    """An extension of a kind: any, or those that count, which ``about`` describes."""
+
+    def given(asked: Combination) -> str:
+        made = asked.part(kind)
+        return asked.called(kind) if made is not None and counts(made) else ""
+
+    return Feature(f"{KINDS[kind].flag} NAME {about}".rstrip(), given)
+
+
+def density(about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
+    """The density of a perturbation: any, or those that count."""
+    perturbation = part("perturbation", counts=lambda made: made.has_density and counts(made))
+
+    def given(asked: Combination) -> str:
+        found = perturbation.given(asked)
+        return f"the density of {found}" if found else ""
+
+    return Feature(f"a density {about}".rstrip(), given)
+
+
+def sampling(name: str) -> Feature:
+    """An option of ``--sampling``."""
+
+    def given(asked: Combination) -> str:
+        value = asked.run.sampling.given().get(name)
+        return "" if value is None else f"--sampling.{name}" + ("" if value is True else f" {value:g}")
+
+    return Feature(f"--sampling.{name}", given)
+
+
+def hardware(name: str) -> Feature:
+    """A hardware profile."""
+    return Feature(f"--hardware {name}", lambda asked: f"--hardware {name}" if asked.hardware == name else "")
+
+
+def engine(path: str, counts: Callable[[Any], Any] = bool, *, name: str = "") -> Feature:
+    """A setting of vLLM's configuration; one that only later releases have counts as not asked for."""
+    setting = path.rpartition(".")[2]
+
+    def given(asked: Combination) -> str:
+        value = asked.settings
+        for step in path.split("."):
+            value = getattr(value, step, None)
+        return (name or f"{setting}={value!r}") if counts(value) else ""
+
+    return Feature(name or setting, given)
+
+
+def verl(key: str, counts: Callable[[Any], bool] = bool) -> Feature:
+    """A setting of verl's configuration."""
+
+    def given(asked: Combination) -> str:
+        from omegaconf import OmegaConf
+
+        value = OmegaConf.select(asked.settings, key)
+        return f"{key}={value}" if counts(value) else ""
+
+    return Feature(key, given)
+
+
+def trl(name: str, counts: Callable[[Any, Mapping[str, Any]], Any]) -> Feature:
+    """A setting of TRL's configuration, or an argument of its trainer."""
+    return Feature(name, lambda asked: name if counts(asked.settings, asked.arguments) else "")
+
+
+def both(one: Feature, other: Feature) -> Feature:
+    """Two features together."""
+
+    def given(asked: Combination) -> str:
+        first, second = one.given(asked), other.given(asked)
+        return f"{first} with {second}" if first and second else ""
+
+    return Feature(f"{one.name} with {other.name}", given)
+
+
+def above_one(value: object) -> bool:
+    """Whether a setting splits the work; one that is not there does not."""
+    return isinstance(value, int) and value > 1
+
+
+def no_fsdp(strategy: object) -> bool:
+    """Whether verl trains by another strategy than those that replay."""
+    return strategy not in ("fsdp", "fsdp2")
+
+
+def adapts_embedding(lora: Any) -> bool:
+    """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
+    if lora is None:
+        return False
+    modules = getattr(lora, "target_modules", None)
+    return modules is None or any(name.split(".")[-1] in ("embed_tokens", "wte", "embeddings") for name in modules)
+
+
+def _replayed(asked: Combination) -> str:
+    return PERTURBATION.given(asked) or sampling("correct_mask").given(asked)
+
+
+def _small_batch(asked: Combination) -> str:
+    prompts, answers, batch, _ = (int(asked.value(name)) for name in SIZES)
+    if batch >= prompts * answers:
+        return ""
+    return (
+        f"--train.batch_size {batch}, fewer than the {prompts * answers} samples of a rollout (--rollout.batch_size"
+        f" {prompts} × --rollout.n_samples_per_prompt {answers}),"
+    )
+
+
+def _bounds_without_one(asked: Combination) -> str:
+    words = next((each.values for each in reversed([*asked.flags]) if each.name == BOUNDS), ("0.5", "5.0"))
+    with suppress(ValueError, IndexError):  # what is no number is the parser's to refuse
+        numbers = [float(word) for word in words]
+        low, high = (0.0, *numbers)[-2], numbers[-1]
+        return "" if low <= 1.0 <= high else f"{BOUNDS} {low:g} {high:g}"
+    return ""
+
+
+def _unsampled(asked: Combination) -> str:
+    made, ways = asked.part("perturbation"), []
+    if made is None or not made.active or made.has_density or made.samples_text:
+        return ""
+    for entry in fields(made):
+        for choice in entry.metadata.get("choices") or ():
+            with suppress(UsageError):
+                if replace(made, **{entry.name: choice}).samples_text:
+                    ways.append(f"--perturbation.{entry.name} {choice}")
+    return asked.called("perturbation") + (f" (its text is sampled with {' or '.join(ways)})" if ways else "")
+
+
+def _frozen_input(asked: Combination) -> str:
+    made = asked.part("perturbation")
+    frozen = made is not None and made.freeze in ("embedding", "both")
+    return f"--perturbation.freeze {made.freeze}" if frozen else ""
+
+
+def _kl_term(asked: Combination) -> str:
+    coefficient = asked.value(KL)
+    if not float(coefficient) > 0.0:
+        return ""
+    return f"{KL} {coefficient}" + ("" if asked.flags.has(KL) else " (OpenRLHF's default)")
+
+
+def _kl_in_reward(asked: Combination) -> str:
+    if asked.parts:
+        return "algorithm.use_kl_in_reward=True" if asked.arguments.get("kl_in_reward") else ""
+    return "" if asked.flags.has("--algo.kl.use_loss") else _kl_term(asked)
+
+
+def _without_reward(asked: Combination) -> str:
+    known = asked.flags.value("--reward.remote_url") or asked.run.task
+    return "" if known else "a reward model, which comes too late"
+
+
+def _mixture_in_step(asked: Combination) -> str:
+    ranks, moe = getattr(asked.settings.parallel_config, "data_parallel_size", 1), asked.settings.model_config.is_moe
+    return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and moe else ""
+
+
+def _critic(asked: Combination) -> str:
+    enabled, gae = verl("critic.enable"), verl("algorithm.adv_estimator", lambda name: name == "gae")
+    default = verl("critic.enable", lambda value: value is None)
+    return "a critic (algorithm.adv_estimator=gae)" if enabled.given(asked) or both(default, gae).given(asked) else ""
+
+
+def _other_estimator(asked: Combination) -> str:
+    return flag(ESTIMATOR, off="group_norm").given(Combination(flags=Flags(asked.flags.given)))
+
+
+PERTURBATION = part("perturbation", counts=lambda made: made.active)
+REPLAYED = Feature("--perturbation NAME or --sampling.correct_mask", _replayed)
+DENSITY = density()
+SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
+TOKENLESS = density("at whose positions no token is drawn", lambda made: not made.draws_token)
+TOKENLESS_SCORE = density("without ratio and token", lambda made: made.score_only and not made.draws_token)
+DRAWING = density("of the draws that choose the text", lambda made: made.draws_text)
+UNSAMPLED = Feature("--perturbation NAME whose text is not drawn from the policy", _unsampled)
+FROZEN_INPUT = Feature("--perturbation.freeze embedding or both", _frozen_input)
+PARAMETERS = part("perturbation", "with parameters of its own", lambda made: made.has_parameters)
+
+GSPO = flag(LOSS, only="gspo")
+WEIGHTS = flag(CORRECTION, off="off")
+NO_WEIGHTS = Feature(f"{CORRECTION} off", lambda asked: "" if WEIGHTS.given(asked) else f"{CORRECTION} off")
+BOUNDS_WITHOUT_ONE = Feature(f"{BOUNDS} that excludes 1", _bounds_without_one)
+# The settings under which OpenRLHF 0.11.2 weighs each token's loss by a bounded π / π_rollout.
+TOKEN_WEIGHTS = {
+    CORRECTION: "token",
+    "--algo.advantage.is_correction_mode": "clip",
+    "--algo.advantage.is_correction_gating": "ratio",
+    LOSS: "ppo",
+}
+SMALL_BATCH = Feature("--train.batch_size below the samples of a rollout", _small_batch)
+KL_TERM = Feature(f"{KL} above 0", _kl_term)
+ONE_ANSWER = Feature(
+    "--rollout.n_samples_per_prompt 1",
+    lambda asked: "--rollout.n_samples_per_prompt 1" * (asked.value("--rollout.n_samples_per_prompt") == "1"),
+)
+LATE_REWARD = Feature("a reward model", _without_reward)
+EVAL_AT_START = Feature("--eval.at_start", lambda asked: "--eval.at_start" * asked.run.eval_at_start)
+
+NOISE, SCHEDULE = part("policy_noise"), part("sampling_schedule")
+NOISE_BY_WEIGHTS = part("policy_noise", "that follows the divergence", lambda made: made.follows_divergence)
+SCHEDULE_BY_WEIGHTS = part("sampling_schedule", "that follows the training", lambda made: made.follows_training)
+EVALUATED_SCHEDULE = part("sampling_schedule", "with evaluation", lambda made: made.evaluation)
+CREDIT = part("credit")
+CREDIT_IN_LOSS = part("credit", "that acts in the loss", lambda made: made.acts_in_loss)
+SECOND_ROUND = part("second_round")
+FULL_GROUPS = part("second_round", "with group=all", lambda made: made.group == "all")
+
+ADVANTAGE = part("advantage")
+NO_ADVANTAGE = Feature("no --advantage", lambda asked: "" if asked.part("advantage") else "no --advantage")
+OTHER_ESTIMATOR = Feature(f"{ESTIMATOR} other than group_norm", _other_estimator)
+VERIFIED = part("advantage", "of right and wrong answers", lambda made: isinstance(made, VerifiedAdvantage))
+BEYOND_REWARDS = part(
+    "advantage", "that needs more than rewards", lambda made: made.counted or made.leaves_out_overlong
+)
+CHANGING = part("advantage", "that changes over the run", lambda made: made.changes_over_run)
+
+FLASH_ATTENTION = Feature(
+    "--ds.attn_implementation with flash",
+    lambda asked: flag("--ds.attn_implementation").given(asked) * ("flash" in asked.value("--ds.attn_implementation")),
+)
+# transformers 5.15 takes a kernel from the hub in the place of flash-attn where the package `kernels` is there.
+FLASH_ATTENTION_2 = Feature(
+    "--ds.attn_implementation flash_attention_2",
+    lambda asked: (
+        flag("--ds.attn_implementation", only="flash_attention_2").given(asked) * ("kernels" in asked.missing)
+    ),
+)
+WITHOUT_FLASH_ATTN = Feature(
+    "an environment without flash-attn",
+    lambda asked: "an environment without flash-attn" * (asked.hardware == "cuda" and "flash-attn" in asked.missing),
+)
+
+IN_ENGINE = part("perturbation")
+MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
+IN_VERL, IN_TRL = Feature("verl", lambda asked: "verl"), Feature("TRL", lambda asked: "TRL")
+KL_IN_REWARD = Feature("a KL term in the reward", _kl_in_reward)
+CRITIC = Feature("a critic", _critic)
+VERL_ENGINES = tuple(f"actor_rollout_ref.{role}{of}" for role in ("actor", "ref") for of in (".fsdp_config", ""))

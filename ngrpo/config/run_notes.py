@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings about a run that may start as it is: its scores and advantages, batches, sampling, labels and gap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from ngrpo.config.dataset_check import label_note
+from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, SIZES
+from ngrpo.config.run import RunConfig
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import value_of
+from perturbations.errors import UsageError
+
+# OpenRLHF's estimators that subtract a mean over the answers to each prompt.
+_BALANCED = ("group_norm", "rloo", "reinforce_baseline", "dr_grpo")
+
+
+def notes(complete: Flags, run: RunConfig) -> list[str]:
+    """All warnings.
+
+    Args:
+        complete: OpenRLHF's flags with those of presets and methods.
+        run: what is asked for.
+    """
+    given = Flags(run.openrlhf)
+    told = [note for made in (run.advantage, run.sampling) if made is not None for note in made.notes(given)]
+    return [*told, *_labels(given), *batch_notes(complete), *gap_notes(run), *loss_notes(complete, run)]
+
+
+def _labels(flags: Flags) -> Iterator[str]:
+    for name in ("--data.prompt_dataset", "--eval.dataset"):
+        with suppress(UsageError):  # which a rule raises
+            if (note := label_note(name, flags)) is not None:
+                yield note
+
+
+def batch_notes(flags: Flags) -> Iterator[str]:
+    """A warning about answers of a step that fill no batch."""
+    prompts, answers, batch, epochs = (int(value_of(flags, name)) for name in SIZES)
+    trained = prompts * answers * epochs
+    if trained % batch and not flags.has("--train.dynamic_batch_enable"):
+        rest = "what is left goes into the next step's first update"
+        yield f"--train.batch_size {batch} does not divide the {trained} answers that a step trains: {rest}."
+
+
+def gap_notes(run: RunConfig) -> Iterator[str]:
+    """A warning about a run whose gap says nothing of the replay (`metrics.judge_gaps`)."""
+    if run.perturbation is not None and run.sampling_schedule is not None:
+        strict = ", and --perturbation.strict does nothing" if run.strict else ""
+        yield (
+            f"--sampling.schedule {run.sampling_schedule.name}: rollouts are drawn at other temperatures than the"
+            f" trainer's, so their gap is logged and not judged{strict}."
+        )
+
+
+def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """Warnings about a perturbation's entry in the loss.
+
+    Advantages that do not sum to zero meet a score whose mean is not zero, or a density weighs rollouts of another
+    policy.
+    """
+    perturbation = run.perturbation
+    if perturbation is None:
+        return
+    subject = f"--perturbation {perturbation.name}"
+    unbalanced = None
+    if run.advantage is not None:
+        unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
+    elif value_of(flags, ESTIMATOR) not in _BALANCED:
+        unbalanced = f"{ESTIMATOR} {value_of(flags, ESTIMATOR)}"
+    if run.credit is not None and not run.credit.keeps_sums:
+        unbalanced = f"--credit {run.credit.name}"
+    if unbalanced is not None and not perturbation.zero_mean_score:
+        density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
+        yield (
+            f"{subject}{density}: the mean of its score is not 0, so {unbalanced}, whose advantages do not sum to zero"
+            " in a group, pushes the policy along that mean, whatever the reward. docs/methods.md says which entries"
+            " have mean 0, and which --perturbation.density is exact."
+        )
+    stale = ASYNC if flags.has(ASYNC) else None
+    if run.policy_noise is not None:
+        stale = f"--policy_noise {run.policy_noise.name}"
+    if perturbation.has_density and stale is not None:
+        yield (
+            f"{stale} with the density of {subject}: the rollouts are of another policy than the one that is trained,"
+            " and for densities of draws nothing corrects that. --perturbation.density token has importance weights"
+            f" ({CORRECTION})."
+        )

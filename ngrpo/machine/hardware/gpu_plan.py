@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which placement a run with CUDA gets, and the estimate of each GPU's memory behind it.
+
+In the formulas P is the number of parameters, T the tensor parallelism, D the GPUs that share the optimizer's states of
+one of its T parts. DeepSpeed 0.19.6 with bfloat16 or float16 parameters keeps 12 bytes of float32 for each parameter: a
+master copy and Adam's two moments.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+
+from ngrpo.machine.models import architecture
+from ngrpo.machine.models.architecture import ModelSize
+from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.placement import GIB, Args, Group, Machine
+from perturbations.errors import UsageError
+
+# Bytes of one logit: in the parameters' type and in float32 (models/actor.py), and its float32 gradient.
+_LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 2 + 4 + 4
+# What a GPU has to keep free, and what a sleeping engine keeps of it: CUDA contexts, graphs, buffers of NCCL.
+_FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
+_CHECKPOINT_STEPS = "20"
+_ALL, _NODES, _ACTOR = "--train.colocate_all", "--actor.num_nodes", "--actor.num_gpus_per_node"
+_ENGINES, _TENSOR, _SHARE = "--vllm.num_engines", "--vllm.tensor_parallel_size", "--vllm.gpu_memory_utilization"
+# With these, engines or further models have GPUs of their own.
+_APART = ("--train.colocate_actor_ref", "--train.async_enable", "--train.colocate_critic_reward")
+# What an engine that does not sleep may take of a GPU shared with the trainer.
+_MOST_AWAKE = 0.8
+_DOCS = "docs/clusters.md"
+PHASES = ("rollout", "scoring", "backward", "update")
+"""A step's phases: responses are sampled; old and reference log-probabilities; backward passes; optimizer step."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One component on one GPU.
+
+    Attributes:
+        phases: its bytes in each of :data:`PHASES`.
+        host: bytes of the host's memory, for each GPU.
+    """
+
+    name: str
+    formula: str
+    phases: tuple[float, float, float, float]
+    host: float = 0.0
+
+
+def models(args: Args) -> dict[str, str | None]:
+    """The name of the model in each role of a placement."""
+    actor = args["actor.model_name_or_path"]
+    return {
+        **dict.fromkeys((placement.ACTOR, placement.REFERENCE, placement.ENGINES), actor),
+        placement.CRITIC: args["critic.model_name_or_path"],
+        placement.REWARD: args["reward.model_name_or_path"],
+    }
+
+
+def parts_of(group: Group, args: Args, gpu: float) -> list[Part]:
+    """What one GPU of ``gpu`` bytes holds in a group, without models of unknown size."""
+    parts: list[Part] = []
+    for model in group.models:
+        name = models(args)[model]
+        size = architecture.size_of(name) if name else None
+        if size is None:
+            continue
+        if model in (placement.ACTOR, placement.CRITIC):
+            parts += trained(model, size, args, group.gpus)
+        elif model == placement.ENGINES:
+            parts.append(engine(size, args, gpu))
+        else:
+            offloaded = args["ref.offload" if model == placement.REFERENCE else "reward.offload"]
+            parts.append(frozen(model, size, args, group.gpus, offloaded=offloaded))
+        if model in (placement.ACTOR, placement.REFERENCE) and model == group.models[0]:
+            parts.append(scored(size, args))
+    free = _FREE_HYBRID if placement.is_hybrid(args) else _FREE
+    return [*parts, Part("kept free", "CUDA contexts, NCCL, fragmentation", _always(free))] if parts else []
+
+
+def peak(args: Args, gpu: float) -> float | None:
+    """Bytes of the fullest GPU in its fullest phase; None where a model's size is unknown, or not estimated."""
+    groups, names = placement.groups(args), models(args)
+    known = all(names[model] and architecture.size_of(names[model] or "") for group in groups for model in group.models)
+    if not known or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
+        return None
+    return max(sum(column) for group in groups for column in zip(*(part.phases for part in parts_of(group, args, gpu))))
+
+
+def fits(args: Args, gpu: float) -> bool:
+    """Whether a placement fits, as far as is known, and an engine has room for a response of full length."""
+    most, size = peak(args, gpu), architecture.size_of(args["actor.model_name_or_path"] or "")
+    return most is None or size is None or (most <= gpu and kv_cache_tokens(size, args, gpu) >= args["data.max_len"])
+
+
+def _always(size: float) -> tuple[float, float, float, float]:
+    return (size, size, size, size)
+
+
+def trained(role: str, size: ModelSize, args: Args, world: int) -> list[Part]:
+    """A model on ``world`` GPUs that is trained: the actor or the critic."""
+    stage, tensor, offloaded = args["ds.zero_stage"], args["ds.tensor_parallel_size"], args["ds.adam_offload"]
+    shares = world // tensor if stage else 1
+    whole = size.parameters / tensor
+    split = whole / shares
+    of_whole, of_split = ("P", "P/D") if tensor == 1 else ("P/T", "P/DT")
+    weights, of_weights = (split, of_split) if stage == 3 else (whole, of_whole)
+    parts = [Part(f"{role}: weights", f"2{of_weights}", _always(2 * weights))]
+    if offloaded:
+        note = f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split} on the host"
+        parts.append(Part(f"{role}: optimizer, offloaded", note, _always(0), host=18 * split))
+    else:
+        gradients, of_gradients = (2 * split, of_split) if stage >= 2 else (2 * whole, of_whole)
+        parts.append(Part(f"{role}: gradients", f"2{of_gradients}", (0, 0, gradients, gradients)))
+        parts.append(Part(f"{role}: gradients, float32", f"4{of_split}", (0, 0, 0, 4 * split)))
+        # OpenRLHF loads the states for its training alone and takes them off again after it.
+        asleep, states = args["ds.enable_sleep"], 12 * split
+        phases = (0, 0, states, states) if asleep else _always(states)
+        note = f"12{of_split}" + (", on the host meanwhile" if asleep else "")
+        parts.append(Part(f"{role}: optimizer states", note, phases, host=states if asleep else 0))
+    # What the backward pass needs of the forward pass, for the longest samples.
+    tokens, layer = _tokens("train", args), size.saved_bytes_per_token
+    terms, of_layers = f"{size.layers} × {layer}", size.layers * layer
+    if args["actor.gradient_checkpointing_enable"]:
+        terms, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
+    logits = 0 if role == "critic" else _LOGIT_WITH_GRADIENT * size.vocabulary
+    formula = f"{tokens} tokens × ({terms}{f' + {_LOGIT_WITH_GRADIENT}V' if logits else ''}), roughly"
+    return [*parts, Part(f"{role}: activations", formula, (0, 0, tokens * (of_layers + logits), 0))]
+
+
+def _tokens(kind: str, args: Args) -> int:
+    """Tokens of a micro-batch of the longest samples, on one GPU; ``kind``: ``train`` or ``rollout``."""
+    if args["train.dynamic_batch_enable"]:
+        return args[f"{kind}.max_tokens_per_gpu"]
+    return args[f"{kind}.micro_batch_size"] * args["data.max_len"] // args["ds.ring_attn_size"]
+
+
+def scored(size: ModelSize, args: Args) -> Part:
+    """The logits of one micro-batch, without gradients; models that share GPUs score one after the other."""
+    tokens = _tokens("rollout", args)
+    formula = f"{tokens} tokens × {_LOGIT}V, roughly"
+    return Part("logits to score", formula, (0, tokens * _LOGIT * size.vocabulary, 0, 0))
+
+
+def frozen(role: str, size: ModelSize, args: Args, world: int, *, offloaded: bool = False) -> Part:
+    """The reference or the reward model; DeepSpeed offloads it under ZeRO-3 only."""
+    tensor = args["ds.tensor_parallel_size"]
+    if args["ds.zero_stage"] != 3:
+        return Part(f"{role}: weights", "2P" if tensor == 1 else "2P/T", _always(2 * size.parameters / tensor))
+    share, formula = 2 * size.parameters / world, "2P/D" if tensor == 1 else "2P/DT"
+    if offloaded:
+        return Part(f"{role}: weights, offloaded", f"{formula} on the host", _always(0), host=share)
+    return Part(f"{role}: weights", formula, _always(share))
+
+
+def engine(size: ModelSize, args: Args, gpu: float) -> Part:
+    """A vLLM engine's fraction of a GPU: weights, KV cache and graphs."""
+    held = args["vllm.gpu_memory_utilization"] * gpu
+    weights = 2 * size.parameters / args["vllm.tensor_parallel_size"]
+    formula = f"{args['vllm.gpu_memory_utilization']:g} of the GPU, of which weights {weights / GIB:.1f} GiB"
+    if args["vllm.enable_sleep"]:
+        asleep = (held, _ASLEEP, _ASLEEP, _ASLEEP)
+        return Part("vLLM engine", f"{formula}; asleep from then on", asleep, host=weights)
+    return Part("vLLM engine", formula, _always(held))
+
+
+def kv_cache_tokens(size: ModelSize, args: Args, gpu: float) -> int:
+    """Tokens that an engine's KV cache holds at most: its fraction of the GPU without the weights."""
+    tensor = args["vllm.tensor_parallel_size"]
+    free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / tensor
+    per_token = size.layers * 2 * max(size.kv_heads // tensor, 1) * size.head_dim * 2
+    return max(0, int(free // per_token))
+
+
+def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
+    """The flags with a placement on a machine; by default hybrid: trainer and engines take turns on all GPUs.
+
+    Args:
+        flags: OpenRLHF's other flags.
+        machine: the GPUs.
+        whole: whether every rank has to hold whole parameters, which excludes ZeRO-3.
+
+    Raises:
+        UsageError: for a placement that is given by half.
+    """
+    nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
+    given, largest = flags.has(_ALL), max(machine.per_node, default=1)
+    apart = [name for name in _APART if flags.has(name)]
+    if not apart and not given and ranks and engines:
+        apart = [_ENGINES]
+    if apart:
+        missing = [name for name, value in ((_ACTOR, ranks), (_ENGINES, engines)) if not value]
+        if missing:
+            half = max(machine.total // 2, 1)
+            raise UsageError(
+                f"{apart[0]} gives half a placement: {' and '.join(missing)} missing. Fix: add"
+                f" {' '.join(f'{name} {half}' for name in missing)}, or leave {apart[0]} out, which places"
+                f" trainer and engines on the same GPUs ({_DOCS})."
+            )
+        return flags.with_defaults(_ranks(flags, nodes or 1, ranks))
+    if ranks:
+        gpus = (nodes or 1) * ranks
+    elif engines and tensor:
+        gpus = engines * tensor
+    else:
+        gpus = nodes * largest or machine.total or 1
+    ranks = ranks or gcd(gpus, largest)
+    defaults: dict[str, Default] = {_ALL: None, **_ranks(flags, nodes or gpus // ranks, ranks)}
+    if not (given and flags.has(_SHARE, "--vllm.enable_sleep")):
+        defaults |= {"--vllm.enable_sleep": None, "--ds.enable_sleep": None}
+    if not given:
+        defaults |= {"--actor.gradient_checkpointing_enable": None, "--ckpt.save_steps": _CHECKPOINT_STEPS}
+    flags = tried = flags.with_defaults(defaults)
+
+    size = architecture.size_of(flags.value("--actor.model_name_or_path") or "")
+    parallels = [n for n in (1, 2, 4, 8) if gcd(gpus, largest) % n == 0 and (size is None or size.heads % n == 0)]
+    if engines or tensor:
+        parallels = [tensor or max(gpus // engines, 1)]
+    offloads = (False,) if given else (False, True)
+    stages = ("2",) if whole or given else ("2", "3")
+    # The fastest first; all of them fit where the first does.
+    for offload, parallel, stage, share in product(offloads, parallels, stages, ("0.6", "0.5")):
+        choice: dict[str, Default] = {
+            _ENGINES: str(max(gpus // parallel, 1)),
+            _TENSOR: str(parallel),
+            _SHARE: share,
+            "--ds.zero_stage": stage,
+        }
+        tried = flags.with_defaults(choice | ({"--ds.adam_offload": None} if offload else {}))
+        with suppress(UsageError):  # which a rule then reports
+            openrlhf_parser.check(tried.argv)
+            if not fits(openrlhf_parser.resolved(tried.argv), machine.memory):
+                continue
+        return tried
+    return tried
+
+
+def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
+    """The actor's number of ranks for each of the run's models."""
+    roles = ["actor", "ref"]
+    roles += ["critic"] * (openrlhf_parser.value_of(flags, "--algo.advantage.estimator") == "gae")
+    roles += ["reward"] * (not flags.has("--reward.remote_url", "--train.agent_func_path"))
+    sizes = {"num_gpus_per_node": str(per_node)} | ({"num_nodes": str(nodes)} if nodes > 1 else {})
+    return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}
+
+
+def notes(args: Args, machine: Machine) -> list[str]:
+    """What to know of a placement that by its estimate does not fit."""
+    if fits(args, machine.memory):
+        return []
+    return [
+        f"{args['actor.model_name_or_path']} does not fit on {machine}, by the estimate that --dry-run prints. Fix:"
+        " more GPUs, a smaller --data.max_len, --ds.adam_offload, or a smaller model."
+    ]
+
+
+def check(args: Args) -> None:
+    """Raises ``UsageError`` for a placement that OpenRLHF would refuse, or fail over, once processes have started.
+
+    Args:
+        args: OpenRLHF's arguments.
+    """
+    engines, tensor = args["vllm.num_engines"], args["vllm.tensor_parallel_size"]
+    if not engines:
+        raise UsageError(f"{_ENGINES} is missing: nothing draws answers without an engine. Fix: {_ENGINES} 1 or more.")
+    size = architecture.size_of(args["actor.model_name_or_path"] or "")
+    if size is not None and size.heads % tensor:
+        raise UsageError(
+            f"{_TENSOR} {tensor} must divide the {size.heads} attention heads of {args['actor.model_name_or_path']}."
+        )
+    ranks = placement.world_size(args, "actor")
+    held = [model for group in placement.groups(args) for model in group.models]
+    if placement.is_hybrid(args) and ranks != engines * tensor:
+        raise UsageError(
+            f"{_ENGINES} {engines} × {_TENSOR} {tensor} is {engines * tensor} GPUs, and the actor has {ranks}: with"
+            f" {_ALL} they share the same GPUs. Fix: {_ENGINES} {max(ranks // tensor, 1)}, or leave both out."
+        )
+    equal = []
+    if args["train.colocate_all"] or args["train.colocate_actor_ref"]:
+        equal.append(("actor", "ref", placement.REFERENCE))
+    if args["train.colocate_critic_reward"]:
+        equal.append(("critic", "reward", placement.CRITIC))
+    elif args["train.colocate_all"]:
+        equal += [("actor", "critic", placement.CRITIC), ("actor", "reward", placement.REWARD)]
+    for one, other, model in equal:
+        (nodes, gpus), (others, other_gpus) = (
+            (args[f"{role}.num_nodes"], args[f"{role}.num_gpus_per_node"]) for role in (one, other)
+        )
+        if model in held and (nodes, gpus) != (others, other_gpus):
+            raise UsageError(
+                f"--{other}.num_nodes {others} and --{other}.num_gpus_per_node {other_gpus} must be those of --{one}"
+                f" ({nodes} and {gpus}), since the two models share GPUs."
+            )
+
+
+def check_machine(args: Args, machine: Machine) -> str | None:
+    """Raises ``UsageError`` for a placement that a machine cannot hold; returns why it could not look, or None.
+
+    Args:
+        args: OpenRLHF's arguments.
+        machine: the GPUs.
+    """
+    share = args["vllm.gpu_memory_utilization"]
+    if placement.is_hybrid(args) and not args["vllm.enable_sleep"] and share > _MOST_AWAKE:
+        raise UsageError(
+            f"{_SHARE} {share:g} without --vllm.enable_sleep leaves the trainer too little of the GPUs that it shares"
+            f" with the engines ({_ALL}). Fix: add --vllm.enable_sleep --ds.enable_sleep {_SHARE} 0.5."
+        )
+    groups = placement.groups(args)
+    needed = sum(group.gpus for group in groups)
+    if machine.assumed:
+        return f"not checked: whether there are {needed} GPUs; {machine.source}."
+    # OpenRLHF asks for a CPU with each GPU, and for one of its own, or three where rollouts are asynchronous.
+    cpus = needed + (3 if args["train.async_enable"] else 1)
+    for count, kind, there in ((needed, "GPU", machine.total), (cpus, "CPU of Ray", machine.cpus)):
+        if there is not None and count > there:
+            held = ", ".join(f"{group.gpus} for {' and '.join(group.models)}" for group in groups)
+            fix = "Fix: fewer ranks and engines" if there else "Fix: start it where GPUs are"
+            raise UsageError(
+                f"this run needs {count} {kind}s and {there} {'is' if there == 1 else 'are'} there"
+                f" ({machine.source}): {held}. {fix}, or leave the placement out ({_DOCS})."
+            )
+    return None

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights from a trainer to vLLM through a file in memory, where there is no NCCL: both must share a machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ngrpo.rollout.vllm_objects import Worker
+
+_SHARED_MEMORY = "/dev/shm"
+
+
+def write(weights: Mapping[str, Tensor]) -> str:
+    """Writes a safetensors file in memory, or in the temporary folder where /dev/shm is too small; its path."""
+    from safetensors.torch import save_file
+
+    size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    folder = tempfile.gettempdir()
+    # Docker gives a container 64 MiB of /dev/shm; writing past its end kills the process (SIGBUS).
+    if os.path.isdir(_SHARED_MEMORY) and shutil.disk_usage(_SHARED_MEMORY).free > 1.1 * size:
+        folder = _SHARED_MEMORY
+    else:
+        print(f"[weight sync] {_SHARED_MEMORY} has no room for {size / 2**20:.0f} MiB, using {folder}")
+    handle, path = tempfile.mkstemp(prefix="ngrpo-weights-", suffix=".safetensors", dir=folder)
+    os.close(handle)
+    save_file(dict(weights), path)
+    return path
+
+
+def load_weights_file(worker: Worker, path: str) -> int:
+    """Runs in a vLLM worker: reloads the model's weights from a safetensors file.
+
+    `reload_weights` and not `load_weights`: on a CPU vLLM repacks linear weights after loading, and only the former
+    restores the checkpoint's layout first (vLLM 0.29).
+
+    Args:
+        worker: vLLM's worker, with `model_runner` and `model_config`.
+        path: from :func:`write`, on the same machine.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        FileNotFoundError: The engine runs on another machine than the trainer.
+        TypeError: The trainer's dtype is not the engine's.
+    """
+    from safetensors import safe_open
+
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"No weights at {path} on {os.uname().nodename}: trainer and vLLM engine must share one machine "
+            "in the CPU profile. Start Ray on a single node, or use --hardware cuda."
+        )
+    with safe_open(path, framework="pt") as file:
+        names = list(file.keys())
+        expected = worker.model_config.dtype
+        dtype = file.get_tensor(names[0]).dtype
+        if dtype != expected:
+            raise TypeError(f"The trainer has {dtype} weights, vLLM {expected}: both must be of one dtype.")
+        worker.model_runner.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
+    repack_tied_heads(worker.model_runner.get_model())
+    return len(names)
+
+
+def repack_tied_heads(model: nn.Module) -> None:
+    """Packs the output heads again, which `reload_weights` of vLLM 0.29 skips where they are tied.
+
+    On a CPU the head multiplies with a packed copy of its weight. A tied head appears in no checkpoint, so the reload
+    logs "ParallelLMHead: Failed to load weights" and keeps the copy of the old weights: the rollout then runs a new
+    body under an old head. Can go when vLLM reprocesses tied heads on reload.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

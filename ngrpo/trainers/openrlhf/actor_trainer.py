@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's ``ActorPPOTrainer``: the training step, and the weight sync to the engines.
+
+OpenRLHF's loss is met in two places. ``log_probs_from_logits`` gives the old, the new and the reference
+log-probabilities, which a density and a sampling mask override. ``actor_loss_fn`` is the policy loss alone, around
+which others are put: they change neither the KL term nor the old log-probabilities.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ngrpo.config.run import current_run
+from ngrpo.trainers.common import weights_file
+from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import corrected, override_log_probs
+from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
+from ngrpo.trainers.common.side_inputs import records, two_rounds
+from ngrpo.trainers.openrlhf.model_actors import model_of, replay_scope
+from perturbations import seeds
+from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from perturbations.replay.scope import ReplayStats
+
+_LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
+# Measures that travel as a sum and a count per sample.
+MEAN_METRICS = {
+    f"perturbation/{name}": (f"perturbation/{name}_sum", f"perturbation/{name}_count")
+    for name in ("shift", "left_anchor")
+}
+
+
+def actor_trainer(plain: Any) -> type:
+    """A subclass of `ActorPPOTrainer`; a run without a feature skips its line."""
+
+    class PerturbedActorTrainer(plain):
+        policy_noise = (0.0, 0)  # σ and number of the next weight sync, from the trainer
+
+        def ppo_train(self, *args: object, **kwargs: object) -> Any:
+            if current_run().reproducible:
+                # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
+                torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
+            return super().ppo_train(*args, **kwargs)
+
+        def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
+            run, side_inputs = current_run(), experience.mm_train_inputs
+            upstream_loss = loss = self.actor_loss_fn
+            credit = ratio = stats = None
+            with ExitStack() as stack:  # the backward runs inside, so that a checkpointed forward replays again
+                if run.credit is not None and run.credit.acts_in_loss:
+                    loss = credit = CreditInLoss(
+                        run.credit, loss, experience.advantages, experience.action_mask, experience.attention_mask
+                    )
+                    failed = f"--credit {run.credit.name} did not come into effect"
+                    stack.enter_context(override_log_probs(credit.look, failed, "Take that path out."))
+                if run.second_round is not None:
+                    carried = two_rounds(side_inputs, len(experience.action_mask))
+                    loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
+                if run.sampling.correct_mask:
+                    stack.enter_context(corrected(side_inputs, experience.attention_mask))
+                if run.perturbation is not None:
+                    loss = ratio = RatioMeasure(loss)
+                    # A pass over the vocabulary is worth its time once per step, not in every micro-batch.
+                    scope = replay_scope(self.actor, run.perturbation, look_up=_LOOK_UP if step == 0 else 0)
+                    replay = scope(records(side_inputs, len(experience.sequences)), experience.attention_mask)
+                    stats = stack.enter_context(replay)
+                    advantages = experience.advantages if run.perturbation.has_density else None
+                    ratio.densities = stack.enter_context(densities(scope, self.actor.temperature, advantages))
+                self.actor_loss_fn = loss
+                try:
+                    result = super().training_step(experience, kl_ctl, step, *args)
+                finally:
+                    self.actor_loss_fn = upstream_loss
+            if credit is not None:
+                result["metrics"]["credit/in_loss"], result["weights"]["credit/in_loss"] = credit.share, "token"
+            if ratio is not None:
+                result["metrics"]["perturbation/ratio_mean"] = ratio.mean
+                result["weights"]["perturbation/ratio_mean"] = "token"
+            if stats is not None:
+                sums = replay_sums(stats, len(experience.sequences))
+                result["metrics"] |= sums
+                result["weights"] |= dict.fromkeys(sums, "sample")
+            return result
+
+        def _init_vllm_sync_group(self, backend: str) -> None:
+            if not syncs_by_file():
+                super()._init_vllm_sync_group(backend)
+            elif backend == "nccl":
+                raise UsageError("--vllm.sync_backend nccl needs CUDA; the CPU profile uses gloo.")
+
+        def broadcast_to_vllm(self) -> None:
+            run, noise = current_run(), nullcontext()
+            scale, sync = self.policy_noise
+            if run.policy_noise is not None and scale:
+                # Parameters get their noise while they are sent, and lose it again to the bit: every engine and every
+                # tensor-parallel rank gets the same noisy ones.
+                noise = run.policy_noise.added(dict(model_of(self.actor).named_parameters()), scale, sync)
+            with noise:
+                if syncs_by_file():
+                    self.hand_over_weights()
+                else:
+                    super().broadcast_to_vllm()
+
+        def hand_over_weights(self) -> None:
+            """A weight sync without NCCL: every rank takes part, rank 0 writes a file and calls the engines."""
+            import ray
+
+            rank_zero = torch.distributed.get_rank() == 0
+            weights = gathered(self, keep=rank_zero)
+            if rank_zero:
+                if self.strategy.args.vllm.enable_prefix_caching:
+                    ray.get([engine.reset_prefix_cache.remote() for engine in self.vllm_engines])
+                path = weights_file.write(weights)
+                try:
+                    ray.get([engine.load_weights_file.remote(path) for engine in self.vllm_engines])
+                finally:
+                    os.unlink(path)
+            torch.distributed.barrier()
+
+    return PerturbedActorTrainer
+
+
+def syncs_by_file() -> bool:
+    """Whether weights go to the engines through a file: there is no NCCL without CUDA."""
+    return current_run().hardware == "cpu"
+
+
+def replay_sums(stats: ReplayStats, batch: int) -> dict[str, torch.Tensor]:
+    """Sums per sample, which OpenRLHF averages over samples.
+
+    A quotient of two of them is a mean over positions, however these fall into micro-batches (:data:`MEAN_METRICS`).
+    """
+    parts = {
+        "shift": (stats.shift_sum(), stats.count()),
+        "left_anchor": (int(sum(stats.left_anchor)), int(sum(stats.looked_at))),
+    }
+    return {
+        key: torch.tensor(value / batch)
+        for name, values in parts.items()
+        for key, value in zip(MEAN_METRICS[f"perturbation/{name}"], values)
+    }
+
+
+def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
+    """The actor's parameters on rank 0 (`keep`), an empty dict on the other ranks."""
+    import deepspeed
+
+    sharded = trainer.strategy.args.ds.zero_stage == 3
+    only_trainable = getattr(trainer.actor, "is_vlm", False)
+    weights: dict[str, torch.Tensor] = {}
+    for name, parameter in trainer.actor.model.module.named_parameters():
+        if only_trainable and not parameter.requires_grad:
+            continue
+        with deepspeed.zero.GatheredParameters([parameter], enabled=sharded):
+            if keep:
+                # A gathered ZeRO-3 parameter is freed on exit, hence the copy there.
+                tensor = parameter.detach()
+                weights[name] = tensor.clone() if sharded else tensor.contiguous()
+    return weights

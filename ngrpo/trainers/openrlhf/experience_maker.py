@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's ``RemoteExperienceMaker``: rollouts become experiences, measured, judged, and with advantages of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ngrpo.config.run import current_run
+from ngrpo.methods.second_rounds.base import SecondRound
+from ngrpo.trainers.common import importance
+from ngrpo.trainers.common.mismatch import GapScale, check_gap, step_metrics
+from ngrpo.trainers.common.policy_loss import behavior
+from ngrpo.trainers.common.side_inputs import two_rounds, unpack
+from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
+from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
+from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
+from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
+from perturbations.errors import require
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+
+def experience_maker(plain: Any) -> type:
+    """A subclass of `RemoteExperienceMaker`; a run without a feature skips its line."""
+
+    class MeasuringExperienceMaker(plain):
+        """
+        Attributes:
+            training_step: from 0, and from a checkpoint's where one is resumed.
+            step_measures: of the step at hand, which the trainer takes.
+            visits: counts of outcomes, for COPO; a checkpoint holds them.
+            rollout_divergence: of the latest step, which a policy noise may follow; None where it is unknown.
+            rollout_entropy: of the latest step, which a sampling schedule may follow; None where it is unknown.
+        """
+
+        training_step = 0
+        step_measures: Mapping[str, float] = MappingProxyType({})
+        visits: Visits | None = None
+        rollout_divergence: float | None = None
+        rollout_entropy: float | None = None
+        gap_scale: GapScale | None = None
+        kept_groups: KeptGroups | None = None
+
+        def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
+            run, experiences = current_run(), super().make_experience_batch(rollout_samples)
+            if run.perturbation is not None or run.sampling.correct_mask:
+                refuse_non_finite(self.tokenizer, experiences)
+                self.note(replay_measures(self, experiences))  # before the update
+            if run.changes_rollout_policy:
+                self.note(rollout_policy_measures(self, experiences))
+            if run.second_round is not None:
+                self.note(second_round_measures(experiences, run.second_round))
+            if run.report_groups:
+                keep(self, experiences, run)
+            if run.sampling.correction_warmup is not None:  # last: all others need the rollout's own log-probabilities
+                self.note(ramp_up_correction(self, experiences, run.sampling.correction_warmup))
+            return experiences
+
+        def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
+            run = current_run()
+            if run.advantage is None:
+                experiences = super().compute_advantages_and_returns(experiences)
+            else:
+                with_ours = StepAdvantages(self, experiences, run.advantage)
+                experiences = with_ours.through(super().compute_advantages_and_returns)
+                self.note(with_ours.measures)
+            if run.credit is not None:
+                self.note(share_among_tokens(self, experiences))
+            return experiences
+
+        def note(self, measures: dict[str, float]) -> None:
+            """Keeps measures of the step at hand."""
+            self.step_measures = {**self.step_measures, **measures}
+
+    return MeasuringExperienceMaker
+
+
+def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
+    """Measures the training–inference mismatch before the update, and judges it.
+
+    Raises:
+        ReplayGap: where it is too large and the run is strict.
+    """
+    records, log_probs = [], []
+    for experience, of_tokens in zip(experiences, token_log_probs(maker, experiences)):
+        records.extend(unpack(experience.mm_train_inputs))
+        # Entry t of the log-probabilities and of their mask is of token t + 1.
+        trained = of_tokens.float().masked_fill(~experience.action_mask.cpu().bool(), float("nan"))
+        padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
+        lengths = experience.attention_mask.sum(dim=-1).tolist()
+        log_probs.extend(row[:length] for row, length in zip(padded, lengths))
+    measures = step_metrics(records, log_probs, current_run().perturbation)
+    if not maker.strategy.args.vllm.enable_prefix_caching:
+        measures.pop("perturbation/prefix_hit_rate", None)
+    if gap_scale(maker).is_needed and (gap := control_gap(maker, records)) is not None:
+        measures["perturbation/gap_unperturbed_mean"] = gap
+    judge(maker, measures)
+    return measures
+
+
+def gap_scale(maker: Any) -> GapScale:
+    """The run's scale of gaps, kept with the experience maker; a resumed run measures its own."""
+    if maker.gap_scale is None:
+        args, rollout = maker.strategy.args, maker.strategy.args.rollout
+        batch = getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size
+        older = bool(getattr(args.train, "async_enable", False)) or batch > rollout.batch_size
+        maker.gap_scale = GapScale(args.ds.param_dtype != "fp32", older, noisy=current_run().policy_noise is not None)
+    return maker.gap_scale
+
+
+def judge(maker: Any, measures: Mapping[str, float]) -> None:
+    """Warns of the step's gaps where they are too large, or raises.
+
+    Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's, so that a gap says
+    nothing of the replay.
+
+    Raises:
+        ReplayGap: where a gap is too large and the run is strict.
+    """
+    run = current_run()
+    if run.sampling_schedule is None:
+        check_gap(measures, run.gap_limit, strict=run.strict)
+        gap_scale(maker).check(measures, run.gap_limit, strict=run.strict)
+
+
+def token_log_probs(maker: Any, experiences: Sequence[Experience]) -> list[Tensor]:
+    """log π of the tokens in each batch; where a perturbation has a density, the actors kept them separately."""
+    own = [experience.action_log_probs for experience in experiences]
+    perturbation = current_run().perturbation
+    if perturbation is None or not perturbation.has_density:
+        return own
+    return kept_by_actors(maker, "token_log_probs", own)
+
+
+def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> float | None:
+    """Mean |log π_trainer − log π_rollout| of the tokens of the step's unperturbed responses; None without a token.
+
+    This gap of engines and trainer is the scale of every other one.
+    """
+    import ray
+
+    controls = [each.unperturbed for each in records if each is not None and each.unperturbed is not None]
+    controls = [each for each in controls if len(each.log_probs)][:CONTROLS]
+    if not controls:
+        return None
+    group = maker.actor_model_group
+    method = "unperturbed_log_probs"
+    log_probs = ray.get(group.async_run_method(method_name=method, **_left_padded(controls)))[0].float().numpy()
+    gaps = [np.abs(row[len(row) - len(each.log_probs) :] - each.log_probs) for row, each in zip(log_probs, controls)]
+    return float(np.concatenate(gaps).mean())
+
+
+def _left_padded(controls: Sequence[UnperturbedAnswer]) -> dict[str, Tensor]:
+    """A batch of responses that all end at the last column, where OpenRLHF looks for actions."""
+    rows, longest = len(controls), max(len(each.tokens) for each in controls)
+    sequences = torch.zeros(rows, longest, dtype=torch.int64)
+    attention_mask = torch.zeros_like(sequences)
+    action_mask = torch.zeros(rows, max(len(each.log_probs) for each in controls), dtype=torch.int64)
+    for row, each in enumerate(controls):
+        sequences[row, longest - len(each.tokens) :] = torch.from_numpy(each.tokens.astype(np.int64))
+        attention_mask[row, longest - len(each.tokens) :] = 1
+        action_mask[row, action_mask.shape[1] - len(each.log_probs) :] = 1
+    return {"sequences": sequences, "action_mask": action_mask, "attention_mask": attention_mask}
+
+
+def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
+    """Measures the policy that rolled out; empty where the rollouts' log-probabilities are not requested.
+
+    Its entropy, at the temperatures of the rollout and in nats, is estimated without bias by the mean of −log π_rollout
+    over the tokens, where all of them were drawn from it.
+    """
+    args, rollout = maker.strategy.args, [e.rollout_log_probs for e in experiences]
+    maker.rollout_divergence = maker.rollout_entropy = None
+    if any(part is None for part in rollout):
+        return {}
+    pairs = [(e, part) for e, part in zip(experiences, rollout) if part is not None]
+    maker.rollout_entropy = -torch.cat([part[e.action_mask.bool()].float().cpu() for e, part in pairs]).mean().item()
+    measures = {"sampling/entropy": maker.rollout_entropy} if current_run().sampling_schedule is not None else {}
+    advantage = args.algo.advantage
+    if advantage.is_correction_level == "off":
+        return measures
+    log_ratio = torch.cat([(e.action_log_probs - part)[e.action_mask.bool()].float().cpu() for e, part in pairs])
+    weights = None
+    by_token = advantage.is_correction_level == "token" and advantage.is_correction_gating == "ratio"
+    if args.actor.policy_loss_type == "ppo" and by_token:  # GSPO's loss has no such weights
+        low, high = (float(bound) for bound in advantage.is_correction_threshold)
+        weights = importance.Weights(low, high, advantage.is_correction_mode == "clip")
+    measures |= importance.measures(log_ratio, weights)
+    maker.rollout_divergence = measures["importance/divergence"]
+    return measures
+
+
+def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int) -> dict[str, float]:
+    """``--sampling.correction_warmup``: the loss's importance weights grow from 1 to their whole over so many steps.
+
+    OpenRLHF 0.11.2 weighs each token's loss by w from the first step on. In step t, from 0, the weight is 1 + α (w − 1)
+    here, with α = min(1, t / steps).
+    """
+    strength = min(1.0, maker.training_step / steps)
+    if strength < 1.0:
+        low, high = (float(bound) for bound in maker.strategy.args.algo.advantage.is_correction_threshold)
+        for experience in experiences:
+            rollout = require(experience.rollout_log_probs, "rollout_log_probs")
+            experience.rollout_log_probs = importance.with_strength(
+                experience.action_log_probs, rollout, strength, (low, high)
+            )
+    return {"importance/strength": strength}
+
+
+def second_round_measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
+    """What a step reports of its second round.
+
+    Args:
+        experiences: with the trainer's log-probabilities before the update.
+        method: the run's.
+
+    Returns:
+        ``asked``: the share of samples whose prompt had a second round; where there are any, ``right``: the share of
+        right responses in that round, and ``solved``: of its prompts with one. ``trained``: the share of samples that
+        are of the second round; where there are any, ``ratio``: the mean of ρ over their tokens.
+    """
+    carried, ratios = [], []
+    for experience in experiences:
+        of_batch = two_rounds(experience.mm_train_inputs, len(experience.action_mask))
+        carried.extend(of_batch)
+        log_probs, second = behavior(experience.action_mask, of_batch)
+        trainer = experience.action_log_probs.float()
+        ratios.append((trainer - log_probs.to(trainer.device))[second].cpu())
+    with_second = [each for each in carried if each is not None]
+    moved = [each for each in with_second if each.log_probs is not None]
+    measures = {"asked": len(with_second) / len(carried), "trained": len(moved) / len(carried)}
+    if with_second:
+        # The first round's responses are all wrong. A sample stands for its prompt, of which all have as many.
+        right = np.asarray([(each.rewards > method.wrong).sum() for each in with_second])
+        measures["right"] = float(right.mean()) / (method.prompts * method.answers)
+        measures["solved"] = float((right > 0).mean())
+    if moved:
+        measures["ratio"] = torch.cat(ratios).clamp(-20.0, 20.0).exp().mean().item()
+    return {f"second_round/{name}": value for name, value in measures.items()}

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's advantages: those of the run in the place of OpenRLHF's, and their shares among tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ngrpo.config.run import current_run
+from ngrpo.methods.advantages.base import Advantage
+from ngrpo.methods.credits.base import StepTokens
+from ngrpo.trainers.common.side_inputs import TwoRounds, two_rounds
+from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
+from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
+from ngrpo.workbench.scoring.answers import outcome
+from perturbations.errors import require
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+
+class Visits:
+    """How often each (prompt, response) outcome has been seen over a run, by hashes of 8 bytes: COPO's N."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        """The number of different outcomes seen."""
+        return len(self._seen)
+
+    def __repr__(self) -> str:
+        return f"Visits of {len(self)} outcomes"  # OpenRLHF prints what a checkpoint holds
+
+    def visit(self, prompts: Sequence[str], responses: Sequence[str]) -> list[int]:
+        """Counts a batch.
+
+        Args:
+            prompts: one per response.
+            responses: the generated texts.
+
+        Returns:
+            For each response how often its outcome was seen before: in earlier batches, and by *other* responses of
+            this batch. So equal responses get equal counts, in whatever order they stand.
+        """
+        keys = [
+            hashlib.blake2b(f"{prompt}\0{outcome(response)}".encode(), digest_size=8).digest()
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        self._seen.update(keys)
+        return [self._seen[key] - 1 for key in keys]
+
+
+class StepAdvantages:
+    """The run's advantages of one step in the place of OpenRLHF's.
+
+    OpenRLHF 0.11.2 goes from rewards to advantages in one method: penalties, the estimator's group statistics, then for
+    each micro batch `compute_reward` (clip, KL penalty, the last token) and the returns. All of that stays;
+    `compute_reward` receives another number for each response.
+
+    Attributes:
+        measures: of the step, once the advantages were taken.
+    """
+
+    def __init__(self, maker: Any, experiences: list[Experience], advantage: Advantage) -> None:
+        size = maker.args.rollout.n_samples_per_prompt
+        count = sum(len(experience.index) for experience in experiences)
+        if count % size:
+            raise RuntimeError(
+                f"{count} answers are not a whole number of groups of {size} (--rollout.n_samples_per_prompt):"
+                " some prompt was not answered as often as it was asked."
+            )
+        refuse_non_finite(maker.tokenizer, experiences)
+        self.measures: dict[str, float] = {}
+        self._maker, self._experiences, self._size = maker, experiences, size
+        self._advantage = advantage.at_step(maker.training_step)
+        self._rows: Iterator[Tensor] | None = None
+        self._left = len(experiences)
+
+    def through(self, compute: Callable[[list[Experience]], list[Experience]]) -> list[Experience]:
+        """OpenRLHF's own method, while `compute_reward` is given our advantages.
+
+        Raises:
+            RuntimeError: unless it asked once for each micro batch.
+        """
+        token = _step.set(self)
+        try:
+            result = compute(self._experiences)
+        finally:
+            _step.reset(token)
+        if self._left:
+            raise RuntimeError(f"OpenRLHF did not take our advantages for {self._left} micro batches of the step.")
+        return result
+
+    def next(self) -> Tensor:
+        """The advantages of the next micro batch, (B,), from rewards with OpenRLHF's length penalties."""
+        if self._rows is None:
+            self._rows = iter(self._compute())
+        self._left -= 1
+        return next(self._rows)
+
+    def _compute(self) -> tuple[Tensor, ...]:
+        experiences, advantage = self._experiences, self._advantage
+        # Where each response stood when it was generated: a prompt's side by side (micro batches may be mixed).
+        order = torch.tensor(list(itertools.chain.from_iterable(e.index for e in experiences)))
+
+        def grouped(values: Tensor) -> Tensor:
+            result = torch.empty_like(values)
+            result[order] = values
+            return result.reshape(-1, self._size)
+
+        rewards = grouped(torch.cat([e.rewards for e in experiences]))
+        counts = grouped(self._visits()) if advantage.counted else None
+        overlong = None
+        if advantage.leaves_out_overlong:
+            overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
+        advantages = advantage.compute(rewards, counts, overlong)
+        second_round = current_run().second_round
+        if second_round is not None and second_round.group == "all":
+            advantages = advantages_of_all(advantage, rewards, advantages, _in_order(experiences))
+        self.measures = advantage_measures(rewards, advantages, counts)
+        if overlong is not None:
+            self.measures["advantage/overlong"] = overlong.float().mean().item()
+        if counts is not None:
+            self.measures["advantage/outcomes"] = float(len(self._maker.visits))
+        return advantages.reshape(-1)[order].split([len(e.index) for e in experiences])
+
+    def _visits(self) -> Tensor:
+        maker = self._maker
+        if maker.visits is None:
+            maker.visits = Visits()
+        prompts = [prompt for experience in self._experiences for prompt in experience.prompts]
+        texts = [text for experience in self._experiences for text in responses(maker.tokenizer, experience)]
+        return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
+
+
+_step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
+
+
+def compute_reward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """OpenRLHF's `compute_reward`, given our advantages of a micro batch where a step has them."""
+
+    def compute_reward(r: Tensor, *args: object, **kwargs: object) -> Any:
+        return original(_own(r), *args, **kwargs)
+
+    return compute_reward
+
+
+def _own(estimated: Tensor) -> Tensor:  # apart from the above, which Ray may pickle: a context variable cannot be
+    step = _step.get()
+    return estimated if step is None else step.next()
+
+
+def advantages_of_all(
+    advantage: Advantage, rewards: Tensor, advantages: Tensor, carried: Sequence[TwoRounds | None]
+) -> Tensor:
+    """The advantages of groups with a second round, as of all G + G' responses.
+
+    Args:
+        advantage: the run's, at the step.
+        rewards: of the responses that are trained, (P, G), with the penalties that OpenRLHF applied.
+        advantages: of these as they are, (P, G).
+        carried: of each response, P · G in the order of the rewards.
+
+    Returns:
+        (P, G).
+    """
+    result, size = advantages.clone(), rewards.shape[1]
+    for row in range(len(rewards)):
+        of_row = carried[row * size : (row + 1) * size]
+        if of_row[0] is None:
+            continue
+        places = torch.tensor([each.place for each in of_row if each is not None])
+        whole = torch.from_numpy(of_row[0].rewards.copy()).to(rewards)
+        whole[places] = rewards[row]
+        result[row] = advantage.compute(whole.unsqueeze(0))[0, places].to(result)
+    return result
+
+
+def _in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
+    """What the samples of a step carry of two rounds, in the order in which they were generated."""
+    by_place = {}
+    for experience in experiences:
+        by_place.update(zip(experience.index, two_rounds(experience.mm_train_inputs, len(experience.index))))
+    return [by_place[place] for place in sorted(by_place)]
+
+
+def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | None = None) -> dict[str, float]:
+    """What a step reports of its advantages, all (P, G).
+
+    Returns:
+        ``mean``, ``min``, ``max`` over all responses; ``uniform_groups``, the share of prompts whose responses all got
+        the same reward, and ``uniform_mean``, their mean advantage (0 in GRPO, below 0 in NGRPO unless all are
+        correct); ``count_mean`` with counts.
+    """
+    uniform = rewards.amax(-1) == rewards.amin(-1)
+    result = {
+        "mean": advantages.mean().item(),
+        "min": advantages.min().item(),
+        "max": advantages.max().item(),
+        "uniform_groups": uniform.float().mean().item(),
+    }
+    if uniform.any():
+        result["uniform_mean"] = advantages[uniform].mean().item()
+    if counts is not None:
+        result["count_mean"] = counts.mean().item()
+    return {f"advantage/{name}": value for name, value in result.items()}
+
+
+def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
+    """Gives the tokens of a step the advantages of the run's credit, in place, whatever the estimator was.
+
+    Returns:
+        ``entropy``: mean over the tokens; ``trained``: the share of tokens with an advantage other than 0, of those
+        that had one; ``size``: the mean size of the advantages, over that of those before.
+    """
+    credit = require(current_run().credit, "--credit")
+    masks = [experience.action_mask.bool() for experience in experiences]
+    # The actor's forward, which gives PPO's old log-probabilities, kept the entropy at each token.
+    entropies = kept_by_actors(maker, "token_entropies", [e.action_log_probs for e in experiences])
+    before = torch.cat([experience.advantages[mask] for experience, mask in zip(experiences, masks)])
+    lengths = torch.cat([mask.sum(dim=-1) for mask in masks])
+    order = torch.tensor([place for experience in experiences for place in experience.index]).to(lengths)
+    answers = torch.arange(len(lengths)).to(lengths).repeat_interleave(lengths)
+    tokens = StepTokens(
+        before,
+        torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)]).to(before),
+        torch.cat([e.action_log_probs[mask] for e, mask in zip(experiences, masks)]).to(before),
+        answers,
+        (order // maker.args.rollout.n_samples_per_prompt)[answers],
+    )
+    after = credit.formula(tokens)
+    if after.shape != before.shape:
+        raise RuntimeError(
+            f"credit {credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
+            " number for each is needed."
+        )
+    for experience, mask, part in zip(experiences, masks, after.split([int(mask.sum()) for mask in masks])):
+        experience.advantages = experience.advantages.masked_scatter(mask, part.to(experience.advantages.dtype))
+    had = before != 0.0
+    measures = {"entropy": tokens.entropies.mean().item()}
+    if had.any():
+        measures["trained"] = (after[had] != 0.0).float().mean().item()
+        measures["size"] = (after.abs().sum() / before.abs().sum()).item()
+    return {f"credit/{name}": value for name, value in measures.items()}

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's ``PPOTrainer``, the loop over steps, and its two halves where training is asynchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple
+from functools import lru_cache
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from ngrpo.config.run import current_run
+from ngrpo.methods.sampling_schedules.base import PastStep, Run
+from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
+from perturbations.errors import require
+
+if TYPE_CHECKING:
+    import argparse
+
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+    from transformers import PreTrainedTokenizerBase
+
+_STATE, _ROUND = "ngrpo", "ngrpo_round"
+
+
+def trainer(plain: Any) -> type:
+    """A subclass of `PPOTrainer` and of `TrainingActor`; a run without a feature skips its line.
+
+    ``@ray.remote`` copies inherited methods into the class it decorates: one replaced in ``BasePPOTrainer`` would not
+    be called.
+    """
+
+    class PerturbedTrainer(plain):
+        """
+        Attributes:
+            noise_step: the training step whose rollouts come next.
+            noise: the step that the engines' noise was last chosen for, and its σ.
+            past_steps: what the sampling schedule follows.
+        """
+
+        noise_step = 0
+        noise: tuple[int, float | None] = (-1, None)
+        past_steps: tuple[PastStep, ...] = ()
+
+        def init_checkpoint_states(self) -> dict[str, Any]:
+            run, states = current_run(), super().init_checkpoint_states()
+            self.noise_step = states["global_step"]
+            if _STATE in states:
+                self.restore(states[_STATE])
+            if run.policy_noise is not None and not self.noise_step:
+                self.broadcast_to_vllm()  # the first rollout's weights have noise as well; a resumed run sends its own
+            if run.eval_at_start and not self.noise_step and self.eval_dataloader:
+                options = self.args.eval
+                sampling = {"temperature": options.temperature, "n_samples_per_prompt": options.n_samples_per_prompt}
+                self.evaluate(0, **{**self.generate_kwargs, **sampling})
+            self.choose_temperature()
+            return states
+
+        def train_step(self, rollout_samples: list[Experience], global_step: int) -> tuple[dict[str, Any], int]:
+            run, rolled_out = current_run(), self.noise[1]
+            schedule = run.sampling_schedule if follows_training() else None
+            factor = self.samples_generator.temperature_factor if schedule is not None else 1.0
+            self.experience_maker.training_step, self.noise_step = global_step, global_step + 1
+            status, global_step = super().train_step(rollout_samples, global_step)
+            add_measures(status, self.experience_maker.step_measures)
+            self.experience_maker.step_measures = {}
+            if run.perturbation is not None:
+                status |= neighbor_drift(self.vllm_engines)
+            if run.policy_noise is not None:
+                status["policy_noise/scale"] = rolled_out
+            if schedule is not None:
+                status["sampling/temperature"] = run_of(self).temperature * factor
+                self.past_steps = (*self.past_steps, PastStep(factor, self.experience_maker.rollout_entropy))
+                self.choose_temperature()
+            return status, global_step
+
+        def choose_temperature(self) -> None:
+            """Sets what the requests of the next step's rollouts multiply their temperature with."""
+            if follows_training():
+                schedule = require(current_run().sampling_schedule, "--sampling.schedule")
+                self.samples_generator.temperature_factor = schedule.factor_of_step(self.past_steps, run_of(self))
+
+        def broadcast_to_vllm(self) -> None:
+            noise = current_run().policy_noise
+            if noise is None:
+                return super().broadcast_to_vllm()
+            if self.noise[0] != self.noise_step:
+                total = steps_of_run(self.args, len(self.prompts_dataloader))
+                scale = noise.scale(self.noise_step, total, self.noise[1], self.experience_maker.rollout_divergence)
+                self.noise = (self.noise_step, scale)
+            self.send_weights(self.noise[1])
+
+        def evaluate(self, *args: object, **kwargs: object) -> Any:
+            if current_run().policy_noise is None:
+                return super().evaluate(*args, **kwargs)
+            self.send_weights(0.0)
+            try:
+                return super().evaluate(*args, **kwargs)
+            finally:
+                self.send_weights(self.noise[1])
+
+        def send_weights(self, scale: float | None) -> None:
+            """Sends the engines weights with this noise."""
+            import ray
+
+            group = self.actor_model_group
+            ray.get(group.async_run_method(method_name="set_policy_noise", scale=scale, sync=self.noise_step))
+            super().broadcast_to_vllm()
+
+        def save_logs_and_checkpoints(
+            self, global_step: int, logs_dict: object = None, client_states: dict[str, Any] | None = None
+        ) -> None:
+            if client_states is not None:  # the best checkpoint is then saved with the same ones
+                client_states[_STATE] = self.state()
+            super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+
+        def state(self) -> dict[str, Any]:
+            """Everything of ours that a resumed run needs; where asynchronous, the generator has the round."""
+            return {
+                "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
+                "visits": self.experience_maker.visits,
+                "noise": self.noise,
+                "past_steps": [astuple(step) for step in self.past_steps],
+            }
+
+        def restore(self, state: dict[str, Any]) -> None:
+            """Takes what :meth:`state` gave."""
+            if hasattr(self, "samples_generator"):
+                self.samples_generator.rollout_round = state["rollout_round"]
+            self.experience_maker.visits, self.noise = state["visits"], tuple(state["noise"])
+            self.past_steps = tuple(PastStep(*step) for step in state["past_steps"])
+
+    return PerturbedTrainer
+
+
+def generate_samples_actor(plain: Any) -> type:
+    """A subclass of `GenerateSamplesActor`: its round goes into the checkpoint with its dataloader's state."""
+
+    class ResumingGenerator(plain):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            of_loader, generator = self.prompts_dataloader.state_dict, self.samples_generator
+            self.prompts_dataloader.state_dict = lambda: {**of_loader(), _ROUND: generator.rollout_round}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            of_loader = dict(state_dict)
+            self.samples_generator.rollout_round = of_loader.pop(_ROUND, 0)
+            super().load_state_dict(of_loader)
+
+    return ResumingGenerator
+
+
+def prepare_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`prepare_datasets`: under ``--reproducible`` the order of the prompts follows ``--train.seed``."""
+
+    def prepare_datasets(strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase) -> Any:
+        import torch
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(require(strategy.args, "strategy.args").train.seed)
+            return original(strategy, tokenizer)
+
+    return prepare_datasets
+
+
+def follows_training() -> bool:
+    """Whether the run's sampling schedule chooses a temperature for each step."""
+    schedule = current_run().sampling_schedule
+    return schedule is not None and schedule.follows_training
+
+
+def run_of(trainer: Any) -> Run:
+    """What a schedule knows of the run of OpenRLHF's trainer."""
+    args = trainer.args
+    steps = steps_of_run(args, len(trainer.prompts_dataloader))
+    return Run(steps, args.rollout.temperature, vocabulary(args.actor.model_name_or_path))
+
+
+def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
+    """Training steps of a run over so many prompts: in each episode the last batch may be a smaller one.
+
+    Fewer where prompts are filtered out.
+    """
+    return max(1, args.train.num_episodes * ceil(prompts / args.rollout.batch_size))
+
+
+@lru_cache(maxsize=1)
+def vocabulary(model: str) -> int:
+    """V of a model, as its configuration says."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model, trust_remote_code=True).get_text_config().vocab_size
+
+
+def add_measures(status: dict[str, Any], measures: dict[str, float]) -> None:
+    """Adds a step's measures to OpenRLHF's status, and turns the sums of the replay into means."""
+    status.update(measures)
+    for mean, (total, count) in MEAN_METRICS.items():
+        total, count = status.pop(total, 0.0), status.pop(count, 0.0)
+        if count:
+            status[mean] = total / count
+
+
+def neighbor_drift(engines: Sequence[Any] | None) -> dict[str, float]:
+    """Shares of neighbor sets that the step's weight sync changed, over all engines' anchors.
+
+    Args:
+        engines: handles of the rollout actors.
+
+    Returns:
+        ``perturbation/neighbors_changed`` and ``…_since_start``; empty for perturbations without neighbors.
+    """
+    import ray
+
+    from perturbations.neighbors import Drift
+
+    counts = ray.get([engine.perturbation_drift.remote() for engine in engines or ()])
+    drifts = [Drift(*each) for each in counts if each is not None]
+    total = sum(drifts, Drift(0, 0, 0, 0))
+    return {f"perturbation/{name}": share for name, share in total.shares().items()}

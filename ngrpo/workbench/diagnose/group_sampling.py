@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of responses under one strategy after another, from one vLLM engine in this process.
+
+Model, prompts and random draws are the same for all strategies.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ngrpo.workbench.evaluate.engine import Generated, Sampling, generate, render
+from ngrpo.workbench.evaluate.engine import build as build_engine
+from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_engine
+from ngrpo.workbench.evaluate.scorers import score
+from perturbations import Perturbation, Proposal, Step, option
+from perturbations.edit import one_hot
+from perturbations.embeddings import ModelEmbeddings, nearest_tokens
+from perturbations.errors import UsageError, require
+from perturbations.replay import ReplayRecord
+from perturbations.replay.scope import ReplayScope
+from perturbations.seeds import trajectory_seed
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.tokenizers import TokenizerLike
+
+    from ngrpo.config.arms import Arm
+    from ngrpo.methods.sampling_schedules.base import SamplingSchedule
+    from ngrpo.rollout.attach import AttachedPerturbation
+    from ngrpo.workbench.evaluate import Problem
+
+_CONCURRENT = 64
+_WARM_UP_TOKENS = 16
+# With this many inputs the standard error of a fraction is at most 0.01.
+_MOST_INPUTS = 2048
+
+# --- samples ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GroupSampling(Sampling):
+    """How the responses of a group are drawn, the same for every strategy; ``group`` is their number."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    group: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group < 2:
+            raise UsageError(f"group={self.group}: must be at least 2: diversity is between the responses of a group.")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response of one strategy.
+
+    Attributes:
+        strategy: the strategy's id.
+        problem: the problem's id.
+        group: the number of its prompt, from 0.
+        member: its number in its group, from 0.
+        text: without special tokens, as the scorer reads it.
+        tokens: all generated tokens, the end token included.
+        ended: whether the last token is the end token; False where the length limit cut the response.
+        reward: of the scorer.
+        correct: whether it counts as right.
+        extracted: the final answer in canonical form, or None.
+        parsed: whether a final answer was found.
+        nll: -log p of the tokens under the unperturbed model at temperature 1, summed, in nats.
+        record: the inputs of perturbed positions, or None for an unperturbed strategy.
+    """
+
+    strategy: str
+    problem: str
+    group: int
+    member: int
+    text: str
+    tokens: list[int]
+    ended: bool
+    reward: float
+    correct: bool
+    extracted: str | None
+    parsed: bool
+    nll: float
+    record: ReplayRecord | None
+
+    @property
+    def response(self) -> list[int]:
+        """The tokens without EOS."""
+        return self.tokens[:-1] if self.ended else self.tokens
+
+    @property
+    def perturbed(self) -> list[int]:
+        """Indices into ``tokens`` of perturbed inputs, from 0."""
+        if self.record is None:
+            return []
+        positions = self.record.positions.astype(int) - self.record.prompt_tokens
+        return [position for position in positions.tolist() if 0 <= position < len(self.tokens)]
+
+    def to_json(self) -> dict[str, Any]:
+        """A line of ``samples.jsonl``; the record is base64 of :meth:`ReplayRecord.to_bytes`."""
+        packed = None if self.record is None else base64.b64encode(self.record.to_bytes()).decode()
+        return {**vars(self), "perturbed": self.perturbed, "record": packed}
+
+    @classmethod
+    def from_json(cls, line: dict[str, Any]) -> Sample:
+        """The inverse of :meth:`to_json`."""
+        values: dict[str, Any] = {field.name: line[field.name] for field in fields(cls)}
+        packed = values["record"]
+        values["record"] = packed and ReplayRecord.from_bytes(base64.b64decode(packed))
+        return cls(**values)
+
+
+# --- the engine -------------------------------------------------------------------------------------
+
+COPIES = 64
+"""The number of steps that the probe keeps for each token, and of perturbed copies in the embedding map."""
+LIKELIEST: dict[int, list[tuple[Tensor, int]]] = {}
+"""Filled by the probe: for each token here, steps at which it was the likeliest, as z̃ (V,) float32 and position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe(Perturbation):
+    """Changes nothing, and fills :data:`LIKELIEST`. The engine starts with it."""
+
+    paper = "none"
+
+    until: str | None = option(None, "the whole response is watched")
+
+    def propose(self, step: Step) -> Proposal:
+        """The sampled tokens, unchanged."""
+        if LIKELIEST:
+            for row, token in enumerate(step.logits.argmax(dim=-1).tolist()):
+                if token in LIKELIEST and len(LIKELIEST[token]) < COPIES:
+                    LIKELIEST[token].append((step.logits[row].float().cpu().clone(), int(step.positions[row])))
+        return Proposal(one_hot(step.sampled), step.sampled)
+
+
+PROBE = f"{__name__}:{Probe.__name__}"
+
+
+def prompt_tokens(tokenizer: TokenizerLike, problem: Problem) -> list[int]:
+    """The prompt as the model sees it: chat template with a generation prompt, or plain text where there is none."""
+    return tokenizer.encode(render(tokenizer, problem), add_special_tokens=False)
+
+
+def build(model: str, longest: int, *, hardware: str = "auto", dtype: str) -> LLM:
+    """A ``vllm.LLM`` in this process with a replaceable perturbation.
+
+    Args:
+        model: a local folder or a hub name.
+        longest: tokens of the longest prompt and its response.
+        hardware: a hardware profile.
+        dtype: as vLLM takes it.
+    """
+    # Records, embedding and the probe's steps are read in this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    options = {"dtype": dtype, "max_num_seqs": _CONCURRENT, "distributed_executor_backend": "uni"}
+    return build_engine(model, {"name": PROBE}, longest, hardware=hardware, options=options)
+
+
+def attached(llm: LLM) -> AttachedPerturbation:
+    """The perturbation of the engine's worker, which runs in this process."""
+    return llm.llm_engine.collective_rpc(attrgetter("perturbation"))[0]
+
+
+def put(llm: LLM, strategy: Arm, schedule: SamplingSchedule | None = None) -> None:
+    """Gives the engine a strategy's perturbation and sampling schedule; ``none`` runs the same code and noise."""
+    from ngrpo.rollout import set_perturbation
+
+    attached(llm).schedule = schedule  # read by set_perturbation
+    set_perturbation(llm, **(strategy.spec or {"name": "none"}))
+
+
+# --- sampling ---------------------------------------------------------------------------------------
+
+
+def sample_strategy(
+    llm: LLM,
+    strategy: Arm,
+    problems: Sequence[Problem],
+    sampling: GroupSampling,
+    model: str = "",
+    policy: RolloutPolicy = RolloutPolicy(),
+) -> tuple[list[Sample], dict[str, Any]]:
+    """Samples a group for every problem under one strategy and measures what needs the model.
+
+    Args:
+        llm: of :func:`build`.
+        strategy: which.
+        problems: the P problems.
+        sampling: group size, length, temperature and seed.
+        model: the engine's model; needed where the policy has noise.
+        policy: the strategy's sampling schedule and parameter noise.
+
+    Returns:
+        P × G samples, and ``tokens_per_second``, ``model_runner`` and :func:`fed_inputs`.
+    """
+    put(llm, strategy, policy.schedule)
+    tokenizer, group = llm.get_tokenizer(), sampling.group
+    texts = [render(tokenizer, problem) for problem in problems]
+    prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
+    jobs = [(prompt, trajectory_seed(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
+
+    def responses(limit: int) -> list[Generated]:
+        limited = replace(sampling, max_tokens=limit)
+        parts = generate(llm, jobs, limited, perturbed=True, reproducible=True, step=policy.step, answers=group)
+        return sorted(itertools.chain.from_iterable(parts), key=attrgetter("job"))
+
+    with noisy_engine(llm, model, policy):
+        # Fills neighbor tables and compiles the sampler for this batch, so that the speed is that of a long run.
+        responses(min(_WARM_UP_TOKENS, sampling.max_tokens))
+        began = time.perf_counter()
+        outputs = responses(sampling.max_tokens)
+        seconds = time.perf_counter() - began
+    tokens = [output.tokens for output in outputs]
+    here = attached(llm)
+    fed = fed_inputs([require(output.record, "record") for output in outputs], tokens, here.embeddings, here.module)
+    samples = []
+    for output, loss in zip(outputs, losses_of(llm, [prompt for prompt, _, _ in jobs], tokens)):
+        prompt, member = divmod(output.job, group)
+        problem = problems[prompt]
+        verdict = score(problem, output.text, prompt=texts[prompt])
+        judged = (verdict.reward, verdict.correct, verdict.extracted, verdict.parsed)
+        said = (output.text, output.tokens, output.finish == "stop")
+        record = None if strategy.spec is None else output.record
+        samples.append(Sample(strategy.id, problem.id, prompt, member, *said, *judged, loss, record))
+    speed = sum(map(len, tokens)) / seconds
+    return samples, {"tokens_per_second": speed, **fed, "model_runner": here.runner_version}
+
+
+def losses_of(llm: LLM, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float]:
+    """-log p of each response under the unperturbed model at temperature 1, summed over its tokens, in nats.
+
+    Args:
+        llm: of :func:`build`.
+        prompts: the prompt of each response.
+        responses: generated tokens, at least one each.
+    """
+    from vllm import SamplingParams
+
+    from ngrpo.rollout import take_trajectories
+
+    # Prompt and response are one prompt, so that no position is perturbed.
+    plain = SamplingParams(max_tokens=1, prompt_logprobs=0, extra_args={"perturbation": {"enabled": False}})
+    texts = [[*prompt, *response] for prompt, response in zip(prompts, responses)]
+    outputs = llm.generate([{"prompt_token_ids": text} for text in texts], plain, use_tqdm=False)
+    take_trajectories(llm)
+    losses = []
+    for prompt, text, output in zip(prompts, texts, outputs):
+        pairs = list(zip(text, require(output.prompt_logprobs, "prompt_logprobs")))[len(prompt) :]
+        losses.append(-sum(each[token].logprob for token, each in pairs if each))
+    return losses
+
+
+def fed_inputs(
+    records: Sequence[ReplayRecord],
+    responses: Sequence[Sequence[int]],
+    embeddings: ModelEmbeddings,
+    module: nn.Module | None,
+) -> dict[str, float | None]:
+    """Where perturbed inputs lie among the embeddings: at most 2,048, evenly spaced over all responses.
+
+    Args:
+        records: of the responses.
+        responses: the generated tokens.
+        embeddings: of the model.
+        module: the perturbation's module, or None.
+
+    Returns:
+        ``anchor_nearest``, the fraction whose nearest token is the anchor, the heaviest candidate; ``text_nearest``,
+        the fraction whose nearest token is the one in the text, x; and ``relative_shift``, the mean of
+        ‖e′ − E[x]‖ / ‖E[x]‖, which a training logs as ``shift``. None without perturbed inputs.
+    """
+    perturbed = [(i, row) for i, record in enumerate(records) for row in range(len(record))]
+    if not perturbed:
+        return dict.fromkeys(("anchor_nearest", "text_nearest", "relative_shift"))
+    spaced = np.linspace(0, len(perturbed) - 1, min(_MOST_INPUTS, len(perturbed)))
+    chosen = [perturbed[i] for i in np.unique(spaced.astype(int))]
+    matrix = embeddings.matrix()
+    vectors, anchors, written = [], [], []
+    for i, pairs in itertools.groupby(chosen, key=itemgetter(0)):
+        record, rows = records[i], np.array([row for _, row in pairs])
+        vectors.append(_recorded_inputs(record, record.positions[rows], matrix, module))
+        anchors += record.ids[rows, record.weights[rows].argmax(axis=1)].tolist()
+        written += [responses[i][position - record.prompt_tokens] for position in record.positions[rows]]
+    stacked = torch.cat(vectors)
+    anchor, text = torch.tensor([anchors, written], dtype=torch.int64, device=stacked.device)
+    nearest = nearest_tokens(stacked, matrix, anchor)
+    plain = matrix[text].double()
+    shifts = (stacked.double() - plain).norm(dim=-1) / plain.norm(dim=-1)
+    return {
+        "anchor_nearest": float((nearest == anchor).double().mean()),
+        "text_nearest": float((nearest == text).double().mean()),
+        "relative_shift": float(shifts.mean()),
+    }
+
+
+def _recorded_inputs(record: ReplayRecord, positions: np.ndarray, matrix: Tensor, module: nn.Module | None) -> Tensor:
+    """The inputs (N, D) at some perturbed positions, replayed as in a training."""
+    embedding = nn.Embedding.from_pretrained(matrix)
+    tokens = torch.zeros(1, record.num_tokens, dtype=torch.int64, device=matrix.device)
+    with torch.no_grad(), ReplayScope(embedding, measure=False, module=module)([record], None):
+        return embedding(tokens)[0, torch.from_numpy(positions.astype(np.int64)).to(matrix.device)]

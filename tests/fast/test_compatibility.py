@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of what does not go with what: each pair of features makes a run, or is refused by a row of the table."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+
+from ngrpo import cli
+from ngrpo.config import compatibility, parse, rules
+from ngrpo.config.compatibility import TABLE
+from ngrpo.config.features import Combination
+from ngrpo.machine.upstream import versions
+from perturbations import create
+from perturbations.errors import UsageError
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.skipif(versions.installed("openrlhf") is None, reason="needs OpenRLHF")
+
+RUN = "--model m --task arithmetic --hardware cpu --rollout.n_samples_per_prompt 4 --rollout.batch_size 8"
+RUN += " --train.batch_size 32 --run-dir r --algo.kl.init_coef 0 --algo.advantage.estimator group_norm"
+WEIGHTS = "--algo.advantage.is_correction_level token --algo.advantage.is_correction_mode clip"
+FEATURES = {
+    "perturbation": "--perturbation soft",
+    "unsampled": "--perturbation neighbor",
+    "density": "--perturbation gumbel --perturbation.density gumbel",
+    "score": "--perturbation gaussian --perturbation.base soft --perturbation.density gaussian",
+    "parameters": "--perturbation hrpo",
+    "advantage": "--advantage nsr",
+    "counted": "--advantage copo",
+    "credit": "--credit top_entropy",
+    "simko": "--credit simko",
+    "noise": "--policy_noise aqn",
+    "adaptive": "--policy_noise psn --policy_noise.adaptive",
+    "schedule": "--sampling.schedule ead",
+    "e3": "--sampling.schedule e3",
+    "second": "--second_round repeat --second_round.group kept",
+    "mask": "--sampling.top_k 20 --sampling.correct_mask",
+    "top_p": "--rollout.top_p 0.9",
+    "reproducible": "--reproducible",
+    "async": "--train.async_enable",
+    "correction": WEIGHTS,
+    "warm-up": f"{WEIGHTS} --sampling.correction_warmup 10",
+    "gspo": "--actor.policy_loss_type gspo",
+    "dynamic": "--train.dynamic_batch_enable",
+    "packing": "--ds.packing_samples",
+    "ema": "--train.enable_ema",
+    "zero3": "--ds.zero_stage 3",
+    "vision": "--data.max_images_per_prompt 2",
+    "evaluation": "--eval.at_start",
+    "epochs": "--train.max_epochs 2",
+}
+# The pairs that a row refuses; every other pair makes a run.
+REFUSED = {
+    "second": "perturbation unsampled density score parameters simko mask warm-up gspo vision",
+    "density": "simko adaptive schedule e3 mask top_p correction warm-up",
+    "score": "noise adaptive schedule e3 async correction warm-up epochs",
+    "async": "noise adaptive e3 evaluation",
+    "gspo": "credit simko adaptive schedule e3 warm-up",
+    "zero3": "noise adaptive ema",
+    "unsampled": "schedule e3",
+    "vision": "packing dynamic",
+}
+
+
+def outcome(words: str) -> str:
+    """Why the rules of a start and of `--dry-run` refuse a command line; empty where they do not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            rules.checked(parse.run_config([*RUN.split(), *words.split()]))
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def pairs() -> list[tuple[str, str]]:
+    """All pairs of features whose flags are of different settings."""
+    named = {name: {word for word in words.split() if word.startswith("--")} for name, words in FEATURES.items()}
+    return [(one, other) for one, other in combinations(FEATURES, 2) if not named[one] & named[other]]
+
+
+def test_each_feature_alone_makes_a_run() -> None:
+    assert {name: told for name, words in FEATURES.items() if (told := outcome(words))} == {}
+
+
+def test_each_pair_makes_a_run_or_is_refused_by_a_row() -> None:
+    told = {frozenset(pair): outcome(" ".join(FEATURES[name] for name in pair)) for pair in pairs()}
+    refused = {pair: error for pair, error in told.items() if error}
+    expected = {frozenset((one, other)) for one, others in REFUSED.items() for other in others.split()}
+    assert refused.keys() == expected
+    for pair, error in refused.items():
+        assert all(" cannot be used with " in line and "Fix: " in line for line in error.splitlines()), (pair, error)
+
+
+GAUSSIAN = "--perturbation gaussian --perturbation.base soft --perturbation.density gaussian"
+GUMBEL = "--perturbation gumbel --perturbation.density gumbel"
+LOPE = "--second_round lope"
+WARMUP = "--sampling.correction_warmup 50"
+BOUNDS = "--algo.advantage.is_correction_threshold"
+OFF = "--algo.advantage.is_correction_level off"
+RING = "--ds.ring_attn_size 2"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--perturbation soft --vllm.pipeline_parallel_size 2", "pipeline_parallel_size 2 cannot be used with --pert"),
+        (
+            "--perturbation soft --vllm.speculative_config={}",
+            "speculative_config {} cannot be used with --perturbation",
+        ),
+        ("--perturbation soft --vllm.draft_model m", "draft_model m cannot be used with --perturbation soft"),
+        (f"--perturbation soft {RING}", f"{RING} cannot be used with --perturbation soft"),
+        (f"--sampling.top_k 2 --sampling.correct_mask {RING}", f"{RING} cannot be used with --sampling.correct_mask"),
+        ("--perturbation soft --train.partial_rollout_enable", "partial_rollout_enable cannot be used with --perturb"),
+        ("--perturbation soft --ds.lora.rank 8", "--ds.lora.rank 8 cannot be used with --perturbation soft"),
+        ("--train.enable_ema --ds.zero_stage 3", "--train.enable_ema cannot be used with --ds.zero_stage 3"),
+        (f"{GAUSSIAN} --train.max_epochs 2", "set --train.max_epochs 1, or add --perturbation.density token"),
+        (f"{GAUSSIAN} --train.batch_size=16", "16, fewer than the 32 samples of a rollout (--rollout.batch_size 8 ×"),
+        (f"{GAUSSIAN} --train.async_enable", "--train.async_enable cannot be used with the density"),
+        (
+            f"{GUMBEL} --rollout.top_p 0.9",
+            "--rollout.top_p 0.9 cannot be used with the density of --perturbation gumbel",
+        ),
+        (f"{GUMBEL} --sampling.top_k 4", "--sampling.top_k 4 cannot be used with the density of --perturbation gumbel"),
+        (
+            f"{GUMBEL} --sampling.min_p 0.1",
+            "--sampling.min_p 0.1 cannot be used with the density of --perturbation gum",
+        ),
+        (f"{GUMBEL} --sampling.schedule ead", "--sampling.schedule ead cannot be used with the density of --perturb"),
+        ("--policy_noise psn --train.async_enable", "--train.async_enable cannot be used with --policy_noise psn: an"),
+        ("--policy_noise psn --ds.zero_stage 3", "--ds.zero_stage 3 cannot be used with --policy_noise psn: under"),
+        (f"--policy_noise psn --policy_noise.adaptive {OFF}", "leave --algo.advantage.is_correction_level at token"),
+        ("--policy_noise psn --actor.policy_loss_type gspo", "cannot be used with --policy_noise psn: GSPO"),
+        (f"--sampling.schedule e3 {OFF}", "it follows the rollouts' log-probabilities"),
+        ("--sampling.schedule ead --actor.policy_loss_type gspo", f"or add {OFF}"),
+        (
+            "--sampling.schedule ead --sampling.schedule.evaluation --eval.temperature 0",
+            "cannot be used with --eval.temperature 0",
+        ),
+        ("--sampling.schedule e3 --train.async_enable", "async_enable cannot be used with --sampling.schedule e3"),
+        (WARMUP, f"cannot be used with {OFF}"),
+        (
+            f"{WARMUP} --algo.advantage.is_correction_level token",
+            "cannot be used with --algo.advantage.is_correction_m",
+        ),
+        (f"{WARMUP} {WEIGHTS} {BOUNDS} 2 5", f"give {BOUNDS} 0 10"),
+        (f"{WARMUP} {WEIGHTS} {BOUNDS} 0.5", f"cannot be used with {BOUNDS} 0 0.5: its weights begin at 1"),
+        (LOPE, "add --advantage group_norm, or --second_round.group kept"),
+        (f"{LOPE} --advantage copo", "--advantage copo cannot be used with --second_round lope: it looks at more"),
+        (f"{LOPE} --advantage group_norm --advantage.overlong exclude", "--advantage group_norm cannot be used with"),
+        (f"{LOPE} --perturbation soft", "--perturbation soft cannot be used with --second_round lope"),
+        (f"{LOPE} --sampling.top_k 5 --sampling.correct_mask", "--sampling.correct_mask cannot be used with --second"),
+        (f"{LOPE} --train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot be used with --second"),
+        (f"{LOPE} --rollout.n_samples_per_prompt 1", "--rollout.n_samples_per_prompt 1 cannot be used with"),
+        ("--credit top_entropy --actor.policy_loss_type gspo", "the ratio is of the whole answer"),
+        (f"--credit simko {RING}", f"{RING} cannot be used with --credit simko"),
+        (
+            "--credit simko --perturbation latent --perturbation.density latent",
+            "--credit simko cannot be used with the density of --perturbation latent: no token is drawn",
+        ),
+        ("--perturbation latent --actor.gradient_checkpointing_reentrant", "reentrant cannot be used with --perturb"),
+        ("--advantage psr --algo.advantage.estimator rloo", "estimator rloo cannot be used with --advantage psr"),
+        ("--advantage nsr --preset dapo", "--reward.overlong_buffer_len 409 cannot be used with --advantage nsr"),
+        ("--advantage nsr --reward.stop_properly_penalty_coef -1", "stop_properly_penalty_coef -1 cannot be used with"),
+        ("--eval.at_start --train.async_enable", "--eval.at_start cannot be used with --train.async_enable"),
+        ("--train.dynamic_batch_enable --data.max_images_per_prompt 2", "dynamic batches are packed"),
+    ],
+)
+def test_a_refusal_names_value_reason_and_fix(words: str, told: str) -> None:
+    error = outcome(words)
+    assert told in error
+    assert all(" cannot be used with " in line and ". Fix: " in line for line in error.splitlines())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--perturbation soft --ds.ring_attn_size=1 --ds.lora.rank=0",
+        "--ds.zero_stage 3",
+        f"{GAUSSIAN} --train.batch_size 64",
+        f"{GUMBEL} --rollout.top_p 1",
+        "--perturbation gumbel --rollout.top_p 0.9",
+        "--perturbation multiplex --perturbation.density joint --rollout.top_p 0.9 --sampling.top_k 4",
+        f"--policy_noise psn --actor.policy_loss_type gspo {OFF}",
+        f"--policy_noise psn {GUMBEL} {OFF}",
+        "--sampling.schedule ead --perturbation soft --eval.temperature 0.6",
+        "--perturbation latent --perturbation.freeze head --actor.gradient_checkpointing_reentrant",
+    ],
+)
+def test_what_goes_together(words: str) -> None:
+    assert outcome(words) == ""
+
+
+def test_the_page_is_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8") == compatibility.page(), (
+        "python -m ngrpo.config.compatibility > docs/compatibility.md"
+    )
+    assert cli.main(["list", "compatibility"]) == 0
+    assert capsys.readouterr().out.strip() == compatibility.page().strip()
+
+
+def test_no_pair_has_two_rows() -> None:
+    pairs = [(row.what.name, row.other.name) for rows in TABLE.values() for row in rows]
+    assert len(set(pairs)) == len(pairs)
+
+
+def test_an_engine_is_told_of_all_problems() -> None:
+    parallel = SimpleNamespace(pipeline_parallel_size=2, decode_context_parallel_size=1)
+    model = SimpleNamespace(runner_type="generate", enable_prompt_embeds=True, is_moe=False)
+    settings = SimpleNamespace(parallel_config=parallel, model_config=model)
+    asked = Combination(parts={"perturbation": create("soft")}, settings=settings)
+    with pytest.raises(UsageError) as caught:
+        compatibility.check(compatibility.ENGINE, asked)
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("pipeline_parallel_size=2 cannot be used with perturbation 'soft': only the first stage")
+    assert second.startswith("enable_prompt_embeds=True cannot be used with perturbation 'soft': inputs without tokens")
+    parallel.pipeline_parallel_size, model.enable_prompt_embeds = 1, False
+    compatibility.check(compatibility.ENGINE, asked)
