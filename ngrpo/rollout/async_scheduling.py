@@ -13,20 +13,24 @@ Three things follow, on a GPU and wherever vLLM schedules ahead:
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
-from ngrpo.rollout.tokens_left import TokensLeft
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
+from ngrpo.rollout.settings import read
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
+
+if TYPE_CHECKING:
+    from ngrpo.rollout.vllm_objects import FrontEnd
 
 # Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
 LENGTHS = "perturbation_lengths"
@@ -50,7 +54,7 @@ class Note:
     positions: np.ndarray
     rows: np.ndarray | None
     log_probs: Tensor
-    left: TokensLeft | None
+    support: SamplingSupport | None
     edited: tuple[np.ndarray, np.ndarray]
     edits: dict[str, Tensor]
 
@@ -100,8 +104,8 @@ class Notes:
         self._drain_edits(until)
         while self._masked and _arrived(self._masked[0], wait=self.written < until):
             note = self._masked.popleft()
-            masks, left = require(self._masks, "the store of masks"), require(note.left, "the tokens left")
-            masks.write(note.slots, note.positions, *left.read(note.rows))
+            masks, support = require(self._masks, "the store of masks"), require(note.support, "the support")
+            masks.write(note.slots, note.positions, *support.read(note.rows))
             self.written += 1
 
     def drain_slot(self, slot: int) -> None:
@@ -113,10 +117,10 @@ class Notes:
             note = self._coming.popleft()
             self._write(note)
             self._stored += 1
-            if note.left is None:
+            if note.support is None:
                 self.written += 1
             else:
-                note.left.ask()
+                note.support.ask()
                 self._masked.append(replace(note, ready=self._event()))
 
     def _write(self, note: Note) -> None:
@@ -143,14 +147,27 @@ def _arrived(note: Note, wait: bool) -> bool:
 # --- answers that end before what was computed does ----------------------------------------------------------------
 
 
+def with_lengths(original: Callable[..., None]) -> Callable[..., None]:
+    """``LLMEngine`` and ``AsyncLLM``, whose front end keeps the lengths of its responses where the engine perturbs."""
+
+    @functools.wraps(original)
+    def __init__(self: FrontEnd, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        if read(self.vllm_config.additional_config) is not None:
+            keep_lengths_in(self.output_processor)
+
+    return __init__
+
+
 def keep_lengths_in(front: Any) -> None:
-    """Has the ``output_processor`` of an engine that perturbs keep the lengths of its answers."""
+    """Has an engine's ``output_processor`` keep the lengths of its responses."""
     vars(front)[LENGTHS] = {}
 
 
 def keep_length(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens an answer has, until it is taken."""
+    """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens a response has, until it is taken."""
 
+    @functools.wraps(original)
     def finish_request(self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
         original(self, req_state, *args, **kwargs)
         lengths = vars(self).get(LENGTHS)

@@ -11,22 +11,22 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ngrpo.machine.storage.parameters_file import load_saved
-from ngrpo.rollout import new_weights, output_layer, runner_v1, runner_v2
+from ngrpo.rollout import new_weights, runner_v1, runner_v2
 from ngrpo.rollout.input_override import (
     InputOverride,
     find_input_embedding,
     language_model,
     tables_of_text,
 )
-from ngrpo.rollout.override_probe import reads_tokens_elsewhere
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
+from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    from ngrpo.rollout.vllm_objects import Runner
     from perturbations.neighbors import Drift
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
@@ -59,12 +58,18 @@ class AttachedPerturbation:
             perturbation: an active perturbation.
             buffer: where records of finished requests wait to be taken.
         """
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
         self._runner, self._buffer = runner, buffer
         # The state that only V2 keeps; its class cannot be imported where Triton is missing.
         self.runner_version = "V2" if hasattr(runner, "req_states") else "V1"
         config, model = runner.model_config, runner.get_model()
-        embedding = find_input_embedding(model)
-        self._override = _override(embedding, runner)
+        embedding: Any = find_input_embedding(model)
+        # The matrix's own dtype: a row must be what the model would have looked up.
+        rows, dtype = runner.max_num_tokens, embedding.weight.dtype
+        self._override = InputOverride(
+            embedding, rows, embedding.embedding_dim, dtype, runner.device, VocabParallelEmbedding
+        )
         self._hidden = embedding.embedding_dim
         self.reads_tokens = reads_tokens_elsewhere(tables_of_text(model), embedding)
         """Whether a table beside the input embedding follows the token in the text, whatever is fed in its place."""
@@ -118,7 +123,7 @@ class AttachedPerturbation:
             hook.remove()
         self._hooks = []
         if perturbation.reads_hidden:
-            self._hooks = output_layer.follow(self._runner.get_model(), lambda found: self.perturber.computed(found))
+            self._hooks = _follow_output_layer(self._runner.get_model(), lambda hidden: self.perturber.computed(hidden))
 
     def fingerprint(self) -> str:
         """What this worker does to its rollouts, to be compared with what a run asked for."""
@@ -169,19 +174,11 @@ class AttachedPerturbation:
 
     def _leave_encoders_alone(self) -> None:
         """An encoder of pictures or sound runs between the layout of a step and its forward."""
-        for owner, name in (
-            (self._runner, "_execute_mm_encoder"),
-            (getattr(self._runner, "model_state", None), "execute_mm_encoder"),
-        ):
+        model_state = getattr(self._runner, "model_state", None)
+        for owner, name in ((self._runner, "_execute_mm_encoder"), (model_state, "execute_mm_encoder")):
             if hasattr(owner, name):
-                setattr(owner, name, self._suspending(getattr(owner, name)))
-
-    def _suspending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def encode(*args: object, **kwargs: object) -> Any:
-            with self._override.suspended():
-                return original(*args, **kwargs)
-
-        return encode
+                # contextmanager's object is a decorator that makes a new one for each call.
+                setattr(owner, name, self._override.suspended()(getattr(owner, name)))
 
 
 def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
@@ -194,14 +191,6 @@ def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module |
     module.to(device=runner.device, dtype=config.dtype).requires_grad_(False)
     load_saved(module, perturbation, config.model, config.revision)
     return module
-
-
-def _override(embedding: Any, runner: Runner) -> InputOverride:
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    # The matrix's own dtype: a row must be what the model would have looked up.
-    rows, hidden, dtype = runner.max_num_tokens, embedding.embedding_dim, embedding.weight.dtype
-    return InputOverride(embedding, rows, hidden, dtype, runner.device, VocabParallelEmbedding)
 
 
 def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabParallelEmbedding | None:
@@ -273,3 +262,26 @@ class _LazyTokenizer:
         """Special tokens, and rows of the embedding that no token uses."""
         tokenizer = self._get()
         return sorted({*tokenizer.all_special_ids, *range(len(tokenizer), size)})
+
+
+def _follow_output_layer(model: nn.Module, take: Callable[[Tensor], None]) -> list[RemovableHandle]:
+    """Hands over the input of a model's output layer, the last hidden states (B, D), each time it computes logits.
+
+    `compute_logits` of a model ends in its `LogitsProcessor`, in both model runners and outside of what is compiled or
+    captured. Its input is that of Hugging Face's output embedding, also where a model scales it before.
+
+    Raises:
+        UsageError: for a model that computes its logits otherwise.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    def before(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        take(inputs[1] if len(inputs) > 1 else named["hidden_states"])
+
+    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if not found:
+        raise UsageError(
+            f"perturbation: {type(model).__name__} has no LogitsProcessor, so the last hidden states that this"
+            " perturbation reads are not known. Use another model, or a perturbation that reads logits alone."
+        )
+    return [module.register_forward_pre_hook(before, with_kwargs=True) for module in found]

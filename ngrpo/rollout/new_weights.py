@@ -28,8 +28,8 @@ def follow(runner: Any, attached: AttachedPerturbation) -> None:
     """Has a runner's ways of loading weights refresh what its perturbation computed of them."""
     model = runner.get_model()
     load, reload = _without_ours(model.load_weights, attached), runner.reload_weights
-    model.load_weights = _whatever_happens(lambda: attached.perturber.weights_changed(), load)
-    runner.reload_weights = _whatever_happens(attached.weights_changed, reload)
+    model.load_weights = always_after(lambda: attached.perturber.weights_changed(), load)
+    runner.reload_weights = always_after(attached.weights_changed, reload)
 
 
 def _without_ours(original: Callable[..., Any], attached: AttachedPerturbation) -> Callable[..., Any]:
@@ -55,7 +55,7 @@ def _without_ours(original: Callable[..., Any], attached: AttachedPerturbation) 
     return load_weights
 
 
-def _whatever_happens(act: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+def always_after(act: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
     """After ``original``, also where it fails: some of the weights may have been replaced."""
 
     def load(*args: object, **kwargs: object) -> Any:

@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout.async_scheduling import Note, Notes
 from ngrpo.rollout.input_override import InputOverride
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
-from ngrpo.rollout.step_kernels import STREAMS, Rows, StepKernels
-from ngrpo.rollout.tokens_left import TokensLeft
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
+from ngrpo.rollout.step_kernels import STREAMS, Gated, Logits, Rows, StepKernels
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations import streams
 from perturbations.base import Perturbation
@@ -44,7 +43,7 @@ from perturbations.step import Positions, Step
 from perturbations.verdict import selected
 
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
-_AT_ONCE = 1024
+REPLAY_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class RolloutPerturber:
         self._edits: Edits | None = None
         self._hidden: Tensor | None = None
         self._batch: Batch | None = None
-        self._at_once = _AT_ONCE
+        self._at_once = REPLAY_CHUNK
         self._notes = Notes(store, masks, lambda: self._event())
 
     # --- before the forward -------------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ class RolloutPerturber:
         else:
             self._rehearse(scaled, tokens[:1].expand(len(rows)), rows)
         if self._masks is not None:
-            TokensLeft(scaled, self._download).rehearse()
+            SamplingSupport(scaled, self._download).rehearse()
         if self._schedule is not None:
             self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows, rows, rows + 1))
 
@@ -278,13 +277,12 @@ class RolloutPerturber:
         rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
         tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
-            tokens, vectors, edits = self._kernels.edit(
-                of_gated[0], of_gated[1:], rows, draw, scaled, temperature, filtered, greedy, hidden
-            )
+            logits = Logits(scaled, temperature, filtered, greedy, hidden)
+            tokens, vectors, edits = self._kernels.edit(Gated(*of_gated), rows, draw, logits)
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
-        log_probs = self._kernels.settle(rows, tokens, counted, draw.log_total)
-        left = None if self._masks is None else TokensLeft(drawable, self._download)
+        log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
+        left = None if self._masks is None else SamplingSupport(drawable, self._download)
         self._note(batch, within, log_probs, gated, edits, left)
         return tokens
 
@@ -297,7 +295,7 @@ class RolloutPerturber:
         log_probs: Tensor,
         gated: np.ndarray,
         edits: dict[str, Tensor],
-        left: TokensLeft | None,
+        left: SamplingSupport | None,
     ) -> None:
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}

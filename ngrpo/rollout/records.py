@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
-from ngrpo.rollout.request_names import external_id
+from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.settings import read
 from perturbations import registry
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from ngrpo.rollout.vllm_objects import FrontEnd
     from perturbations.neighbors import Drift
 
 _MISSING = (
@@ -173,3 +176,38 @@ def check_installed(fingerprints: Sequence[str], expected: str | None = None) ->
                 f"vLLM worker {rank} runs another perturbation than this run asked for: {fingerprint} instead"
                 f" of {expected}. Are all nodes on the same version of ngrpo?"
             )
+
+
+def drop_aborted(original: Callable[..., None]) -> Callable[..., None]:
+    """A caller's abort. (Requests that end at a stop string are aborted further inside; they keep their records.)"""
+
+    @functools.wraps(original)
+    def abort_request(self: FrontEnd, request_ids: Iterable[str], *args: object, **kwargs: object) -> None:
+        names = list(request_ids)
+        dropped = _with_internal_ids(self, names)
+        original(self, names, *args, **kwargs)
+        if read(self.vllm_config.additional_config) is not None:
+            self.collective_rpc("perturbation_drop", args=(dropped,))
+
+    return abort_request
+
+
+def drop_aborted_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def abort(self: FrontEnd, request_id: str | Iterable[str], *args: object, **kwargs: object) -> None:
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        dropped = _with_internal_ids(self, names)
+        await original(self, names, *args, **kwargs)
+        if read(self.vllm_config.additional_config) is not None:
+            await self.collective_rpc("perturbation_drop", args=(dropped,))
+
+    return abort
+
+
+def _with_internal_ids(engine: FrontEnd, names: list[str]) -> list[str]:
+    """The names, and the internal ids of those that are not finished: the samples of a parent have its name.
+
+    To be called before the abort, which forgets them.
+    """
+    ids = engine.output_processor.external_req_ids
+    return [*names, *(internal for name in names for internal in ids.get(name, ()))]

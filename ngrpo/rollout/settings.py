@@ -65,12 +65,9 @@ def read(additional_config: object) -> Perturbation | None:
         spec = {"name": "none"}
     if spec is None:
         return None
-    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{KEY!r}]={spec!r}: must be a dictionary with a 'name', for example"
-            " {'name': 'neighbor', 'rate': 0.1, 'k': 3}."
-        )
-    perturbation = registry.create(**spec)
+    perturbation = registry.create(
+        **_named(KEY, spec, "a dictionary with a 'name', for example {'name': 'neighbor', 'rate': 0.1, 'k': 3}")
+    )
     return perturbation if perturbation.active or seeded else None
 
 
@@ -97,13 +94,11 @@ def read_schedule(additional_config: object) -> SamplingSchedule | None:
     spec = additional_config.get(SAMPLING_SCHEDULE) if isinstance(additional_config, dict) else None
     if spec is None:
         return None
-    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{SAMPLING_SCHEDULE!r}]={spec!r}: must be a dictionary with a 'name'"
-            f" ({', '.join(sampling_schedules.available())} or ./file.py:Name) and options, for example"
-            " {'name': 'ead', 'tau_max': 1.2}."
-        )
-    return sampling_schedules.create(**spec)
+    needed = (
+        f"a dictionary with a 'name' ({', '.join(sampling_schedules.available())} or ./file.py:Name) and options, for"
+        " example {'name': 'ead', 'tau_max': 1.2}"
+    )
+    return sampling_schedules.create(**_named(SAMPLING_SCHEDULE, spec, needed))
 
 
 def fingerprint(perturbation: Perturbation, schedule: SamplingSchedule | None) -> str:
@@ -128,12 +123,18 @@ def read_buffer(additional_config: object) -> ReplayBuffer:
     """
     entry = additional_config.get(REPLAY_BUFFER) if isinstance(additional_config, dict) else None
     spec = {"name": entry or "memory"} if entry is None or isinstance(entry, str) else entry
+    needed = (
+        f"a name ({', '.join(registry.buffers.available())} or ./file.py:Name), or a dictionary with a 'name' and"
+        " options"
+    )
+    return registry.buffers.create(**_named(REPLAY_BUFFER, spec, needed))
+
+
+def _named(key: str, spec: object, needed: str) -> dict[str, Any]:
+    """The spec of something with a name; UsageError for anything else."""
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{REPLAY_BUFFER!r}]={entry!r}: must be a name ({', '.join(registry.buffers.available())}"
-            " or ./file.py:Name), or a dictionary with a 'name' and options."
-        )
-    return registry.buffers.create(**spec)
+        raise UsageError(f"additional_config[{key!r}]={spec!r}: must be {needed}.")
+    return spec
 
 
 def request_arguments(params: object) -> dict[str, Any]:

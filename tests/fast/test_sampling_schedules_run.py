@@ -17,7 +17,7 @@ from ngrpo.machine.console import catalogue
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import Run
 from ngrpo.rollout import runner_v1, settings
-from ngrpo.rollout.request_check import checked
+from ngrpo.rollout.request_arguments import checked
 from ngrpo.trainers.openrlhf import samples_generator, trainer
 from perturbations import create
 from perturbations.errors import UsageError

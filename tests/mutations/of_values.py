@@ -87,8 +87,8 @@ VALUES = [
         "ngrpo/rollout/step_kernels.py",
         _DRAWN,
         (
-            "(scaled if drawable is None else drawable)[gated",
-            "scaled[gated",
+            "(logits.scaled if drawable is None else drawable)[gated",
+            "logits.scaled[gated",
             "a token that a filter cut may be proposed",
         ),
         (", self._gate.ending(slots, positions), sampled > 0)", ", self._gate.ending(slots, positions))", "discarded"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.rollout import engine_probe, set_perturbation, take_records
+from ngrpo.rollout import set_perturbation, startup_check, take_records
 from perturbations import ExactIndex
 from tests.stack.harness import build_engine, chat_prompts, sample
 from tests.stack.scheduling import worker_of
@@ -48,8 +48,8 @@ def test_an_engine_in_its_callers_process_is_idle_after_its_requests(
     from vllm import SamplingParams
 
     proofs: list[object] = []
-    original = engine_probe._prove
-    monkeypatch.setattr(engine_probe, "_prove", lambda core: (original(core), proofs.append(core)))
+    original = startup_check._prove
+    monkeypatch.setattr(startup_check, "_prove", lambda core: (original(core), proofs.append(core)))
     prompts = [{"prompt_token_ids": prompt} for prompt in chat_prompts(engine)[:2]]
 
     def generate() -> None:

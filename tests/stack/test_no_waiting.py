@@ -96,7 +96,7 @@ def test_a_record_is_read_once_for_a_request_and_not_for_each_block(monkeypatch:
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys as original
     from vllm.v1.request import Request
 
-    from ngrpo.rollout.prefix_cache import with_trajectory_keys
+    from ngrpo.rollout.request_arguments import with_trajectory_keys
 
     plain = inspect.unwrap(original)
     keys_of, reads, read = with_trajectory_keys(plain), [], ReplayRecord.from_bytes

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ngrpo.rollout import engine_probe
+from ngrpo.rollout import startup_check
 from ngrpo.rollout.input_override import InputOverride
 from tests.stack.harness import build_engine, sample
 from tests.stack.tiny_models import FORMS
@@ -31,10 +31,10 @@ def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
     for name, put in PUTS.items():
         InputOverride.put = put
         try:
-            seconds, failure = engine_probe.prove(core), None
-        except engine_probe.ProbeFailure as error:
+            seconds, failure = startup_check.prove(core), None
+        except startup_check.ProbeFailure as error:
             seconds, failure = None, str(error)
-            setattr(core, engine_probe._DUE, False)  # or it would refuse the rollouts, which are to be judged too
+            setattr(core, startup_check._DUE, False)  # or it would refuse the rollouts, which are to be judged too
         unperturbed = sample(llm, PROMPTS, [{**each, "enabled": False} for each in seeds], max_tokens=16)
         rollouts = sample(llm, PROMPTS, seeds, max_tokens=40)
         found[name] = {"probe": failure, "seconds": seconds, "unperturbed": unperturbed, "rollouts": rollouts}

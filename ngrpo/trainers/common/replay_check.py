@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.override_probe import (
+from ngrpo.rollout.startup_check import (
     Comparison,
     ProbeFailure,
     ProbeTexts,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.rollout import engine_probe, plugin
+from ngrpo.rollout import startup_check
 from ngrpo.trainers.common.engine_records import EngineCheck
 
 
@@ -100,7 +100,7 @@ def core_with(scheduler: Scheduler, sleeping: bool = False) -> Any:
 def states(monkeypatch: pytest.MonkeyPatch) -> list[PauseState]:
     """The states of the scheduler in which probes ran."""
     found: list[PauseState] = []
-    monkeypatch.setattr(engine_probe, "_prove", lambda core: found.append(core.scheduler.pause_state))
+    monkeypatch.setattr(startup_check, "_prove", lambda core: found.append(core.scheduler.pause_state))
     return found
 
 
@@ -108,37 +108,37 @@ def states(monkeypatch: pytest.MonkeyPatch) -> list[PauseState]:
 def test_a_paused_engine_is_proven_and_paused_again(state: PauseState, states: list[PauseState]) -> None:
     """As in a run that is strict and reproducible: it pauses its engines until a batch is complete."""
     core = core_with(Scheduler(state=state))
-    engine_probe.prove_when_idle(core)
+    startup_check.prove_when_idle(core)
     assert states == [PauseState.UNPAUSED] and core.scheduler.pause_state == state
-    engine_probe.before_request(core)
+    startup_check.before_request(core)
     assert len(states) == 1, "nothing is due any more"
 
 
 @pytest.mark.parametrize("state", PauseState)
 def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState, states: list[PauseState]) -> None:
     core = core_with(Scheduler(waiting=1, state=state))
-    engine_probe.prove_when_idle(core)
-    engine_probe.before_request(core)
+    startup_check.prove_when_idle(core)
+    startup_check.before_request(core)
     assert not states and core.scheduler.pause_state == state
     core.scheduler.waiting = 0
-    engine_probe.before_request(core)
+    startup_check.before_request(core)
     assert len(states) == 1
 
 
 def test_the_pause_of_a_sleeping_engine_is_not_lifted(states: list[PauseState]) -> None:
     core = core_with(Scheduler(state=PauseState.PAUSED_NEW), sleeping=True)
-    engine_probe.prove_when_idle(core)
-    engine_probe.before_request(core)
+    startup_check.prove_when_idle(core)
+    startup_check.before_request(core)
     assert not states
     core.model_executor.is_sleeping = False
-    engine_probe.before_request(core)
+    startup_check.before_request(core)
     assert len(states) == 1
 
 
 def test_finished_requests_do_not_make_an_engine_busy(states: list[PauseState]) -> None:
     """An engine in its caller's process takes no step after its last request, so that its workers hear of none."""
     core = core_with(Scheduler(finished=2))
-    engine_probe.prove_when_idle(core)
+    startup_check.prove_when_idle(core)
     assert len(states) == 1
 
 
@@ -153,7 +153,7 @@ def test_workers_hear_of_finished_requests_before_a_perturbation_is_replaced(wai
         return {}, False
 
     core.step_fn, core.post_step, core.batch_queue = step, lambda executed: None, None
-    plugin.with_calls_of_core(lambda self, method: calls.append(method))(core, "perturbation_replace")
+    startup_check.with_calls_of_core(lambda self, method: calls.append(method))(core, "perturbation_replace")
     assert calls == [*(["step"] if told else []), "perturbation_replace"]
 
 
@@ -167,6 +167,6 @@ def test_no_request_runs_after_a_proof_that_failed() -> None:
     core = core_with(Scheduler())
     core.collective_rpc = collective_rpc
     with pytest.raises(RuntimeError, match="first"):
-        engine_probe.engine_started(core)
+        startup_check.checked_core(lambda self, config: None)(core, core.vllm_config)
     with pytest.raises(RuntimeError, match="second"):
-        engine_probe.before_request(core)
+        startup_check.before_request(core)
