@@ -25,8 +25,7 @@ from perturbations.replay.trajectory import SamplingMask, as_words
 _GATHER_BITS = 0x0102040810204080
 # Tokens picked out at once, each of which takes some 60 bytes of the device's memory for a moment.
 PICKED_AT_ONCE = 1 << 20
-_CHUNK_BITS = 9
-_CHUNK = 1 << _CHUNK_BITS  # words
+_CHUNK = 512  # words
 _MAP_NORESERVE = 0x4000  # Linux's, on x86 and Arm; the module mmap does not have it before Python 3.13
 LIMIT = 8 << 30
 """Bytes that the masks of a worker's live trajectories take at most; half of the machine's memory where it is less."""
@@ -203,12 +202,19 @@ class SamplingMaskStore:
     def _append(self, slots: np.ndarray, words: np.ndarray, lengths: np.ndarray) -> None:
         """Appends to each slot its part of the words."""
         used = self._used[slots]
-        self._reserve(slots, -(-(used + lengths) // _CHUNK))
-        places = np.repeat(used - np.cumsum(lengths) + lengths, lengths) + np.arange(len(words))
-        rows = np.repeat(slots * self._table.shape[1], lengths)
-        chunks = self._table.ravel()[rows + (places >> _CHUNK_BITS)]
-        self._pool[(chunks << _CHUNK_BITS) + (places & _CHUNK - 1)] = words
-        self._used[slots] += lengths
+        ends = used + lengths
+        self._reserve(slots, -(-ends // _CHUNK))
+        first = used // _CHUNK
+        pieces = np.where(lengths > 0, (ends - 1) // _CHUNK - first + 1, 0)  # chunks that a row touches
+        row = np.repeat(np.arange(len(slots)), pieces)
+        chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        start = np.maximum(used[row], chunk * _CHUNK)
+        size = np.minimum(ends[row], (chunk + 1) * _CHUNK) - start
+        target = self._table[slots[row], chunk] * _CHUNK + start % _CHUNK
+        places = np.repeat(target - (np.cumsum(size) - size), size)
+        places += np.arange(len(places))
+        self._pool[places] = words
+        self._used[slots] = ends
 
     def _reserve(self, slots: np.ndarray, needed: np.ndarray) -> None:
         """Gives each slot as many chunks as it needs."""
