@@ -219,7 +219,7 @@ VLLM: tuple[Patch, ...] = (
         "the output matrix, where a model has one of its own"),
     _vllm("vllm.model_executor.layers.logits_processor", "LogitsProcessor.forward", None,
         "(self, lm_head, hidden_states, ...)", "receives the last hidden states"),
-    # ---- the two model runners, whose bound methods runner_v1.py and runner_v2.py replace -----------
+    # ---- the two model runners, whose bound methods runners.py replaces --------------------
     _vllm(_RUNNER_V1, "GPUModelRunner._update_states", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V1, "GPUModelRunner._preprocess", None, "(self, scheduler_output, ...)", "inputs are laid out"),
     _vllm("vllm.v1.sample.sampler", "Sampler.sample", None, "(self, logits, sampling_metadata, logprobs_mode_override)",

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deals with asynchronous scheduling: a step is scheduled, and may run, before the last one's tokens are known.
+"""Asynchronous scheduling: a step is scheduled, and may run, before the last one's tokens are known.
 
-Three things follow, on a GPU and wherever vLLM schedules ahead:
-
-- What a step drew is still on its way to the host when the next ones run. It waits in :class:`Notes`.
-- The scheduler tells of a request's end after further steps have run, and its last copies may still be on their way
-  then. Its slot stays its own until they are there (`ngrpo.rollout.requests`).
-- A worker has computed further tokens by the time that an answer's end is seen, any number while a stop string found by
-  vLLM's front end is on its way to it. The front end alone knows how long an answer is (:func:`keep_length`); what a
-  worker hands over is cut to that (:func:`cut_to_answer`).
+- A step's draws are still on their way to the host when the next steps run. They wait in :class:`Notes`.
+- A request's slot stays its own until its last copies have arrived (`ngrpo.rollout.requests`).
+- A worker computes further tokens before an answer's end is seen, any number where vLLM's front end finds a stop
+  string. Only the front end knows how long an answer is (:func:`keep_length`); a worker's trajectory is cut to that.
 """
 
 from __future__ import annotations
@@ -30,7 +26,8 @@ from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
-    from ngrpo.rollout.vllm_objects import FrontEnd
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 # Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
 LENGTHS = "perturbation_lengths"
@@ -60,14 +57,10 @@ class Note:
 
 
 class Notes:
-    """A queue of notes in the order of their steps.
+    """A queue of notes in the order of their steps: ``taken`` so far, of which ``written`` are whole in the stores.
 
     Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is asked for only then,
     since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
-
-    Attributes:
-        taken: notes taken so far.
-        written: how many of them are in the stores with all that they have.
     """
 
     def __init__(
@@ -76,12 +69,7 @@ class Notes:
         masks: SamplingMaskStore | None,
         event: Callable[[], torch.cuda.Event | None],
     ) -> None:
-        """
-        Args:
-            store: of tokens and edits.
-            masks: of the tokens that sampling left, None where these are not recorded.
-            event: tells when all copies made so far have arrived, None where they have.
-        """
+        """store: of tokens and edits; event: tells when all copies made so far have arrived, None where they have."""
         self._store, self._masks, self._event = store, masks, event
         self._coming: deque[Note] = deque()
         self._masked: deque[Note] = deque()
@@ -151,17 +139,12 @@ def with_lengths(original: Callable[..., None]) -> Callable[..., None]:
     """``LLMEngine`` and ``AsyncLLM``, whose front end keeps the lengths of its responses where the engine perturbs."""
 
     @functools.wraps(original)
-    def __init__(self: FrontEnd, *args: object, **kwargs: object) -> None:
+    def __init__(self: LLMEngine | AsyncLLM, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         if read(self.vllm_config.additional_config) is not None:
-            keep_lengths_in(self.output_processor)
+            vars(self.output_processor)[LENGTHS] = {}
 
     return __init__
-
-
-def keep_lengths_in(front: Any) -> None:
-    """Has an engine's ``output_processor`` keep the lengths of its responses."""
-    vars(front)[LENGTHS] = {}
 
 
 def keep_length(original: Callable[..., None]) -> Callable[..., None]:
@@ -180,20 +163,10 @@ def keep_length(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def taken_length(front: Any, name: str) -> int | None:
-    """How many tokens a finished answer has, asked once; None where the front end has not been told.
-
-    Args:
-        front: the engine's ``output_processor``.
-        name: internal request id.
-    """
+    """How many tokens a finished answer has, by its internal id; the engine's ``output_processor`` tells it once."""
     return vars(front).get(LENGTHS, {}).pop(name, None)
 
 
 def cut_to_answer(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
-    """What a worker handed over, without what it computed beyond the answer.
-
-    Args:
-        trajectory: of one turn.
-        generated: tokens of the answer; None for all that were computed.
-    """
+    """A turn's trajectory without the tokens beyond the answer's ``generated`` ones; None for all."""
     return trajectory if generated is None else trajectory.truncate(trajectory.record.prompt_tokens + generated)

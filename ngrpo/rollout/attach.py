@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches the perturber to a vLLM worker: what its two model runners have in common.
+"""Attaches the perturber to a vLLM worker: everything that its two model runners have in common.
 
-The embedding's override is in place before anything is compiled, and each way of loading weights refreshes what was
-computed from them. Requests, inputs and sampling differ: :mod:`runner_v1` and :mod:`runner_v2` beside this file.
+The embedding's override is there before anything is compiled. Requests, inputs and sampling differ between the runners:
+:mod:`ngrpo.rollout.runners`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ngrpo.machine.storage.parameters_file import load_saved
-from ngrpo.rollout import new_weights, runner_v1, runner_v2
-from ngrpo.rollout.input_override import (
-    InputOverride,
-    find_input_embedding,
-    language_model,
-    tables_of_text,
-)
+from ngrpo.rollout import new_weights, runners
+from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_support import SamplingMaskStore
@@ -48,16 +44,12 @@ _VOCABULARY_PADDING = 64
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
 
-    _asleep = False
+    asleep = False
+    """While the engine sleeps, the addresses of its weights lead nowhere, and reading them ends the process."""
     _hooks: Sequence[RemovableHandle] = ()
 
     def __init__(self, runner: Any, perturbation: Perturbation, buffer: ReplayBuffer) -> None:
-        """
-        Args:
-            runner: vLLM's V1 or V2 model runner; its model is loaded and not yet compiled.
-            perturbation: an active perturbation.
-            buffer: where records of finished requests wait to be taken.
-        """
+        """runner: vLLM's V1 or V2 model runner, its model loaded and not yet compiled; buffer: of finished records."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         self._runner, self._buffer = runner, buffer
@@ -80,8 +72,13 @@ class AttachedPerturbation:
         self._ahead = runner.device.type != "cpu"
         self.schedule = read_schedule(runner.vllm_config.additional_config)
         self.replace(perturbation)
-        (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
-        self._leave_encoders_alone()
+        (runners.attach_v2 if self.runner_version == "V2" else runners.attach_v1)(runner, self)
+        # An encoder of pictures or sound runs between the layout of a step and its forward.
+        encoders = (runner, "_execute_mm_encoder"), (getattr(runner, "model_state", None), "execute_mm_encoder")
+        for owner, name in encoders:
+            if hasattr(owner, name):
+                # contextmanager's object is a decorator that makes a new one for each call.
+                setattr(owner, name, self._override.suspended()(getattr(owner, name)))
         new_weights.follow(runner, self)
 
     def replace(self, perturbation: Perturbation) -> None:
@@ -103,7 +100,11 @@ class AttachedPerturbation:
             perturbation, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device
         )
         self.module = _module(perturbation, self._hidden, runner)
-        self._follow_hidden(perturbation)
+        for hook in self._hooks:
+            hook.remove()
+        # No perturbation pays for the hidden states but one that reads them.
+        reads = perturbation.reads_hidden
+        self._hooks = _follow_output_layer(runner.get_model(), lambda h: self.perturber.computed(h)) if reads else ()
         self.perturbation = perturbation
         config = runner.vllm_config.additional_config
         masks = None
@@ -117,16 +118,8 @@ class AttachedPerturbation:
         self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
         self.prepare()
 
-    def _follow_hidden(self, perturbation: Perturbation) -> None:
-        """Shows the perturber what the output layer is given, where the perturbation reads it: no other pays for it."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if perturbation.reads_hidden:
-            self._hooks = _follow_output_layer(self._runner.get_model(), lambda hidden: self.perturber.computed(hidden))
-
     def fingerprint(self) -> str:
-        """What this worker does to its rollouts, to be compared with what a run asked for."""
+        """Of the perturbation and the schedule that this worker has."""
         return fingerprint(self.perturbation, self.schedule)
 
     def warm_up(self) -> None:
@@ -142,7 +135,7 @@ class AttachedPerturbation:
         self.requests.take(None)
 
     def prepare(self) -> None:
-        """Computes what the perturbation needs of the weights at hand; a weight sync ends with this."""
+        """Computes everything that the perturbation needs of the weights; a weight sync ends with this."""
         self._check_awake("perturbation_prepare: nothing can be computed of the weights")
         if self._ahead:
             self.perturbation.prepare(self.embeddings)
@@ -152,16 +145,8 @@ class AttachedPerturbation:
         self._check_awake("perturbation_drift: neighbors cannot be looked for")
         return self.embeddings.drift()
 
-    def weights_left(self) -> None:
-        """The engine sleeps: the addresses of its weights lead nowhere, and reading them ends the process."""
-        self._asleep = True
-
-    def weights_back(self) -> None:
-        """The engine has its weights in memory again."""
-        self._asleep = False
-
     def _check_awake(self, what: str) -> None:
-        if self._asleep:
+        if self.asleep:
             raise UsageError(
                 f"{what} while the engine sleeps and its weights are not in memory. Wake it first, at least with"
                 " wake_up(tags=['weights'])."
@@ -171,14 +156,6 @@ class AttachedPerturbation:
         """All new weights are in place."""
         self.perturber.weights_changed()
         self.prepare()
-
-    def _leave_encoders_alone(self) -> None:
-        """An encoder of pictures or sound runs between the layout of a step and its forward."""
-        model_state = getattr(self._runner, "model_state", None)
-        for owner, name in ((self._runner, "_execute_mm_encoder"), (model_state, "execute_mm_encoder")):
-            if hasattr(owner, name):
-                # contextmanager's object is a decorator that makes a new one for each call.
-                setattr(owner, name, self._override.suspended()(getattr(owner, name)))
 
 
 def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
@@ -236,32 +213,26 @@ class _LazyTokenizer:
 
     def __init__(self, model_config: ModelConfig) -> None:
         self._config = model_config
-        self._loaded: Any = None
 
-    def _get(self) -> Any:
-        if self._loaded is None:
-            from transformers import AutoTokenizer
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
 
-            self._loaded = AutoTokenizer.from_pretrained(
-                self._config.tokenizer,
-                revision=self._config.tokenizer_revision,
-                trust_remote_code=self._config.trust_remote_code,
-            )
-        return self._loaded
+        config = self._config
+        revision, trusted = config.tokenizer_revision, config.trust_remote_code
+        return AutoTokenizer.from_pretrained(config.tokenizer, revision=revision, trust_remote_code=trusted)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens added around it."""
-        return self._get().encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def vocabulary(self) -> list[str]:
         """The decoded text of each token."""
-        tokenizer = self._get()
-        return tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+        return self._tokenizer.batch_decode([[i] for i in range(len(self._tokenizer))])
 
     def special_ids(self, size: int) -> list[int]:
         """Special tokens, and rows of the embedding that no token uses."""
-        tokenizer = self._get()
-        return sorted({*tokenizer.all_special_ids, *range(len(tokenizer), size)})
+        return sorted({*self._tokenizer.all_special_ids, *range(len(self._tokenizer), size)})
 
 
 def _follow_output_layer(model: nn.Module, take: Callable[[Tensor], None]) -> list[RemovableHandle]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
     from ngrpo.rollout.attach import AttachedPerturbation
-    from ngrpo.rollout.vllm_objects import CoreClient, EngineFlags, Worker
 
 logger = logging.getLogger("ngrpo.rollout")
 
@@ -49,7 +48,7 @@ def checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Checks the release, the spec and its combinations, in the caller's process, before any model loads."""
 
     @functools.wraps(original)
-    def create_engine_config(self: EngineFlags, *args: object, **kwargs: object) -> Any:
+    def create_engine_config(self: Any, *args: object, **kwargs: object) -> Any:
         from ngrpo.rollout import settings
 
         perturbation = settings.read(self.additional_config)
@@ -91,7 +90,7 @@ def hash_without_seed(original: Callable[..., str]) -> Callable[..., str]:
     """The key of vLLM's compile cache: engines whose perturbations differ in the seed alone share their graphs."""
 
     @functools.wraps(original)
-    def compute_hash(self: EngineFlags, *args: object, **kwargs: object) -> str:
+    def compute_hash(self: Any, *args: object, **kwargs: object) -> str:
         from ngrpo.rollout import settings
 
         seedless = copy.copy(self)
@@ -103,7 +102,7 @@ def hash_without_seed(original: Callable[..., str]) -> Callable[..., str]:
 
 def attached(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def load_model(self: Worker, *args: object, **kwargs: object) -> None:
+    def load_model(self: Any, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import runner_marker, settings
 
         original(self, *args, **kwargs)
@@ -140,7 +139,7 @@ def answers_of_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM asks every data-parallel rank, and hands over the first one's answers only."""
 
     @functools.wraps(original)
-    async def call_utility_async(self: CoreClient, method: str, *args: object) -> Any:
+    async def call_utility_async(self: Any, method: str, *args: object) -> Any:
         procedure = args[0] if method == "collective_rpc" else None
         if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
             return await original(self, method, *args)
@@ -153,15 +152,15 @@ def answers_of_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
 def with_procedures(worker: type) -> type:
     """vLLM's ``WorkerBase`` with the remote procedures of every worker, called with ``collective_rpc`` by name."""
 
-    def fingerprint(self: Worker) -> str:
+    def fingerprint(self: Any) -> str:
         found = getattr(self, "perturbation", None)
         return found.fingerprint() if found else ""
 
-    def drift(self: Worker) -> tuple[int, ...] | None:
+    def drift(self: Any) -> tuple[int, ...] | None:
         counts = self.perturbation.drift()
         return None if counts is None else dataclasses.astuple(counts)
 
-    def replace(self: Worker, spec: dict[str, Any]) -> None:
+    def replace(self: Any, spec: dict[str, Any]) -> None:
         from perturbations import registry
 
         self.perturbation.replace(registry.create(**spec))
@@ -181,6 +180,6 @@ def with_procedures(worker: type) -> type:
     return worker
 
 
-def runner_version(worker: Worker) -> str:
+def runner_version(worker: Any) -> str:
     """Which of vLLM's model runners a worker has."""
     return "V2" if worker.use_v2_model_runner else "V1"

@@ -41,18 +41,9 @@ _FIRST_POSITION = "perturbation_first_position"
 
 
 def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams:
-    """Sampling parameters whose arguments for the perturbation are a valid dictionary.
+    """The parameters, or a copy, with valid arguments for the perturbation; UsageError for others.
 
-    Args:
-        params: vLLM's ``SamplingParams``, left as they are. The arguments may be JSON text with the record in base64,
-            as a server passes them on, whose requests hold no objects.
-        model_config: vLLM's, of the engine's model.
-
-    Returns:
-        These parameters, or a copy with the arguments read.
-
-    Raises:
-        UsageError: for arguments that are unknown or have invalid values.
+    The arguments may be JSON text with the record in base64, as a server passes them on.
     """
     raw = (getattr(params, "extra_args", None) or {}).get(KEY)
     if raw is None:
@@ -85,15 +76,9 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
 
 
 def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str] = ()) -> dict[str, Any]:
-    """Arguments whose names and types are right, as far as that can be told without the model.
+    """Arguments whose names and types are right without regard to the model; UsageError for others.
 
-    Args:
-        arguments: of a request.
-        where: how an error calls them.
-        further: names that an error lists as known, which the caller has taken out.
-
-    Raises:
-        UsageError: for anything that is no such dictionary.
+    ``where``: their name in an error; ``further``: names that an error lists as known, which the caller has taken out.
     """
     known = [*_ALLOWED, *further]
     if not isinstance(arguments, dict):
@@ -114,11 +99,7 @@ def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str
 
 
 def with_record_read(arguments: object, where: str = _WHERE) -> object:
-    """Arguments as a server gets them, with the record, if any, read from base64.
-
-    Raises:
-        UsageError: for a text that is not base64.
-    """
+    """A server's arguments with the record, if any, read from base64; UsageError for other text."""
     if not isinstance(arguments, dict) or not isinstance(arguments.get("record"), str):
         return arguments
     try:
@@ -172,9 +153,9 @@ def numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
 def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's ``generate_block_hash_extra_keys``: a block of generated tokens belongs to its trajectory alone.
 
-    A block's hash does not show what was fed at its positions, only which tokens stand there. So a block that
-    reaches beyond the prompt, or beyond the first position that a record to be replayed touches, gets the request's
-    own id as an extra key: found again by the same request after a preemption, and by no other.
+    A block's hash shows its tokens, and not the embeddings that were fed. So a block that reaches beyond the prompt, or
+    beyond a replayed record's first position, gets the request's id as an extra key: only the same request finds it
+    again, after a preemption.
     """
 
     def generate_block_hash_extra_keys(request: Request, start: int, end: int, start_mm_idx: int) -> Any:

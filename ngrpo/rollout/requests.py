@@ -22,17 +22,15 @@ if TYPE_CHECKING:
 
 
 class RequestNames:
-    """Internal request ids, found by what a caller says, without going through all of them.
+    """Internal request ids, found by a caller's names without going through all of them.
 
     vLLM appends ``-`` and eight characters to the caller's id, and calls the samples of one request ``0_<its internal
     id>``, ``1_...``. Where several have one external id, they are in the order in which they came.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        """names: internal ids."""
         self._all: set[str] = set()
-        self._by_external: dict[str, dict[str, None]] = {}
-        self._by_parent: dict[str, dict[str, None]] = {}
+        self._found: dict[tuple[str, str], dict[str, None]] = {}
         for name in names:
             self.add(name)
 
@@ -42,23 +40,23 @@ class RequestNames:
     def add(self, name: str) -> None:
         """Takes in an internal id."""
         self._all.add(name)
-        for names, key in self._keys(name):
-            names.setdefault(key, {})[name] = None
+        for key in self._keys(name):
+            self._found.setdefault(key, {})[name] = None
 
     def discard(self, name: str) -> None:
         """Forgets an internal id."""
         self._all.discard(name)
-        for names, key in self._keys(name):
-            ids = names.get(key, {})
+        for key in self._keys(name):
+            ids = self._found.get(key, {})
             ids.pop(name, None)
             if not ids:
-                names.pop(key, None)
+                self._found.pop(key, None)
 
     def matching(self, requests: Iterable[str]) -> list[str]:
         """The internal ids of these external or internal ones, each once."""
         found: dict[str, None] = {}
         for one in requests:
-            found |= self._by_external.get(one, {})
+            found |= self._found.get(("external", one), {})
             if one in self._all:
                 found[one] = None
         return list(found)
@@ -67,13 +65,13 @@ class RequestNames:
         """As :meth:`matching`, with all samples of a request of which one is asked for, or its own internal id is."""
         requests = list(requests)
         parents = dict.fromkeys(parent for one in requests for parent in (one, _parent(one)))
-        samples = (name for parent in parents for name in sorted(self._by_parent.get(parent, ())))
+        samples = (name for parent in parents for name in sorted(self._found.get(("parent", parent), ())))
         return list(dict.fromkeys([*self.matching(requests), *samples]))
 
-    def _keys(self, name: str) -> list[tuple[dict[str, dict[str, None]], str]]:
-        """Where a name stands."""
+    @staticmethod
+    def _keys(name: str) -> list[tuple[str, str]]:
         parent = _parent(name)
-        return [(self._by_external, external_id(name)), *([(self._by_parent, parent)] if parent else [])]
+        return [("external", external_id(name)), *([("parent", parent)] if parent else [])]
 
 
 def external_id(name: str) -> str:
@@ -100,10 +98,10 @@ class RunningRequests:
         self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
         self._counts = seeds.PromptCounts(rank)
         self._dropped: set[str] = set()
-        # Requests that the scheduler has told of as finished, whose last notes may still be on their way, and how many
-        # notes had been taken by then: so many must be in the stores.
+        # Requests that the scheduler has told of as finished, and how many notes had been taken by then: these must all
+        # be in the stores.
         self._ended: dict[str, int] = {}
-        # All alive and all in the buffer, and some that the buffer has dropped by itself, until there are as many.
+        # All alive, all in the buffer, and some that the buffer has dropped since, until there are as many.
         self._names, self._names_most = RequestNames([*buffer.names(), *store.live]), 1024
 
     @property
@@ -116,11 +114,11 @@ class RunningRequests:
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
                 self._ended[name] = self._perturber.noted
-        self._settle()
+        self._finish()
         for new in scheduler_output.scheduled_new_reqs:
             self._open(new)
 
-    def _settle(self, names: Iterable[str] = ()) -> None:
+    def _finish(self, names: Iterable[str] = ()) -> None:
         """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
         self._perturber.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
         for name in [name for name, noted in self._ended.items() if noted <= self._perturber.written]:
@@ -135,7 +133,7 @@ class RunningRequests:
             self._perturber.closed(slot)
 
     def _open(self, new: NewRequestData) -> None:
-        self._settle([new.req_id])
+        self._finish([new.req_id])
         if new.req_id in self._store.live:
             return
         params, prompt = new.sampling_params, require(new.prompt_token_ids, "the prompt's tokens")
@@ -165,17 +163,14 @@ class RunningRequests:
         return FinishedTrajectory(*self._store.record(name), mask)
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
-        """Hands over records, once.
+        """Hands over records, once: internal request id to the parts of its :class:`FinishedTrajectory`.
 
         Args:
             names: internal or external request ids; None for all but ``unfinished``.
             unfinished: internal ids of requests still running, left alone.
-
-        Returns:
-            Internal request id to the bytes of its :class:`FinishedTrajectory`.
         """
         ids = None if names is None else self._names.matching(names)
-        self._settle(self._ended if ids is None else ids)
+        self._finish(self._ended if ids is None else ids)
         if ids is None:
             ids = [*self._buffer.names(), *self._store.live]
         running, trajectories = set(unfinished or ()), {}

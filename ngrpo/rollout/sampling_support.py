@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The support of sampling, the tokens that filters left: on its way from the device to the host, and in memory there.
 
-A step keeps one bit a token on the device and sends only how many tokens each row has left. Once these numbers have
-arrived, the tokens themselves are picked out on the device, exactly as many as there are, and sent: nothing waits, and
-of 1,024 rows with 40 tokens each 0.2 MB go to the host instead of the 19 MB of a bit for each of 151,936 tokens.
+A step keeps one bit a token on the device and sends how many tokens each row has left. Once these numbers have arrived,
+exactly that many tokens are picked out on the device and sent. Nothing waits, and 1,024 rows with 40 tokens each send
+0.2 MB instead of the 19 MB of a bit for each of 151,936 tokens.
 """
 
 from __future__ import annotations
@@ -59,14 +59,9 @@ def marked(counts: np.ndarray, size: int) -> np.ndarray:
 
 
 def pick(bits: Tensor, size: int) -> Tensor:
-    """The tokens whose bits are set, row by row and ascending, without asking the device how many these are.
+    """The tokens whose bits of :func:`pack` are set, row by row and ascending, (size,) int32, without a wait.
 
-    Args:
-        bits: as :func:`pack` makes them, (B, ⌈V/8⌉).
-        size: how many bits are set.
-
-    Returns:
-        (size,) int32.
+    ``size`` is how many are set.
     """
     flat, width = bits.flatten(), bits.shape[1]
     at = torch.nonzero_static(flat, size=size).squeeze(1)  # bytes with a bit; there may be fewer, then -1 follows
@@ -80,11 +75,7 @@ class SamplingSupport:
     """The tokens left at each row of one step."""
 
     def __init__(self, drawable: Tensor, download: Callable[[Tensor], Tensor]) -> None:
-        """
-        Args:
-            drawable: as of :func:`pack`.
-            download: a copy on the host that may arrive later.
-        """
+        """drawable: as of :func:`pack`; download: makes a copy on the host that may arrive later."""
         self._size, self._download = drawable.shape[-1], download
         bits, counts = pack(drawable)
         self._bits: Tensor | None = bits
@@ -98,10 +89,7 @@ class SamplingSupport:
             self._ids.append(self._download(pick(bits[rows], size)))
 
     def read(self, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """What :meth:`ask` had sent, once it has arrived.
-
-        Args:
-            rows: those that are wanted, ascending; None for all.
+        """After the arrival of :meth:`ask`'s tokens, of some rows, which ascend, or of all.
 
         Returns:
             How many tokens each row has left, (N,) int64; and the ids whose bits :func:`pack` sets, ascending within a
@@ -141,13 +129,7 @@ class SamplingMaskStore:
     """
 
     def __init__(self, size: int, slots: int, longest: int, limit: int | None = None) -> None:
-        """
-        Args:
-            size: V.
-            slots: number of slots.
-            longest: positions of a trajectory.
-            limit: bytes that all masks may take; None for :data:`LIMIT`.
-        """
+        """size: V; longest: positions of a trajectory; limit: bytes that all masks may take, None for :data:`LIMIT`."""
         self._size, self._limit = size, min(LIMIT, _memory() // 2) if limit is None else limit
         self._rows = Chunks(slots, longest)
         self._last = np.full(slots, -1, dtype=np.int64)  # position of each slot's last row
@@ -171,18 +153,10 @@ class SamplingMaskStore:
         return (self._made - len(self._free)) * 2 * _CHUNK + 8 * int(self._rows.counts.sum())
 
     def write(self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> None:
-        """Notes the tokens left at one position of each of several slots.
+        """Notes the tokens left at one position of each of several slots (N,); RuntimeError where there is no room.
 
-        A position that is drawn again replaces what came after it, as in the trajectory store.
-
-        Args:
-            slots: (N,), each once.
-            positions: (N,).
-            counts: how many tokens each has left, (N,).
-            ids: as :meth:`SamplingSupport.read` returns them.
-
-        Raises:
-            RuntimeError: where there is no room left.
+        A position that is drawn again replaces all after it, as in the trajectory store. ``counts`` and ``ids`` are as
+        :meth:`SamplingSupport.read` returns them.
         """
         slots, positions = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         for i in (positions <= self._last[slots]).nonzero()[0]:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start-up check: do overrides land where they belong, in an engine and in a trainer's model?
 
-A text whose row i is fed with the embedding of another token y must give the log-probabilities of the text with y in
-that place; a row fed with its own token's embedding, and all other rows, those of the untouched text. In an engine a
-few tiny requests find out before anybody else's, in its core, with its own scheduler, model runner and graphs, so that
-whatever a model does with its embedding takes part; docs/decisions.md has the reasons. The trainer's model is asked by
-`ngrpo/trainers/openrlhf/replay_probe.py`. The functions that take an ``original`` are rows of `ngrpo.patches`.
+A row fed with another token's embedding must give the log-probabilities of the text with that token there; all other
+rows, and one fed with its own token's, those of the untouched text. In an engine a few tiny requests test this with its
+own scheduler, model runner and graphs (docs/decisions.md has the reasons), in a trainer
+`ngrpo/trainers/common/replay_check.py`. Functions that take an ``original`` are rows of `ngrpo.patches`.
 """
 
 from __future__ import annotations
@@ -29,25 +28,20 @@ from perturbations.replay import ReplayRecord
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCore
 
 _LENGTH = 10
-# Share of the effect of y itself that rounding may make up, and the effect in nats below which nothing can be told.
+# By half precision or not: the fraction of the other token's effect that rounding may reach, and the least effect, in
+# nats, that tells anything.
 _ROUNDING = {False: 0.02, True: 0.25}
 _LEAST_EFFECT = {False: 1e-3, True: 0.2}
-_DUE, _PASSED = "_perturbation_probe_due", "_perturbation_probe_passed"
-_TOP = 5  # log-probabilities that are compared at a generated token
+_DUE, _PASSED = "_perturbation_check_due", "_perturbation_check_passed"
 _NUMBERS = itertools.count()
 _ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
 
 
 class ProbeFailure(UsageError):
-    """An override does not land where it belongs, or the model's output does not tell where it landed.
-
-    Attributes:
-        is_certain: False where it could not be told where an override landed.
-    """
+    """An override does not land where it belongs; ``is_certain`` is False where the model's output cannot tell."""
 
     def __init__(self, message: str, is_certain: bool) -> None:
         super().__init__(message)
@@ -59,15 +53,7 @@ class ProbeFailure(UsageError):
 
 @dataclass(frozen=True)
 class ProbeTexts:
-    """Tokens of a check.
-
-    Attributes:
-        first: a text in front of the one with overrides.
-        text: the text with overrides.
-        last: a text behind it.
-        row: the overridden position in ``text``, from 1 on.
-        other: the token whose embedding is fed there; it differs from the token of the text.
-    """
+    """A text, the two around it in a batch, and the token whose embedding is fed at one of its rows (1 or later)."""
 
     first: list[int]
     text: list[int]
@@ -75,16 +61,17 @@ class ProbeTexts:
     row: int
     other: int
 
+    @property
+    def swapped(self) -> list[int]:
+        """The text with the other token in the row."""
+        return [*self.text[: self.row], self.other, *self.text[self.row + 1 :]]
+
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sets of log-probabilities that must agree.
+    """Two sets of log-probabilities that must agree: their mean |Δ log p| in nats, and the other token's effect.
 
-    Attributes:
-        subject: what was compared.
-        apart: mean |Δ log p| in nats.
-        effect: mean |Δ log p| that y in the text makes.
-        allowed: share of the effect, where it is not the one of the dtype.
+    ``allowed`` is a fraction of the effect, in place of the one for the model's dtype.
     """
 
     subject: str
@@ -94,12 +81,7 @@ class Comparison:
 
 
 def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParallelEmbedding) -> bool:
-    """Whether a model has a further table with a row for each token, as Gemma 3n and 4 have for each layer.
-
-    Args:
-        modules: of the model, without its output head.
-        embedding: its input embedding, with ``num_embeddings`` rows.
-    """
+    """Whether modules (without the output head) have a further table of tokens, as Gemma 3n and 4 for each layer."""
     rows = embedding.num_embeddings
     tables = (module for module in modules if module is not embedding and hasattr(module, "embedding_dim"))
     # Gemma's own vocabulary of a layer may lack the last tokens.
@@ -107,14 +89,7 @@ def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParalle
 
 
 def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts:
-    """The texts: tokens of the lower half of the vocabulary, without those at its very beginning.
-
-    Special tokens stand at either end in nearly all vocabularies; a picture's placeholder would be no text.
-
-    Args:
-        vocabulary: V.
-        longest: tokens that a text may have.
-        attempt: another number gives other texts.
+    """Texts of at most ``longest`` tokens of the vocabulary's lower half, where no special tokens are.
 
     Raises:
         UsageError: where the model's context is too short.
@@ -123,8 +98,7 @@ def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts
     if length < 4:
         raise UsageError(f"a probe needs a context of at least 7 tokens, not {longest + 3}: raise max_model_len.")
     usual = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
-    tokens = np.random.default_rng(attempt).permutation(usual)
-    tokens = np.resize(tokens, 3 * length + 1).tolist()
+    tokens = np.resize(np.random.default_rng(attempt).permutation(usual), 3 * length + 1).tolist()
     first, text, last = (tokens[start : start + length] for start in (0, length, 2 * length))
     row, other = length // 2, tokens[-1]
     if other == text[row]:  # a vocabulary of fewer tokens than the texts have
@@ -132,18 +106,39 @@ def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts
     return ProbeTexts(first, text, last, row, other)
 
 
-def judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str, model: str) -> None:
-    """Compares each difference with what rounding may make of it.
+def record_of(fed: Mapping[int, int], prompt_tokens: int, num_tokens: int) -> ReplayRecord:
+    """A record that feeds tokens at positions, which ascend."""
+    ids = np.array([[token] for token in fed.values()], dtype=np.int32)
+    ones = np.ones((len(ids), 1), dtype=np.float32)
+    positions = np.array(list(fed), dtype=np.int32)
+    return ReplayRecord(0, prompt_tokens, num_tokens, positions, ids, ones, None, ones[:, 0] > 0)
 
-    Args:
-        comparisons: of one check.
-        half_precision: whether the model computes in bfloat16 or float16.
-        where: whose model it is, for the message.
-        model: its name, for the message.
+
+def check_texts(
+    vocabulary: int,
+    longest: int,
+    compare: Callable[[ProbeTexts], Sequence[Comparison]],
+    *,
+    half_precision: bool,
+    where: str,
+    model: str,
+) -> None:
+    """Compares up to three texts, until one tells where overrides land.
 
     Raises:
-        ProbeFailure: naming each comparison that is wrong; or where the effect of y is too small to tell.
+        ProbeFailure: naming each comparison that is wrong, or that no text tells.
+        UsageError: where the model's context is too short.
     """
+    for attempt in range(_ATTEMPTS):
+        try:
+            comparisons = compare(text_of_probe(vocabulary, longest, attempt))
+            return _judge(comparisons, half_precision=half_precision, where=where, model=model)
+        except ProbeFailure as error:
+            if error.is_certain or attempt == _ATTEMPTS - 1:
+                raise
+
+
+def _judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str, model: str) -> None:
     least = min(comparison.effect for comparison in comparisons)
     if not least >= _LEAST_EFFECT[half_precision]:
         raise ProbeFailure(
@@ -161,8 +156,8 @@ def judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str
     if lines:
         raise ProbeFailure(
             f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
-            f" in the text changes it by {least:.2g}:\n{lines}\nNothing that this model is fed can be trusted, so that"
-            " nothing was started. Use a model of docs/models.md, or report this one with the lines above.",
+            f" in the text changes it by {least:.2g}:\n{lines}\nNothing was started, since its inputs cannot be"
+            " trusted. Use a model of docs/models.md, or report this one with the lines above.",
             is_certain=True,
         )
 
@@ -237,10 +232,7 @@ def prove_when_idle(core: EngineCore) -> None:
 
 
 def before_request(core: EngineCore) -> None:
-    """Checks the engine where that is due and nothing else is running.
-
-    With vLLM's ``load_format="dummy"``, for measurements of speed, nothing depends on a model's input.
-    """
+    """Checks the engine where that is due and nothing else is running; vLLM's dummy weights tell nothing."""
     has_weights = core.vllm_config.load_config.load_format != "dummy"
     if getattr(core, _DUE, False) and has_weights and _is_idle(core):
         prove(core)
@@ -260,17 +252,9 @@ def _is_idle(core: EngineCore) -> bool:
 
 @contextmanager
 def _without_pause(core: EngineCore) -> Iterator[None]:
-    """Lifts the pause of an engine's scheduler for a while.
-
-    A paused scheduler counts none of the requests that it holds back, and would not run those of the check. Nothing
-    else takes place meanwhile: the core's own loop waits for us.
-    """
+    """Lifts the pause of a scheduler, which counts and runs no request while paused; the core's own loop waits."""
     scheduler, state = core.scheduler, core.scheduler.pause_state
-    unpaused = type(state).UNPAUSED
-    if state == unpaused:
-        yield
-        return
-    scheduler.set_pause_state(unpaused)
+    scheduler.set_pause_state(type(state).UNPAUSED)
     try:
         yield
     finally:
@@ -281,10 +265,7 @@ def _without_pause(core: EngineCore) -> Iterator[None]:
 
 
 def prove(core: EngineCore) -> float:
-    """Asks for the check's requests and judges the answers; an engine that is paused is paused again afterwards.
-
-    Args:
-        core: vLLM's ``EngineCore``, idle.
+    """Runs the check's requests in an idle engine and judges the answers.
 
     Returns:
         Seconds that it took.
@@ -293,11 +274,20 @@ def prove(core: EngineCore) -> float:
         ProbeFailure: where an override does not land where it belongs, or where that cannot be told.
     """
     began = time.perf_counter()
+    model = core.vllm_config.model_config
     # The check's own requests ask for no check; a failure leaves it due, so that no request runs unchecked.
     setattr(core, _DUE, False)
     try:
         with _without_pause(core):
-            _prove(core)
+            partly = any(core.collective_rpc("perturbation_reads_tokens"))
+            check_texts(
+                model.get_vocab_size(),
+                model.max_model_len - 3,
+                lambda texts: _comparisons(core, texts, partly),
+                half_precision=str(model.dtype) != "torch.float32",
+                where="vLLM's engine",
+                model=", ".join(model.architectures or ["a model"]),
+            )
     except BaseException:
         setattr(core, _DUE, True)
         raise
@@ -305,37 +295,23 @@ def prove(core: EngineCore) -> float:
     return time.perf_counter() - began
 
 
-def _prove(core: EngineCore) -> None:
-    partly = any(core.collective_rpc("perturbation_reads_tokens"))
-    model = core.vllm_config.model_config
-    half, name = str(model.dtype) != "torch.float32", ", ".join(model.architectures or ["a model"])
-    for attempt in range(_ATTEMPTS):
-        texts = text_of_probe(model.get_vocab_size(), model.max_model_len - 3, attempt)
-        try:
-            return judge(_comparisons(core, texts, partly), half_precision=half, where="vLLM's engine", model=name)
-        except ProbeFailure as error:
-            if error.is_certain or attempt == _ATTEMPTS - 1:
-                raise
-
-
 @dataclass
 class _Answer:
-    """What an engine says of a text: log π of each of its tokens but the first, and of the likeliest next ones."""
+    """log π of each token of a text but the first, and of the likeliest tokens at the two generated ones."""
 
     tokens: list[int] = field(default_factory=list)
     of_text: list[np.ndarray] = field(default_factory=list)
     next_tokens: list[dict[int, float]] = field(default_factory=list)
 
     def since(self, row: int) -> Any:
-        """Log π of the tokens behind ``row`` + 1, and the likeliest first tokens after the text."""
+        """log π of the tokens behind ``row`` + 1, and the likeliest first tokens after the text."""
         return np.concatenate(self.of_text)[row:], self.next_tokens[0]
 
 
 def _comparisons(core: EngineCore, texts: ProbeTexts, partly: bool) -> list[Comparison]:
     """Asks twice: of texts as they are, and of the same ones with overrides in the midst of others."""
     first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
-    swapped = [*text[:row], other, *text[row + 1 :]]
-    plain_first, plain, plain_last, as_text = _ask(core, [(t, {}) for t in (first, text, last, swapped)])
+    plain_first, plain, plain_last, as_text = _ask(core, [(t, {}) for t in (first, text, last, texts.swapped)])
     end, fed = len(text), plain.tokens[0]
     # The first request's rows come first in the batch, the last one's after those with an override.
     requests: list[tuple[list[int], Mapping[int, int]]] = [
@@ -348,15 +324,15 @@ def _comparisons(core: EngineCore, texts: ProbeTexts, partly: bool) -> list[Comp
     ]
     beside_first, replaced, own, decoded, beside_last, longer = _ask(core, requests)
 
-    def before(answer: _Answer) -> Any:
-        return (answer.since(0)[0][: row - 1],)
-
     def whole(answer: _Answer, start: int = 0) -> Any:
         return (*answer.since(start), answer.next_tokens[1])
 
+    def row_alone(answer: _Answer, start: int = row, stop: int = row + 1) -> Any:
+        return (np.concatenate(answer.of_text)[start:stop],)
+
     effect = _distance(plain.since(row), as_text.since(row))
     compared = {
-        "rows before the overridden one": (before(replaced), before(plain)),
+        "rows before the overridden one": (row_alone(replaced, 0, row - 1), row_alone(plain, 0, row - 1)),
         "a row overridden with its own token's embedding": (whole(own, row), whole(plain, row)),
         "the request in front": (whole(beside_first), whole(plain_first)),
         "the request behind": (whole(beside_last), whole(plain_last)),
@@ -367,9 +343,7 @@ def _comparisons(core: EngineCore, texts: ProbeTexts, partly: bool) -> list[Comp
     comparisons = [Comparison(subject, _distance(*both), effect) for subject, both in compared.items()]
     if partly:
         # A table that follows the token in the text has a part in the row: only that this very row changes is known.
-        here, changed = (
-            _distance((plain.since(row)[0][:1],), (answer.since(row)[0][:1],)) for answer in (as_text, replaced)
-        )
+        here, changed = (_distance(row_alone(plain), row_alone(answer)) for answer in (as_text, replaced))
         same = 1.0 - min(changed / here, 1.0) if here else 1.0
         return [*comparisons, Comparison("an overridden row, which must change", same * here, here, 0.9)]
     step = _distance((decoded.next_tokens[1],), (longer.next_tokens[0],))
@@ -418,35 +392,29 @@ def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]
     return list(answers.values())
 
 
-def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> EngineCoreRequest:
+def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
     arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
     if fed:
-        positions = np.array(sorted(fed), dtype=np.int32)
-        ids = np.array([[fed[position]] for position in positions.tolist()], dtype=np.int32)
-        ones = np.ones((len(ids), 1), dtype=np.float32)
-        record = ReplayRecord(0, len(tokens), len(tokens) + 2, positions, ids, ones, None, ones[:, 0] > 0)
-        arguments |= {"record": record.to_bytes(), "ahead": True}
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=2,
-        ignore_eos=True,
-        logprobs=_TOP,
-        prompt_logprobs=0,
-        detokenize=False,
-        extra_args={KEY: arguments},
-    )
+        arguments |= {"record": record_of(fed, len(tokens), len(tokens) + 2).to_bytes(), "ahead": True}
     given: dict[str, Any] = {
         "request_id": name,
-        "prompt_token_ids": tokens,
-        "sampling_params": params,
-        "arrival_time": time.time(),
         "external_req_id": name,
+        "prompt_token_ids": tokens,
+        "arrival_time": time.time(),
+        "sampling_params": SamplingParams(
+            temperature=0.0,
+            max_tokens=2,
+            ignore_eos=True,
+            logprobs=5,
+            prompt_logprobs=0,
+            detokenize=False,
+            extra_args={KEY: arguments},
+        ),
     }
     # Releases differ in the fields that a request has, and in those without a default.
     fields = EngineCoreRequest.__struct_fields__
     required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
-    known: dict[str, Any] = dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields}
-    return EngineCoreRequest(**known)
+    return EngineCoreRequest(**dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields})

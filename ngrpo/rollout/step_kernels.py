@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step computes of its logits: the tokens, the edits of the gated rows, and what is noted of both.
+"""A step's computations from its logits: the tokens, the edits of the gated rows, and the records of both.
 
-Each of the three parts is compiled where the device is a GPU, so that a step takes a handful of kernels in place of a
-hundred operations. On a CPU, where an operation costs little and a compiler's start seconds, they run as they stand.
+On a GPU each part is compiled, so that a step takes a handful of kernels instead of a hundred operations.
 """
 
 from __future__ import annotations
@@ -123,11 +122,7 @@ class StepKernels:
     ) -> None:
         """
         Args:
-            perturbation: what acts.
-            gate: its gate, whose state changes with each step.
-            embeddings: what the perturbation sees of the model.
             lookup: ids of any shape to their embeddings, shape + (D,).
-            device: where logits are.
             module: the perturbation's module, or None.
             masked: whether log π is normalised over the tokens that filters left, and not over all.
         """
@@ -137,7 +132,7 @@ class StepKernels:
         self._draw = self._part(self._drawn)
         self._edit = self._part(self._edited)
         self._realise = self._part(self._realised)
-        self._token_log_probs = self._part(self._settled)
+        self._token_log_probs = self._part(self._token_log_prob)
         self.candidates = 0  # of a position, where anything was compiled
         self._free = torch.zeros(0, dtype=torch.int64, device=device)
 
@@ -147,13 +142,7 @@ class StepKernels:
     # --- the parts, each a pure function of tensors but for the gate's state -----------------------------------
 
     def draw(self, scaled: Tensor, keys: Tensor, drawable: Tensor | None) -> Drawn:
-        """Draws the next tokens.
-
-        Args:
-            scaled: z̃, (B, V), float32 or the model's dtype.
-            keys: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
-            drawable: z̃ after the request's filters, (B, V) float32; None where there are none.
-        """
+        """Draws the next tokens; arguments as of :func:`~ngrpo.rollout.sample_tokens.sample_by_blocks`."""
         if len(scaled) > 1 or not self.compiled:
             tokens, total, *known = self._draw(scaled, keys, drawable)
             return Drawn(tokens, total, Summary(*known))
@@ -240,20 +229,13 @@ class StepKernels:
         return realise(InputEdit(ids.long(), weights, sigma, vectors), self._lookup, noise, self._module)
 
     def token_log_probs(self, rows: Rows, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
-        """log π of the tokens that stand in the texts, (B,) float32, of which the gate is told.
-
-        Args:
-            rows: all rows.
-            tokens: (B,) int64.
-            counted: the logits that log π is normalised over, (B, V).
-            log_total: their log Σ exp, (B,) float32.
-        """
+        """log π of all rows' tokens (B,) among the logits ``counted`` (B, V) with this log Σ exp; tells the gate."""
         parts = (rows.slots, rows.positions, rows.sampled, tokens, counted, log_total)
         if self.compiled and len(tokens) == 1:
             return self._token_log_probs(*map(twice, parts))[:1]
         return self._token_log_probs(*parts)
 
-    def _settled(
+    def _token_log_prob(
         self, slots: Tensor, positions: Tensor, sampled: Tensor, tokens: Tensor, counted: Tensor, log_total: Tensor
     ) -> Tensor:
         if self._gate.tracks_tokens:
@@ -263,13 +245,13 @@ class StepKernels:
     # --- compilation ---------------------------------------------------------------------------------------------
 
     def compile(self, logits: Tensor) -> Tensor:
-        """Has every version of every part compiled, so that no request waits for it; leaves the gate as it is.
+        """Compiles every version of every part, with and without filters, so that no request waits for it.
 
         Args:
             logits: as the model computes them, (B, V), of any values.
 
         Returns:
-            Tokens, (B,) int64.
+            Tokens, (B,) int64; the gate stays as it is.
         """
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)

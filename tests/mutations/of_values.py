@@ -65,7 +65,7 @@ VALUES = [
         ('widened(r.weights, "constant")', 'widened(r.weights, "edge")', "narrow records are widened with weights"),
     ),
     *of_file(
-        "ngrpo/rollout/runner_v1.py",
+        "ngrpo/rollout/runners.py",
         "test_sampling_schedules_run.py",
         (
             "temperature = scaled.div_(factor.unsqueeze(-1)), temperature * factor",
