@@ -62,10 +62,10 @@ def _timed_proofs(seconds: Any) -> list[float]:
     """A list to which each of the engine's proofs adds what it took; a checkout from before them has none."""
     proofs: list[float] = []
     try:
-        from ngrpo.rollout import engine_probe
+        from ngrpo.rollout import startup_check
     except ImportError:
         return proofs
-    prove = engine_probe.prove
+    prove = startup_check.prove
 
     def timed(core: Any) -> Any:
         began = seconds()
@@ -73,7 +73,7 @@ def _timed_proofs(seconds: Any) -> list[float]:
         proofs.append(seconds() - began)
         return result
 
-    engine_probe.prove = timed
+    startup_check.prove = timed
     return proofs
 
 

@@ -234,11 +234,12 @@ def decode_step(
         def compiled(self: Compiled, *args: Any) -> Any:
             with torch.utils._python_dispatch._disable_current_modes(), contextlib.ExitStack() as inner:
                 inner.enter_context(mode)
-                for part in args:
+                parts = tree_leaves(args)  # of named tuples too
+                for part in parts:
                     if isinstance(part, Tensor):
                         torch._dynamo.maybe_mark_dynamic(part, 0)
                 name = self.plain.__name__
-                key = (name, *known, *(part.dtype if isinstance(part, Tensor) else None for part in args))
+                key = (name, *known, *(part.dtype if isinstance(part, Tensor) else None for part in parts))
                 if name in ("_edited", "_realised") or key not in _SHARED:
                     _SHARED[key] = region(self.plain, *args)
                 entry = cost.regions[name] = _SHARED[key]

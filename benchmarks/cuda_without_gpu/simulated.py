@@ -23,7 +23,7 @@ from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_c
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import FinishedTrajectory, registry
 from perturbations.base import Perturbation

@@ -111,7 +111,7 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.rollout import used_runner
+from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench import tasks
 from ngrpo.workbench.report import summary, write_report
@@ -147,7 +147,7 @@ def start(run: RunConfig, report: Callable[[str], None]) -> int:
         complete = _prepare(run, folder, report)
         run.write(folder / FILE)
         began = time.time()
-        used_runner.watch(folder / summary.RUNNERS)
+        runner_marker.watch(folder / summary.RUNNERS)
         hardware = profile_of_run(run.hardware).name
         started = replace(run, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
         try:

@@ -10,11 +10,9 @@ A step:
 3. note: what the step drew is copied to the host while further steps run (`async_scheduling.py`).
 4. ``drain``: copies that have arrived are written into the trajectory store, row by row of their slots.
 
-A slot is where a trajectory's state lies, in the store, in the gate and in the masks. It is opened with the request
-(``opened``: everything that the last owner left is reset), keeps its place while the request is preempted, and is
-written to by each step that computes it. When the scheduler tells of the request's end, the slot stays until its last
-note is in the store; then the trajectory goes into the replay buffer, and the slot is free (``closed``: an edit that
-was drawn for its next position is dropped). `requests.py` opens and closes slots.
+A slot holds a trajectory's state in the store, the gate and the masks, also while the request is preempted. After the
+request's end it stays until its last note is in the store; then the trajectory goes into the replay buffer.
+`requests.py` opens and closes slots.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ from torch import Tensor, nn
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout.async_scheduling import Note, Notes
 from ngrpo.rollout.input_override import InputOverride
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
-from ngrpo.rollout.step_kernels import STREAMS, Rows, StepKernels
-from ngrpo.rollout.tokens_left import TokensLeft
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
+from ngrpo.rollout.step_kernels import STREAMS, Gated, Logits, Rows, StepKernels
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations import streams
 from perturbations.base import Perturbation
@@ -44,7 +41,7 @@ from perturbations.step import Positions, Step
 from perturbations.verdict import selected
 
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
-_AT_ONCE = 1024
+REPLAY_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class RolloutPerturber:
         self._edits: Edits | None = None
         self._hidden: Tensor | None = None
         self._batch: Batch | None = None
-        self._at_once = _AT_ONCE
+        self._at_once = REPLAY_CHUNK
         self._notes = Notes(store, masks, lambda: self._event())
 
     # --- before the forward -------------------------------------------------------------------------------------
@@ -106,9 +103,9 @@ class RolloutPerturber:
 
         Args:
             names: request ids in batch order.
-            starts: first position computed of each request, (B,).
-            counts: positions computed of each request, (B,).
-            discard: requests whose prefill is not complete, so that their sample is thrown away, (B,) bool.
+            starts: first position that each request computes, (B,).
+            counts: how many positions it computes, (B,).
+            discard: whether its prefill is not complete, so that its sample is thrown away, (B,) bool.
         """
         self._locate_rows(names)
         slots, ends = self._slots, starts + counts
@@ -181,22 +178,11 @@ class RolloutPerturber:
         return self._batch is not None
 
     def compile(self, logits: Tensor) -> Tensor:
-        """Compiles the parts of a step, with and without filters, so that no request waits for it.
-
-        Args:
-            logits: as the model computes them, (B, V), of any values.
-
-        Returns:
-            Tokens, (B,) int64.
-        """
+        """As :meth:`StepKernels.compile`."""
         return self._kernels.compile(logits)
 
     def rehearse(self, logits: Tensor) -> None:
-        """Does the work of a step and leaves nothing behind, so that an engine measures its memory with it.
-
-        Args:
-            logits: as the model computes them, (B, V), of any values.
-        """
+        """Does a step's work on logits (B, V) of any values, so that an engine measures its memory with it."""
         tokens = self.compile(logits)
         rows = torch.arange(len(logits), device=logits.device)
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
@@ -206,7 +192,7 @@ class RolloutPerturber:
         else:
             self._rehearse(scaled, tokens[:1].expand(len(rows)), rows)
         if self._masks is not None:
-            TokensLeft(scaled, self._download).rehearse()
+            SamplingSupport(scaled, self._download).rehearse()
         if self._schedule is not None:
             self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows, rows, rows + 1))
 
@@ -223,16 +209,9 @@ class RolloutPerturber:
             self._gate.open(torch.zeros_like(rows), step, rows)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
-        """What the temperatures of the step in flight are multiplied with.
+        """The factor of each temperature in the step in flight, (B,) float32; None where no schedule acts.
 
-        Args:
-            scaled: logits at the temperatures that the requests ask for, (B, V).
-            temperature: these, (B,) float32.
-            greedy: as in :meth:`finish`.
-
-        Returns:
-            (B,) float32, 1 for greedy rows and for requests without a schedule; None where there is no schedule, or
-            none within an answer.
+        It is 1 for greedy rows and for requests without a schedule. The arguments are those of :meth:`finish`.
         """
         if self._schedule is None:
             return None
@@ -278,13 +257,12 @@ class RolloutPerturber:
         rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
         tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
-            tokens, vectors, edits = self._kernels.edit(
-                of_gated[0], of_gated[1:], rows, draw, scaled, temperature, filtered, greedy, hidden
-            )
+            logits = Logits(scaled, temperature, filtered, greedy, hidden)
+            tokens, vectors, edits = self._kernels.edit(Gated(*of_gated), rows, draw, logits)
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
-        log_probs = self._kernels.settle(rows, tokens, counted, draw.log_total)
-        left = None if self._masks is None else TokensLeft(drawable, self._download)
+        log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
+        left = None if self._masks is None else SamplingSupport(drawable, self._download)
         self._note(batch, within, log_probs, gated, edits, left)
         return tokens
 
@@ -297,7 +275,7 @@ class RolloutPerturber:
         log_probs: Tensor,
         gated: np.ndarray,
         edits: dict[str, Tensor],
-        left: TokensLeft | None,
+        left: SamplingSupport | None,
     ) -> None:
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}

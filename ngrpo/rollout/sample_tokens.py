@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token draws from counter-based streams: the same token for a trajectory in any batch.
 
-The token with the smallest exponential draw over probability is taken (equivalently, Gumbel-max), as in vLLM's own
-sampler, with noise that is a hash of the trajectory's key and the token's id. It stays the same token under float
-rounding of the logits, where inversion of the cumulative distribution would not: there a shift of 1e-6 moves every
-boundary among the tail's 10^5 tokens.
+The token with the smallest exponential draw over probability is taken (Gumbel-max), as in vLLM's own sampler, with
+noise that is a hash of the trajectory's key and the token's id. Rounding of the logits hardly ever changes it; it would
+with inversion of the cumulative distribution, where a shift of 1e-6 moves every boundary among 10^5 tokens.
 """
 
 from __future__ import annotations
@@ -57,17 +56,9 @@ def exponentials(keys: Tensor, size: int) -> Tensor:
 
 
 def sample_tokens(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
-    """The tokens that :func:`sample_by_blocks` draws, in less time on a CPU: a logarithm takes it longer than a hash.
+    """As :func:`sample_by_blocks`, in less time on a CPU: a logarithm takes it longer than a hash.
 
     No score in a block is above that of its largest logit with its smallest draw, so few blocks need their logarithms.
-
-    Args:
-        scaled: as in :func:`sample_by_blocks`.
-        drawable: as there.
-        keys: as there.
-
-    Returns:
-        As :func:`sample_by_blocks`.
     """
     # By the vocabulary alone, so that a row's bits never depend on its batch.
     scaled = scaled.float()
@@ -103,9 +94,7 @@ _fast_sums = torch.compile(block_sums, dynamic=True)
 
 
 def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
-    """Draws tokens in one pass over the logits, once it is compiled for a GPU.
-
-    Each block of 64 tokens is by itself up to the end, so that the rows of a small batch, too, fill the device.
+    """Draws tokens in one pass over the logits, once it is compiled for a GPU; the rows of a small batch fill it too.
 
     Args:
         scaled: z̃, (B, V), float32 or the model's dtype.

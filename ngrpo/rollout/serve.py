@@ -26,14 +26,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
-from ngrpo.rollout.request_check import checked_fields, with_record_read
+from ngrpo.rollout.request_arguments import checked_fields, with_record_read
 from ngrpo.rollout.settings import KEY
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from ngrpo.rollout.vllm_objects import FrontEnd
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 JsonObject = dict[str, Any]
 _PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -119,7 +118,7 @@ def _lengthen_id(headers: MutableHeaders, request: JsonObject) -> str:
     return added
 
 
-async def _answer(held: _Held, engine: FrontEnd, added: str) -> Response:
+async def _answer(held: _Held, engine: AsyncLLM, added: str) -> Response:
     """The server's answer with records and with the client's own id, to which ``added`` was added."""
     headers = {name: value for name, value in held.headers.items() if name != "content-length"}
     if _ID_HEADER in headers:
@@ -133,7 +132,7 @@ async def _answer(held: _Held, engine: FrontEnd, added: str) -> Response:
     return JSONResponse({**answer, "id": answer["id"].removesuffix(added)}, headers=headers)
 
 
-async def _with_records(answer: JsonObject, engine: FrontEnd) -> JsonObject:
+async def _with_records(answer: JsonObject, engine: AsyncLLM) -> JsonObject:
     """The answer, each of its choices with its record; RuntimeError where one is not there."""
     check_installed(await engine.collective_rpc("perturbation_fingerprint"))
     choices = answer["choices"]

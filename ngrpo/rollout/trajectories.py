@@ -24,11 +24,7 @@ class Chunks:
     """
 
     def __init__(self, slots: int, longest: int) -> None:
-        """
-        Args:
-            slots: number of slots.
-            longest: rows of a slot at most.
-        """
+        """longest: rows of a slot at most."""
         self.counts = np.zeros(slots, dtype=np.int64)
         self._held = np.zeros(slots, dtype=np.int64)
         self._table = np.zeros((slots, -(-longest // _CHUNK)), dtype=np.int64)
@@ -73,10 +69,7 @@ class Chunks:
         return {name: array[rows] for name, array in self._arrays.items()} if len(at) else {}
 
     def find(self, slot: int, name: str, value: int) -> int:
-        """Index of a slot's first row whose ``name`` is not below a value; the array ascends along the slot.
-
-        Looked at are the first row of each chunk and the rows of one, however long the slot is.
-        """
+        """Index of a slot's first row whose ``name``, which ascends along the slot, is not below a value."""
         count = int(self.counts[slot])
         if not count:
             return 0
@@ -143,12 +136,9 @@ class TrajectoryStore:
     def __init__(
         self, slots: int, max_model_len: int, embedding: tuple[int, int] | None = None, module: bool = False
     ) -> None:
-        """
-        Args:
-            slots: trajectories alive at once; grows when needed.
-            max_model_len: positions of a trajectory.
-            embedding: (V, D) of the model's embedding matrix, by which its records are known; None for none.
-            module: whether inputs pass the perturbation's learned module.
+        """slots: alive at once, more when needed; embedding: (V, D), which tells the model's records, or None.
+
+        module: whether inputs pass the perturbation's learned module.
         """
         self.length, self.slots, self._embedding = max_model_len, slots + _SPARE, embedding
         self._model = 0 if embedding is None else model_fingerprint(*embedding, module)
@@ -171,10 +161,6 @@ class TrajectoryStore:
         """Gives a new request a clean slot.
 
         Args:
-            request_id: its name.
-            seed: of its draws.
-            prompt_tokens: length of its prompt.
-            perturbed: whether the perturbation acts.
             training_step: that it is for; below 0 for a request without a sampling schedule.
             answer: which answer to its prompt it is, from 0, and of how many.
         """
@@ -206,15 +192,10 @@ class TrajectoryStore:
         self._edits.write(slots, self._edits.counts[slots], {"positions": positions.astype(np.int32), **parts})
 
     def load(self, trajectory: Trajectory, record: ReplayRecord, ahead: bool = False) -> None:
-        """Puts the record of earlier turns in place, to be replayed on the prompt's positions.
+        """Has the record of earlier turns replayed on a new request's prompt; ValueError for one of another model.
 
         Args:
-            trajectory: of a new request.
-            record: of its prompt.
-            ahead: replay it on generated positions too, and mix rows alone: a probe's record.
-
-        Raises:
-            ValueError: for a record of another model.
+            ahead: replay it on generated positions too, and mix rows alone: a start-up check's record.
         """
         if self._embedding is not None:
             record.check_model(*self._embedding)
@@ -234,14 +215,7 @@ class TrajectoryStore:
         return self._edits.read(slot, *(self._edits.find(slot, "positions", at) for at in (start, stop)))
 
     def record(self, request_id: str) -> tuple[ReplayRecord, np.ndarray]:
-        """The record and the log-probabilities of the generated tokens so far.
-
-        Args:
-            request_id: a live request.
-
-        Returns:
-            The record, and log π of each generated token at the rollout, (generated,) float32.
-        """
+        """The record of a live request, and log π of each generated token so far, (generated,) float32."""
         t = self.live[request_id]
         log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
         parts: dict[str, Any] = {"sigma": None, **(self._edits.read(t.slot) or _no_edits())}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.trajectories import Chunks, TrajectoryStore
 from perturbations import FinishedTrajectory, create, registry
 from perturbations.embeddings import matrix_embeddings

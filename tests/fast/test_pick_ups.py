@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.rollout.async_scheduling import keep_length, keep_lengths_in, taken_length
+from ngrpo.rollout.async_scheduling import LENGTHS, keep_length, taken_length
 from ngrpo.trainers.common.engine_records import PickUps
 
 
@@ -18,8 +18,7 @@ class Engine:
 
     def __init__(self, missing: tuple[str, ...] = (), fails: int = 0) -> None:
         self.calls: list[list[str]] = []
-        self.output_processor = SimpleNamespace()
-        keep_lengths_in(self.output_processor)
+        self.output_processor = SimpleNamespace(**{LENGTHS: {}})
         self._missing, self._fails = missing, fails
 
     async def collective_rpc(self, method: str, args: Any) -> Any:

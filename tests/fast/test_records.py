@@ -30,7 +30,7 @@ class FrontEnd:
 
     def __init__(self) -> None:
         self.request_states: dict[str, Any] = {}
-        async_scheduling.keep_lengths_in(self)
+        vars(self)[async_scheduling.LENGTHS] = {}
 
     def finish(self, name: str, tokens: int) -> None:
         state = SimpleNamespace(request_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens))

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.rollout.request_names import RequestNames, external_id
-from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.requests import RequestNames, RunningRequests, external_id
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import ReplayRecord, create, seeds
 from perturbations.registry import buffers

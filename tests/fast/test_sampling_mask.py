@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
-from ngrpo.rollout.tokens_left import TokensLeft
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from perturbations.replay.trajectory import SamplingMask
 
 V = 203  # not a multiple of 8
@@ -32,7 +31,7 @@ def stored(rows: list[list[int]], positions: list[int]) -> SamplingMask:
 
 def write(store: SamplingMaskStore, slots: list[int], positions: list[int], rows: list[list[int]]) -> None:
     """A step that leaves these tokens at these positions of these slots."""
-    left = TokensLeft(masked(rows), lambda part: part)
+    left = SamplingSupport(masked(rows), lambda part: part)
     left.ask()
     store.write(slots, positions, *left.read(None))
 

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from ngrpo import patches
-from ngrpo.rollout import plugin
+from ngrpo.rollout import async_scheduling, plugin, request_arguments
 from ngrpo.rollout.async_scheduling import LENGTHS
-from ngrpo.rollout.request_check import checked
+from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
 from perturbations import FinishedTrajectory, ReplayRecord
 from perturbations.errors import UsageError
@@ -105,7 +105,7 @@ def test_a_prompt_in_parts_is_refused() -> None:
     perturbed = {"perturbation": {"name": "neighbor"}}
     for config, refused in ((perturbed, True), ({}, False)):
         processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), model_config=MODEL)
-        process = plugin.checked_request(lambda self, *args, **kwargs: kwargs)
+        process = request_arguments.checked_request(lambda self, *args, **kwargs: kwargs)
         if refused:
             with pytest.raises(UsageError, match="Give the whole prompt"):
                 process(processor, "a", [1], Params(extra_args=None), resumable=True)
@@ -117,7 +117,7 @@ def test_a_prompt_in_parts_is_refused() -> None:
 @pytest.mark.parametrize("config", [{"perturbation": {"name": "neighbor"}}, {"seeded_draws": True}, {}])
 def test_only_an_engine_that_asks_keeps_the_lengths_of_its_answers(config: dict[str, Any]) -> None:
     engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), output_processor=SimpleNamespace())
-    plugin.with_lengths(lambda self: None)(engine)
+    async_scheduling.with_lengths(lambda self: None)(engine)
     assert vars(engine.output_processor) == ({LENGTHS: {}} if config else {})
 
 

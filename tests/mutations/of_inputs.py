@@ -138,7 +138,7 @@ DENSITIES = [
 ]
 
 _LOSS, _STORE = "ngrpo/trainers/common/log_probs.py", "perturbations/replay/trajectory.py"
-_LEFT = "ngrpo/rollout/tokens_left.py"
+_LEFT = "ngrpo/rollout/sampling_support.py"
 _MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
 
 SAMPLING = [

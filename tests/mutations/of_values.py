@@ -65,7 +65,7 @@ VALUES = [
         ('widened(r.weights, "constant")', 'widened(r.weights, "edge")', "narrow records are widened with weights"),
     ),
     *of_file(
-        "ngrpo/rollout/runner_v1.py",
+        "ngrpo/rollout/runners.py",
         "test_sampling_schedules_run.py",
         (
             "temperature = scaled.div_(factor.unsqueeze(-1)), temperature * factor",
@@ -87,8 +87,8 @@ VALUES = [
         "ngrpo/rollout/step_kernels.py",
         _DRAWN,
         (
-            "(scaled if drawable is None else drawable)[gated",
-            "scaled[gated",
+            "(logits.scaled if drawable is None else drawable)[gated",
+            "logits.scaled[gated",
             "a token that a filter cut may be proposed",
         ),
         (", self._gate.ending(slots, positions), sampled > 0)", ", self._gate.ending(slots, positions))", "discarded"),

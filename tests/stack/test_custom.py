@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from perturbations import create, create_gate, registry, replaying
-from perturbations.step import Positions
+from perturbations import create, registry, replaying
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
 pytestmark = pytest.mark.stack
@@ -115,28 +114,6 @@ def test_top_margin_opens_exactly_where_the_policy_wavers(engine: Any, hf_model:
         assert (open_ == (margin <= 0.3))[clear].all()
         counts += [open_.sum(), (~open_).sum()]
     assert counts.min() > 20
-
-
-def test_a_closed_gate_leaves_sampling_and_lookup_ordinary(engine: Any) -> None:
-    """neighbor writes the likeliest token into the text: where the gate is closed it must not."""
-    prompts = chat_prompts(engine)
-    arguments = [{"seed": 11 + i} for i in range(len(prompts))]
-    set_perturbation(engine, "neighbor", rate=1.0, until=None, gate="top_margin", **{"gate.margin": 0.0})
-    closed = sample(engine, prompts, arguments, max_tokens=24)
-    set_perturbation(engine, "neighbor", rate=0.0)
-    plain = sample(engine, prompts, arguments, max_tokens=24)
-    assert [r.tokens for r in closed] == [r.tokens for r in plain]
-    assert all(len(r.record) == 0 for r in closed)
-
-
-def test_bursts_perturb_what_they_planned(engine: Any) -> None:
-    gate = create_gate("bursts", length=4, share=0.4)
-    set_perturbation(engine, "soft", rate=1.0, until=None, gate=gate)
-    for rollout in sample(engine, chat_prompts(engine), max_tokens=40):
-        first = len(rollout.prompt)
-        at = np.arange(first, first + len(rollout.tokens))
-        planned = gate.plan(Positions(np.full_like(at, rollout.record.seed), np.full_like(at, first), at))
-        assert (edited(rollout) == planned).all()
 
 
 def test_a_gates_draws_do_not_depend_on_the_batch(engine: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.override_probe import ProbeFailure, text_of_probe
+from ngrpo.rollout.startup_check import ProbeFailure, text_of_probe
 from ngrpo.trainers.common.replay_check import check_replay
 from perturbations.errors import UsageError
 from perturbations.replay import scope

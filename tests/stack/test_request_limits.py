@@ -17,11 +17,6 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
-@pytest.fixture(scope="module")
 def limited(model: str) -> Iterator[Any]:
     yield build_engine(model, {"name": "neighbor"}, max_model_len=128, logprobs_mode="processed_logprobs")
 
@@ -29,18 +24,6 @@ def limited(model: str) -> Iterator[Any]:
 @pytest.mark.parametrize("spec", EVERY, ids=name_of)
 def test_every_answer_is_legal(limited: Any, spec: dict[str, Any]) -> None:
     check_mixed_batch(limited, spec)
-
-
-@pytest.mark.parametrize("spec", EVERY, ids=name_of)
-def test_temperature_0_is_greedy(limited: Any, spec: dict[str, Any]) -> None:
-    """Each token is the likeliest after the perturbed inputs before it, whatever token the noise picked."""
-    # In one batch with a request that draws.
-    *cold, _ = answers(limited, spec, [{"temperature": 0}, {"temperature": 0, "logit_bias": {17: 1.0}}, {}])
-    for completion, record, log_probs in cold:
-        assert [step[token].rank for step, token in zip(completion.logprobs, completion.token_ids)] == [1] * 12
-        assert np.isfinite(log_probs).all()
-        assert record.agreed.all()
-        assert not (spec["name"].endswith("RunnerUp") and len(record)), "the second likeliest is never the likeliest"
 
 
 def test_a_position_whose_proposal_is_excluded_is_an_ordinary_one(limited: Any) -> None:

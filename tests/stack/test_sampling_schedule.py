@@ -22,11 +22,6 @@ SEEDS = [{"seed": i} for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
-@pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[Any]:
     """A schedule and no perturbation, prefills in chunks, log-probabilities as OpenRLHF asks for them."""
     yield build_engine(
@@ -59,10 +54,9 @@ def test_a_schedule_alone(llm: Any, hf_model: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
-    ("perturbation", "options"),
-    [("neighbor", {"rate": 0.5, "mix_temperature": 3.0}), ("gumbel", {}), ("multiplex", {}), ("gaussian", {})],
+    ("schedule", "perturbation", "options"),
+    [("ead", "neighbor", {"rate": 0.5, "mix_temperature": 3.0}), ("edt", "gumbel", {}), ("ead", "gaussian", {})],
 )
 def test_with_a_perturbation(
     llm: Any, hf_model: Any, schedule: str, perturbation: str, options: dict[str, Any]

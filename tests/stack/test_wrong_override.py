@@ -40,7 +40,7 @@ class Case:
         from transformers import AutoModelForCausalLM
 
         path, target = tiny_model(form, folder), folder / "rollouts.pickle"
-        run_module("tests.stack.wrong_override_rollout", form, path, dtype, str(eager), str(target))
+        run_module("tests.stack.wrong_override", form, path, dtype, str(eager), str(target))
         self.found = pickle.loads(target.read_bytes())
         self.half = dtype != "float32"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))

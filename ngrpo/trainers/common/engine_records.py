@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.rollout.async_scheduling import taken_length
 from ngrpo.rollout.records import of_all_workers
-from ngrpo.rollout.request_names import external_id
+from ngrpo.rollout.requests import external_id
 from perturbations.errors import require
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
 from ngrpo.machine.upstream.versions import machine, versions
-from ngrpo.rollout import used_runner
+from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import kept_groups
 from perturbations import registry
 
@@ -76,7 +76,7 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
         "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
         "hardware": run.hardware,
         "machine": machine(),
-        "versions": versions(used_runner.read(folder / RUNNERS)),
+        "versions": versions(runner_marker.read(folder / RUNNERS)),
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),

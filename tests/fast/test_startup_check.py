@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.rollout import engine_probe, plugin
+from ngrpo.rollout import startup_check
 from ngrpo.trainers.common.engine_records import EngineCheck
 
 
@@ -85,61 +85,64 @@ class Scheduler:
 
 
 def core_with(scheduler: Scheduler, sleeping: bool = False) -> Any:
-    """An engine's core as far as it is asked whether it can be proven."""
-    model = SimpleNamespace(dtype="torch.float32")
+    """An engine's core as far as it is asked whether it can be checked; ``states``: its scheduler's in each check."""
+    model = SimpleNamespace(dtype="torch.float32", max_model_len=32, architectures=None, get_vocab_size=lambda: 32)
     config = SimpleNamespace(
         additional_config={"perturbation": {"name": "neighbor"}},
         model_config=model,
         load_config=SimpleNamespace(load_format="auto"),
     )
-    executor = SimpleNamespace(is_sleeping=sleeping)
-    return SimpleNamespace(vllm_config=config, scheduler=scheduler, model_executor=executor)
+    core = SimpleNamespace(vllm_config=config, scheduler=scheduler, states=[])
+    core.model_executor = SimpleNamespace(is_sleeping=sleeping)
+    core.collective_rpc = lambda method: [core.states.append(scheduler.pause_state)]
+    return core
 
 
 @pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> list[PauseState]:
-    """The states of the scheduler in which probes ran."""
-    found: list[PauseState] = []
-    monkeypatch.setattr(engine_probe, "_prove", lambda core: found.append(core.scheduler.pause_state))
-    return found
+def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup_check, "check_texts", lambda *_, **__: None)
 
 
+@pytest.mark.usefixtures("no_requests")
 @pytest.mark.parametrize("state", PauseState)
-def test_a_paused_engine_is_proven_and_paused_again(state: PauseState, states: list[PauseState]) -> None:
+def test_a_paused_engine_is_proven_and_paused_again(state: PauseState) -> None:
     """As in a run that is strict and reproducible: it pauses its engines until a batch is complete."""
     core = core_with(Scheduler(state=state))
-    engine_probe.prove_when_idle(core)
-    assert states == [PauseState.UNPAUSED] and core.scheduler.pause_state == state
-    engine_probe.before_request(core)
-    assert len(states) == 1, "nothing is due any more"
+    startup_check.prove_when_idle(core)
+    assert core.states == [PauseState.UNPAUSED] and core.scheduler.pause_state == state
+    startup_check.before_request(core)
+    assert len(core.states) == 1, "nothing is due any more"
 
 
+@pytest.mark.usefixtures("no_requests")
 @pytest.mark.parametrize("state", PauseState)
-def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState, states: list[PauseState]) -> None:
+def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState) -> None:
     core = core_with(Scheduler(waiting=1, state=state))
-    engine_probe.prove_when_idle(core)
-    engine_probe.before_request(core)
-    assert not states and core.scheduler.pause_state == state
+    startup_check.prove_when_idle(core)
+    startup_check.before_request(core)
+    assert not core.states and core.scheduler.pause_state == state
     core.scheduler.waiting = 0
-    engine_probe.before_request(core)
-    assert len(states) == 1
+    startup_check.before_request(core)
+    assert len(core.states) == 1
 
 
-def test_the_pause_of_a_sleeping_engine_is_not_lifted(states: list[PauseState]) -> None:
+@pytest.mark.usefixtures("no_requests")
+def test_the_pause_of_a_sleeping_engine_is_not_lifted() -> None:
     core = core_with(Scheduler(state=PauseState.PAUSED_NEW), sleeping=True)
-    engine_probe.prove_when_idle(core)
-    engine_probe.before_request(core)
-    assert not states
+    startup_check.prove_when_idle(core)
+    startup_check.before_request(core)
+    assert not core.states
     core.model_executor.is_sleeping = False
-    engine_probe.before_request(core)
-    assert len(states) == 1
+    startup_check.before_request(core)
+    assert len(core.states) == 1
 
 
-def test_finished_requests_do_not_make_an_engine_busy(states: list[PauseState]) -> None:
+@pytest.mark.usefixtures("no_requests")
+def test_finished_requests_do_not_make_an_engine_busy() -> None:
     """An engine in its caller's process takes no step after its last request, so that its workers hear of none."""
     core = core_with(Scheduler(finished=2))
-    engine_probe.prove_when_idle(core)
-    assert len(states) == 1
+    startup_check.prove_when_idle(core)
+    assert len(core.states) == 1
 
 
 @pytest.mark.parametrize(("waiting", "told"), [(0, True), (1, False)])
@@ -153,7 +156,7 @@ def test_workers_hear_of_finished_requests_before_a_perturbation_is_replaced(wai
         return {}, False
 
     core.step_fn, core.post_step, core.batch_queue = step, lambda executed: None, None
-    plugin.with_calls_of_core(lambda self, method: calls.append(method))(core, "perturbation_replace")
+    startup_check.with_calls_of_core(lambda self, method: calls.append(method))(core, "perturbation_replace")
     assert calls == [*(["step"] if told else []), "perturbation_replace"]
 
 
@@ -167,6 +170,6 @@ def test_no_request_runs_after_a_proof_that_failed() -> None:
     core = core_with(Scheduler())
     core.collective_rpc = collective_rpc
     with pytest.raises(RuntimeError, match="first"):
-        engine_probe.engine_started(core)
+        startup_check.checked_core(lambda self, config: None)(core, core.vllm_config)
     with pytest.raises(RuntimeError, match="second"):
-        engine_probe.before_request(core)
+        startup_check.before_request(core)

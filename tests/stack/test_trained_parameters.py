@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A perturbation with parameters, and one with dense vectors, on the real engine: exact, synced, recomputed."""
+"""Perturbations with parameters (HRPO, TARPO), and one with dense vectors, on the real engine: synced and exact."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ngrpo.machine.storage import parameters_file
 from ngrpo.rollout import set_perturbation
 from perturbations import create, parameters
 from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample, sync
+from tests.stack.routed import TEMPERATURE, compare, decisions, replayed
+from tests.stack.routed import shaken as routed_shaken
 from tests.stack.scheduling import note_preemptions
 from tests.two_ranks import run_two_ranks
 
@@ -30,12 +32,21 @@ def shaken(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def beside(model: Any, name: str) -> Iterator[Any]:
+    """The shared model with a perturbation's module beside it, for one test."""
+    parameters.attach(model, create(name))
+    yield model
+    detach(model)
+
+
 @pytest.fixture
 def gated(hf_model: Any) -> Iterator[Any]:
-    """The shared model with HRPO's gate beside it, for one test."""
-    parameters.attach(hf_model, create("hrpo"))
-    yield hf_model
-    detach(hf_model)
+    yield from beside(hf_model, "hrpo")
+
+
+@pytest.fixture
+def routed(hf_model: Any) -> Iterator[Any]:
+    yield from beside(hf_model, "tarpo")
 
 
 def detach(model: Any) -> None:
@@ -114,7 +125,53 @@ def test_dense_vectors(engine: Any, hf_model: Any) -> None:
     assert gaps(hf_model, [Rollout(more, second.tokens, first.record, second.log_probs, [])]).max() > 1e-3
 
 
+def test_a_trained_router_reaches_the_rollout(engine: Any, routed: Any, tmp_path: Path) -> None:
+    """Prefills in chunks, cached prefixes, a batch of several; also a further turn, which asks nothing again."""
+    set_perturbation(engine, "tarpo")
+    prompts = chat_prompts(engine, copies=2)
+    with decisions() as seen:
+        fresh = sample(engine, prompts, max_tokens=12, temperature=TEMPERATURE)
+        token_gap, gap, count, latent = compare(routed, fresh, seen)
+        assert max(token_gap, gap) <= 1e-4 and count == 12 * len(fresh) and latent <= 0.05 * count
+        routed_shaken(parameters.attached(routed))
+        assert compare(routed, fresh, seen)[1] > 1.0, "not synced yet: this must show"
+        sync(engine, routed, tmp_path)
+        seen.clear()
+        rollouts = sample(engine, prompts, max_tokens=32, temperature=TEMPERATURE)
+        token_gap, gap, count, latent = compare(routed, rollouts, seen)
+        assert max(token_gap, gap) <= 1e-4, (token_gap, gap)
+        assert count == len(seen) and 0.2 * count < latent < 0.8 * count
+        assert len({round(pair[0], 3) for pair in seen.values()}) > 0.5 * count, (
+            "each position has its own hidden state"
+        )
+        assert gaps(routed, rollouts, replay=False, temperature=TEMPERATURE).max() > 1e-2
+        asked = len(seen)
+        first = {"record": rollouts[0].record.to_bytes()}
+        further = sample(engine, [rollouts[0].sequence], [first], max_tokens=8, temperature=TEMPERATURE)
+        assert len(seen) == asked + 8 and gaps(routed, further, temperature=TEMPERATURE).max() <= 1e-4
+    entries, own = replayed(routed, rollouts[:2], weight=0.1)
+    routed.zero_grad()
+    (torch.cat(entries) - torch.cat(own)).sum().backward()
+    assert all(p.grad.abs().max() > 0.0 for p in parameters.attached(routed).parameters())
+    assert routed.model.layers[0].mlp.down_proj.weight.grad.abs().max() > 0.0, "the decision trains the policy too"
+    routed.zero_grad()
+
+
+def test_preemption_asks_the_router_nothing_again(narrow: Any, routed: Any) -> None:
+    """What was decided before a preemption is in the record, and is fed from there."""
+    narrow.preempted.clear()
+    set_perturbation(narrow, "tarpo", bias=0.0)
+    for parameter in parameters.attached(routed).parameters():
+        if len(parameter.shape) == 1:
+            parameter.data.copy_(torch.tensor([-4.6, 0.0]))
+    with decisions() as seen:
+        rollouts = sample(narrow, chat_prompts(narrow), max_tokens=48, temperature=TEMPERATURE)
+    assert narrow.preempted, "the cache is not small enough for this test to show anything"
+    token_gap, gap, count, latent = compare(routed, rollouts, seen)
+    assert max(token_gap, gap) <= 1e-4 and count == len(seen) and 0.3 * count < latent < 0.7 * count
+
+
 def test_two_ranks_under_zero_2_and_3(tmp_path: Path) -> None:
-    """In processes of their own: gradient, learning rates, checkpoint; also where a rank has nothing perturbed."""
-    run_two_ranks("tests.stack.zero_gate", str(tmp_path))
+    """Gradient, learning rates, checkpoint; also where a rank has nothing perturbed."""
+    run_two_ranks("tests.stack.zero_parameters", str(tmp_path))
     assert (tmp_path / "zero-3" / parameters_file.FILE).is_file()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.rollout import used_runner
+from ngrpo.rollout import runner_marker
 from ngrpo.workbench.compare.runs import identity
 from ngrpo.workbench.report import summary
 from tests.fast.compare_example import plan
@@ -19,35 +19,35 @@ from tests.fast.run import run_of
 
 def answer(runner: str) -> None:
     """As an engine does, in a process of its own."""
-    program = f"from ngrpo.rollout import used_runner; used_runner.note({runner!r})"
+    program = f"from ngrpo.rollout import runner_marker; runner_marker.note({runner!r})"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_engines_answer_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(used_runner.VARIABLE, "")
+    monkeypatch.setenv(runner_marker.VARIABLE, "")
     folder = tmp_path / "run" / "model_runner"
     answer("V1")
-    used_runner.watch(folder)
-    assert used_runner.read(folder) is None
+    runner_marker.watch(folder)
+    assert runner_marker.read(folder) is None
     answer("V2")
-    assert used_runner.read(folder) == "V2"
+    assert runner_marker.read(folder) == "V2"
     answer("V1")
-    assert used_runner.read(folder) == "V1, V2"
-    used_runner.watch(folder)
-    assert used_runner.read(folder) is None, "what an earlier run left does not count"
+    assert runner_marker.read(folder) == "V1, V2"
+    runner_marker.watch(folder)
+    assert runner_marker.read(folder) is None, "what an earlier run left does not count"
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(used_runner.VARIABLE, str(tmp_path / "file" / "model_runner"))
-    used_runner.note("V1")
-    assert used_runner.read(tmp_path / "file" / "model_runner") is None
+    monkeypatch.setenv(runner_marker.VARIABLE, str(tmp_path / "file" / "model_runner"))
+    runner_marker.note("V1")
+    assert runner_marker.read(tmp_path / "file" / "model_runner") is None
 
 
 def test_the_summary_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(used_runner.VARIABLE, "")
-    used_runner.watch(tmp_path / summary.RUNNERS)
-    used_runner.note("V2")
+    monkeypatch.setenv(runner_marker.VARIABLE, "")
+    runner_marker.watch(tmp_path / summary.RUNNERS)
+    runner_marker.note("V2")
     summary.finish(tmp_path, run_of(hardware="cpu"), began=0.0)
     assert json.loads((tmp_path / "summary.json").read_text())["versions"]["model runner"] == "V2"
 
