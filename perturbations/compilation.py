@@ -32,7 +32,7 @@ def twice(part: Tensor) -> Tensor:
 class Compiled:
     """A function of tensors compiled as a whole; uncompiled (``plain``) once the compiler has failed.
 
-    ``purpose`` names the function in that warning.
+    ``purpose`` names it in that warning.
     """
 
     def __init__(self, function: Callable[..., Any], purpose: str) -> None:

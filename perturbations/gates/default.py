@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default gate: the rate's draw, the schedule, the end of thinking, entropy and protected tokens.
+"""The default gate and its verdict: which rows of a step are perturbed.
 
-A position is perturbed where all of these and the user's further gate, if any, agree. The host decides what depends on
-seed and position alone, the device what depends on logits or tokens; nothing here waits for the device.
+On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
+select the position. On the device: the request's sampling allows the proposed token, thinking goes on, the policy is
+uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed unless the
+token is protected or ends the thinking, or the perturbation does not act there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +23,9 @@ from perturbations.gates import Gate
 from perturbations.options import Options, option
 from perturbations.registry import gates
 from perturbations.step import GateStep, Positions, Step
+
+if TYPE_CHECKING:
+    from perturbations.base import Proposal
 
 _NEVER = torch.iinfo(torch.int64).max
 # Tokens kept beyond the length of `until`, so that a position drawn again still finds the ones before it.
@@ -60,8 +66,8 @@ class GateOptions(Options):
 class BoundGate:
     """A perturbation's gate in a rollout, for the trajectories of one worker.
 
-    Each trajectory has a row of state: its latest tokens by position, and the position where its thinking ended.
-    Telling or asking the same position twice gives the same answers, so a token may be drawn again.
+    Each trajectory has a row of state: its latest tokens by position, and the position where its thinking ended. A
+    position may be observed and drawn again. Only :meth:`selected` runs on the host; nothing waits for the device.
     """
 
     def __init__(
@@ -93,10 +99,6 @@ class BoundGate:
         self._recent = torch.full((rows, len(until) + _SLACK), -1, dtype=torch.int64, device=device)
         self._ended = torch.full((rows,), _NEVER, dtype=torch.int64, device=device)
 
-    def selects(self, positions: Positions) -> np.ndarray:
-        """As :meth:`GateOptions.selects`."""
-        return self._options.selects(positions)
-
     @property
     def tracks_tokens(self) -> bool:
         """Whether :meth:`observe` must see every token."""
@@ -107,6 +109,11 @@ class BoundGate:
         """Whether every selected position passes, so that nothing needs to be evaluated on the device."""
         options = self._options
         return all(part is None for part in (self._until, self._protected, options.entropy_min, options.gate))
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The tensors that :meth:`observe` changes, each with a row for every trajectory."""
+        return self._ended, self._recent
 
     def grow(self, rows: int) -> None:
         """Makes room for more trajectories; the state of the present ones stays."""
@@ -119,14 +126,39 @@ class BoundGate:
         self._ended[row] = _NEVER
         self._recent[row] = -1
 
-    def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
-        """Whether thinking goes on, the policy is uncertain enough and the further gate is open: (B,) bool.
+    def selected(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
+        """Which of N next tokens may be perturbed, as far as the host can tell: their rows (G,) int64, ascending.
+
+        ``eligible``: whether a row's request is to be perturbed and its token will be kept, (N,) bool.
+        """
+        return (self._options.selects(at) & eligible).nonzero()[0]
+
+    def verdict(
+        self, step: Step, proposal: Proposal, rows: Tensor, first: Tensor, allowed: Tensor, greedy: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Whether the proposed token is in the text, and whether its input is fed, at G positions: (G,) bool each.
 
         Args:
-            rows: (B,) int64, the trajectories.
-            step: B positions.
-            first: first generated position of each trajectory, (B,) int64.
+            step: the positions.
+            proposal: the perturbation's answer.
+            rows: of the trajectories, (G,) int64.
+            first: first generated position of each, (G,) int64.
+            allowed: whether the request's filters (top-k, top-p, min-p, a grammar) leave the proposed token, (G,) bool.
+            greedy: argmax tokens for greedy rows and -1 elsewhere, (G,) int64, or None where no row is greedy.
         """
+        # What the request's own sampling excludes (at temperature 0 all but the likeliest token) is never in its text:
+        # such a position stays unperturbed.
+        opened = allowed
+        if greedy is not None:
+            opened = opened & ((greedy < 0) | (greedy == proposal.tokens))
+        fed = opened
+        if not self.always_open:
+            opened = opened & self.open(rows, step, first)
+            fed = opened & self.feeds(proposal.tokens, self.ending(rows, step.positions))
+        return opened, fed if proposal.acts is None else fed & proposal.acts
+
+    def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
+        """Whether thinking goes on, the policy is uncertain enough and the further gate is open: (B,) bool."""
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
             is_open = is_open & (step.entropy() >= self._options.entropy_min)
@@ -146,16 +178,10 @@ class BoundGate:
     def feeds(self, tokens: Tensor, ending: Tensor) -> Tensor:
         """Which proposed tokens (B,) may be fed perturbed, (B,) bool, with ``ending`` of :meth:`ending`.
 
-        Protected tokens and the one that completes the end of thinking stay in the text as proposed and are fed as
-        they are: another token instead would make them rarer than under the policy.
+        The others are fed as they are: another token in the text would make them rarer than under the policy.
         """
         fed = tokens != ending
         return fed if self._protected is None else fed & ~self._protected[tokens]
-
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        """The tensors that :meth:`observe` changes, each with a row for every trajectory."""
-        return self._ended, self._recent
 
     def observe(
         self, rows: Tensor, positions: Tensor, tokens: Tensor, ending: Tensor, kept: Tensor | None = None
@@ -174,12 +200,9 @@ class BoundGate:
 
 
 def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]], size: int) -> Tensor | None:
-    """The tokens that an option ``protect`` names (``digits``, ids separated by commas, None): (V,) bool, or None.
+    """The tokens that an option ``protect`` names among V = ``size``: (V,) bool, or None where it is None.
 
-    Args:
-        protect: the option; ``UsageError`` for anything else, or an id outside the vocabulary.
-        vocabulary: gives the decoded text of every token, in the order of the ids.
-        size: V, the number of logits.
+    ``vocabulary`` gives the decoded text of every token, in the order of the ids.
     """
     if protect is None:
         return None
@@ -192,7 +215,11 @@ def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]
 
 
 def protected_ids(protect: str | None, size: int | None = None) -> list[int]:
-    """The ids that an option ``protect`` lists, below V = ``size`` if given; none for ``digits``, as it needs texts."""
+    """The ids that an option ``protect`` lists; none for ``digits``, which needs texts.
+
+    Raises:
+        UsageError: for anything else, and for an id that is not below V = ``size``, if given.
+    """
     if protect is None or protect == "digits":
         return []
     parts = [part.strip() for part in protect.split(",")]

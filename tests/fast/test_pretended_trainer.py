@@ -27,7 +27,7 @@ from ngrpo.trainers.common.policy_loss import CreditInLoss
 from perturbations import FinishedTrajectory, create
 from perturbations.base import Perturbation
 from perturbations.compilation import Compiled
-from perturbations.methods.gumbel import Gumbel
+from perturbations.methods.soft_grpo import Gumbel
 from perturbations.replay.scope import LastHidden, ReplayScope
 from tests.token_log_probs import log_probs_of
 

@@ -9,7 +9,6 @@ import torch
 from perturbations import InputEdit, Positions, Proposal, Step, create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.gates.default import BoundGate
-from perturbations.verdict import selected, verdict
 
 V, ROWS, PROMPT = 10, 9, 4
 PROPOSED, PROTECTED, LAST_OF_UNTIL = 1, 7, 5
@@ -47,7 +46,7 @@ def test_each_condition_alone_closes_a_position() -> None:
     allowed[1] = False
     greedy = torch.full((ROWS,), -1)
     greedy[2], greedy[3] = PROPOSED + 1, PROPOSED
-    found = verdict(gate, step, Proposal(edit, proposed, acts), slots, torch.full((ROWS,), PROMPT), allowed, greedy)
+    found = gate.verdict(step, Proposal(edit, proposed, acts), slots, torch.full((ROWS,), PROMPT), allowed, greedy)
     stands, fed = (part.tolist() for part in found)
     assert [row for row in range(ROWS) if not stands[row]] == [1, 2, 4, 8]
     assert [row for row in range(ROWS) if not fed[row]] == [1, 2, 4, 5, 6, 7, 8]
@@ -57,6 +56,6 @@ def test_the_host_selects_what_is_wanted_and_planned() -> None:
     seeds = np.arange(2000)
     gate, first = gate_with(), np.full(2000, PROMPT)
     wanted = seeds % 2 == 0
-    rows = selected(gate, Positions(seeds, first, first + 1), wanted)
+    rows = gate.selected(Positions(seeds, first, first + 1), wanted)
     assert (rows % 2 == 0).all() and 400 < len(rows) < 600, "half of the wanted half"
-    assert not len(selected(gate, Positions(seeds, first, first), wanted)), "the burn-in"
+    assert not len(gate.selected(Positions(seeds, first, first), wanted)), "the burn-in"

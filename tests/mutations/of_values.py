@@ -137,13 +137,13 @@ VALUES = [
         "perturbations/methods/latent.py",
         "test_strategies_mixtures.py",
         (
-            "torch.where(weights < torch.finfo(torch.float32).tiny, 0.0, weights)",
+            "torch.where(weights < densities.SMALLEST, 0.0, weights)",
             "weights",
             "latent: denormal weights are recorded",
         ),
     ),
     *of_file(
-        "perturbations/methods/moi.py",
+        "perturbations/methods/soft.py",
         "test_strategies_mixtures.py",
         (".clamp(0.0, 1.0)", "", "moi: more entropy than there is"),
     ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from perturbations.methods.gumbel import Gumbel
+from perturbations.methods.soft_grpo import Gumbel
 
 
 @dataclass(frozen=True, kw_only=True)
