@@ -314,7 +314,7 @@ class RolloutPerturber:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def opened(self, name: str) -> None:
+    def opened(self, name: str, prompt: Sequence[int] = ()) -> None:
         """A request has its slot: the row's state starts afresh."""
         slot = self._store.live[name].slot
         if self._store.slots > len(self._row_of_slot):
@@ -325,7 +325,7 @@ class RolloutPerturber:
                 self._masks.grow(self._store.slots)
             self._gate.grow(self._store.slots)
         self._last_position[slot] = -1
-        self._gate.reset(slot)
+        self._gate.reset(slot, prompt)
         if self._masks is not None:
             self._masks.clear(slot)
 

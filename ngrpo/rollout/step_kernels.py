@@ -238,7 +238,7 @@ class StepKernels:
         self, slots: Tensor, positions: Tensor, sampled: Tensor, tokens: Tensor, counted: Tensor, log_total: Tensor
     ) -> Tensor:
         if self._gate.tracks_tokens:
-            self._gate.observe(slots, positions, tokens, self._gate.ending(slots, positions), sampled > 0)
+            self._gate.observe(slots, positions, tokens, self._gate.matched(slots, positions), sampled > 0)
         return counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - log_total
 
     # --- compilation ---------------------------------------------------------------------------------------------

@@ -98,8 +98,9 @@ class Conditions:
     """A bound gate that is asked and told of the next position of each row, as generation does."""
 
     def __init__(self, until=(), protect=None, entropy_min=None, rows: int = 1) -> None:
-        options = GateOptions(until="x" if until else None, protect=protect, entropy_min=entropy_min)
-        self.gate = BoundGate(options, lambda _: list(until), list, 10, rows, "cpu")
+        text = "".join(map(str, until)) or None
+        options = GateOptions(until=text, protect=protect, entropy_min=entropy_min)
+        self.gate = BoundGate(options, lambda: [str(i).encode() for i in range(10)], 10, rows, "cpu")
         self.next = torch.zeros(8, dtype=torch.int64)
 
     def opened(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -107,7 +108,7 @@ class Conditions:
         return self.gate.open(rows, step, torch.zeros_like(rows))
 
     def feeds(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.gate.feeds(tokens, self.gate.ending(rows, self.next[rows]))
+        return self.gate.feeds(tokens, self.gate.matched(rows, self.next[rows]))
 
     def passes(self, rows: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Which positions are fed perturbed: the gate is open, and the proposed token may be."""
@@ -115,7 +116,7 @@ class Conditions:
 
     def observe(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         positions = self.next[rows]
-        self.gate.observe(rows, positions, tokens, self.gate.ending(rows, positions))
+        self.gate.observe(rows, positions, tokens, self.gate.matched(rows, positions))
         self.next[rows] += 1
 
 
@@ -188,6 +189,14 @@ def test_reset_starts_afresh() -> None:
     assert admitted(state, [1, 2], row=1) == [T, T]
 
 
+def test_a_prompt_that_ends_with_the_end_of_thinking_is_not_perturbed() -> None:
+    state = conditions([7, 8])
+    state.gate.reset(0, [1, 7, 8])
+    assert admitted(state, [1, 2]) == [F, F]
+    state.gate.reset(0, [7, 8, 1])  # an earlier turn's
+    assert admitted(state, [1, 2]) == [T, T]
+
+
 def test_grow_keeps_the_state() -> None:
     state = conditions([7, 8], rows=2)
     state.observe(torch.tensor([0, 1]), torch.tensor([7, 7]))
@@ -234,13 +243,13 @@ def test_an_end_that_is_drawn_otherwise_again_is_forgotten() -> None:
 def test_a_token_that_is_not_kept_is_not_seen() -> None:
     state, row, at = conditions([7, 8]), torch.tensor([0]), torch.tensor([4])
     for token, kept in ((7, T), (3, F)):
-        state.gate.observe(row, at, torch.tensor([token]), state.gate.ending(row, at), torch.tensor([kept]))
-    assert state.gate.ending(row, at + 1).tolist() == [8]
+        state.gate.observe(row, at, torch.tensor([token]), state.gate.matched(row, at), torch.tensor([kept]))
+    assert state.gate.matched(row, at + 1).tolist() == [1], "7 of 7 8"
 
 
 def test_the_position_that_ended_thinking_is_drawn_again() -> None:
     state, row, at = conditions([4]), torch.tensor([0]), torch.tensor([5])
-    state.gate.observe(row, at, torch.tensor([4]), state.gate.ending(row, at))
+    state.gate.observe(row, at, torch.tensor([4]), state.gate.matched(row, at))
     for position, is_open in ((5, T), (6, F)):
         state.next[0] = position
         assert bool(state.opened(row, torch.zeros(1, 10))) == is_open
@@ -272,8 +281,8 @@ def test_conditions_must_all_agree() -> None:
 
 
 def test_protect_ids_and_digits() -> None:
-    def words() -> list[str]:
-        return ["a", "7", " x2", "", "²", "b", "beyond the logits 3"]
+    def words() -> list[bytes]:
+        return [text.encode() for text in ("a", "7", " x2", "", "²", "b", "beyond the logits 3")]
 
     assert protected_tokens(None, words, 6) is None
     assert protected_tokens("1,4", words, 6).tolist() == [F, T, F, F, T, F]

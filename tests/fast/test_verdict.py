@@ -12,11 +12,12 @@ from perturbations.gates.default import BoundGate
 
 V, ROWS, PROMPT = 10, 9, 4
 PROPOSED, PROTECTED, LAST_OF_UNTIL = 1, 7, 5
+TOKENS = [b"a", b"b", b"c", b"</", b"d", b"think>", b"e", b"f", b"g", b"h"]
 
 
 def gate_with(until: str | None = "</think>", protect: str | None = str(PROTECTED), rate: float = 0.5) -> BoundGate:
     options = create("gumbel", until=until, protect=protect, rate=rate, burn_in=1)
-    return BoundGate(options, lambda _: [3, LAST_OF_UNTIL], lambda: ["a"] * V, V, ROWS, "cpu")
+    return BoundGate(options, lambda: TOKENS, V, ROWS, "cpu")
 
 
 def test_each_condition_alone_closes_a_position() -> None:
@@ -24,7 +25,7 @@ def test_each_condition_alone_closes_a_position() -> None:
     protected; completes the end of thinking; the perturbation does not act; certain where entropy is asked for.
     """
     options = create("gumbel", until="</think>", protect=str(PROTECTED), entropy_min=1.0)
-    gate = BoundGate(options, lambda _: [3, LAST_OF_UNTIL], lambda: ["a"] * V, V, ROWS, "cpu")
+    gate = BoundGate(options, lambda: TOKENS, V, ROWS, "cpu")
     slots, at = torch.arange(ROWS), torch.full((ROWS,), PROMPT + 2)
     # Row 4 has ended its thinking, row 6 is about to.
     for position, token in ((PROMPT, torch.tensor([0, 0, 0, 0, 3, 0, 0, 0, 0])), (PROMPT + 1, torch.zeros(ROWS))):
@@ -32,7 +33,7 @@ def test_each_condition_alone_closes_a_position() -> None:
         if position == PROMPT + 1:
             tokens[4], tokens[6] = LAST_OF_UNTIL, 3
         where = torch.full((ROWS,), position)
-        gate.observe(slots, where, tokens, gate.ending(slots, where))
+        gate.observe(slots, where, tokens, gate.matched(slots, where))
     logits = torch.zeros(ROWS, V)
     logits[8, 0] = 50.0
     proposed = torch.full((ROWS,), PROPOSED)

@@ -322,7 +322,7 @@ MIXTURES = [
         ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
         ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
         (
-            "opened & self.feeds(proposal.tokens, self.ending(rows, step.positions))",
+            "opened & self.feeds(proposal.tokens, self.matched(rows, step.positions))",
             "opened",
             "verdict: protected is fed",
         ),

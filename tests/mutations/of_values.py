@@ -60,7 +60,7 @@ VALUES = [
         ("if self._module is not None and scale != 1.0", "if False", "a module is fed scaled embeddings"),
     ),
     *of_file(
-        "perturbations.replay.scope.py",
+        "perturbations/replay/scope.py",
         "test_replay.py",
         ('widened(r.weights, "constant")', 'widened(r.weights, "edge")', "narrow records are widened with weights"),
     ),
@@ -91,7 +91,11 @@ VALUES = [
             "logits.scaled[gated",
             "a token that a filter cut may be proposed",
         ),
-        (", self._gate.ending(slots, positions), sampled > 0)", ", self._gate.ending(slots, positions))", "discarded"),
+        (
+            ", self._gate.matched(slots, positions), sampled > 0)",
+            ", self._gate.matched(slots, positions))",
+            "discarded",
+        ),
     ),
     *of_file(
         "perturbations/seeds.py",
@@ -102,7 +106,7 @@ VALUES = [
         "perturbations/gates/default.py",
         "test_gates.py",
         (
-            "now, tokens = torch.where(kept, now, before), torch.where(kept, tokens, self._recent[rows, at])",
+            "now, state = torch.where(kept, now, before), torch.where(kept, state, self._states[rows, at])",
             "now = torch.where(kept, now, before)",
             "until: a token that is not kept is seen",
         ),
@@ -187,7 +191,7 @@ VALUES = [
         ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
     ),
     *of_file(
-        "perturbations.replay.scope.py",
+        "perturbations/replay/scope.py",
         "test_replay.py",
         ("(position < shape[1]) & (sample < shape[0])", "position < shape[1]", "a sample beyond the batch"),
         (

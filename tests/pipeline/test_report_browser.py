@@ -203,10 +203,6 @@ def test_chart_values_and_legend(browser: Chromium, pages: dict[str, str]) -> No
     assert browser.complaints() == []
 
 
-def test_without_javascript_nothing_is_lost(browser: Chromium, pages: dict[str, str]) -> None:
-    browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1], scripts=False)
-    assert browser.evaluate(EMPTY_DRAWINGS) == 0 and browser.evaluate(BARE_SECTIONS) == []
-    assert browser.evaluate("document.querySelectorAll('.tok[tabindex=\"-1\"]').length") == 0  # Scripts were off.
 
 
 def test_the_browser_would_notice(browser: Chromium, tmp_path: Path) -> None:
