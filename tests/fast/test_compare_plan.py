@@ -110,8 +110,6 @@ def test_a_name_with_blanks_stays_one_word(tmp_path: Path) -> None:
     assert made.diagnosis is not None and made.diagnosis[-1] == f"'{file}:Damp' sigma=0.5"
 
 
-
-
 def test_later_words_win_over_those_of_a_script() -> None:
     made = plan("--perturbations", "none,neighbor", "--seeds", "0,1", "--perturbations", "gumbel", "--seeds", "3")
     assert [run.id for run in made.runs()] == ["gumbel-seed3"]
@@ -119,8 +117,6 @@ def test_later_words_win_over_those_of_a_script() -> None:
     assert has(made, 0, "--reproducible true") and not has(
         plan("--perturbations", "none", "--stock"), 0, "--reproducible true"
     )
-
-
 
 
 def test_file_and_command_line_mean_the_same(tmp_path: Path) -> None:
@@ -173,10 +169,6 @@ def test_evaluation_is_unperturbed_unless_the_perturbation_is_part_of_the_policy
     neighbor, hrpo = (" ".join(eval_argv(made, "model", Path("out"), arm)) for arm in made.arms)
     assert "--perturbation" not in neighbor
     assert "--perturbation hrpo --perturbation.k 4" in hrpo
-
-
-
-
 
 
 READING = """
@@ -232,8 +224,6 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
     monkeypatch.setattr(releases, "versions", lambda runner: {"ngrpo": "0.1.0"})
     made = plan(*shlex.split(words))
     assert identity(made, made.runs()[0]) == pinned
-
-
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,6 @@ def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]
     assert found["runs"][0]["evaluations"] == expected and found["runs"][2]["evaluations"] == []
 
 
-
-
 def test_rewards_alone_compare_nothing(tmp_path: Path) -> None:
     """The rollouts of a perturbed strategy are drawn otherwise, so a reward of 0.9 beside 0.5 says nothing."""
     words = ("--perturbations", "none,gumbel", "--seeds", "0,1,2", "--eval.data", "none")
@@ -109,8 +107,6 @@ def test_rewards_alone_compare_nothing(tmp_path: Path) -> None:
     assert gumbel["verdict"].startswith("was not compared with none")
     shown = results.table(found)
     assert "0.100 → 0.500" in shown and "better" not in shown
-
-
 
 
 def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
@@ -143,8 +139,6 @@ def test_finished_runs_are_kept_and_changed_ones_run_again(
     (folder.run_folder(run) / "run.json").write_text('{"status": "do')
     with pytest.raises(UsageError, match=r"run\.json is damaged.*delete it"):
         status(made, run, folder)
-
-
 
 
 def test_finished_runs_are_looked_at_again_before_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +201,6 @@ def test_a_trained_model_is_discarded_once_it_is_evaluated(
     assert made.common() == plan("--perturbations", "none").common()
 
 
-
-
 def test_a_pair_that_lacks_a_run_is_no_difference() -> None:
     one = {"mean_at_n": {"p": 0.5}}
     assert results._judged([one, {}], [{}, one]) == {"mean_at_n": None, "pass_at_k": {}}
@@ -247,8 +239,6 @@ def test_fishers_exact_test(table: tuple[int, int, int, int], p: float) -> None:
     assert results.fisher(*table) == pytest.approx(p, rel=1e-12)
     ours, theirs = table[:2], table[2:]
     assert results.fisher(*theirs, *ours) == pytest.approx(p, rel=1e-12)
-
-
 
 
 def _run(strategy: str, seed: int, correct: int, status: str = "done") -> dict:

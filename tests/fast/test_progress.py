@@ -93,8 +93,6 @@ def test_file_gets_everything_and_the_screen_comes_back(tmp_path: Path) -> None:
     assert "step 3: reward 0.219" in done.stdout and "child line" not in done.stdout + done.stderr
 
 
-
-
 @pytest.mark.parametrize("body", ["pass", "raise SystemExit(2)"])
 def test_a_full_disk_ends_the_log_and_not_the_run(small_disk: Callable[[str], Path], body: str) -> None:
     """Python's buffer, a child and a raw write fill it; what comes after the block still reaches the screen."""

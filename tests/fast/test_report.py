@@ -15,7 +15,6 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.workbench.report import write_report
-from perturbations.errors import UsageError
 from tests.report_example import STRATEGIES, diagnosis, example
 from tests.report_page import Page, check_numbers, written
 
@@ -45,8 +44,6 @@ def test_comparison_has_its_parts_in_order(tmp_path: Path) -> None:
     assert re.search(r"\+0\.758 \+0\.718 to \+0\.794 0\.142 to 0\.900 of perturbed rollouts ", page.words)
     # Offline: nothing that could be fetched.
     assert not re.search(r"""(src|href)=["'](?!#|data:)|@import|url\(""", text)
-
-
 
 
 def test_diagnosis_has_its_parts(tmp_path: Path) -> None:
@@ -121,8 +118,6 @@ def test_text_from_data_is_escaped(tmp_path: Path) -> None:
     tip = json.loads(next(attrs["data-tip"] for attrs in page.all("mark") if "alert" in (attrs["data-tip"] or "")))
     assert tip["mixture"][1] == ["⏎", "0.300", 0.3]
     assert tip["title"].startswith("</script><script>alert(1)</script>\"'&<b>") and tip["title"].endswith("⏎")
-
-
 
 
 def test_script_is_the_only_one_allowed(tmp_path: Path) -> None:
@@ -256,7 +251,3 @@ def test_files_that_are_no_result(
     error = capsys.readouterr().err
     assert re.search(said, error) and str(file) in error
     assert not (tmp_path / "report.html").exists()
-
-
-
-

@@ -167,10 +167,6 @@ def test_the_picture_by_hand() -> None:
     ]
 
 
-
-
-
-
 def test_the_head_has_one_sentence_and_the_rest_within_reach(tmp_path: Path) -> None:
     data = example()
     text, page = written(tmp_path, data)
@@ -189,10 +185,6 @@ def test_the_head_has_one_sentence_and_the_rest_within_reach(tmp_path: Path) -> 
     data["baseline"] = None
     without, _ = written(tmp_path, data)
     assert 'class="forest"' not in without and 'class="finding"' not in without
-
-
-
-
 
 
 NAME = "neighbor rate=0.1"
@@ -218,8 +210,6 @@ def test_one_bar_for_each_reward_and_ten_of_many() -> None:
     assert step["bars"][1]["label"] == "2.00 to 4.00"
 
 
-
-
 def test_a_page_holds_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each strategy the first run that kept any."""
     kept = kept_steps(steps=9)
@@ -232,8 +222,6 @@ def test_a_page_holds_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     data["runs"][0]["groups"] = kept
     text, _ = written(tmp_path, data)
     assert "6 kept steps are left out" in text
-
-
 
 
 def test_the_section(tmp_path: Path) -> None:
@@ -253,8 +241,6 @@ def test_the_section(tmp_path: Path) -> None:
         assert len(listed) == len(re.findall("<(?:i|mark)[ >]", tokens)) > 20
         assert all(line[0].startswith("gap ") for line in listed)
     assert "and the gap" not in section and len(page.all("script")) == 1
-
-
 
 
 @pytest.mark.parametrize("gone", [True, False])

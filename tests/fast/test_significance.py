@@ -48,8 +48,6 @@ def test_paired_t_test_by_hand() -> None:
     assert result["spread"] == pytest.approx(1.2909944) and not result["within_noise"]
 
 
-
-
 def test_equal_tables_are_equal_and_not_different() -> None:
     table = np.random.default_rng(0).random((2, 16))
     result = statistics.paired(table, table)
@@ -67,8 +65,6 @@ def test_a_difference_without_spread_is_not_judged() -> None:
     assert results.verdict(result, "Mean@8", "none", 3) == (
         "Mean@8 +0.250 against none with each of 3 seeds: without a spread nothing can be tested"
     )
-
-
 
 
 def test_holm_by_hand() -> None:

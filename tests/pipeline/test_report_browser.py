@@ -203,8 +203,6 @@ def test_chart_values_and_legend(browser: Chromium, pages: dict[str, str]) -> No
     assert browser.complaints() == []
 
 
-
-
 def test_the_browser_would_notice(browser: Chromium, tmp_path: Path) -> None:
     """The checks above can fail: a page with an error, a request and a wide element is caught."""
     page = tmp_path / "bad.html"

@@ -9,7 +9,12 @@ import pytest
 
 from tests.stack.harness import CROWDED, build_engine, sample
 
-TEXTS = ["two </think> one more", "x = (1)></think>one more", "so be it</think>\\boxed{4}", "</thin </think </think> end"]
+TEXTS = [
+    "two </think> one more",
+    "x = (1)></think>one more",
+    "so be it</think>\\boxed{4}",
+    "</thin </think </think> end",
+]
 
 
 @pytest.mark.parametrize("runner", ["0", "1"])
