@@ -26,15 +26,12 @@ from perturbations.step import Step
 def input_gradient_option(default: str) -> Any:
     """The option ``input_gradient``; its default is ``none`` where the method's release feeds constants."""
     released = " (its release)" if default == "none" else ""
-    return option(
-        default,
-        f"gradient of the fed inputs to the embedding: through the mixture, or none, as constants{released}",
-        choices=("full", "none"),
-    )
+    about = f"gradient of the fed inputs to the embedding: through the mixture, or none, as constants{released}"
+    return option(default, about, choices=("full", "none"))
 
 
 def density_option(others: str, *choices: str) -> Any:
-    """The option ``density`` with default ``token``; ``others`` says what the further choices are."""
+    """The option ``density`` with default ``token``; ``others`` describes the further ``choices``."""
     return option("token", f"what the loss weighs: the token's probability, {others}", choices=("token", *choices))
 
 
@@ -104,10 +101,7 @@ class Replayed:
         return self.logits[self.rows.unsqueeze(-1), ids]
 
     def log_probs(self, ids: Tensor, temperature: float | None = None) -> Tensor:
-        """log π of the tokens ``ids`` (N, n) among the whole vocabulary, (N, n), with gradient.
-
-        ``temperature``: that of π; None for the sampling temperature.
-        """
+        """log π of the tokens ``ids`` (N, n) among all, (N, n), with gradient; None: at the sampling temperature."""
         scale = 1.0 if temperature is None else self.temperature / temperature
         logits = self.logits if scale == 1.0 else self.logits * scale
         return scale * self.at(ids) - torch.logsumexp(logits, dim=-1)[self.rows].unsqueeze(-1)
@@ -128,18 +122,14 @@ class Perturbation(GateOptions, ABC):
     kind = "perturbation"
     registry = perturbations
     paper: ClassVar[str] = "none named"
+    # The weights of a position are convex (none negative, sum 1), affine (sum 1) or free.
     mixture: ClassVar[str] = "convex"
-    """The weights of a position are ``convex`` (none negative, sum 1), ``affine`` (sum 1) or ``free``."""
+    # Options that module() depends on: saved parameters are refused where these differ.
     module_options: ClassVar[tuple[str, ...]] = ()
-    """Options that :meth:`module` depends on: saved parameters are refused where these differ."""
+    # Whether Step and Replayed hold the last hidden states, which costs a hook.
     reads_hidden: ClassVar[bool] = False
-    """Whether :class:`Step` and :class:`Replayed` hold the last hidden states, which costs a hook."""
+    # Whether the token in the text follows from other draws than sampling's. A request's filters then bias the draws.
     draws_text: ClassVar[bool] = False
-    """Whether the token in the text follows from draws other than the request's own sampling.
-
-    Where the request's filters exclude the token, the position stays unperturbed: the remaining draws have another
-    distribution than :meth:`log_density` has.
-    """
 
     perturb_eval: bool = option(False, "perturb evaluation rollouts too; the paper measured that this hurts")
     seed: int = option(0, "seed of the gate, the noise and the token draws", low=0, high=2**63 - 1)
@@ -150,15 +140,11 @@ class Perturbation(GateOptions, ABC):
     def propose(self, step: Step) -> Proposal:
         """The perturbed inputs and the text's tokens at B positions, with the same number of candidates at every step.
 
-        Each row must be a function of that row alone, with no randomness but the step's. The method must not
-        synchronise with the host.
+        Each row must follow from that row alone, with no randomness but the step's, and without waiting for the device.
         """
 
     def prepare(self, embeddings: ModelEmbeddings) -> None:
-        """Computes ahead what :meth:`propose` will need of the embeddings.
-
-        Called on a GPU only: once the model is loaded, before its memory is profiled, and after each weight sync.
-        """
+        """Computes ahead what :meth:`propose` will need; called on a GPU only, after loading and each weight sync."""
         return None
 
     def module(self, hidden_size: int) -> nn.Module | None:
@@ -183,24 +169,20 @@ class Perturbation(GateOptions, ABC):
     def density_of_vector(self) -> bool:
         """Whether :meth:`log_density` is of the fed vector itself, not of draws that give the vector.
 
-        Then the replay feeds the vector detached, and only the density has a gradient to the embedding. The ratio of
-        two such densities in D dimensions is unbounded: see :attr:`score_only`.
+        Then the replay feeds the vector detached. The ratio of two such densities in D dimensions is unbounded.
         """
         return False
 
     @property
     def score_only(self) -> bool:
-        """Whether only the gradient of :meth:`log_density` enters the loss (REINFORCE), for one update per batch.
-
-        Needed by noise that is narrow compared to the logits' difference between rollout and trainer.
-        """
+        """Whether only the gradient of :meth:`log_density` enters the loss (REINFORCE), as narrow noise needs."""
         return self.density_of_vector
 
     @property
     def zero_mean_score(self) -> bool:
         """Whether the gradient of a perturbed position's entry in the loss has mean 0 over the draws there.
 
-        True of the log-density of everything drawn. Otherwise equal advantages push the policy along the mean.
+        Otherwise equal advantages push the policy along the mean.
         """
         return True
 
@@ -217,8 +199,7 @@ class Perturbation(GateOptions, ABC):
     def log_density(self, replayed: Replayed) -> Tensor:
         """log π of the recorded inputs at N positions under old, new or reference policy: (N,) float32, with gradient.
 
-        Terms without the policy may be left out. N may be 0: every rank calls this method, so that all gather the same
-        parameters.
+        Terms without the policy may be left out. N may be 0: every rank calls this method.
         """
         raise NotImplementedError(f"perturbation {self.name!r} has no density; has_density must be False then.")
 

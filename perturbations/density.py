@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities of continuous inputs, for the policy loss: pure functions in the float dtype of their arguments.
 
-Of N positions, K candidates and D elements. ``probabilities`` are the policy's, renormalised over the recorded
-candidates; ``kept`` says which candidates were mixed.
+``probabilities`` are the policy's, renormalised over the recorded candidates; ``kept``: which candidates were mixed.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from perturbations.errors import require
 
-LOG_FLOOR = 1e-6
-"""Added to probabilities inside the logarithm, as SofT-GRPO's release does."""
+LOG_FLOOR = 1e-6  # added to probabilities inside the logarithm, as in SofT-GRPO's release
 SMALLEST = torch.finfo(torch.float32).tiny
 
 GUMBEL_RANGE = (-1.5, 3.0)
@@ -48,8 +46,7 @@ def gumbel(
 ) -> PerPosition:
     """SofT-GRPO's density of scores y: g_i = clamp(y_i − log p_i, −1.5, 3), mean of −g_i − exp(−g_i) over log p_i > −3.
 
-    Clamped noise has no gradient. ``drawn``, the noise before the clamp: what the rollout clamped stays at its bound,
-    whatever y_i − log p_i is with the trainer's logits.
+    Clamped noise has no gradient. Where ``drawn``, the noise before the clamp, lies beyond a bound, the bound counts.
     """
     log_p = torch.log(probabilities + LOG_FLOOR)
     noise, (low, high) = scores - log_p, GUMBEL_RANGE
@@ -77,8 +74,7 @@ def normal(draws: PerCandidate, probabilities: PerCandidate, kept: Which) -> Per
 def censored_gumbel(noise: PerCandidate, below: Which, above: Which, drawn: Which) -> PerPosition:
     """Σ log-density of Gumbel(0, 1) noise n, of which some is known by a bound alone (a Tobit model).
 
-    −n − exp(−n); log P(g < n) = −exp(−n) where it lies ``below`` n; log P(g > n) where it lies ``above``. The rollout
-    drew the bounds, which are no functions of the policy, so the mean of the gradient is 0.
+    −n − exp(−n); log P(g < n) = −exp(−n) where it lies ``below`` n; log P(g > n) where it lies ``above``.
     """
     noise = torch.where(drawn, noise, 0.0).clamp(*_REACH)
     share = torch.exp(-noise)
@@ -102,8 +98,7 @@ def concrete(weights: PerCandidate, log_p: PerCandidate, tau: float, kept: Which
 def dirichlet_weights(weights: PerCandidate, probabilities: PerCandidate, alpha: float, kept: Which) -> PerPosition:
     """Log-density of weights drawn from Dirichlet(α p), up to what does not depend on p: a sum, unclamped.
 
-    Of a weight below float32's smallest number s only P(γ < s Σγ) of its Gamma draw is known, (s Σγ)^a / Γ(a + 1) with
-    a = α p.
+    Of a weight below float32's smallest number s, P(γ < s Σγ) = (s Σγ)^a / Γ(a + 1) of its Gamma draw, a = α p.
     """
     shape = torch.where(kept, (alpha * probabilities).clamp_min(1e-20), 1.0)
     log_weights = weights.clamp_min(SMALLEST).log()

@@ -18,8 +18,7 @@ from perturbations import streams
 from perturbations.compilation import Compiled, on_gpu, twice
 from perturbations.errors import require
 
-Mixer = Callable[[Tensor, Tensor], Tensor]
-"""A perturbation's module: the input, from the first candidate and the mixture, (N, D) each."""
+Mixer = Callable[[Tensor, Tensor], Tensor]  # a perturbation's module, of the first candidate and the mixture
 
 
 @dataclass(frozen=True)

@@ -82,15 +82,9 @@ class ModelEmbeddings:
         skip_same_word: bool = False,
         refresh: str = "every_sync",
     ) -> NeighborIndex:
-        """The neighbor index over the input or output embeddings, built on first use.
+        """The neighbor index over the input or output embeddings, built on first use; arguments: `neighbor`'s options.
 
-        Args:
-            metric: cosine, l2, l1 or dot.
-            space: ``input`` or ``output``.
-            skip_special: leave special and never-trained tokens out of the neighbors.
-            kind: ``exact`` or ``hnsw``.
-            skip_same_word: leave out neighbors that are the same word as the token; ``ValueError`` without texts.
-            refresh: when the sets are computed anew: ``every_sync``, ``never``, or a number of weight syncs.
+        ``ValueError`` for ``skip_same_word`` without texts.
         """
         key = (metric, space, skip_special, kind, skip_same_word, refresh)
         if torch.compiler.is_compiling():
@@ -122,10 +116,7 @@ class ModelEmbeddings:
         return self._words[size]
 
     def refresh(self) -> None:
-        """The weights have changed: values are computed anew on their next use, neighbor sets by their ``refresh``.
-
-        Several calls without a query in between count as one weight sync.
-        """
+        """The weights have changed; several calls without a query in between count as one weight sync."""
         self._syncs += 1
         self._rms = None
 

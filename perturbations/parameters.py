@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from perturbations.base import Perturbation
 
-NAME = "perturbation"
-"""The module's name as a submodule of the policy: its parameters are ``perturbation.…`` there."""
+NAME = "perturbation"  # of the module as a submodule of the policy
 PREFIX = NAME + "."
 
 
@@ -84,10 +83,9 @@ def split(tensors: Iterable[tuple[str, Tensor]], own: dict[str, Tensor]) -> Iter
 
 @torch.no_grad()
 def load(module: nn.Module, tensors: Mapping[str, Tensor], *, whole: bool = True) -> None:
-    """Copies values, by name and of any dtype and device, into a perturbation's module.
+    """Copies values by name, of any dtype and device; ``ValueError`` where a name or shape is not the module's.
 
-    ``whole``: every parameter must be there; a weight sync may bring them one at a time. ``ValueError`` for names or
-    shapes that are not the module's.
+    ``whole``: every parameter must be there; a weight sync may bring them one at a time.
     """
     own = dict(module.named_parameters())
     unknown, missing = sorted(set(tensors) - set(own)), sorted(set(own) - set(tensors)) if whole else []

@@ -50,14 +50,10 @@ class Step:
     hidden: Float[Tensor, "rows hidden"] | None = None
     module: nn.Module | None = None
 
-    stream: ClassVar[streams.Stream] = streams.Stream.WEIGHTS
-    """The stream of the draws."""
+    stream: ClassVar[streams.Stream] = streams.Stream.WEIGHTS  # of the draws
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64.
-
-        On a GPU equal logits are in the order of their ids.
-        """
+        """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64."""
         return row_blocks.largest(self.logits, k, None if self.summary is None else self.summary.maxima)
 
     def log_total(self, scale: Tensor | None = None) -> Tensor:
@@ -74,8 +70,8 @@ class Step:
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
 
-        ``n``: draws per position; or token ids (B, n), which tie each draw to its token. Noise on ranked candidates
-        must be tied: two near-equal logits swap ranks under float rounding.
+        ``n``: draws per position; or token ids (B, n), to which draws on ranked candidates must be tied: near-equal
+        logits swap ranks.
         """
         return streams.uniform(self.keys_of(self.stream), n)
 
@@ -97,10 +93,9 @@ class Step:
         return streams.keys(self.seeds, self.positions, stream) if known is None else known
 
     def draws(self, n: int, distinct: bool = False) -> Tensor:
-        """(B, n) further tokens, each drawn independently as ``sampled`` was, among those that the request allows.
+        """(B, n) further tokens, each drawn as ``sampled`` was, among those that the request allows.
 
-        With ``distinct`` without replacement, also of ``sampled``, which is repeated where no other token is left. A
-        greedy request's draws have temperature 1.
+        With ``distinct`` without replacement, also of ``sampled``, which is repeated where no other token is left.
         """
         # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
         # more than all the rest of a step.
@@ -170,7 +165,6 @@ class Positions:
     positions: np.ndarray
 
     def keys(self, stream: streams.Stream) -> np.ndarray:
-        """The keys of a stream, (N,) int64."""
         return streams.of_stream(self.mixed, stream)
 
     @cached_property
@@ -188,9 +182,6 @@ class Positions:
         return Positions(self.seeds[mask], self.first[mask], self.positions[mask])
 
     def uniform(self, n: int, at: np.ndarray | None = None) -> np.ndarray:
-        """(N, n) uniform draws in (0, 1), float32, the same whenever the position is computed.
-
-        ``at``: other positions (N,) whose draws are used; positions of a trajectory with one ``at`` share its draws.
-        """
+        """(N, n) uniform draws in (0, 1), float32; ``at``: other positions (N,) whose draws are used."""
         keys = streams.keys(self.seeds, self.positions if at is None else at, streams.Stream.GATE_PLAN)
         return streams.uniform(torch.from_numpy(keys), n).numpy()

@@ -55,17 +55,16 @@ def _mix(integers: _Integers) -> _Integers:
 
 
 def of_positions(seeds: _Integers, positions: _Integers) -> _Integers:
-    """One key for each (trajectory, position), from which :func:`of_stream` makes those of the streams."""
+    """One key for each (trajectory, position), for :func:`of_stream`."""
     return _mix(_mix(seeds + _GOLDEN) + positions * _POSITION)
 
 
 def of_stream(mixed: _Integers, stream: Stream) -> _Integers:
-    """The keys of a stream at what :func:`of_positions` gave."""
     return _mix(mixed + _OFFSETS[stream])
 
 
 def of_streams(mixed: np.ndarray, streams: Sequence[Stream]) -> np.ndarray:
-    """The keys of several streams at what :func:`of_positions` gave: (N,) int64 to (streams, N)."""
+    """The keys of several streams: (N,) int64 of :func:`of_positions` to (streams, N)."""
     return _mix(mixed + np.array([[_OFFSETS[stream]] for stream in streams]))
 
 

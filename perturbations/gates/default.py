@@ -48,9 +48,7 @@ class GateOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.until is not None and not self.until:
-            raise UsageError(
-                f"{self.kind} option until='': must be a text, for example '</think>', or 'none' for never."
-            )
+            raise UsageError(f"{self.kind} option until='': must be a text, such as '</think>', or 'none' for never.")
         protected_ids(self.protect)
 
     def selects(self, positions: Positions) -> np.ndarray:
@@ -84,7 +82,7 @@ class BoundGate:
             options: of the perturbation.
             token_bytes: gives the bytes of every token, in the order of the ids.
             vocabulary: V, the number of logits.
-            rows: number of trajectories held at once.
+            rows: trajectories held at once.
             device: of logits and tokens.
         """
         self._options = options
@@ -125,10 +123,7 @@ class BoundGate:
         self._ended[row] = -1 if self._until is not None and state == self._until.complete else _NEVER
 
     def selected(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
-        """Which of N next tokens may be perturbed, as far as the host can tell: their rows (G,) int64, ascending.
-
-        ``eligible``: whether a row's request is to be perturbed and its token will be kept, (N,) bool.
-        """
+        """Which rows the host lets through, (G,) int64; ``eligible``: of requests to perturb, with tokens to keep."""
         return (self._options.selects(at) & eligible).nonzero()[0]
 
     def verdict(
@@ -141,8 +136,8 @@ class BoundGate:
             proposal: the perturbation's answer.
             rows: of the trajectories, (G,) int64.
             first: first generated position of each, (G,) int64.
-            allowed: whether the request's filters (top-k, top-p, min-p, a grammar) leave the proposed token, (G,) bool.
-            greedy: argmax tokens for greedy rows and -1 elsewhere, (G,) int64, or None where no row is greedy.
+            allowed: whether the request's filters leave the proposed token, (G,) bool.
+            greedy: argmax tokens of greedy rows, else -1, (G,) int64; None where no row is greedy.
         """
         # What the request's own sampling excludes (at temperature 0 all but the likeliest token) is never in its text:
         # such a position stays unperturbed.
@@ -208,24 +203,17 @@ def protected_tokens(protect: str | None, token_bytes: Callable[[], Sequence[byt
 
 
 def protected_ids(protect: str | None, size: int | None = None) -> list[int]:
-    """The ids that an option ``protect`` lists; none for ``digits``, which needs texts.
-
-    Raises:
-        UsageError: for anything else, and for an id that is not below V = ``size``, if given.
-    """
+    """The ids that an option ``protect`` lists, below V = ``size`` if given; none for ``digits``, which needs texts."""
     if protect is None or protect == "digits":
         return []
     parts = [part.strip() for part in protect.split(",")]
     wrong = next((part for part in parts if not (part.isascii() and part.isdecimal()) or len(part) > 18), None)
     if wrong is not None:
-        raise UsageError(
-            f"perturbation option protect={protect!r}: {wrong!r} is no token id. It must be 'digits', or token ids"
-            " separated by commas, for example 13,198."
-        )
+        allowed = "must be 'digits', or ids separated by commas, such as 13,198"
+        raise UsageError(f"perturbation option protect={protect!r}: {wrong!r} is no token id; {allowed}.")
     ids = [int(part) for part in parts]
     if size is not None and max(ids) >= size:
         raise UsageError(
-            f"perturbation option protect={protect!r}: token id {max(ids)} is outside [0, {size - 1}], the model's"
-            " vocabulary. Leave it out."
+            f"perturbation option protect={protect!r}: id {max(ids)} is not in the model's [0, {size - 1}]."
         )
     return ids

@@ -22,13 +22,9 @@ class Gaussian(Perturbation):
 
     paper = "STHT, arXiv 2509.19170"
 
-    base: str = option(
-        "token", "what the noise is added to: sampled token, argmax, or mixture", choices=("token", "fuzzy", "soft")
-    )
+    base: str = option("token", "what gets noise: sampled token, argmax or mixture", choices=("token", "fuzzy", "soft"))
     sigma: float = option(0.33, "noise scale, relative to the root-mean-square element of sigma_of", low=0.0)
-    sigma_of: str = option(
-        "embedding", "what sigma is relative to: the matrix, or the vector at hand", choices=("embedding", "vector")
-    )
+    sigma_of: str = option("embedding", "sigma's scale: the matrix, or the vector", choices=("embedding", "vector"))
     tau: float = option(0.5, "temperature of the soft mixture (base=soft)", above=0.0)
     k: int = option(32, "tokens in the soft mixture (base=soft)", low=1)
     density: str = density_option("or the Gaussian density of the input", "gaussian")

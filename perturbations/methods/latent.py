@@ -26,9 +26,7 @@ class Latent(LikeliestTokens):
     pool: int = option(256, "likeliest tokens that may take part at most; the paper takes the whole nucleus", low=1)
     scale: float = option(1.0, "s, factor of the noise", low=0.0)
     tau: float = option(1.0, "temperature of the mixture", above=0.0)
-    one_sided: bool = option(
-        True, "where Δ < 0 in an answer with A ≤ 0, the gradient in log p is exp(Δ) − 1, which is bounded"
-    )
+    one_sided: bool = option(True, "where Δ < 0 and A ≤ 0, the gradient in log p is exp(Δ) − 1, which is bounded")
     density: str = density_option("the release's density, or that of the noise as it is drawn", "latent", "exact")
     input_gradient: str = input_gradient_option("none")
     freeze: str = freeze_option("both", " (its release: both)")

@@ -42,9 +42,7 @@ class MixtureOfInputs(LikeliestTokens):
     until: str | None = option(None, "stop for good once this text has been produced; 'none' for never")
     k: int = option(20, "likeliest tokens in the mixture; the paper takes all", low=2)
     beta: float = option(1.0, "β, how much the sampled token counts", low=0.0)
-    entropy: str = option(
-        "all", "the uncertainty H: of all tokens, or of the k likeliest as released", choices=("all", "top")
-    )
+    entropy: str = option("all", "entropy H: of all tokens, or of the k likeliest as released", choices=("all", "top"))
 
     def propose(self, step: Step) -> Proposal:
         """w_i = (H p_i + (β + 1 − H) · 1[i = y]) / (β + 1), y the sampled token, H the entropy over its maximum.

@@ -32,9 +32,7 @@ class TARPO(LikeliestTokens):
     decision_weight: float = option(0.1, "weight of log π of the decision beside log π of the token", low=0.0)
     router_lr: float | None = option(1e-4, "learning rate of the router; none for the policy's", above=0.0)
     density: str = option(
-        "decision",
-        "in the loss: log π of token and decision; token: of the token alone, and the router stays as it is",
-        choices=("decision", "token"),
+        "decision", "what the loss weighs; token: without decision, so the router stays", choices=("decision", "token")
     )
     perturb_eval: bool = option(True, "route in evaluation too: the router is a part of what was trained")
 

@@ -66,12 +66,8 @@ class Multiplex(Perturbation):
     samples_text = True
 
     k: int = option(3, "tokens drawn at each position", low=1)
-    weights: str = option(
-        "weighted", "a draw's weight: its probability, or the same for all", choices=("weighted", "average")
-    )
-    draws: str = option(
-        "independent", "or without replacement (MoT-G, arXiv 2509.21482)", choices=("independent", "distinct")
-    )
+    weights: str = option("weighted", "a draw's weight: its probability, or equal", choices=("weighted", "average"))
+    draws: str = option("independent", "distinct: without replacement (MoT-G)", choices=("independent", "distinct"))
     density: str = density_option("or that of all k draws", "joint")
 
     def __post_init__(self) -> None:
