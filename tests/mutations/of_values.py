@@ -60,7 +60,7 @@ VALUES = [
         ("if self._module is not None and scale != 1.0", "if False", "a module is fed scaled embeddings"),
     ),
     *of_file(
-        "perturbations.replay.scope.py",
+        "perturbations/replay/scope.py",
         "test_replay.py",
         ('widened(r.weights, "constant")', 'widened(r.weights, "edge")', "narrow records are widened with weights"),
     ),
@@ -187,7 +187,7 @@ VALUES = [
         ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
     ),
     *of_file(
-        "perturbations.replay.scope.py",
+        "perturbations/replay/scope.py",
         "test_replay.py",
         ("(position < shape[1]) & (sample < shape[0])", "position < shape[1]", "a sample beyond the batch"),
         (
