@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,11 +73,12 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
     check_answers(where, "open()", opened, seen)
     # On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step.
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        tensors = {name: part for name, part in vars(seen).items() if isinstance(part, Tensor)}
-        fake = dataclasses.replace(seen, **{name: mode.from_tensor(part) for name, part in tensors.items()})
+        parts: dict[str, Any] = {
+            name: mode.from_tensor(part) if isinstance(part, Tensor) else part for name, part in vars(seen).items()
+        }
         waits = None
         try:
-            gate.open(fake)
+            gate.open(GateStep(**parts))
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
             waits = error.func
         except Exception:  # an operation without a fake form proves nothing
