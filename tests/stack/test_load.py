@@ -25,11 +25,6 @@ LENGTH = 512
 STORY = "Once upon a time there was a fox who counted the stars, " * 40
 
 
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
 @pytest.fixture(scope="module", params=["synchronous", pytest.param("asynchronous", marks=pytest.mark.slow)])
 def crowded(model: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """17 blocks of 32 tokens for up to 16 sequences of up to 512, and 32 tokens a step."""

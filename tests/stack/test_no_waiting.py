@@ -19,11 +19,6 @@ from tests.stack.scheduling import worker_of
 pytestmark = pytest.mark.stack
 
 
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
 @pytest.mark.parametrize(("rate", "params"), [(1.0, {}), (0.3, {"top_p": 0.9})])
 def test_decode_steps_wait_for_nothing(engine: Any, rate: float, params: dict[str, Any]) -> None:
     set_perturbation(engine, "gumbel", rate=rate)

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.stack
 
 
 @pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
-@pytest.fixture(scope="module")
 def limited(model: str) -> Iterator[Any]:
     yield build_engine(model, {"name": "neighbor"}, max_model_len=128, logprobs_mode="processed_logprobs")
 

@@ -22,11 +22,6 @@ SEEDS = [{"seed": i} for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
-@pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[Any]:
     """A schedule and no perturbation, prefills in chunks, log-probabilities as OpenRLHF asks for them."""
     yield build_engine(

@@ -168,13 +168,7 @@ def kv_cache_tokens(size: ModelSize, args: Args, gpu: float) -> int:
 def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
     """The flags with a placement on a machine; by default hybrid: trainer and engines take turns on all GPUs.
 
-    Args:
-        flags: OpenRLHF's other flags.
-        machine: the GPUs.
-        whole: whether every rank has to hold whole parameters, which excludes ZeRO-3.
-
-    Raises:
-        UsageError: for half a placement.
+    With ``whole`` every rank holds whole parameters, which excludes ZeRO-3. Raises ``UsageError`` for half a placement.
     """
     nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
     given, largest = flags.has(_ALL), max(machine.per_node, default=1)
