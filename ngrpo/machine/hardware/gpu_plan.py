@@ -80,9 +80,9 @@ def fits(args: Args, gpu: float) -> bool:
     True where it is not estimated: for models of unknown size, LoRA and 4 bits.
     """
     groups, names = placement.groups(args), models(args)
-    sizes = {model: architecture.size_of(names[model]) for group in groups for model in group.models}
     actor = architecture.size_of(names[placement.ACTOR])
-    if actor is None or None in sizes.values() or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
+    others = {names[model] for group in groups for model in group.models} - {names[placement.ACTOR]}
+    if actor is None or not all(map(architecture.size_of, others)) or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
         return True
     held = [zip(*(part.phases for part in parts_of(group, args, gpu))) for group in groups]
     peak = max(sum(phase) for phases in held for phase in phases)
