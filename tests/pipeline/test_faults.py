@@ -15,44 +15,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.pipeline.harness import assert_nothing_runs, start, train
+from tests.pipeline.harness import assert_nothing_runs, begun, small, train
 
 pytestmark = pytest.mark.slow
 
 FLAGS = ["--perturbation", "gumbel", "--ckpt.save_steps", "1"]
 REWARD = """
-import time
-
 def reward_func(queries, prompts, labels, **_):
-    if queries[0].count("user") and hash(queries[0]) % 3 == 0:
-        {fault}
-    return {{"rewards": 1.0}}
+    raise KeyError("no such label")
 """
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("raise KeyError('no such label')", "raised KeyError: 'no such label'"),
-        ("time.sleep(3600)", "has not answered within 3 s"),
-    ],
-)
-def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str, fault: str, told: str) -> None:
+def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str) -> None:
     file = tmp_path / "reward.py"
-    file.write_text(REWARD.format(fault=fault))
-    flags = ["--reward.remote_url", str(file)]
-    result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"NGRPO_REWARD_SECONDS": "3"})
+    file.write_text(REWARD)
+    result = train(tmp_path / "run", smollm2, *FLAGS, "--reward.remote_url", str(file))
     assert result.returncode == 1
-    end = result.stdout[-3000:]
-    assert told in end
-    assert "prompt:" in end
-    assert "answer:" in end
+    for told in ("raised KeyError: 'no such label'", "prompt:", "answer:"):
+        assert told in result.stdout[-3000:]
     assert_nothing_runs(tmp_path)
 
 
 def test_an_engine_that_is_killed(tmp_path: Path, smollm2: str) -> None:
     log = tmp_path / "log"
-    with start(tmp_path / "run", smollm2, *FLAGS, "--log-file", str(log)) as process:
+    with begun(small(tmp_path / "run", smollm2, *FLAGS, "--log-file", str(log))) as process:
         until = time.monotonic() + 300
         while "Global step 1" not in (log.read_text(errors="replace") if log.is_file() else ""):
             assert process.poll() is None and time.monotonic() < until
@@ -86,10 +72,8 @@ def test_a_plugin_that_is_missing_on_one_of_two_nodes(tmp_path: Path, smollm2: s
     flags += ["--algo.kl.init_coef", "0"]
     result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"RAY_ADDRESS": two_nodes})
     assert result.returncode == 1
-    end = result.stdout[-4000:]
-    assert "training failed" in end
-    assert "vLLM worker 0 runs unperturbed" in end
-    assert "pip install ngrpo" in end
+    for told in ("training failed", "vLLM worker 0 runs unperturbed", "pip install ngrpo"):
+        assert told in result.stdout[-4000:]
     assert "Global step" not in result.stdout
     assert_nothing_runs(tmp_path)
 

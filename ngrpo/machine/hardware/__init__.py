@@ -36,11 +36,7 @@ class Profile:
 
 
 def profile_for(hardware: str) -> Profile:
-    """The profile of ``"cpu"``, ``"cuda"`` or ``"auto"``, which is ``"cuda"`` if torch sees a device.
-
-    Raises:
-        UsageError: for any other name, with the nearest match.
-    """
+    """The profile of ``"cpu"``, ``"cuda"`` or ``"auto"`` (CUDA if torch sees a device); raises ``UsageError``."""
     if hardware == "auto":
         import torch
 

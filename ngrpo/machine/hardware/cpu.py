@@ -96,36 +96,21 @@ PROFILE = Profile(
 # ---- replacements: each takes the original (see the patch table) ----
 
 
-def cuda_current_device(original: Callable[[], int]) -> Callable[[], Any]:
+def cuda_current_device(original: Callable[[], int]) -> Callable[[], torch.device]:
     """`torch.cuda.current_device` returns the CPU device, which `.to()` and `device=` both take."""
+    import torch
 
-    @wraps(original)
-    def current_device() -> Any:
-        import torch
-
-        return torch.device("cpu")
-
-    return current_device
+    return lambda: torch.device("cpu")
 
 
 def do_nothing(original: Callable[..., None]) -> Callable[..., None]:
     """`torch.cuda.set_device` and `synchronize`; DeepSpeed's `build_shm_op`, without which gloo reduces (0.19.6)."""
-
-    @wraps(original)
-    def nothing(*args: object, **kwargs: object) -> None:
-        return None
-
-    return nothing
+    return lambda *args, **kwargs: None
 
 
 def device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     """OpenRLHF asks for a mesh on "cuda"; without CUDA the same mesh lies on "cpu" (gloo)."""
-
-    @wraps(original)
-    def init_device_mesh(device_type: str, *args: object, **kwargs: object) -> Any:
-        return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return init_device_mesh
+    return lambda device, *args, **kwargs: original("cpu" if device == "cuda" else device, *args, **kwargs)
 
 
 def replay_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -148,7 +133,6 @@ def replay_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
 def moving_average(original: Callable[..., None]) -> Callable[..., None]:
     """`--train.enable_ema` averages on the device "cuda" by name."""
 
-    @wraps(original)
     def average(self: object, model: nn.Module, model_ema: nn.Module, beta: float = 0.992, device: str = "") -> None:
         original(self, model, model_ema, beta, "cpu")
 
@@ -167,14 +151,9 @@ def engine_arguments(run: RunConfig, tensor_parallel_size: int) -> dict[str, str
 
 def with_float32(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
     """`convert_to_torch_dtype`: the further choice of ``--ds.param_dtype``, fp32."""
+    import torch
 
-    @wraps(original)
-    def convert_to_torch_dtype(param_dtype: str) -> torch.dtype:
-        import torch
-
-        return torch.float32 if param_dtype == "fp32" else original(param_dtype)
-
-    return convert_to_torch_dtype
+    return lambda param_dtype: torch.float32 if param_dtype == "fp32" else original(param_dtype)
 
 
 def with_torch_adam(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:

@@ -80,9 +80,9 @@ def fits(args: Args, gpu: float) -> bool:
     True where it is not estimated: for models of unknown size, LoRA and 4 bits.
     """
     groups, names = placement.groups(args), models(args)
-    sizes = {model: architecture.size_of(names[model]) for group in groups for model in group.models}
     actor = architecture.size_of(names[placement.ACTOR])
-    if actor is None or None in sizes.values() or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
+    others = {names[model] for group in groups for model in group.models} - {names[placement.ACTOR]}
+    if actor is None or not all(map(architecture.size_of, others)) or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
         return True
     held = [zip(*(part.phases for part in parts_of(group, args, gpu))) for group in groups]
     peak = max(sum(phase) for phases in held for phase in phases)
@@ -168,13 +168,7 @@ def kv_cache_tokens(size: ModelSize, args: Args, gpu: float) -> int:
 def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
     """The flags with a placement on a machine; by default hybrid: trainer and engines take turns on all GPUs.
 
-    Args:
-        flags: OpenRLHF's other flags.
-        machine: the GPUs.
-        whole: whether every rank has to hold whole parameters, which excludes ZeRO-3.
-
-    Raises:
-        UsageError: for half a placement.
+    With ``whole`` every rank holds whole parameters, which excludes ZeRO-3. Raises ``UsageError`` for half a placement.
     """
     nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
     given, largest = flags.has(_ALL), max(machine.per_node, default=1)

@@ -70,10 +70,7 @@ def all_gather(*args: object, **kwargs: object) -> NoReturn:
 
 @contextmanager
 def flash_attn_stand_in() -> Iterator[None]:
-    """Context in which ``import flash_attn...`` finds the five names that OpenRLHF 0.11.2 imports from it.
-
-    Outside the context no library takes flash-attn for installed.
-    """
+    """Context in which ``import flash_attn...`` finds the five names that OpenRLHF 0.11.2 imports from it."""
     from einops import rearrange
     from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 
@@ -113,10 +110,9 @@ _libraries: list[Any] = []
 
 
 def declare_operators(torchvision: str) -> None:
-    """Declares torchvision's operators, which no model of vLLM calls, where its compiled part does not load.
+    """Declares torchvision's operators where its compiled part, beside this ``__init__.py``, does not load.
 
-    Args:
-        torchvision: its ``__init__.py``.
+    No model of vLLM calls them.
     """
     import torch
 
@@ -130,11 +126,7 @@ def declare_operators(torchvision: str) -> None:
 
 
 def install_torchvision(folder: Path) -> None:
-    """Puts torchvision into a folder, with a call of :func:`declare_operators` in front of its ``__init__.py``.
-
-    Raises:
-        ValueError: for a torch whose torchvision is not known here.
-    """
+    """Puts torchvision into a folder; its ``__init__.py`` calls :func:`declare_operators` first."""
     torch = ".".join(version("torch").split(".")[:2])
     if torch not in _RELEASES:
         raise ValueError(f"torch {torch}: torchvision is known for {', '.join(_RELEASES)}. Install one of these.")

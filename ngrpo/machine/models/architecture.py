@@ -44,11 +44,7 @@ _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "hybrid")
 
 
 def find_config(name: str, *, ask_hub: bool = False) -> Path | None:
-    """Where the config.json of a ``--model`` is; ``ask_hub`` loads that file where the hub's cache has none.
-
-    Returns:
-        None where it is neither here nor, if asked, on the hub.
-    """
+    """The config.json of a ``--model``, or None; ``ask_hub`` loads that file alone where the hub's cache has none."""
     folder = packaged.folder_of(name) if name in packaged.PACKAGED else Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder / "config.json"
@@ -64,11 +60,7 @@ def find_config(name: str, *, ask_hub: bool = False) -> Path | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a config.json.
-
-    Raises:
-        UsageError: for a file that cannot be read or is not a JSON object.
-    """
+    """The content of a config.json; raises ``UsageError`` for a file that is damaged or no JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -145,11 +137,7 @@ def _packaged_table(file: str) -> dict[str, Any]:
 
 
 def size_of(name: str | None) -> ModelSize | None:
-    """The sizes of a ``--model``, from its config.json or from :func:`size_table`; None where neither has them.
-
-    Raises:
-        UsageError: for a config.json that is not JSON.
-    """
+    """The sizes of a ``--model``, from its config.json or from :func:`size_table`; None where neither has them."""
     path, table = find_config(name) if name else None, size_table()
     if path is not None:
         return size_from(read_config(path), str(path))
@@ -197,13 +185,8 @@ def _size(text: str, source: str) -> ModelSize:
 class Support:
     """Whether a model can be rolled out and trained with a perturbation; the engine checks the rest on the model.
 
-    Attributes:
-        model_type, architecture: as config.json names them; "" where it does not.
-        engine: the class that vLLM serves it with, and whose class that is.
-        trainer: the class of transformers that OpenRLHF trains.
-        refused: why it cannot be used; empty if it can.
-        unknown: what config.json does not tell.
-        notes: what is particular about it.
+    ``engine``: the class that vLLM serves it with, and whose class that is. ``trainer``: the class of transformers that
+    OpenRLHF trains. ``refused``: why it cannot be used. ``unknown``: what config.json does not tell.
     """
 
     model_type: str

@@ -39,12 +39,8 @@ def cache_dir() -> Path:
 def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: None) -> str:
     """The folder or hub name that transformers and vLLM understand; a packaged model is made.
 
-    Args:
-        name_or_path: a packaged name, a local folder, or a hub name.
-        report: called with a line of text where something takes a while.
-
-    Raises:
-        UsageError: as :func:`check_available`, or where a packaged model's package is not installed.
+    ``report`` is called with a line of text where something takes a while. Raises ``UsageError`` as
+    :func:`check_available`, or where a packaged model's package is not installed.
     """
     if name_or_path in PACKAGED:
         return str(materialise(name_or_path, report=report))
@@ -63,8 +59,7 @@ def check_available(name_or_path: str) -> None:
 def check_on_hub(name: str) -> None:
     """Asks the hub once for a model that is not in its cache; the loaders would ask for most of a minute.
 
-    Raises:
-        UsageError: where the hub does not have it, or cannot be reached. ModelScope's names are not checked.
+    Raises ``UsageError`` where the hub does not have it, or cannot be reached. ModelScope's names are not checked.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
@@ -86,11 +81,7 @@ def check_on_hub(name: str) -> None:
 
 
 def check_name(name_or_path: str) -> str:
-    """Returns a name unchanged that is packaged, a model folder or like a hub name.
-
-    Raises:
-        UsageError: for anything else, with the nearest match.
-    """
+    """Returns a name that is packaged, a model folder or like a hub name; raises ``UsageError`` for any other."""
     path, owner = Path(name_or_path).expanduser(), name_or_path.partition("/")[0]
     hint = "" if "/" in name_or_path else nearest(name_or_path, PACKAGED)
     is_hub_like = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name_or_path)
@@ -112,10 +103,7 @@ def check_name(name_or_path: str) -> str:
 
 
 def fingerprint(model: str) -> str | None:
-    """A hash of a folder's files, which differs before and after a training; None for a hub name.
-
-    Of each file it takes the size and a part.
-    """
+    """A hash of the sizes and a part of a folder's files, which a training changes; None for a hub name."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
@@ -145,13 +133,10 @@ def folder_of(name: str) -> Path:
 
 
 def materialise(name: str, *, report: Callable[[str], None] = lambda line: None) -> Path:
-    """Makes a packaged model into a local Hugging Face folder, once.
+    """Makes a packaged model into a local Hugging Face folder, once; raises ``UsageError`` without its package.
 
     The folder appears whole or not at all: it is written next to its place and renamed. Of two processes at the same
     time one wins, and both get the same folder. Weights are bfloat16 where they were packaged.
-
-    Raises:
-        UsageError: where the package with the weights is not installed.
     """
     folder = folder_of(name)
     if folder.is_dir():

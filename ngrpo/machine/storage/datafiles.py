@@ -53,11 +53,8 @@ def _digest(path: Path, changed: int, size: int) -> str:
 def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
     """The rows, at most ``limit``, of a local file; ``flag`` names it in messages.
 
-    Args:
-        source: a JSONL, JSON (an array of objects, or one per line), CSV or parquet file.
-
-    Raises:
-        UsageError: for a file that is missing, empty or not in the format that its suffix names.
+    ``source`` is JSONL, JSON (an array of objects, or one per line), CSV or parquet. Raises ``UsageError`` for a file
+    that is missing, empty or not in the format that its suffix names.
     """
     path = Path(source).expanduser()
     if not path.is_file():
@@ -107,11 +104,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
-    """The lines ``key: value`` of a YAML file; messages name its flag and show an example line.
-
-    Raises:
-        UsageError: for a file that is missing, is not YAML, gives a key twice, or holds something else.
-    """
+    """The lines ``key: value`` of a YAML file; ``UsageError`` for any other content and for a key given twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -140,9 +133,6 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
 
     ``rollout.top_p: 0.9`` is ``--rollout.top_p 0.9``. A flag with several values has them with blanks, as in a shell:
     ``actor.eps_clip_low_high: 0.2 0.28``. A list means values with commas, ``true`` a switch.
-
-    Raises:
-        UsageError: for a value that holds lines of its own, or an unpaired quotation mark.
     """
     argv: list[str] = []
     for flag, value in values.items():

@@ -36,8 +36,7 @@ def save(folder: str | os.PathLike[str], perturbation: Perturbation, tensors: di
 def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revision: str | None = None) -> bool:
     """Loads the parameters that :func:`save` wrote into a model folder or hub name; returns whether there were any.
 
-    Raises:
-        UsageError: for the parameters of another perturbation, or another model.
+    Raises ``UsageError`` for the parameters of another perturbation, or another model.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -66,10 +65,9 @@ def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revisi
 
 
 def attach(model: PreTrainedModel, perturbation: Perturbation, folder: str) -> None:
-    """Adds the perturbation's module, if it has one, to a Hugging Face model, with its saved parameters.
+    """Adds the perturbation's module, if it has one, to a Hugging Face model, with the parameters saved in ``folder``.
 
-    ``model.save_pretrained`` then writes the module's parameters to their own file. ``folder``: where the model came
-    from.
+    ``model.save_pretrained`` then writes the module's parameters to their own file.
     """
     module = parameters.attach(model, perturbation)
     if module is None:

@@ -67,11 +67,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None where there is none.
-
-    Raises:
-        UsageError: for a file that is damaged or cannot be read. No command leaves such a file, and none deletes it.
-    """
+    """The content of a JSON file, or None where there is none; ``UsageError`` for a damaged file, which is kept."""
     why = "its checksum is not that of its content (if you edited it, remove the entry 'checksum' too)"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -96,11 +92,7 @@ class ResultFolder:
     @classmethod
     @contextmanager
     def opened(cls: type[Opened], path: Path, report: Callable[[str], None] = lambda line: None) -> Iterator[Opened]:
-        """Holds a folder while the block runs; the folder is made if it is missing.
-
-        Raises:
-            UsageError: where another process holds it, or it cannot be written.
-        """
+        """Holds a folder, made if missing, while the block runs; ``UsageError`` where another process holds it."""
         folder = cls(path, report)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -122,11 +114,7 @@ class ResultFolder:
             os.close(folder.lock)
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Writes the settings, which all results depend on, into a new folder.
-
-        Raises:
-            UsageError: where the folder was begun with other settings, or holds something else.
-        """
+        """Writes the settings into a new folder; ``UsageError`` where it has others or holds something else."""
         held, now = self.read(SETTINGS), json.loads(json.dumps(settings))
         if held is None and all(entry.name.startswith(".") for entry in self.path.iterdir()):
             self.write(SETTINGS, now)
@@ -155,10 +143,8 @@ class ResultFolder:
     def lines(self, name: str, *keys: str) -> list[dict[str, Any]]:
         """The objects in a file of JSON lines, each with ``keys``; none where there is no such file.
 
-        A last line that was cut off half-way, as a kill or a full disk leaves it, is dropped with a report.
-
-        Raises:
-            UsageError: for any other line that is damaged.
+        A last line that was cut off half-way, as a kill or a full disk leaves it, is dropped with a report. Any other
+        damaged line raises ``UsageError``.
         """
         path = self.path / name
         if not path.is_file():

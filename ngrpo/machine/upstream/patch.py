@@ -34,10 +34,8 @@ _MISSING = "nothing of that name"
 def state_of(module: str, attribute: str, expected: str, root: Path | None = None) -> str:
     """``expected`` where an upstream definition (or `IMPORT`) fits it, otherwise what was found.
 
-    Args:
-        expected: ``"sha:…"`` of the definition's source; its parameter names ``"(self, x)"``, with ``...`` for any
-            others; ``"class"``; or ``"import"`` for a name that the module merely imports.
-        root: folder with the sources of another release; None for the installed one.
+    Expected is ``"sha:…"`` of the definition's source; its parameter names ``"(self, x)"``, with ``...`` for others;
+    ``"class"``; or ``"import"`` for a name that the module merely imports. ``root`` has another release's sources.
     """
     source = source_of(module, root)
     if source is None:

@@ -61,11 +61,7 @@ def card(gigabytes: float) -> float:
 
 
 def planned(text: str, flag: str) -> Machine:
-    """The machine of ``--dry-run``: ``80``, ``8x80`` or ``2x8x80``, GB of a GPU last; ``true`` for the current one.
-
-    Raises:
-        UsageError: for any other value.
-    """
+    """The machine of ``--dry-run``: ``80``, ``8x80`` or ``2x8x80``, GB of a GPU last; ``true`` for the current one."""
     known = here()
     if text.lower() == "true":
         return known or Machine((8,), card(CARD), f"assumed; {flag} 1x{CARD} plans for one GPU", assumed=True)
@@ -96,8 +92,7 @@ def here() -> Machine | None:
 def cluster() -> tuple[Machine, bool] | None:
     """The Ray cluster of ``RAY_ADDRESS``, or of `ray start` here, and whether its nodes name their GPUs; or None.
 
-    Raises:
-        UsageError: where ``RAY_ADDRESS`` names a cluster that does not answer.
+    Raises ``UsageError`` where ``RAY_ADDRESS`` names a cluster that does not answer.
     """
     address = os.environ.get("RAY_ADDRESS") or started_here()
     return None if address in (None, "local") else _nodes(address)
