@@ -188,17 +188,12 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         xs = drawing.counted(steps + at, size)
         return line_chart(f"learning-{key}", lines, xs, labels, titles, size=size, digits=digits)
 
-    notes = ["Lines are means over the finished runs of a strategy."]
-    if any(len(group) > 1 for group in runs.values()):
-        notes.append("Bands run from the lowest to the highest seed.")
-    if width > 1:
-        notes.append(f"Each point is the mean of {width} steps.")
     ids = [row.get("id") for row in rows(results, "strategies")]
-    if absent := [one.name for one in series.values() if one.name in ids and one.name not in runs]:
-        notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
     return {
         "order": order,
-        "notes": notes,
+        "several": any(len(group) > 1 for group in runs.values()),
+        "width": width,
+        "absent": [one.name for one in series.values() if one.name in ids and one.name not in runs],
         "evaluation": chart("mean_at_n", "Mean@n", title="Evaluation while training, unperturbed,"),
         "reward": chart("reward", "Reward of the training rollouts"),
         "small": [made for key, title, digits in _SMALL_CHARTS if (made := chart(key, title, digits, SMALL))],
@@ -211,7 +206,7 @@ def _points(runs: Sequence[Rows], key: str, bins: Sequence[Sequence[int]]) -> li
     for part in bins:
         seeds = []
         for run in runs:
-            values = [value for step in part if (value := number(dig(run.get(step), key))) is not None]
+            values = [value for step in part if (value := number(run.get(step), key)) is not None]
             if values:
                 seeds.append(sum(values) / len(values))
         mean = sum(seeds) / len(seeds) if seeds else None
@@ -234,7 +229,7 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         return None
 
     def point(k: int, interval: object) -> Point:
-        value, low, high = (number(dig(interval, key)) for key in ("value", "low", "high"))
+        value, low, high = (number(interval, key) for key in ("value", "low", "high"))
         return math.log2(k), value, low, high
 
     lines = {one: [point(k, curves[one].get(k)) for k in ks] for one in series.values() if one in curves}
@@ -251,7 +246,7 @@ def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series
     listed = by_series(diagnosis, series)
     if not listed:
         return None
-    columns = [column for column in _MEASURES if any(number(dig(row, *column[1])) is not None for _, row in listed)]
+    columns = [column for column in _MEASURES if any(number(row, *column[1]) is not None for _, row in listed)]
     axes = ("validity", "diversity")
     placed = [(one, row) for one, row in listed if ends([dig(row, axis, "score") for axis in axes])]
     chart = _scatter(placed) if placed else None

@@ -68,7 +68,7 @@ def all_series(results: Mapping[str, Any]) -> dict[str, Series]:
 
 def by_series(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> list[tuple[Series, Mapping[str, Any]]]:
     """The rows of a diagnosis, each with its strategy's look."""
-    return [(series[str(row.get("name"))], row) for row in rows(diagnosis, "strategies")]
+    return [(series[str(row.get("id", row.get("name")))], row) for row in rows(diagnosis, "strategies")]
 
 
 class Size(NamedTuple):

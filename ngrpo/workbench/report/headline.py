@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ngrpo.workbench.report.drawing import Series, by_series
@@ -22,18 +22,12 @@ from ngrpo.workbench.report.values import (
     shortened,
     shown,
     signed,
-    size,
 )
 from ngrpo.workbench.statistics import ENOUGH_SEEDS
 
 _MOST_NAMES = 4
 _MOST_K = 4
 _MIDDLE, _HALF = 100.0, 92.0  # of a drawing 200 wide
-_COSTS: dict[str, Callable[[object], str]] = {
-    "tokens_per_second": lambda value: format_number(value, 1),
-    "step_seconds": lambda value: format_number(value, 2),
-    "memory_bytes": size,
-}
 # A column: its heading, and the keys of its value in a row of the summary.
 Metric = tuple[str, tuple[str, ...]]
 Summary = Mapping[str, Mapping[str, Any]]
@@ -130,7 +124,7 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
 
 def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adjective: str) -> str:
     """``more diverse (0.61 against 0.35)``, or that the intervals overlap."""
-    one, other = number(dig(row, axis, "score")), number(dig(baseline, axis, "score"))
+    one, other = number(row, axis, "score"), number(baseline, axis, "score")
     if one is None or other is None:
         return f"{axis} unknown"
     pair = f"{format_number(one)} against {format_number(other)}"
@@ -142,7 +136,7 @@ def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adj
 
 
 def _machine(source: Mapping[str, Any]) -> str | None:
-    cores = number(dig(source, "machine", "cores"))
+    cores = number(source, "machine", "cores")
     facts = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
     parts = [*facts, None if cores is None else f"{cores:.0f} cores"]
     return ", ".join(str(part) for part in parts if part) or None
@@ -242,65 +236,26 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
 def _beyond_noise(summary: Summary, names: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """The strategies that are better, and those that are worse, than the baseline beyond noise."""
     changes = {name: dig(summary[name], "difference", *keys) for name in names}
-    values = {name: number(dig(c, "value")) or 0.0 for name, c in changes.items() if noise(c) == "beyond noise"}
+    values = {name: number(c, "value") or 0.0 for name, c in changes.items() if noise(c) == "beyond noise"}
     return [name for name in values if values[name] > 0], [name for name in values if values[name] < 0]
 
 
 def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Per strategy: Mean@n and Pass@k with interval and difference to the baseline, and the change of its reward."""
+    """The summary's rows with what their tables show beside them: columns, and what the intervals and tests are of."""
     summary = by_strategy(results)
-    perturbed = {str(row.get("id")) for row in rows(results, "strategies") if row.get("perturbation") is not None}
-    listed = []
-    for name, row in ((name, summary[name]) for name in series if name in summary):
-        failed = len(rows(row, "failed"))
-        under = "baseline, " if name == results.get("baseline") else ""
-        under += plural(len(rows(row, "seeds")), "seed") + (f", {failed} failed" if failed else "")
-        listed.append((series[name], under, row, "of perturbed rollouts" if name in perturbed else "of its rollouts"))
+    changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
+    least = [value for change in changes if (value := number(change, "detectable"))]
+    reach = dict.fromkeys(format_number(end) for end in (min(least), max(least))) if least else ()
     return {
+        "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
         "metrics": evaluated(results, summary),
-        "listed": listed,
-        "notes": _notes(summary),
-        "verdicts": [(series[name], row.get("verdict")) for name, row in summary.items()],
+        "baseline": results.get("baseline"),
+        "perturbed": [row.get("id") for row in rows(results, "strategies") if row.get("perturbation") is not None],
+        "over": [dig(row, "mean_at_n", "over") for row in summary.values()],
+        "comparisons": max((number(change, "comparisons") or 0 for change in changes), default=0),
+        "detectable": " to ".join(reach),
         "untrained": results.get("untrained"),
     }
-
-
-def _notes(summary: Summary) -> list[str]:
-    """What the intervals are over, the correction for several comparisons, and the smallest detectable difference."""
-    changes = [change for row in summary.values() if (change := dig(row, "difference", "mean_at_n"))]
-    over = [dig(row, "mean_at_n", "over") for row in summary.values()]
-    notes = []
-    if "seeds" in over:
-        notes.append("Intervals over seeds are of 95%, by Student's t, each for itself; they hold for these problems.")
-    if "problems" in over:
-        notes.append("With one seed the interval is over problems alone: none over seeds can be given.")
-    if (count := max((number(change.get("comparisons")) or 0 for change in changes), default=0)) > 1:
-        notes.append(
-            "“Beyond noise” is a paired t test over seeds at 5%, by Holm's correction for"
-            f" {count:.0f} comparisons within each column."
-        )
-    least = [value for change in changes if (value := number(change.get("detectable")))]
-    if least:
-        reach = " to ".join(dict.fromkeys((format_number(min(least)), format_number(max(least)))))
-        notes.append(
-            f"Smallest difference in Mean@n that so many seeds find with a chance of 80%: {reach}, by the spread seen."
-        )
-    return notes
-
-
-def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
-    """Each strategy's costs, and their ratios to the baseline of the same comparison."""
-    listed = []
-    for name, row in by_strategy(results).items():
-        costs = []
-        for key, show in _COSTS.items():
-            ratio = number(dig(row, "cost", key, "ratio"))
-            under = None if ratio is None else f"×{format_number(ratio, 2)}"
-            costs.append(
-                (show(dig(row, "cost", key, "value")), "baseline" if name == results.get("baseline") else under)
-            )
-        listed.append((series[name], costs, format_number(dig(row, "cost", "record_bytes_per_token", "value"), 2)))
-    return {"listed": listed} if listed else None
 
 
 def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -312,8 +267,8 @@ def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def evaluated(results: Mapping[str, Any], summary: Summary) -> list[Metric]:
     """The evaluation's columns. Pass@1 is Mean@n; of many k a few are enough for a table."""
     columns: list[Metric] = []
-    if any(number(dig(row, "mean_at_n", "value")) is not None for row in summary.values()):
-        counts = {number(dig(run, "evaluation", "n")) for run in rows(results, "runs")} - {None}
+    if any(number(row, "mean_at_n", "value") is not None for row in summary.values()):
+        counts = {number(run, "evaluation", "n") for run in rows(results, "runs")} - {None}
         columns.append((f"Mean@{counts.pop():.0f}" if len(counts) == 1 else "Mean@n", ("mean_at_n",)))
     ks = sorted({k for row in summary.values() for k in row.get("pass_at_k") or ()}, key=int)
     if columns and "1" in ks:

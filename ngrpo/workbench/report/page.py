@@ -97,7 +97,7 @@ def write_report(data: Mapping[str, Any], path: Path) -> None:
         ("results", "Results", table),
         ("learning", "Learning curves", None if kind == "diagnosis" else charts.learning(data, series)),
         ("pass-at-k", "Pass@k", charts.pass_at_k(data, series)),
-        ("cost", "Cost", headline.cost_table(data, series)),
+        ("cost", "Cost", table if kind == "comparison" and table["listed"] else None),
         ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
         ("samples", "Sample answers", responses.samples(diagnosis, series)),
         ("groups", "Groups", responses.groups(runs, series)),
