@@ -83,7 +83,7 @@ def test_measures_of_a_step(found: dict[str, Any]) -> None:
 
 
 def test_an_incomplete_group_is_an_error(found: dict[str, Any]) -> None:
-    assert "12 answers are not a whole number of groups of 5" in found["incomplete"]
+    assert "12 responses are not a whole number of groups of 5" in found["incomplete"]
 
 
 def test_masks_are_on_in_rollouts_and_off_in_evaluation(found: dict[str, Any]) -> None:

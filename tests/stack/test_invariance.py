@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.common.conversation import Conversation
+from ngrpo.trainers.common.engine_records import Conversation
 from perturbations import FinishedTrajectory
 from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample
 from tests.stack.same_rollouts import assert_same
