@@ -2,7 +2,7 @@
 """The run: all that `ngrpo train` was asked to do, one object, the same in all of its processes.
 
 A command line becomes one in :mod:`ngrpo.config.parse`. :meth:`RunConfig.flags` are the lines of ``run.yaml``, which
-the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.worker`).
+the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.launch`).
 """
 
 from __future__ import annotations

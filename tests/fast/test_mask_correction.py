@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ngrpo.config import parse, sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.common.conversation import Conversation
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, with_overrides
+from ngrpo.trainers.common.engine_records import Conversation
+from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord

@@ -21,8 +21,7 @@ from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
 from benchmarks.exactness import in_tree
 from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, override_log_probs, with_overrides
+from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs, with_overrides
 from ngrpo.trainers.common.policy_loss import CreditInLoss
 from perturbations import FinishedTrajectory, create
 from perturbations.base import Perturbation

@@ -74,7 +74,7 @@ DENSITIES = [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ),
     *of_file(
-        "ngrpo/trainers/common/densities.py",
+        "ngrpo/trainers/common/log_probs.py",
         "test_density_loss.py",
         (
             "if perturbation is None or not perturbation.has_density:",
@@ -84,13 +84,13 @@ DENSITIES = [
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
         ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
         (
-            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
-            "own = tokens",
+            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
+            "action = tokens",
             "a token that was not drawn is in the action",
         ),
         (
-            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
-            "own = torch.zeros_like(tokens)",
+            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
+            "action = torch.zeros_like(tokens)",
             "a token that was drawn is not in the action",
         ),
     ),

@@ -25,11 +25,11 @@ VALUES = [
         ("if bool(response_mask[rows].any())", "if True", "verl: padding is a group"),
     ),
     *of_file(
-        "ngrpo/trainers/common/importance.py",
+        "ngrpo/trainers/common/mismatch.py",
         "test_policy_noises.py",
         (
-            "(weight < weights.low) | (weight > weights.high)",
-            "weight > weights.high",
+            "(weight < bounds.low) | (weight > bounds.high)",
+            "weight > bounds.high",
             "importance: the lower bound is ignored",
         ),
     ),

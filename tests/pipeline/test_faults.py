@@ -124,7 +124,7 @@ def test_a_training_that_is_ended(tmp_path: Path, smollm2: str, sent: signal.Sig
     log, run = tmp_path / "log", tmp_path / "run"
     log.write_text("of an earlier run\n")
     flags = [*FLAGS, "--vllm.num_engines", "2", "--data.max_samples", "64", "--log-file", str(log)]
-    with start(run, smollm2, *flags) as process:
+    with begun(small(run, smollm2, *flags)) as process:
         until = time.monotonic() + 300
         while "Global step 1" not in log.read_text(errors="replace"):
             assert process.poll() is None and time.monotonic() < until

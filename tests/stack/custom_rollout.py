@@ -68,9 +68,8 @@ def in_ray(model: str) -> dict[str, Any]:
 
     from ngrpo.config.run import RunConfig, begin
     from ngrpo.machine.hardware import profile_for
-    from ngrpo.trainers.openrlhf.launch import worker_env
+    from ngrpo.trainers.openrlhf.launch import setup_hook, worker_env
     from ngrpo.trainers.openrlhf.rollout_actor import engine_spec
-    from ngrpo.trainers.openrlhf.worker import setup_hook
     from perturbations import create
 
     spec = spec_of_deleted_files()
