@@ -154,7 +154,7 @@ class AttachedPerturbation:
 
     def weights_changed(self) -> None:
         """All new weights are in place."""
-        self.perturber.weights_changed()
+        self.embeddings.refresh()
         self.prepare()
 
 

@@ -27,7 +27,7 @@ def follow(runner: Any, attached: AttachedPerturbation) -> None:
     """Has a runner's ways of loading weights refresh what its perturbation computed of them."""
     model = runner.get_model()
     load, reload = _without_ours(model.load_weights, attached), runner.reload_weights
-    model.load_weights = always_after(lambda: attached.perturber.weights_changed(), load)
+    model.load_weights = always_after(attached.embeddings.refresh, load)
     runner.reload_weights = always_after(attached.weights_changed, reload)
 
 

@@ -94,7 +94,7 @@ class RolloutPerturber:
         self._hidden: Tensor | None = None
         self._batch: Batch | None = None
         self._at_once = REPLAY_CHUNK
-        self._notes = Notes(store, masks, lambda: self._event())
+        self.notes = Notes(store, masks, lambda: self._event())
 
     # --- before the forward -------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class RolloutPerturber:
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
-        self._notes.drain_slot(slot)
+        self.notes.drain_slot(slot)
         edits = self._store.edits(slot, start, start + count)
         if not edits:
             return
@@ -289,7 +289,7 @@ class RolloutPerturber:
         self._last_position[slots] = positions
         at = batch.slots[gated], batch.next_positions[gated]
         self._store.has_edits[at[0]] = True
-        self._notes.add(Note(ready, slots, positions, rows, log_probs, left, at, edits))
+        self.notes.add(Note(ready, slots, positions, rows, log_probs, left, at, edits))
 
     def _event(self) -> torch.cuda.Event | None:
         """Tells when the copies made so far have arrived; None where they have."""
@@ -299,20 +299,6 @@ class RolloutPerturber:
         event.record()
         return event
 
-    @property
-    def noted(self) -> int:
-        """Steps whose outcome was noted so far."""
-        return self._notes.taken
-
-    @property
-    def written(self) -> int:
-        """How many of these are in the store."""
-        return self._notes.written
-
-    def drain(self, until: int = 0) -> None:
-        """Moves notes into the store: those that have arrived, and the first ``until`` ever taken, waited for."""
-        self._notes.drain(until)
-
     # --- requests -----------------------------------------------------------------------------------------------
 
     def opened(self, name: str) -> None:
@@ -321,7 +307,7 @@ class RolloutPerturber:
         if self._store.slots > len(self._row_of_slot):
             self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
             self._last_position = grown(self._last_position, self._store.slots, -1)
-            self._notes.grow(self._store.slots)
+            self.notes.grow(self._store.slots)
             if self._masks is not None:
                 self._masks.grow(self._store.slots)
             self._gate.grow(self._store.slots)
@@ -338,10 +324,6 @@ class RolloutPerturber:
     def sampling_mask(self, slot: int) -> SamplingMask | None:
         """Which tokens sampling left at the positions of a request, None where that is not recorded."""
         return None if self._masks is None else self._masks.read(slot)
-
-    def weights_changed(self) -> None:
-        """New weights: neighbors and scales are computed again on their next use."""
-        self._embeddings.refresh()
 
     def _download(self, part: Tensor) -> Tensor:
         return part.to("cpu", non_blocking=True)

@@ -49,12 +49,18 @@ def checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: object, **kwargs: object) -> Any:
+        import vllm
+
         from ngrpo.rollout import settings
 
         perturbation = settings.read(self.additional_config)
         settings.read_buffer(self.additional_config)
         if perturbation is not None:
-            _check_release()
+            # Here, since vLLM logs an error in the import of a plugin and returns nothing.
+            if not versions.has_rollouts(vllm.__version__):
+                needed = f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}"
+                raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
+            patches.check(patches.active(patches.VLLM_CONDITIONS))
         config = original(self, *args, **kwargs)
         without_setup_hook(config.parallel_config)
         if perturbation is not None:
@@ -62,16 +68,6 @@ def checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return create_engine_config
-
-
-def _check_release() -> None:
-    """Refuses a vLLM in which a patch would be missing or land elsewhere: vLLM loads plugins, and asks nothing back."""
-    import vllm
-
-    if not versions.has_rollouts(vllm.__version__):
-        needed = f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}"
-        raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
-    patches.check(patches.active(patches.VLLM_CONDITIONS))
 
 
 def without_setup_hook(config: ParallelConfig) -> None:

@@ -130,7 +130,8 @@ class SamplingMaskStore:
 
     def __init__(self, size: int, slots: int, longest: int, limit: int | None = None) -> None:
         """size: V; longest: positions of a trajectory; limit: bytes that all masks may take, None for :data:`LIMIT`."""
-        self._size, self._limit = size, min(LIMIT, _memory() // 2) if limit is None else limit
+        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # of the machine's memory
+        self._size, self._limit = size, min(LIMIT, half) if limit is None else limit
         self._rows = Chunks(slots, longest)
         self._last = np.full(slots, -1, dtype=np.int64)  # position of each slot's last row
         self._used = np.zeros(slots, dtype=np.int64)  # words
@@ -196,7 +197,15 @@ class SamplingMaskStore:
         more = np.maximum(needed - held, 0)
         total = int(more.sum())
         if self.bytes + total * 2 * _CHUNK + 8 * len(slots) > self._limit:
-            raise RuntimeError(self._full())
+            rows, used = int(self._rows.counts.sum()), int(self._used.sum())
+            raise RuntimeError(
+                f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of"
+                f" {int((self._used > 0).sum())} running requests take {self.bytes / 2**30:.2f} GiB,"
+                f" {used / max(rows, 1):.0f} words a position, above the limit of {self._limit / 2**30:.2f} GiB. Leave"
+                " fewer tokens (--sampling.top_k, --sampling.min_p, a lower --rollout.top_p), run fewer requests at"
+                " once, allow shorter answers, or raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of"
+                " an engine of your own)."
+            )
         if not total:
             return
         if not len(self._pool):
@@ -212,17 +221,6 @@ class SamplingMaskStore:
         nth = np.repeat(held, more) + np.arange(total) - np.repeat(np.cumsum(more) - more, more)
         self._table[np.repeat(slots, more), nth] = chunks
         self._held[slots] += more
-
-    def _full(self) -> str:
-        rows = int(self._rows.counts.sum())
-        return (
-            f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of"
-            f" {int((self._used > 0).sum())} running requests take {self.bytes / 2**30:.2f} GiB,"
-            f" {int(self._used.sum()) / max(rows, 1):.0f} words a position, and more than"
-            f" {self._limit / 2**30:.2f} GiB are not allowed. Leave fewer tokens (--sampling.top_k, --sampling.min_p, a"
-            " lower --rollout.top_p), run fewer requests at once, allow shorter answers, or raise"
-            " --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."
-        )
 
     def _rewind(self, slot: int, position: int) -> None:
         """Forgets a slot's rows from a position on."""
@@ -254,11 +252,6 @@ class SamplingMaskStore:
         self._held[slot] = self._used[slot] = 0
         self._last[slot] = -1
         self._rows.clear(slot)
-
-
-def _memory() -> int:
-    """Bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _address_space(size: int) -> np.ndarray:

@@ -417,4 +417,5 @@ def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
     # Releases differ in the fields that a request has, and in those without a default.
     fields = EngineCoreRequest.__struct_fields__
     required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
-    return EngineCoreRequest(**dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields})
+    known: dict[str, Any] = dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields}
+    return EngineCoreRequest(**known)
