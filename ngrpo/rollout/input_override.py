@@ -36,12 +36,10 @@ class InputOverride:
         device: torch.device,
         bare: type[nn.Module] | None = None,
     ) -> None:
-        """
-        Args:
-            module: the model's input embedding, whose output is (…, hidden) of ``dtype``.
-            max_tokens: rows of the largest forward.
-            bare: the class among the module's bases whose forward gives rows of the matrix; the module's own class
-                by default. Gemma's embedding in vLLM's Transformers backend multiplies its output.
+        """module: the model's input embedding; max_tokens: rows of the largest forward.
+
+        bare: the class among the module's bases whose forward gives rows of the matrix; its own by default. Gemma's
+        embedding in vLLM's Transformers backend multiplies these.
         """
         base = type(module)
         self._bare = base if bare is None else bare

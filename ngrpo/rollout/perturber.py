@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: what happens to each step of a vLLM model runner when a perturbation is on.
 
-A step:
-
 1. ``begin``, before the forward: the edits drawn after the last step are written into the embedding's override;
    positions that are computed again, after a preemption or in a further turn, get theirs from the store.
 2. ``finish``, in place of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
-   The host knows these rows without logits, so there is no loop over requests and nothing waits for the device.
-3. note: what the step drew is copied to the host while further steps run (`async_scheduling.py`).
-4. ``drain``: copies that have arrived are written into the trajectory store, row by row of their slots.
+   The host knows these rows without logits, so nothing waits for the device.
+3. The draws are copied to the host while further steps run (`async_scheduling.py`), then written into the store.
 
 A slot holds a trajectory's state in the store, the gate and the masks, also while the request is preempted. After the
 request's end it stays until its last note is in the store; then the trajectory goes into the replay buffer.
@@ -262,34 +259,21 @@ class RolloutPerturber:
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
         log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
-        left = None if self._masks is None else SamplingSupport(drawable, self._download)
-        self._note(batch, within, log_probs, gated, edits, left)
-        return tokens
-
-    # --- the store ----------------------------------------------------------------------------------------------
-
-    def _note(
-        self,
-        batch: Batch,
-        within: np.ndarray,
-        log_probs: Tensor,
-        gated: np.ndarray,
-        edits: dict[str, Tensor],
-        left: SamplingSupport | None,
-    ) -> None:
+        support = None if self._masks is None else SamplingSupport(drawable, self._download)
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}
         ready = self._event()
-        slots, positions, rows = batch.slots, batch.next_positions, None
+        slots, at_next, kept = batch.slots, batch.next_positions, None
         if not within.all():
-            rows = within.nonzero()[0]
-            slots, positions = slots[rows], positions[rows]
+            kept = within.nonzero()[0]
+            slots, at_next = slots[kept], at_next[kept]
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
-        self._last_position[slots] = positions
-        at = batch.slots[gated], batch.next_positions[gated]
-        self._store.has_edits[at[0]] = True
-        self.notes.add(Note(ready, slots, positions, rows, log_probs, left, at, edits))
+        self._last_position[slots] = at_next
+        edited = batch.slots[gated], batch.next_positions[gated]
+        self._store.has_edits[edited[0]] = True
+        self.notes.add(Note(ready, slots, at_next, kept, log_probs, support, edited, edits))
+        return tokens
 
     def _event(self) -> torch.cuda.Event | None:
         """Tells when the copies made so far have arrived; None where they have."""

@@ -47,10 +47,9 @@ def _exponential(shares: Tensor) -> Tensor:
 
 
 def exponentials(keys: Tensor, size: int) -> Tensor:
-    """Exponential(1) draws, one per key and token: (B,) int64 keys to (B, size) float32.
+    """Exponential(1) draws, one per key and token: (B,) int64 keys to (B, size) float32, finite and above 0.
 
-    Small values, which decide who is drawn, are resolved to 2^-32. All are finite and above 0, so that the only token
-    allowed at a position is drawn whatever its key.
+    Small values, which decide who is drawn, are resolved to 2^-32.
     """
     return _exponential(_shares(keys, torch.arange(size, dtype=torch.int32, device=keys.device)))
 

@@ -209,7 +209,10 @@ class SamplingMaskStore:
         if not total:
             return
         if not len(self._pool):
-            self._pool = _address_space(self._limit)
+            # Not reserved: Linux joins neighboring pieces, and forks no process where these are more than the memory.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            size = max(self._limit // (2 * _CHUNK), 1) * 2 * _CHUNK
+            self._pool = np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint16)
         if needed.max() > self._table.shape[1]:
             wider = np.zeros((len(self._table), 2 * int(needed.max())), dtype=np.int64)
             wider[:, : self._table.shape[1]] = self._table
@@ -252,12 +255,3 @@ class SamplingMaskStore:
         self._held[slot] = self._used[slot] = 0
         self._last[slot] = -1
         self._rows.clear(slot)
-
-
-def _address_space(size: int) -> np.ndarray:
-    """Words of memory that is taken when it is written to."""
-    chunk = 2 * _CHUNK
-    # Not reserved: Linux joins what lies side by side, and forks no process where that is more than the memory.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    space = mmap.mmap(-1, max(size // chunk, 1) * chunk, flags=flags)
-    return np.frombuffer(space, dtype=np.uint16)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model?
+"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model (`replay_check`)?
 
 A row fed with another token's embedding must give the log-probabilities of the text with that token there; all other
-rows, and one fed with its own token's, those of the untouched text. In an engine a few tiny requests test this with its
-own scheduler, model runner and graphs (docs/decisions.md has the reasons), in a trainer
-`ngrpo/trainers/common/replay_check.py`. Functions that take an ``original`` are rows of `ngrpo.patches`.
+rows, and one fed with its own token's, those of the untouched text. An engine's core runs a few tiny requests for this.
+Functions that take an ``original`` are rows of `ngrpo.patches`.
 """
 
 from __future__ import annotations
@@ -89,11 +88,7 @@ def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParalle
 
 
 def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts:
-    """Texts of at most ``longest`` tokens of the vocabulary's lower half, where no special tokens are.
-
-    Raises:
-        UsageError: where the model's context is too short.
-    """
+    """Texts of at most ``longest`` tokens from the vocabulary's lower half; UsageError for too short a context."""
     length = min(_LENGTH, longest)
     if length < 4:
         raise UsageError(f"a probe needs a context of at least 7 tokens, not {longest + 3}: raise max_model_len.")
@@ -123,12 +118,7 @@ def check_texts(
     where: str,
     model: str,
 ) -> None:
-    """Compares up to three texts, until one tells where overrides land.
-
-    Raises:
-        ProbeFailure: naming each comparison that is wrong, or that no text tells.
-        UsageError: where the model's context is too short.
-    """
+    """Compares up to three texts, until one tells where overrides land; raises :class:`ProbeFailure` otherwise."""
     for attempt in range(_ATTEMPTS):
         try:
             comparisons = compare(text_of_probe(vocabulary, longest, attempt))
@@ -166,10 +156,7 @@ def _judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: st
 
 
 def checked_core(original: Callable[..., None]) -> Callable[..., None]:
-    """The check of an engine that perturbs ends its start, unless it is deferred.
-
-    The scheduler hashes blocks in the core's process, which may be another than the worker's.
-    """
+    """The check of an engine that perturbs ends its start, unless it is deferred; its core hashes blocks."""
 
     @functools.wraps(original)
     def init(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
@@ -220,11 +207,7 @@ def with_calls_of_core(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prove_when_idle(core: EngineCore) -> None:
-    """Checks an engine with an override now, where it is idle, or else before the next request that finds it so.
-
-    Raises:
-        ProbeFailure: where an override does not land where it belongs.
-    """
+    """Checks an engine with an override now, where it is idle, or else before the next request that finds it so."""
     if read(core.vllm_config.additional_config) is not None:
         setattr(core, _DUE, True)
         if _is_idle(core):
@@ -241,8 +224,7 @@ def before_request(core: EngineCore) -> None:
 def _is_idle(core: EngineCore) -> bool:
     """Whether an engine, paused or not, could run the check's requests now, and has no others.
 
-    A sleeping engine cannot: its weights or its KV cache are not in memory. Requests that have finished do not count,
-    although the workers may not have been told of them.
+    A sleeping engine cannot: its weights or its KV cache are not in memory.
     """
     if core.model_executor.is_sleeping:
         return False
@@ -265,14 +247,7 @@ def _without_pause(core: EngineCore) -> Iterator[None]:
 
 
 def prove(core: EngineCore) -> float:
-    """Runs the check's requests in an idle engine and judges the answers.
-
-    Returns:
-        Seconds that it took.
-
-    Raises:
-        ProbeFailure: where an override does not land where it belongs, or where that cannot be told.
-    """
+    """Runs the check's requests in an idle engine and judges the answers; returns the seconds that it took."""
     began = time.perf_counter()
     model = core.vllm_config.model_config
     # The check's own requests ask for no check; a failure leaves it due, so that no request runs unchecked.
@@ -365,12 +340,9 @@ def _distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
 
 
 def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> list[_Answer]:
-    """Runs requests to their end: two greedy tokens each, unperturbed but for what is to be replayed.
+    """Runs requests to their end, two greedy tokens each: a text, and by position the token that is fed there.
 
-    Args:
-        core: vLLM's ``EngineCore``, idle.
-        requests: tokens, and by position the token whose embedding is fed there; the position after the last token
-            is that of the first generated one.
+    The position after the text's last token is that of the first generated one.
     """
     # No name comes twice, as none of vLLM's own does: rows of a batch are known by their names.
     answers = {f"perturbation-probe-{next(_NUMBERS)}": _Answer() for _ in requests}
