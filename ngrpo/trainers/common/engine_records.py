@@ -55,7 +55,7 @@ class EngineCheck:
         """
         if self._perturbed:
             if self._asked is None:
-                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_probe"))
+                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_check"))
             await asyncio.shield(self._asked)
 
 

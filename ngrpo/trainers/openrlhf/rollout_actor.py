@@ -17,7 +17,7 @@ from ngrpo.machine.hardware.cpu import engine_arguments
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import (
-    DEFERRED_PROBE,
+    DEFERRED_CHECK,
     KEY,
     REPLAY_BUFFER,
     SAMPLING_MASK_GIB,
@@ -140,7 +140,7 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
         SAMPLING_MASK_GIB: run.sampling.mask_gib,
         SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
         REPLAY_BUFFER: run.specs.get("replay_buffer"),
-        DEFERRED_PROBE: True,
+        DEFERRED_CHECK: True,
     }
 
 
