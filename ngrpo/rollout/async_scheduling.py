@@ -40,10 +40,10 @@ _LENGTHS_KEPT = 1 << 20
 
 @dataclass(frozen=True)
 class Note:
-    """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host.
+    """A step's draws, whose tensors are still being copied from a CUDA device.
 
-    Row ``rows[i]`` of the batch (i, where that is None) drew the token at ``slots[i]``, ``positions[i]``; edit j is of
-    the slot and position ``edited[0][j]`` and ``edited[1][j]``.
+    Row ``rows[i]`` (i where that is None) drew the token at ``slots[i]``, ``positions[i]``; ``edited``: slots and
+    positions of the edits.
     """
 
     ready: torch.cuda.Event | None

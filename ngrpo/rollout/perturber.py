@@ -96,13 +96,9 @@ class RolloutPerturber:
     # --- before the forward -------------------------------------------------------------------------------------
 
     def begin(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray, discard: np.ndarray) -> None:
-        """Prepares the override for a forward.
+        """Prepares the override for a forward of B requests from their first positions on, (B,) each.
 
-        Args:
-            names: request ids in batch order.
-            starts: first position that each request computes, (B,).
-            counts: how many positions it computes, (B,).
-            discard: whether its prefill is not complete, so that its sample is thrown away, (B,) bool.
+        ``discard``: prefills that are not complete, so that their samples are thrown away, (B,) bool.
         """
         self._locate_rows(names)
         slots, ends = self._slots, starts + counts
@@ -206,10 +202,7 @@ class RolloutPerturber:
             self._gate.open(torch.zeros_like(rows), step, rows)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
-        """The factor of each temperature in the step in flight, (B,) float32; None where no schedule acts.
-
-        It is 1 for greedy rows and for requests without a schedule. The arguments are those of :meth:`finish`.
-        """
+        """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule; see :meth:`finish`."""
         if self._schedule is None:
             return None
         # A prompt that is not complete yet draws a token that is thrown away.
@@ -224,16 +217,13 @@ class RolloutPerturber:
         return torch.where(applies, factor, 1.0)
 
     def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
-        """Draws the next tokens and the edits of the gated rows.
+        """Draws the next tokens, (B,) int64, and the edits of the gated rows.
 
         Args:
             scaled: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
             temperature: (B,) float32, 1 for greedy rows.
             drawable: logits after top-k, top-p and min-p, (B, V) float32.
             greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
-
-        Returns:
-            The tokens, (B,) int64.
         """
         batch, self._batch = require(self._batch, "the batch of begin()"), None
         hidden, self._hidden = self._hidden, None

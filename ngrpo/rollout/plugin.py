@@ -71,10 +71,7 @@ def checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_setup_hook(config: ParallelConfig) -> None:
-    """Takes `ngrpo train`'s set-up hook out of what a tensor-parallel engine joins Ray with; vLLM loads this plugin.
-
-    The engine's core is a driver of its own, and Ray 2.55 refuses a driver the hook of another one.
-    """
+    """Removes `ngrpo train`'s set-up hook from a tensor-parallel engine, whose core Ray 2.55 takes for a new driver."""
     environment = getattr(config, "ray_runtime_env", None)
     if environment and environment.pop("worker_process_setup_hook", None):
         from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR

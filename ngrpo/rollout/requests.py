@@ -165,9 +165,7 @@ class RunningRequests:
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
         """Hands over records, once: internal request id to the parts of its :class:`FinishedTrajectory`.
 
-        Args:
-            names: internal or external request ids; None for all but ``unfinished``.
-            unfinished: internal ids of requests still running, left alone.
+        ``names``: internal or external ids, None for all but ``unfinished``, internal ids of requests still running.
         """
         ids = None if names is None else self._names.matching(names)
         self._finish(self._ended if ids is None else ids)

@@ -32,14 +32,9 @@ LIMIT = 8 << 30
 
 
 def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
-    """The smaller of two sets of each row, the tokens that may be drawn and those that were cut, as bits.
+    """One bit for each token that may be drawn, the first in a byte's lowest, (B, ⌈V/8⌉) uint8; their numbers (B,).
 
-    Args:
-        drawable: logits after everything that cuts tokens, which are -inf there, (B, V).
-
-    Returns:
-        One bit for each token, the first in a byte's lowest, (B, ⌈V/8⌉) uint8; and how many may be drawn, (B,) int64.
-        Rows where that is more than V/2 have the bits of the tokens that were cut.
+    Cut tokens are -inf in ``drawable`` (B, V). Rows with more than V/2 tokens have the bits of those cut.
     """
     size = drawable.shape[-1]
     mask = drawable > -torch.inf
@@ -89,11 +84,9 @@ class SamplingSupport:
             self._ids.append(self._download(pick(bits[rows], size)))
 
     def read(self, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """After the arrival of :meth:`ask`'s tokens, of some rows, which ascend, or of all.
+        """How many tokens each of the rows (ascending, or all) has left, (N,) int64; the ids that :func:`pack` marks.
 
-        Returns:
-            How many tokens each row has left, (N,) int64; and the ids whose bits :func:`pack` sets, ascending within a
-            row, as many for each as :func:`marked` says, int32.
+        The ids ascend within a row, :func:`marked` of them each, int32. The tokens of :meth:`ask` have arrived.
         """
         counts = self._counts.numpy()
         parts = [part.numpy() for part in self._ids]
@@ -122,10 +115,9 @@ def _blocks(sizes: np.ndarray) -> Iterator[tuple[slice, int]]:
 
 
 class SamplingMaskStore:
-    """The masks of live trajectories, by slot.
+    """The masks of live trajectories, by slot: the 16-bit words of :class:`SamplingMask`, in chunks.
 
-    Tokens are kept as the 16-bit words of :class:`SamplingMask`, in chunks that a slot gets when it needs them, all out
-    of one piece of address space as large as the limit. It costs memory only where it is written to, and never moves.
+    All chunks are in one piece of address space as large as the limit, which costs memory only where it is written to.
     """
 
     def __init__(self, size: int, slots: int, longest: int, limit: int | None = None) -> None:
@@ -154,10 +146,9 @@ class SamplingMaskStore:
         return (self._made - len(self._free)) * 2 * _CHUNK + 8 * int(self._rows.counts.sum())
 
     def write(self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> None:
-        """Notes the tokens left at one position of each of several slots (N,); RuntimeError where there is no room.
+        """Notes :meth:`SamplingSupport.read`'s tokens at a position of each slot (N,); RuntimeError without room.
 
-        A position that is drawn again replaces all after it, as in the trajectory store. ``counts`` and ``ids`` are as
-        :meth:`SamplingSupport.read` returns them.
+        A position that is drawn again replaces all after it, as in the trajectory store.
         """
         slots, positions = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         for i in (positions <= self._last[slots]).nonzero()[0]:

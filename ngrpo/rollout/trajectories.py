@@ -142,12 +142,7 @@ class TrajectoryStore:
         training_step: int = 0,
         answer: tuple[int, int] = (0, 1),
     ) -> Trajectory:
-        """Gives a new request a clean slot.
-
-        Args:
-            training_step: that it is for; below 0 for a request without a sampling schedule.
-            answer: which answer to its prompt it is, from 0, and of how many.
-        """
+        """Gives a new request a clean slot; training_step below 0: no schedule; answer: which, from 0, of how many."""
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
             self.slots *= 2
@@ -178,8 +173,7 @@ class TrajectoryStore:
     def load(self, trajectory: Trajectory, record: ReplayRecord, ahead: bool = False) -> None:
         """Has the record of earlier turns replayed on a new request's prompt; ValueError for one of another model.
 
-        Args:
-            ahead: replay it on generated positions too, and mix rows alone: a start-up check's record.
+        ``ahead``: on generated positions too, and rows are mixed without the module: for a start-up check.
         """
         if self._embedding is not None:
             record.check_model(*self._embedding)
