@@ -202,7 +202,7 @@ class RolloutPerturber:
             self._gate.open(torch.zeros_like(rows), step, rows)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
-        """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule; see :meth:`finish`."""
+        """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
         if self._schedule is None:
             return None
         # A prompt that is not complete yet draws a token that is thrown away.
