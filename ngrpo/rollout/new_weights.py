@@ -2,8 +2,8 @@
 """New weights in a vLLM worker: whatever way they arrive, everything computed from the old ones is computed again.
 
 Every weight sync ends in ``model.load_weights``. OpenRLHF calls it for each parameter, so only calls that load all at
-once (``reload_weights``, ``finish_weight_update``, the last call in `ngrpo/trainers/openrlhf/rollout_actor.py`) prepare
-the perturbation again. A perturbation's own parameters come among the model's. A sleeping engine's weights are not read.
+once (``reload_weights``, ``finish_weight_update``, the last call in `rollout_actor.py`) prepare the perturbation again.
+A perturbation's own parameters come among the model's. A sleeping engine's weights are not read.
 """
 
 from __future__ import annotations
