@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling schedules and request limits in a real engine: what is drawn, and how it is scored, at perturbed positions."""
+"""Sampling schedules and request limits in a real engine: what is drawn, and its score, at perturbed positions too."""
 
 from __future__ import annotations
 
