@@ -175,7 +175,7 @@ class FakeDecoding:
             if hasattr(module, "lambda_start"):
                 module.lambda_start = torch.empty_like(module.lambda_start, device=device)
         self.perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, device, module)
-        notes = self.perturber._notes
+        notes = self.perturber.notes
         notes._write = _on_host(notes._write)
         self.perturber._download = lambda part: _arrived(part.to("cpu", non_blocking=True))
         perturbation.prepare(embeddings)

@@ -50,7 +50,7 @@ _LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
 _SECONDS = 300
 _LARGEST_GAP = 1e-4
 _SPEC = {"name": "gumbel", "rate": 0.5}
-_PROBE_FAILURE = "ProbeFailure: "
+_CHECK_FAILURE = "CheckFailure: "
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _self_test(model: str) -> Finding:
         if not target.exists():
             lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
             # An engine's process tells why it ended before the one that started it does.
-            causes = [number for number, line in enumerate(lines) if _PROBE_FAILURE in line]
+            causes = [number for number, line in enumerate(lines) if _CHECK_FAILURE in line]
             lines = lines[causes[0] :][:10] if causes else lines[-15:]
             state = f"ended with status {status}"
             return Finding(subject, state, "read the lines that it ended with:\n" + "\n".join(lines))

@@ -40,10 +40,10 @@ _LENGTHS_KEPT = 1 << 20
 
 @dataclass(frozen=True)
 class Note:
-    """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host.
+    """A step's draws, whose tensors are still being copied from a CUDA device.
 
-    Row ``rows[i]`` of the batch (i, where that is None) drew the token at ``slots[i]``, ``positions[i]``; edit j is of
-    the slot and position ``edited[0][j]`` and ``edited[1][j]``.
+    Row ``rows[i]`` (i where that is None) drew the token at ``slots[i]``, ``positions[i]``; ``edited``: slots and
+    positions of the edits.
     """
 
     ready: torch.cuda.Event | None
@@ -103,24 +103,21 @@ class Notes:
     def _drain_edits(self, until: int) -> None:
         while self._coming and _arrived(self._coming[0], wait=self._stored < until):
             note = self._coming.popleft()
-            self._write(note)
+            log_probs = note.log_probs.numpy() if note.rows is None else note.log_probs.numpy()[note.rows]
+            self._store.write_tokens(note.slots, note.positions, log_probs)
+            if note.edits:
+                parts = {name: part.numpy() for name, part in note.edits.items()}
+                fed, (slots, positions) = parts.pop("fed"), note.edited
+                if not fed.all():
+                    parts = {name: part[fed] for name, part in parts.items()}
+                    slots, positions = slots[fed], positions[fed]
+                self._store.write_edits(slots, positions, parts)
             self._stored += 1
             if note.support is None:
                 self.written += 1
             else:
                 note.support.ask()
                 self._masked.append(replace(note, ready=self._event()))
-
-    def _write(self, note: Note) -> None:
-        log_probs = note.log_probs.numpy() if note.rows is None else note.log_probs.numpy()[note.rows]
-        self._store.write_tokens(note.slots, note.positions, log_probs)
-        if note.edits:
-            parts = {name: part.numpy() for name, part in note.edits.items()}
-            fed, (slots, positions) = parts.pop("fed"), note.edited
-            if not fed.all():
-                parts = {name: part[fed] for name, part in parts.items()}
-                slots, positions = slots[fed], positions[fed]
-            self._store.write_edits(slots, positions, parts)
 
 
 def _arrived(note: Note, wait: bool) -> bool:

@@ -82,11 +82,7 @@ class AttachedPerturbation:
         new_weights.follow(runner, self)
 
     def replace(self, perturbation: Perturbation) -> None:
-        """Puts another perturbation in place, between requests.
-
-        Raises:
-            UsageError: while requests are running, or for a perturbation that does not fit the model.
-        """
+        """Exchanges the perturbation between requests; UsageError while some run, or where it does not fit."""
         runner, tokenizer = self._runner, self._tokenizer
         running = self.requests.running if hasattr(self, "requests") else 0
         if running:
@@ -153,7 +149,7 @@ class AttachedPerturbation:
 
     def weights_changed(self) -> None:
         """All new weights are in place."""
-        self.perturber.weights_changed()
+        self.embeddings.refresh()
         self.prepare()
 
 
@@ -237,13 +233,9 @@ class _LazyTokenizer:
 
 
 def _follow_output_layer(model: nn.Module, take: Callable[[Tensor], None]) -> list[RemovableHandle]:
-    """Hands over the input of a model's output layer, the last hidden states (B, D), each time it computes logits.
+    """Hands over the last hidden states (B, D) each time a model computes logits, by its `LogitsProcessor`'s input.
 
-    `compute_logits` of a model ends in its `LogitsProcessor`, in both model runners and outside of what is compiled or
-    captured. Its input is that of Hugging Face's output embedding, also where a model scales it before.
-
-    Raises:
-        UsageError: for a model that computes its logits otherwise.
+    The input is that of Hugging Face's output embedding, and is outside of compiled or captured graphs.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,12 +36,10 @@ class InputOverride:
         device: torch.device,
         bare: type[nn.Module] | None = None,
     ) -> None:
-        """
-        Args:
-            module: the model's input embedding, whose output is (…, hidden) of ``dtype``.
-            max_tokens: rows of the largest forward.
-            bare: the class among the module's bases whose forward gives rows of the matrix; the module's own class
-                by default. Gemma's embedding in vLLM's Transformers backend multiplies its output.
+        """module: the model's input embedding; max_tokens: rows of the largest forward.
+
+        bare: the class among the module's bases whose forward gives rows of the matrix; its own by default. Gemma's
+        embedding in vLLM's Transformers backend multiplies these.
         """
         base = type(module)
         self._bare = base if bare is None else bare
@@ -168,25 +165,21 @@ def tables_of_text(model: nn.Module) -> list[nn.Module]:
 
 def _looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> tuple[list[str], str] | None:
     """Which tables the model's own way of embedding two tokens uses, and what that means; None where it has no way."""
-    for embed in _ways_to_embed(model):
-        used: list[str] = []
-        hooks = [module.register_forward_hook(partial(_note, used, name)) for name, module in tables.items()]
-        try:
-            with torch.inference_mode():
+    used: dict[str, None] = {}
+    hooks = [
+        table.register_forward_hook(lambda *_, name=name: used.update({name: None})) for name, table in tables.items()
+    ]
+    try:
+        for embed in _ways_to_embed(model):
+            with suppress(AttributeError, NotImplementedError, TypeError), torch.inference_mode():
                 embed(torch.zeros(2, dtype=torch.int32, device=next(model.parameters()).device))
-        except (AttributeError, NotImplementedError, TypeError):
-            continue
-        finally:
-            for hook in hooks:
-                hook.remove()
-        names = list(dict.fromkeys(used))
-        if names:
-            return names, f"and the embedding of a token is made of {len(names)} of them ({', '.join(names)})"
+                if used:
+                    return [*used], f"and the embedding of a token is made of {len(used)} of them ({', '.join(used)})"
+            used.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return None
-
-
-def _note(used: list[str], name: str, *_: object) -> None:
-    used.append(name)
 
 
 def _ways_to_embed(model: nn.Module) -> Iterator[Callable[[Tensor], Any]]:

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """New weights in a vLLM worker: whatever way they arrive, everything computed from the old ones is computed again.
 
-- Every weight sync ends in ``model.load_weights``. OpenRLHF calls it for each parameter, so only calls that load all of
-  them at once (``reload_weights``, ``finish_weight_update``, and OpenRLHF's own last call, see
-  `ngrpo/trainers/openrlhf/rollout_actor.py`) prepare the perturbation again. A perturbation's own parameters come among
-  the model's, and go to its module.
-- While the engine sleeps, nothing may read its weights.
-
-``after_update``, ``after_sleep`` and ``after_wake_up`` wrap methods of vLLM's ``Worker`` (`ngrpo.patches`).
+Every weight sync ends in ``model.load_weights``. OpenRLHF calls it for each parameter, so only calls that load all at
+once (``reload_weights``, ``finish_weight_update``, the last call in `rollout_actor.py`) prepare the perturbation again.
+A perturbation's own parameters come among the model's. A sleeping engine's weights are not read.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ def follow(runner: Any, attached: AttachedPerturbation) -> None:
     """Has a runner's ways of loading weights refresh what its perturbation computed of them."""
     model = runner.get_model()
     load, reload = _without_ours(model.load_weights, attached), runner.reload_weights
-    model.load_weights = always_after(lambda: attached.perturber.weights_changed(), load)
+    model.load_weights = always_after(attached.embeddings.refresh, load)
     runner.reload_weights = always_after(attached.weights_changed, reload)
 
 

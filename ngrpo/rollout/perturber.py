@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: what happens to each step of a vLLM model runner when a perturbation is on.
 
-A step:
-
 1. ``begin``, before the forward: the edits drawn after the last step are written into the embedding's override;
    positions that are computed again, after a preemption or in a further turn, get theirs from the store.
 2. ``finish``, in place of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
-   The host knows these rows without logits, so there is no loop over requests and nothing waits for the device.
-3. note: what the step drew is copied to the host while further steps run (`async_scheduling.py`).
-4. ``drain``: copies that have arrived are written into the trajectory store, row by row of their slots.
+   The host knows these rows without logits, so nothing waits for the device.
+3. The draws are copied to the host while further steps run (`async_scheduling.py`), then written into the store.
 
 A slot holds a trajectory's state in the store, the gate and the masks, also while the request is preempted. After the
 request's end it stays until its last note is in the store; then the trajectory goes into the replay buffer.
@@ -93,18 +90,14 @@ class RolloutPerturber:
         self._hidden: Tensor | None = None
         self._batch: Batch | None = None
         self._at_once = REPLAY_CHUNK
-        self._notes = Notes(store, masks, lambda: self._event())
+        self.notes = Notes(store, masks, lambda: self._event())
 
     # --- before the forward -------------------------------------------------------------------------------------
 
     def begin(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray, discard: np.ndarray) -> None:
-        """Prepares the override for a forward.
+        """Prepares the override for a forward of B requests from their first positions on, (B,) each.
 
-        Args:
-            names: request ids in batch order.
-            starts: first position that each request computes, (B,).
-            counts: how many positions it computes, (B,).
-            discard: whether its prefill is not complete, so that its sample is thrown away, (B,) bool.
+        ``discard``: prefills that are not complete, so that their samples are thrown away, (B,) bool.
         """
         self._locate_rows(names)
         slots, ends = self._slots, starts + counts
@@ -148,7 +141,7 @@ class RolloutPerturber:
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
-        self._notes.drain_slot(slot)
+        self.notes.drain_slot(slot)
         edits = self._store.edits(slot, start, start + count)
         if not edits:
             return
@@ -208,10 +201,7 @@ class RolloutPerturber:
             self._gate.open(torch.zeros_like(rows), step, rows)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
-        """The factor of each temperature in the step in flight, (B,) float32; None where no schedule acts.
-
-        It is 1 for greedy rows and for requests without a schedule. The arguments are those of :meth:`finish`.
-        """
+        """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
         if self._schedule is None:
             return None
         # A prompt that is not complete yet draws a token that is thrown away.
@@ -226,16 +216,13 @@ class RolloutPerturber:
         return torch.where(applies, factor, 1.0)
 
     def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
-        """Draws the next tokens and the edits of the gated rows.
+        """Draws the next tokens, (B,) int64, and the edits of the gated rows.
 
         Args:
             scaled: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
             temperature: (B,) float32, 1 for greedy rows.
             drawable: logits after top-k, top-p and min-p, (B, V) float32.
             greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
-
-        Returns:
-            The tokens, (B,) int64.
         """
         batch, self._batch = require(self._batch, "the batch of begin()"), None
         hidden, self._hidden = self._hidden, None
@@ -261,34 +248,21 @@ class RolloutPerturber:
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
         log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
-        left = None if self._masks is None else SamplingSupport(drawable, self._download)
-        self._note(batch, within, log_probs, gated, edits, left)
-        return tokens
-
-    # --- the store ----------------------------------------------------------------------------------------------
-
-    def _note(
-        self,
-        batch: Batch,
-        within: np.ndarray,
-        log_probs: Tensor,
-        gated: np.ndarray,
-        edits: dict[str, Tensor],
-        left: SamplingSupport | None,
-    ) -> None:
+        support = None if self._masks is None else SamplingSupport(drawable, self._download)
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}
         ready = self._event()
-        slots, positions, rows = batch.slots, batch.next_positions, None
+        slots, at_next, kept = batch.slots, batch.next_positions, None
         if not within.all():
-            rows = within.nonzero()[0]
-            slots, positions = slots[rows], positions[rows]
+            kept = within.nonzero()[0]
+            slots, at_next = slots[kept], at_next[kept]
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
-        self._last_position[slots] = positions
-        at = batch.slots[gated], batch.next_positions[gated]
-        self._store.has_edits[at[0]] = True
-        self._notes.add(Note(ready, slots, positions, rows, log_probs, left, at, edits))
+        self._last_position[slots] = at_next
+        edited = batch.slots[gated], batch.next_positions[gated]
+        self._store.has_edits[edited[0]] = True
+        self.notes.add(Note(ready, slots, at_next, kept, log_probs, support, edited, edits))
+        return tokens
 
     def _event(self) -> torch.cuda.Event | None:
         """Tells when the copies made so far have arrived; None where they have."""
@@ -298,20 +272,6 @@ class RolloutPerturber:
         event.record()
         return event
 
-    @property
-    def noted(self) -> int:
-        """Steps whose outcome was noted so far."""
-        return self._notes.taken
-
-    @property
-    def written(self) -> int:
-        """How many of these are in the store."""
-        return self._notes.written
-
-    def drain(self, until: int = 0) -> None:
-        """Moves notes into the store: those that have arrived, and the first ``until`` ever taken, waited for."""
-        self._notes.drain(until)
-
     # --- requests -----------------------------------------------------------------------------------------------
 
     def opened(self, name: str, prompt: Sequence[int] = ()) -> None:
@@ -320,7 +280,7 @@ class RolloutPerturber:
         if self._store.slots > len(self._row_of_slot):
             self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
             self._last_position = grown(self._last_position, self._store.slots, -1)
-            self._notes.grow(self._store.slots)
+            self.notes.grow(self._store.slots)
             if self._masks is not None:
                 self._masks.grow(self._store.slots)
             self._gate.grow(self._store.slots)
@@ -337,10 +297,6 @@ class RolloutPerturber:
     def sampling_mask(self, slot: int) -> SamplingMask | None:
         """Which tokens sampling left at the positions of a request, None where that is not recorded."""
         return None if self._masks is None else self._masks.read(slot)
-
-    def weights_changed(self) -> None:
-        """New weights: neighbors and scales are computed again on their next use."""
-        self._embeddings.refresh()
 
     def _download(self, part: Tensor) -> Tensor:
         return part.to("cpu", non_blocking=True)

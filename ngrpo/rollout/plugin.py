@@ -49,12 +49,18 @@ def checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: object, **kwargs: object) -> Any:
+        import vllm
+
         from ngrpo.rollout import settings
 
         perturbation = settings.read(self.additional_config)
         settings.read_buffer(self.additional_config)
         if perturbation is not None:
-            _check_release()
+            # Here, since vLLM logs an error in the import of a plugin and returns nothing.
+            if not versions.has_rollouts(vllm.__version__):
+                needed = f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}"
+                raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
+            patches.check(patches.active(patches.VLLM_CONDITIONS))
         config = original(self, *args, **kwargs)
         without_setup_hook(config.parallel_config)
         if perturbation is not None:
@@ -64,21 +70,8 @@ def checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_engine_config
 
 
-def _check_release() -> None:
-    """Refuses a vLLM in which a patch would be missing or land elsewhere: vLLM loads plugins, and asks nothing back."""
-    import vllm
-
-    if not versions.has_rollouts(vllm.__version__):
-        needed = f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}"
-        raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
-    patches.check(patches.active(patches.VLLM_CONDITIONS))
-
-
 def without_setup_hook(config: ParallelConfig) -> None:
-    """Takes `ngrpo train`'s set-up hook out of what a tensor-parallel engine joins Ray with; vLLM loads this plugin.
-
-    The engine's core is a driver of its own, and Ray 2.55 refuses a driver the hook of another one.
-    """
+    """Removes `ngrpo train`'s set-up hook from a tensor-parallel engine, whose core Ray 2.55 takes for a new driver."""
     environment = getattr(config, "ray_runtime_env", None)
     if environment and environment.pop("worker_process_setup_hook", None):
         from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR

@@ -122,17 +122,13 @@ def checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
             if kwargs.get("resumable") and read(self.vllm_config.additional_config) is not None:
                 raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
         except UsageError as error:
-            raise _request_error()(str(error)) from None
+            # vLLM's server answers with status 400 to an error of its own kind alone.
+            base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
+            kind = UsageError if base is None else type("RequestError", (base, UsageError), {})
+            raise kind(str(error)) from None
         return original(self, request_id, prompt, params, *args, **kwargs)
 
     return process_inputs
-
-
-@functools.cache
-def _request_error() -> type[Exception]:
-    """An error of bad input that vLLM's server answers with status 400, as it does an error of its own kind alone."""
-    base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
-    return UsageError if base is None else type("RequestError", (base, UsageError), {})
 
 
 def numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -113,15 +113,15 @@ class RunningRequests:
         """Takes in one ``SchedulerOutput`` of vLLM, before the step runs, without waiting for the device."""
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
-                self._ended[name] = self._perturber.noted
+                self._ended[name] = self._perturber.notes.taken
         self._finish()
         for new in scheduler_output.scheduled_new_reqs:
             self._open(new)
 
     def _finish(self, names: Iterable[str] = ()) -> None:
         """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
-        self._perturber.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
-        for name in [name for name, noted in self._ended.items() if noted <= self._perturber.written]:
+        self._perturber.notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
+        for name in [name for name, noted in self._ended.items() if noted <= self._perturber.notes.written]:
             del self._ended[name]
             slot = self._store.live[name].slot
             if name in self._dropped:
@@ -165,9 +165,7 @@ class RunningRequests:
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
         """Hands over records, once: internal request id to the parts of its :class:`FinishedTrajectory`.
 
-        Args:
-            names: internal or external request ids; None for all but ``unfinished``.
-            unfinished: internal ids of requests still running, left alone.
+        ``names``: internal or external ids, None for all but ``unfinished``, internal ids of requests still running.
         """
         ids = None if names is None else self._names.matching(names)
         self._finish(self._ended if ids is None else ids)
@@ -191,7 +189,7 @@ class RunningRequests:
             return None
         # The scheduler tells of the end only with the next step; the record must not come a second time.
         self._dropped.add(name)
-        self._perturber.drain(until=self._perturber.noted)
+        self._perturber.notes.drain(until=self._perturber.notes.taken)
         return self._extract(name)
 
     def drop(self, names: list[str]) -> None:

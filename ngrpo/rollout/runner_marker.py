@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's model runners the engines of a training run have: V1 or V2, as vLLM chooses.
+"""Which of vLLM's model runners (V1, V2) the engines of a training run have.
 
-The engines are other processes, at times on other machines, and those of an unperturbed run are stock. So each worker
-with the plugin leaves its answer as the name of an empty file in a folder, which an environment variable names.
+Each worker with the plugin leaves its answer as the name of an empty file in a folder that an environment variable has.
 """
 
 from __future__ import annotations

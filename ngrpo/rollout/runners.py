@@ -46,7 +46,7 @@ def _with_requests(original: Callable[..., Any], perturbation: AttachedPerturbat
 
 def attach_v1(runner: RunnerV1, perturbation: AttachedPerturbation) -> None:
     """Wraps the methods of a V1 runner."""
-    preprocess = runner._preprocess
+    preprocess: Callable[..., Any] = runner._preprocess
 
     def _preprocess(*args: object, **kwargs: object) -> Any:
         batch, count = runner.input_batch, runner.input_batch.num_reqs
@@ -64,7 +64,7 @@ def attach_v1(runner: RunnerV1, perturbation: AttachedPerturbation) -> None:
 
 
 def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callable[..., Any]:
-    original = sampler.sample
+    original: Callable[..., Any] = sampler.sample
     # vLLM makes new metadata only when the batch changes, and so are temperatures gathered only then.
     seen: tuple[SamplingMetadata | None, Tensor] = (None, torch.empty(0))
 
@@ -133,7 +133,7 @@ def attach_v2(runner: RunnerV2, perturbation: AttachedPerturbation) -> None:
             f" ({type(runner.sampler).__name__}), which draws tokens unseen. Set VLLM_USE_V2_MODEL_RUNNER=0, for all"
             " that is compared, or use another model."
         )
-    inputs = runner.prepare_inputs
+    inputs: Callable[..., Any] = runner.prepare_inputs
 
     def prepare_inputs(*args: object, **kwargs: object) -> Any:
         batch = inputs(*args, **kwargs)

@@ -47,11 +47,7 @@ def _exponential(shares: Tensor) -> Tensor:
 
 
 def exponentials(keys: Tensor, size: int) -> Tensor:
-    """Exponential(1) draws, one per key and token: (B,) int64 keys to (B, size) float32.
-
-    Small values, which decide who is drawn, are resolved to 2^-32. All are finite and above 0, so that the only token
-    allowed at a position is drawn whatever its key.
-    """
+    """Exponential(1) draws, one per key and token: (B,) int64 keys to (B, size) float32, finite and above 0."""
     return _exponential(_shares(keys, torch.arange(size, dtype=torch.int32, device=keys.device)))
 
 
@@ -94,15 +90,12 @@ _fast_sums = torch.compile(block_sums, dynamic=True)
 
 
 def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
-    """Draws tokens in one pass over the logits, once it is compiled for a GPU; the rows of a small batch fill it too.
+    """Tokens (B,) int64 in one pass over the logits, once it is compiled for a GPU; the pass's summary of z̃.
 
     Args:
         scaled: z̃, (B, V), float32 or the model's dtype.
         drawable: logits after top-k, top-p and min-p, (B, V) float32, -inf is never drawn; None where they are z̃.
         keys: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
-
-    Returns:
-        Tokens (B,) int64, and what the pass leaves of z̃.
     """
     scaled = scaled.float()
     left = blocks(scaled if drawable is None else drawable)

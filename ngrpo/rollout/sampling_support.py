@@ -32,14 +32,9 @@ LIMIT = 8 << 30
 
 
 def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
-    """The smaller of two sets of each row, the tokens that may be drawn and those that were cut, as bits.
+    """One bit for each token that may be drawn, the first in a byte's lowest, (B, ⌈V/8⌉) uint8; their numbers (B,).
 
-    Args:
-        drawable: logits after everything that cuts tokens, which are -inf there, (B, V).
-
-    Returns:
-        One bit for each token, the first in a byte's lowest, (B, ⌈V/8⌉) uint8; and how many may be drawn, (B,) int64.
-        Rows where that is more than V/2 have the bits of the tokens that were cut.
+    Cut tokens are -inf in ``drawable`` (B, V). Rows with more than V/2 tokens have the bits of those cut.
     """
     size = drawable.shape[-1]
     mask = drawable > -torch.inf
@@ -89,11 +84,9 @@ class SamplingSupport:
             self._ids.append(self._download(pick(bits[rows], size)))
 
     def read(self, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """After the arrival of :meth:`ask`'s tokens, of some rows, which ascend, or of all.
+        """How many tokens each of the rows (ascending, or all) has left, (N,) int64; the ids that :func:`pack` marks.
 
-        Returns:
-            How many tokens each row has left, (N,) int64; and the ids whose bits :func:`pack` sets, ascending within a
-            row, as many for each as :func:`marked` says, int32.
+        The ids ascend within a row, :func:`marked` of them each, int32. The tokens of :meth:`ask` have arrived.
         """
         counts = self._counts.numpy()
         parts = [part.numpy() for part in self._ids]
@@ -122,15 +115,15 @@ def _blocks(sizes: np.ndarray) -> Iterator[tuple[slice, int]]:
 
 
 class SamplingMaskStore:
-    """The masks of live trajectories, by slot.
+    """The masks of live trajectories, by slot: the 16-bit words of :class:`SamplingMask`, in chunks.
 
-    Tokens are kept as the 16-bit words of :class:`SamplingMask`, in chunks that a slot gets when it needs them, all out
-    of one piece of address space as large as the limit. It costs memory only where it is written to, and never moves.
+    All chunks are in one piece of address space as large as the limit, which costs memory only where it is written to.
     """
 
     def __init__(self, size: int, slots: int, longest: int, limit: int | None = None) -> None:
         """size: V; longest: positions of a trajectory; limit: bytes that all masks may take, None for :data:`LIMIT`."""
-        self._size, self._limit = size, min(LIMIT, _memory() // 2) if limit is None else limit
+        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # of the machine's memory
+        self._size, self._limit = size, min(LIMIT, half) if limit is None else limit
         self._rows = Chunks(slots, longest)
         self._last = np.full(slots, -1, dtype=np.int64)  # position of each slot's last row
         self._used = np.zeros(slots, dtype=np.int64)  # words
@@ -153,10 +146,9 @@ class SamplingMaskStore:
         return (self._made - len(self._free)) * 2 * _CHUNK + 8 * int(self._rows.counts.sum())
 
     def write(self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> None:
-        """Notes the tokens left at one position of each of several slots (N,); RuntimeError where there is no room.
+        """Notes :meth:`SamplingSupport.read`'s tokens at a position of each slot (N,); RuntimeError without room.
 
-        A position that is drawn again replaces all after it, as in the trajectory store. ``counts`` and ``ids`` are as
-        :meth:`SamplingSupport.read` returns them.
+        A position that is drawn again replaces all after it, as in the trajectory store.
         """
         slots, positions = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
         for i in (positions <= self._last[slots]).nonzero()[0]:
@@ -196,11 +188,22 @@ class SamplingMaskStore:
         more = np.maximum(needed - held, 0)
         total = int(more.sum())
         if self.bytes + total * 2 * _CHUNK + 8 * len(slots) > self._limit:
-            raise RuntimeError(self._full())
+            rows, used = int(self._rows.counts.sum()), int(self._used.sum())
+            raise RuntimeError(
+                f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of"
+                f" {int((self._used > 0).sum())} running requests take {self.bytes / 2**30:.2f} GiB,"
+                f" {used / max(rows, 1):.0f} words a position, above the limit of {self._limit / 2**30:.2f} GiB. Leave"
+                " fewer tokens (--sampling.top_k, --sampling.min_p, a lower --rollout.top_p), run fewer requests at"
+                " once, allow shorter answers, or raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of"
+                " an engine of your own)."
+            )
         if not total:
             return
         if not len(self._pool):
-            self._pool = _address_space(self._limit)
+            # Not reserved: Linux joins neighboring pieces, and forks no process where these are more than the memory.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            size = max(self._limit // (2 * _CHUNK), 1) * 2 * _CHUNK
+            self._pool = np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint16)
         if needed.max() > self._table.shape[1]:
             wider = np.zeros((len(self._table), 2 * int(needed.max())), dtype=np.int64)
             wider[:, : self._table.shape[1]] = self._table
@@ -212,17 +215,6 @@ class SamplingMaskStore:
         nth = np.repeat(held, more) + np.arange(total) - np.repeat(np.cumsum(more) - more, more)
         self._table[np.repeat(slots, more), nth] = chunks
         self._held[slots] += more
-
-    def _full(self) -> str:
-        rows = int(self._rows.counts.sum())
-        return (
-            f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of"
-            f" {int((self._used > 0).sum())} running requests take {self.bytes / 2**30:.2f} GiB,"
-            f" {int(self._used.sum()) / max(rows, 1):.0f} words a position, and more than"
-            f" {self._limit / 2**30:.2f} GiB are not allowed. Leave fewer tokens (--sampling.top_k, --sampling.min_p, a"
-            " lower --rollout.top_p), run fewer requests at once, allow shorter answers, or raise"
-            " --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."
-        )
 
     def _rewind(self, slot: int, position: int) -> None:
         """Forgets a slot's rows from a position on."""
@@ -254,17 +246,3 @@ class SamplingMaskStore:
         self._held[slot] = self._used[slot] = 0
         self._last[slot] = -1
         self._rows.clear(slot)
-
-
-def _memory() -> int:
-    """Bytes of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _address_space(size: int) -> np.ndarray:
-    """Words of memory that is taken when it is written to."""
-    chunk = 2 * _CHUNK
-    # Not reserved: Linux joins what lies side by side, and forks no process where that is more than the memory.
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    space = mmap.mmap(-1, max(size // chunk, 1) * chunk, flags=flags)
-    return np.frombuffer(space, dtype=np.uint16)

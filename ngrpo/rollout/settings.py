@@ -33,8 +33,8 @@ An engine that perturbs does so anyway. (vLLM 0.29's own seeds per request fail 
 """
 SAMPLING_MASKS = "sampling_masks"
 """Record which tokens sampling left at each position; implies seeded draws."""
-DEFERRED_PROBE = "deferred_probe"
-"""The start-up check waits for ``collective_rpc("perturbation_probe")``, or else for the first request.
+DEFERRED_CHECK = "deferred_check"
+"""The start-up check waits for ``collective_rpc("perturbation_check")``, or else for the first request.
 
 The caller gets its error, which would be lost where an engine in a process of its own ends at its start.
 """

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model?
+"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model (`replay_check`)?
 
 A row fed with another token's embedding must give the log-probabilities of the text with that token there; all other
-rows, and one fed with its own token's, those of the untouched text. In an engine a few tiny requests test this with its
-own scheduler, model runner and graphs (docs/decisions.md has the reasons), in a trainer
-`ngrpo/trainers/common/replay_check.py`. Functions that take an ``original`` are rows of `ngrpo.patches`.
+rows, and one fed with its own token's, those of the untouched text. An engine's core runs a few tiny requests for this.
+Functions that take an ``original`` are rows of `ngrpo.patches`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 from torch import nn
 
 from ngrpo import patches
-from ngrpo.rollout.settings import DEFERRED_PROBE, KEY, read
+from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
 from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
 
@@ -40,7 +39,7 @@ _NUMBERS = itertools.count()
 _ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
 
 
-class ProbeFailure(UsageError):
+class CheckFailure(UsageError):
     """An override does not land where it belongs; ``is_certain`` is False where the model's output cannot tell."""
 
     def __init__(self, message: str, is_certain: bool) -> None:
@@ -52,7 +51,7 @@ class ProbeFailure(UsageError):
 
 
 @dataclass(frozen=True)
-class ProbeTexts:
+class CheckTexts:
     """A text, the two around it in a batch, and the token whose embedding is fed at one of its rows (1 or later)."""
 
     first: list[int]
@@ -88,22 +87,18 @@ def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParalle
     return any(0.9 * rows <= getattr(table, "num_embeddings", 0) <= rows for table in tables)
 
 
-def text_of_probe(vocabulary: int, longest: int, attempt: int = 0) -> ProbeTexts:
-    """Texts of at most ``longest`` tokens of the vocabulary's lower half, where no special tokens are.
-
-    Raises:
-        UsageError: where the model's context is too short.
-    """
+def texts_of_check(vocabulary: int, longest: int, attempt: int = 0) -> CheckTexts:
+    """Texts of at most ``longest`` tokens from the vocabulary's lower half; UsageError for too short a context."""
     length = min(_LENGTH, longest)
     if length < 4:
-        raise UsageError(f"a probe needs a context of at least 7 tokens, not {longest + 3}: raise max_model_len.")
+        raise UsageError(f"the start-up check needs at least 7 tokens, not {longest + 3}: raise max_model_len.")
     usual = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
     tokens = np.resize(np.random.default_rng(attempt).permutation(usual), 3 * length + 1).tolist()
     first, text, last = (tokens[start : start + length] for start in (0, length, 2 * length))
     row, other = length // 2, tokens[-1]
     if other == text[row]:  # a vocabulary of fewer tokens than the texts have
         other = next(token for token in usual.tolist() if token != text[row])
-    return ProbeTexts(first, text, last, row, other)
+    return CheckTexts(first, text, last, row, other)
 
 
 def record_of(fed: Mapping[int, int], prompt_tokens: int, num_tokens: int) -> ReplayRecord:
@@ -117,23 +112,18 @@ def record_of(fed: Mapping[int, int], prompt_tokens: int, num_tokens: int) -> Re
 def check_texts(
     vocabulary: int,
     longest: int,
-    compare: Callable[[ProbeTexts], Sequence[Comparison]],
+    compare: Callable[[CheckTexts], Sequence[Comparison]],
     *,
     half_precision: bool,
     where: str,
     model: str,
 ) -> None:
-    """Compares up to three texts, until one tells where overrides land.
-
-    Raises:
-        ProbeFailure: naming each comparison that is wrong, or that no text tells.
-        UsageError: where the model's context is too short.
-    """
+    """Compares up to three texts, until one tells where overrides land; raises :class:`CheckFailure` otherwise."""
     for attempt in range(_ATTEMPTS):
         try:
-            comparisons = compare(text_of_probe(vocabulary, longest, attempt))
+            comparisons = compare(texts_of_check(vocabulary, longest, attempt))
             return _judge(comparisons, half_precision=half_precision, where=where, model=model)
-        except ProbeFailure as error:
+        except CheckFailure as error:
             if error.is_certain or attempt == _ATTEMPTS - 1:
                 raise
 
@@ -141,7 +131,7 @@ def check_texts(
 def _judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str, model: str) -> None:
     least = min(comparison.effect for comparison in comparisons)
     if not least >= _LEAST_EFFECT[half_precision]:
-        raise ProbeFailure(
+        raise CheckFailure(
             f"{where} cannot be proven right for {model}: another token in its text changes log-probabilities by"
             f" {least:.1g} on average, and {_LEAST_EFFECT[half_precision]:g} is needed to see where an override lands."
             " Is it a trained model, and are its weights loaded?",
@@ -154,7 +144,7 @@ def _judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: st
         if not each.apart <= limit
     )
     if lines:
-        raise ProbeFailure(
+        raise CheckFailure(
             f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
             f" in the text changes it by {least:.2g}:\n{lines}\nNothing was started, since its inputs cannot be"
             " trusted. Use a model of docs/models.md, or report this one with the lines above.",
@@ -166,10 +156,7 @@ def _judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: st
 
 
 def checked_core(original: Callable[..., None]) -> Callable[..., None]:
-    """The check of an engine that perturbs ends its start, unless it is deferred.
-
-    The scheduler hashes blocks in the core's process, which may be another than the worker's.
-    """
+    """The check of an engine that perturbs ends its start, unless it is deferred; its core hashes blocks."""
 
     @functools.wraps(original)
     def init(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
@@ -180,8 +167,8 @@ def checked_core(original: Callable[..., None]) -> Callable[..., None]:
         original(self, vllm_config, *args, **kwargs)
         if perturbation is not None and perturbation.active:
             setattr(self, _DUE, True)
-            if not config.get(DEFERRED_PROBE):
-                before_request(self)
+            if not config.get(DEFERRED_CHECK):
+                check_before_request(self)
 
     return init
 
@@ -191,7 +178,7 @@ def checked_first(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def add_request(self: EngineCore, *args: object, **kwargs: object) -> None:
-        before_request(self)
+        check_before_request(self)
         original(self, *args, **kwargs)
 
     return add_request
@@ -202,8 +189,8 @@ def with_calls_of_core(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def collective_rpc(self: EngineCore, method: object, *args: object, **kwargs: object) -> Any:
-        if method == "perturbation_probe":
-            return [prove_when_idle(self)]
+        if method == "perturbation_check":
+            return [check_when_idle(self)]
         if method != "perturbation_replace":
             return original(self, method, *args, **kwargs)
         # vLLM tells workers of finished requests with the next step, which an engine in its caller's process takes with
@@ -219,30 +206,25 @@ def with_calls_of_core(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective_rpc
 
 
-def prove_when_idle(core: EngineCore) -> None:
-    """Checks an engine with an override now, where it is idle, or else before the next request that finds it so.
-
-    Raises:
-        ProbeFailure: where an override does not land where it belongs.
-    """
+def check_when_idle(core: EngineCore) -> None:
+    """Checks an engine with an override now, where it is idle, or else before the next request that finds it so."""
     if read(core.vllm_config.additional_config) is not None:
         setattr(core, _DUE, True)
         if _is_idle(core):
-            prove(core)
+            check_core(core)
 
 
-def before_request(core: EngineCore) -> None:
+def check_before_request(core: EngineCore) -> None:
     """Checks the engine where that is due and nothing else is running; vLLM's dummy weights tell nothing."""
     has_weights = core.vllm_config.load_config.load_format != "dummy"
     if getattr(core, _DUE, False) and has_weights and _is_idle(core):
-        prove(core)
+        check_core(core)
 
 
 def _is_idle(core: EngineCore) -> bool:
     """Whether an engine, paused or not, could run the check's requests now, and has no others.
 
-    A sleeping engine cannot: its weights or its KV cache are not in memory. Requests that have finished do not count,
-    although the workers may not have been told of them.
+    A sleeping engine cannot: its weights or its KV cache are not in memory.
     """
     if core.model_executor.is_sleeping:
         return False
@@ -264,15 +246,8 @@ def _without_pause(core: EngineCore) -> Iterator[None]:
 # ---- the check of an engine -------------------------------------------------------------------------------------
 
 
-def prove(core: EngineCore) -> float:
-    """Runs the check's requests in an idle engine and judges the answers.
-
-    Returns:
-        Seconds that it took.
-
-    Raises:
-        ProbeFailure: where an override does not land where it belongs, or where that cannot be told.
-    """
+def check_core(core: EngineCore) -> float:
+    """Runs the check's requests in an idle engine and judges the answers; returns the seconds that it took."""
     began = time.perf_counter()
     model = core.vllm_config.model_config
     # The check's own requests ask for no check; a failure leaves it due, so that no request runs unchecked.
@@ -308,7 +283,7 @@ class _Answer:
         return np.concatenate(self.of_text)[row:], self.next_tokens[0]
 
 
-def _comparisons(core: EngineCore, texts: ProbeTexts, partly: bool) -> list[Comparison]:
+def _comparisons(core: EngineCore, texts: CheckTexts, partly: bool) -> list[Comparison]:
     """Asks twice: of texts as they are, and of the same ones with overrides in the midst of others."""
     first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
     plain_first, plain, plain_last, as_text = _ask(core, [(t, {}) for t in (first, text, last, texts.swapped)])
@@ -365,15 +340,12 @@ def _distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
 
 
 def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> list[_Answer]:
-    """Runs requests to their end: two greedy tokens each, unperturbed but for what is to be replayed.
+    """Runs requests to their end, two greedy tokens each: a text, and by position the token that is fed there.
 
-    Args:
-        core: vLLM's ``EngineCore``, idle.
-        requests: tokens, and by position the token whose embedding is fed there; the position after the last token
-            is that of the first generated one.
+    The position after the text's last token is that of the first generated one.
     """
     # No name comes twice, as none of vLLM's own does: rows of a batch are known by their names.
-    answers = {f"perturbation-probe-{next(_NUMBERS)}": _Answer() for _ in requests}
+    answers = {f"perturbation-check-{next(_NUMBERS)}": _Answer() for _ in requests}
     for name, (tokens, fed) in zip(answers, requests):
         core.add_request(*core.preprocess_add_request(_request(name, tokens, fed)))
     while core.scheduler.has_requests() or core.batch_queue:
@@ -417,4 +389,5 @@ def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
     # Releases differ in the fields that a request has, and in those without a default.
     fields = EngineCoreRequest.__struct_fields__
     required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
-    return EngineCoreRequest(**dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields})
+    known: dict[str, Any] = dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields}
+    return EngineCoreRequest(**known)

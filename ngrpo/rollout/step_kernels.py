@@ -29,13 +29,9 @@ STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPE
 
 @dataclass(frozen=True)
 class Rows:
-    """The B rows of a step.
+    """The B rows of a step, (B,) int64 each: slots, first generated positions, positions of the next tokens.
 
-    Attributes:
-        slots: where the state of each row's trajectory lies, (B,) int64.
-        prompts: first generated position of each, (B,) int64.
-        positions: of the next tokens, (B,) int64.
-        sampled: 1 where the token is kept; that of a prompt that is not complete is thrown away: 0, (B,) int64.
+    ``sampled`` is 0 where a prompt is not complete, so that the token is thrown away.
     """
 
     slots: Tensor
@@ -45,10 +41,7 @@ class Rows:
 
 
 class Gated(NamedTuple):
-    """The G rows of a step that the gate selects, (G,) int64 each: which of the B they are, where and with which keys.
-
-    The keys are those of :data:`STREAMS`, in its order.
-    """
+    """The G of B rows that the gate selects, (G,) int64 each, with the keys of :data:`STREAMS` in its order."""
 
     rows: Tensor
     positions: Tensor
@@ -59,14 +52,9 @@ class Gated(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """What the sampler is given at the B rows of a step.
+    """The sampler's inputs at the B rows of a step, as of :meth:`~ngrpo.rollout.perturber.RolloutPerturber.finish`.
 
-    Attributes:
-        scaled: z̃, (B, V), float32 or the model's dtype.
-        temperature: (B,) float32.
-        drawable: z̃ after the request's filters, (B, V) float32; None where there are none.
-        greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
-        hidden: the last hidden states, (B, D), where the perturbation reads them.
+    ``drawable`` is None where no request filters; ``hidden`` (B, D) is there where the perturbation reads it.
     """
 
     scaled: Tensor
@@ -77,7 +65,7 @@ class Logits(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """What an edit needs of the B rows beside their logits: their slots and prompts, the draw and its summary."""
+    """Slots and prompts of the B rows, their draw and its summary."""
 
     slots: Tensor
     prompts: Tensor
@@ -89,13 +77,7 @@ class _Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Drawn:
-    """The next tokens of B rows.
-
-    Attributes:
-        tokens: (B,) int64.
-        log_total: log Σ exp of the logits that log π is normalised over, (B,) float32.
-        summary: of z̃.
-    """
+    """The next tokens of B rows, (B,) int64; log Σ exp of the logits that log π is normalised over; summary of z̃."""
 
     tokens: Tensor
     log_total: Tensor
@@ -119,12 +101,7 @@ class StepKernels:
         module: nn.Module | None = None,
         masked: bool = False,
     ) -> None:
-        """
-        Args:
-            lookup: ids of any shape to their embeddings, shape + (D,).
-            module: the perturbation's module, or None.
-            masked: whether log π is normalised over the tokens that filters left, and not over all.
-        """
+        """lookup: ids of any shape to shape + (D,); masked: log π is normalised over the tokens that filters left."""
         self._perturbation, self._gate, self._embeddings = perturbation, gate, embeddings
         self._lookup, self._module, self._masked = lookup, module, masked
         self.compiled = on_gpu(device)
@@ -144,9 +121,8 @@ class StepKernels:
         """Draws the next tokens; arguments as of :func:`~ngrpo.rollout.sample_tokens.sample_by_blocks`."""
         if len(scaled) > 1 or not self.compiled:
             tokens, total, *known = self._draw(scaled, keys, drawable)
-            return Drawn(tokens, total, Summary(*known))
-        parts = self._draw(twice(scaled), twice(keys), _doubled(drawable))
-        tokens, total, *known = (part[:1] for part in parts)
+        else:
+            tokens, total, *known = (part[:1] for part in self._draw(twice(scaled), twice(keys), _doubled(drawable)))
         return Drawn(tokens, total, Summary(*known))
 
     def _drawn(self, scaled: Tensor, keys: Tensor, drawable: Tensor | None) -> tuple[Tensor, ...]:
@@ -155,11 +131,7 @@ class StepKernels:
         return tokens, total, known.maxima, known.log_totals, known.log_total
 
     def edit(self, gated: Gated, rows: Rows, draw: Drawn, logits: Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Proposes edits at the gated rows.
-
-        Returns:
-            The tokens of all rows, (B,); the vectors to be fed, (G, D); and what is recorded, (G, …) by its name.
-        """
+        """The tokens of all rows, (B,); the vectors to be fed, (G, D); and the records' parts, (G, …) by name."""
         count, batch = len(gated.rows), len(logits.scaled)
         tokens = _Tokens(rows.slots, rows.prompts, draw.tokens, *vars(draw.summary).values())
         if self.compiled:
@@ -244,14 +216,7 @@ class StepKernels:
     # --- compilation ---------------------------------------------------------------------------------------------
 
     def compile(self, logits: Tensor) -> Tensor:
-        """Compiles every version of every part, with and without filters, so that no request waits for it.
-
-        Args:
-            logits: as the model computes them, (B, V), of any values.
-
-        Returns:
-            Tokens, (B,) int64; the gate stays as it is.
-        """
+        """Compiles every version of every part for logits (B, V), so that no request waits for it; tokens (B,)."""
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
         example = logits[:1].repeat(count, 1)
@@ -280,22 +245,22 @@ class StepKernels:
         at = Rows(first, first.clone(), first.clone(), none)
         # Batch and gated rows vary by themselves, and so does the number of slots.
         of_rows = scaled, drawable, rows, temperature, greedy, first, at.prompts, at.positions, none
-        for part in (*of_rows, *self._gate.state):
-            if part is not None:
-                torch._dynamo.maybe_mark_dynamic(part, 0)
+        _mark_dynamic(*of_rows, *self._gate.state)
         draw = self.draw(scaled, rows, drawable)
-        for part in (draw.tokens, draw.log_total, *vars(draw.summary).values()):
-            torch._dynamo.maybe_mark_dynamic(part, 0)
         hidden = self.blank_hidden(len(rows))
-        if hidden is not None:
-            torch._dynamo.maybe_mark_dynamic(hidden, 0)
+        _mark_dynamic(draw.tokens, draw.log_total, *vars(draw.summary).values(), hidden)
         if self._perturbation.active:
             for count in (max(len(rows) - 1, 2), len(rows)):
                 gated = Gated(*(rows[:count].clone() for _ in Gated._fields))
-                for part in gated:
-                    torch._dynamo.maybe_mark_dynamic(part, 0)
+                _mark_dynamic(*gated)
                 parts = self.edit(gated, at, draw, Logits(scaled, temperature, drawable, greedy, hidden))[2]
             self.candidates = parts["ids"].shape[-1]
         counted = scaled if drawable is None or not self._masked else drawable
         self.token_log_probs(at, draw.tokens, counted, draw.log_total)
         return draw.tokens
+
+
+def _mark_dynamic(*parts: Tensor | None) -> None:
+    for part in parts:
+        if part is not None:
+            torch._dynamo.maybe_mark_dynamic(part, 0)

@@ -38,20 +38,22 @@ class Chunks:
             setattr(self, name, grown(getattr(self, name), slots))
 
     def write(self, slots: np.ndarray, at: np.ndarray, parts: dict[str, np.ndarray]) -> None:
-        """Writes rows and makes each the last one of its slot; a loop only over slots that need another chunk.
+        """Writes N rows at indices ``at`` of their slots, ascending within a slot, and makes each the last one there.
 
-        Args:
-            slots: (N,).
-            at: index of each row in its slot, (N,); ascending within a slot.
-            parts: N values by name. An array that is missing here is 0 in these rows.
+        ``parts`` has N values by name; arrays that are missing in it are 0 in these rows.
         """
         chunks = at // _CHUNK
         short = chunks >= self._held[slots]
         if short.any():
             for i in short.nonzero()[0]:
                 while self._held[slots[i]] <= chunks[i]:
-                    self._table[slots[i], self._held[slots[i]]] = self._chunk()
+                    if not self._free:
+                        self._free.append(self._made)
+                        self._made += 1
+                    self._table[slots[i], self._held[slots[i]]] = self._free.pop()
                     self._held[slots[i]] += 1
+            while self._capacity < self._made:
+                self._capacity *= 2
         rows = self._table[slots, chunks] * _CHUNK + at % _CHUNK
         for name, part in parts.items():
             array = self._array(name, part)
@@ -83,14 +85,6 @@ class Chunks:
         self._free.extend(self._table[slot, : self._held[slot]].tolist())
         self._held[slot] = self.counts[slot] = 0
 
-    def _chunk(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if self._made == self._capacity:
-            self._capacity *= 2
-        self._made += 1
-        return self._made - 1
-
     def _array(self, name: str, part: np.ndarray) -> np.ndarray:
         """The array of a name, large and wide enough for every chunk and for these rows."""
         array, size = self._arrays.get(name), self._capacity * _CHUNK
@@ -114,11 +108,6 @@ def _fit(name: str, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def grown(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
     """The array with more rows, filled with a value."""
     return np.concatenate([array, np.full((size - len(array), *array.shape[1:]), fill, dtype=array.dtype)])
-
-
-def _no_edits() -> dict[str, np.ndarray]:
-    ids = np.zeros((0, 1), dtype=np.int32)
-    return {"positions": ids[:, 0], "ids": ids, "weights": ids.astype(np.float32), "agreed": ids[:, 0].astype(bool)}
 
 
 @dataclass(frozen=True)
@@ -158,12 +147,7 @@ class TrajectoryStore:
         training_step: int = 0,
         answer: tuple[int, int] = (0, 1),
     ) -> Trajectory:
-        """Gives a new request a clean slot.
-
-        Args:
-            training_step: that it is for; below 0 for a request without a sampling schedule.
-            answer: which answer to its prompt it is, from 0, and of how many.
-        """
+        """Gives a new request a clean slot; training_step below 0: no schedule; answer: which, from 0, of how many."""
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
             self.slots *= 2
@@ -194,8 +178,7 @@ class TrajectoryStore:
     def load(self, trajectory: Trajectory, record: ReplayRecord, ahead: bool = False) -> None:
         """Has the record of earlier turns replayed on a new request's prompt; ValueError for one of another model.
 
-        Args:
-            ahead: replay it on generated positions too, and mix rows alone: a start-up check's record.
+        ``ahead``: on generated positions too, and rows are mixed without the module: for a start-up check.
         """
         if self._embedding is not None:
             record.check_model(*self._embedding)
@@ -218,7 +201,9 @@ class TrajectoryStore:
         """The record of a live request, and log π of each generated token so far, (generated,) float32."""
         t = self.live[request_id]
         log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
-        parts: dict[str, Any] = {"sigma": None, **(self._edits.read(t.slot) or _no_edits())}
+        ids = np.zeros((0, 1), dtype=np.int32)
+        none = {"positions": ids[:, 0], "ids": ids, "weights": ids.astype(np.float32), "agreed": ids[:, 0].astype(bool)}
+        parts: dict[str, Any] = {"sigma": None, **(self._edits.read(t.slot) or none)}
         length = t.prompt_tokens + len(log_probs)
         return ReplayRecord(t.seed, t.prompt_tokens, length, **parts, model=self._model), log_probs
 

@@ -207,6 +207,6 @@ def test_the_rollout_records_only_what_the_gate_left_open() -> None:
         if generated % 3 == 0:  # neighbor's text is the likeliest token, where it acts
             assert tokens.tolist() == logits.argmax(-1).tolist()
         starts, counts = starts + counts, np.array([1, 1])
-    perturber.drain(until=perturber.noted)
+    perturber.notes.drain(until=perturber.notes.taken)
     for name, prompt in prompts.items():
         assert (store.record(name)[0].positions - prompt).tolist() == [0, 3, 6]

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,21 +15,15 @@ from tests.fast.compare_example import plan
 from tests.fast.run import run_of
 
 
-def answer(runner: str) -> None:
-    """As an engine does, in a process of its own."""
-    program = f"from ngrpo.rollout import runner_marker; runner_marker.note({runner!r})"
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_engines_answer_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(runner_marker.VARIABLE, "")
     folder = tmp_path / "run" / "model_runner"
-    answer("V1")
+    runner_marker.note("V1")
     runner_marker.watch(folder)
     assert runner_marker.read(folder) is None
-    answer("V2")
+    runner_marker.note("V2")
     assert runner_marker.read(folder) == "V2"
-    answer("V1")
+    runner_marker.note("V1")
     assert runner_marker.read(folder) == "V1, V2"
     runner_marker.watch(folder)
     assert runner_marker.read(folder) is None, "what an earlier run left does not count"

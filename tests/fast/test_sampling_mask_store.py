@@ -44,7 +44,11 @@ def rows_of(size: int, draws: np.random.Generator) -> np.ndarray:
 def check(store: SamplingMaskStore, wanted: Dense, size: int) -> None:
     for slot, rows in wanted.items():
         held = {position: np.flatnonzero(kept) for position, kept in sorted(rows.items()) if not kept.all()}
-        mask = SamplingMask.from_bytes(store.read(slot).to_bytes())
+        data = store.read(slot).to_bytes()
+        mask = SamplingMask.from_bytes(data)
+        assert len(data) <= 14 + len(held) * (size + 6)
+        with pytest.raises(ValueError, match="sampling mask is damaged"):
+            SamplingMask.from_bytes(data[:-3])
         assert mask.size == size and mask.positions.tolist() == list(held)
         assert all(np.array_equal(found, ids) for found, ids in zip(mask.left(), held.values(), strict=True))
         assert mask.cut.tolist() == [2 * len(ids) > size for ids in held.values()]
@@ -101,6 +105,15 @@ def test_words_skip_any_distance() -> None:
     assert lengths.tolist() == [0, 1, 1, 2, 4, 5, 5, 0]
     found, counts = as_ids(words, lengths)
     assert found.tolist() == ids.tolist() and counts.tolist() == [len(one) for one in sets]
+
+
+@pytest.mark.parametrize("largest", [100, 49_152, 151_936, 1 << 27])
+def test_bytes_at_any_vocabulary(largest: int) -> None:
+    draw = np.random.default_rng(0)
+    left = {p: (p % 2 == 1, np.unique(draw.integers(0, largest, 40))) for p in (2, 3, 900)}
+    again = SamplingMask.from_bytes(SamplingMask.of(largest, left).to_bytes()).by_position()
+    assert list(again) == list(left)
+    assert all(again[p][0] == left[p][0] and again[p][1].tolist() == left[p][1].tolist() for p in left)
 
 
 def test_turns_and_truncation_keep_whole_positions() -> None:

@@ -304,11 +304,8 @@ def test_other_requests_go_by() -> None:
     ("body", "said"),
     [
         (b'{"prompt": "a"', "is not JSON: .*Send a JSON object"),
-        (b"\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"[]", r"is \[\]: must be a JSON object"),
-        (b'"text"', "is 'text': must be a JSON object"),
-        (b"null", "is None: must be a JSON object"),
     ],
 )
 def test_a_body_that_is_no_object_is_refused(body: bytes, said: str) -> None:
@@ -322,17 +319,11 @@ def test_a_body_that_is_no_object_is_refused(body: bytes, said: str) -> None:
     ("fields", "said"),
     [
         ({"perturbation": 3}, "perturbation is 3: must be a dictionary with seed"),
-        ({"perturbation": []}, r"perturbation is \[\]: must be a dictionary"),
         ({"perturbation": {"seed": "three"}}, r"perturbation\['seed'\]='three': must be an integer from 0"),
-        ({"perturbation": {"seed": None}}, "must be an integer from 0"),
-        ({"perturbation": {"enabled": 1}}, "must be True or False"),
         ({"perturbation": {"record": 3}}, "must be the bytes of a record: .*in base64"),
-        ({"perturbation": {"record": "*"}}, r"perturbation\['record'\] is not base64"),
         ({"perturbation": {"return_recrod": True}}, "Known: .*return_record.* Did you mean 'return_record'"),
         ({"perturbation": {}, "vllm_xargs": [1]}, r"vllm_xargs is \[1\]: must be a JSON object"),
-        ({"perturbation": {}, "vllm_xargs": ""}, "vllm_xargs is '': must be a JSON object"),
         ({"perturbation": {"return_record": True}, "use_beam_search": True}, "beam search"),
-        ({"perturbation": {"seed": "three"}, "stream": True}, "must be an integer from 0"),
     ],
 )
 def test_wrong_fields_are_refused_before_anything_runs(fields: dict[str, Any], said: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the rollout actor has its engine prove itself, and that requests wait for it."""
+"""When the rollout actor has its engine check itself, and that requests wait for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Engine:
         self.asked, self._error = 0, error
 
     async def collective_rpc(self, method: str) -> list[Any]:
-        assert method == "perturbation_probe"
+        assert method == "perturbation_check"
         self.asked += 1
         await asyncio.sleep(0)
         if self._error is not None:
@@ -32,12 +32,12 @@ def test_once_at_the_start_and_if_strict_after_each_sync(strict: bool, asked: in
     engine = Engine()
 
     async def use() -> None:
-        proof = EngineCheck(engine, perturbed=True, again=strict)
-        await asyncio.gather(*(proof.passed() for _ in range(3)))
+        check = EngineCheck(engine, perturbed=True, again=strict)
+        await asyncio.gather(*(check.passed() for _ in range(3)))
         assert engine.asked == 1
-        proof.weights_synced()
+        check.weights_synced()
         assert engine.asked == 1, "not at the end of the sync, when a KV cache may be asleep"
-        await asyncio.gather(*(proof.passed() for _ in range(3)))
+        await asyncio.gather(*(check.passed() for _ in range(3)))
 
     asyncio.run(use())
     assert engine.asked == asked
@@ -45,8 +45,8 @@ def test_once_at_the_start_and_if_strict_after_each_sync(strict: bool, asked: in
 
 def test_every_request_gets_the_error() -> None:
     async def use() -> list[Any]:
-        proof = EngineCheck(Engine("does not feed"), perturbed=True)
-        return await asyncio.gather(*(proof.passed() for _ in range(2)), return_exceptions=True)
+        check = EngineCheck(Engine("does not feed"), perturbed=True)
+        return await asyncio.gather(*(check.passed() for _ in range(2)), return_exceptions=True)
 
     assert [str(error) for error in asyncio.run(use())] == ["does not feed"] * 2
 
@@ -105,12 +105,12 @@ def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_requests")
 @pytest.mark.parametrize("state", PauseState)
-def test_a_paused_engine_is_proven_and_paused_again(state: PauseState) -> None:
+def test_a_paused_engine_is_checked_and_paused_again(state: PauseState) -> None:
     """As in a run that is strict and reproducible: it pauses its engines until a batch is complete."""
     core = core_with(Scheduler(state=state))
-    startup_check.prove_when_idle(core)
+    startup_check.check_when_idle(core)
     assert core.states == [PauseState.UNPAUSED] and core.scheduler.pause_state == state
-    startup_check.before_request(core)
+    startup_check.check_before_request(core)
     assert len(core.states) == 1, "nothing is due any more"
 
 
@@ -118,22 +118,22 @@ def test_a_paused_engine_is_proven_and_paused_again(state: PauseState) -> None:
 @pytest.mark.parametrize("state", PauseState)
 def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState) -> None:
     core = core_with(Scheduler(waiting=1, state=state))
-    startup_check.prove_when_idle(core)
-    startup_check.before_request(core)
+    startup_check.check_when_idle(core)
+    startup_check.check_before_request(core)
     assert not core.states and core.scheduler.pause_state == state
     core.scheduler.waiting = 0
-    startup_check.before_request(core)
+    startup_check.check_before_request(core)
     assert len(core.states) == 1
 
 
 @pytest.mark.usefixtures("no_requests")
 def test_the_pause_of_a_sleeping_engine_is_not_lifted() -> None:
     core = core_with(Scheduler(state=PauseState.PAUSED_NEW), sleeping=True)
-    startup_check.prove_when_idle(core)
-    startup_check.before_request(core)
+    startup_check.check_when_idle(core)
+    startup_check.check_before_request(core)
     assert not core.states
     core.model_executor.is_sleeping = False
-    startup_check.before_request(core)
+    startup_check.check_before_request(core)
     assert len(core.states) == 1
 
 
@@ -141,7 +141,7 @@ def test_the_pause_of_a_sleeping_engine_is_not_lifted() -> None:
 def test_finished_requests_do_not_make_an_engine_busy() -> None:
     """An engine in its caller's process takes no step after its last request, so that its workers hear of none."""
     core = core_with(Scheduler(finished=2))
-    startup_check.prove_when_idle(core)
+    startup_check.check_when_idle(core)
     assert len(core.states) == 1
 
 
@@ -172,4 +172,4 @@ def test_no_request_runs_after_a_proof_that_failed() -> None:
     with pytest.raises(RuntimeError, match="first"):
         startup_check.checked_core(lambda self, config: None)(core, core.vllm_config)
     with pytest.raises(RuntimeError, match="second"):
-        startup_check.before_request(core)
+        startup_check.check_before_request(core)

@@ -138,7 +138,7 @@ DENSITIES = [
 
 _LOSS, _STORE = "ngrpo/trainers/common/log_probs.py", "perturbations/replay/trajectory.py"
 _LEFT = "ngrpo/rollout/sampling_support.py"
-_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
+_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask_store.py"
 
 SAMPLING = [
     Mutation(
@@ -183,14 +183,14 @@ SAMPLING = [
         _LEFT,
         "bits[:, -1] &= (1 << size % 8) - 1",
         "bits[:, -1] &= 0xFF",
-        "test_sampling_mask_store.py",
+        _STORED,
         "sampling mask: ids beyond the vocabulary",
     ),
     Mutation(
         _STORE,
         "np.cumsum(words.astype(np.int64) + named)",
         "np.cumsum(words.astype(np.int64) + 1)",
-        "test_sampling_mask_store.py",
+        _STORED,
         "sampling mask: tokens that are skipped counted one too many",
     ),
 ]

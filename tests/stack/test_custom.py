@@ -36,7 +36,7 @@ py-modules = ["their_package"]
 """
 
 
-def run(what: str, folder: Path, model: str) -> dict[str, Any]:
+def run(folder: Path, model: str) -> dict[str, Any]:
     """Runs custom_rollout.py in a folder with the examples' files and an installed package, in a fresh process."""
     theirs, project = folder / "theirs", folder / "project"
     for path in (theirs, project):
@@ -50,7 +50,7 @@ def run(what: str, folder: Path, model: str) -> dict[str, Any]:
     subprocess.run([*pip, "--no-build-isolation", "--target", "site", "./project"], cwd=folder, check=True)
     shutil.rmtree(project)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.stack.custom_rollout", what, model, "result"],
+        [sys.executable, "-m", "tests.stack.custom_rollout", model, "result"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
         capture_output=True,
@@ -65,7 +65,7 @@ def run(what: str, folder: Path, model: str) -> dict[str, Any]:
 def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
     tmp_path: Path, model: str, hf_model: Any
 ) -> None:
-    result = run("engine", tmp_path, model)
+    result = run(tmp_path, model)
     assert result["other process"] and result["seen"] == [result["expected"]]
     assert '"custom_perturbation.py:RunnerUp"' in result["expected"] and '"custom_gate.py:Fading"' in result["expected"]
     for way in ("file", "installed"):
@@ -74,13 +74,6 @@ def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
         assert gaps(hf_model, rollouts).max() <= 1e-4
         assert gaps(hf_model, rollouts, replay=False).max() > 0.1
         assert all(np.allclose(r.record.weights, [0.6, 0.4]) for r in rollouts)
-
-
-@pytest.mark.more
-def test_a_deleted_file_reaches_a_ray_actor(tmp_path: Path, model: str) -> None:
-    result = run("ray", tmp_path, model)
-    assert result["other process"] and result["seen"] == result["expected"]
-    assert result["pickled"] == result["expected pickled"]
 
 
 # --- gates in an engine -----------------------------------------------------------------------------------

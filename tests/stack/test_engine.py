@@ -45,9 +45,9 @@ def test_an_engine_in_its_callers_process_is_idle_after_its_requests(
     """Nobody takes the records, and no further step tells the worker that the requests have finished."""
     from vllm import SamplingParams
 
-    proofs: list[object] = []
-    original = startup_check.prove
-    monkeypatch.setattr(startup_check, "prove", lambda core: (original(core), proofs.append(core)))
+    checks: list[object] = []
+    original = startup_check.check_core
+    monkeypatch.setattr(startup_check, "check_core", lambda core: (original(core), checks.append(core)))
     prompts = [{"prompt_token_ids": prompt} for prompt in chat_prompts(engine)[:2]]
 
     def generate() -> None:
@@ -55,14 +55,14 @@ def test_an_engine_in_its_callers_process_is_idle_after_its_requests(
 
     set_perturbation(engine, "gumbel")
     generate()
-    engine.llm_engine.collective_rpc("perturbation_probe")
-    assert len(proofs) == 1
+    engine.llm_engine.collective_rpc("perturbation_check")
+    assert len(checks) == 1
     generate()
     set_perturbation(engine, "soft")
     core = engine.llm_engine.engine_core.engine_core
     core.pause_scheduler("keep")
-    engine.llm_engine.collective_rpc("perturbation_probe")
-    assert len(proofs) == 2 and core.is_scheduler_paused()
+    engine.llm_engine.collective_rpc("perturbation_check")
+    assert len(checks) == 2 and core.is_scheduler_paused()
     core.resume_scheduler()
     generate()
     assert len(take_records(engine)) == 2

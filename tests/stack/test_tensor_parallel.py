@@ -45,7 +45,7 @@ def main(folder: str) -> None:
     from transformers import AutoModelForCausalLM
 
     from ngrpo.rollout import startup_check
-    from ngrpo.rollout.startup_check import ProbeFailure
+    from ngrpo.rollout.startup_check import CheckFailure
     from perturbations.neighbors import ExactIndex
     from tests.stack.harness import build_engine, gaps, sample
 
@@ -66,11 +66,11 @@ def main(folder: str) -> None:
         "without": gaps(model, rollouts, replay=False).max().item(),
     }
     core = llm.llm_engine.engine_core.engine_core
-    result["seconds"] = startup_check.prove(core)
+    result["seconds"] = startup_check.check_core(core)
     core.collective_rpc(drop_on_the_second_rank)
     try:
-        startup_check.prove(core)
-    except ProbeFailure as error:
+        startup_check.check_core(core)
+    except CheckFailure as error:
         result["failure"] = str(error)
     print(RESULT + json.dumps(result), flush=True)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V2 runner with requests that exclude tokens, as test_request_limits.py has them for V1."""
+"""The V2 runner with requests that exclude tokens, as test_sampling_parameters.py has them for V1."""
 
 from __future__ import annotations
 

@@ -67,13 +67,13 @@ def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
     for name, put in PUTS.items():
         InputOverride.put = put
         try:
-            seconds, failure = startup_check.prove(core), None
-        except startup_check.ProbeFailure as error:
+            seconds, failure = startup_check.check_core(core), None
+        except startup_check.CheckFailure as error:
             seconds, failure = None, str(error)
             setattr(core, startup_check._DUE, False)  # or it would refuse the rollouts, which are to be judged too
         unperturbed = sample(llm, PROMPTS, [{**each, "enabled": False} for each in seeds], max_tokens=16)
         rollouts = sample(llm, PROMPTS, seeds, max_tokens=40)
-        found[name] = {"probe": failure, "seconds": seconds, "unperturbed": unperturbed, "rollouts": rollouts}
+        found[name] = {"failure": failure, "seconds": seconds, "unperturbed": unperturbed, "rollouts": rollouts}
     Path(target).write_bytes(pickle.dumps(found))
 
 

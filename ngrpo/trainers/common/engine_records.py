@@ -43,7 +43,7 @@ class EngineCheck:
         """Returns once the check has passed, or waits in a busy engine; raises vLLM's error with its message."""
         if self._perturbed:
             if self._asked is None:
-                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_probe"))
+                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_check"))
             await asyncio.shield(self._asked)
 
 

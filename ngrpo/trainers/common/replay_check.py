@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.startup_check import Comparison, ProbeTexts, check_texts, reads_tokens_elsewhere, record_of
+from ngrpo.rollout.startup_check import CheckTexts, Comparison, check_texts, reads_tokens_elsewhere, record_of
 from perturbations.replay.scope import ReplayScope
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
             by way of all that the trainer puts around the model.
 
     Raises:
-        ProbeFailure: where a replayed row does not reach the model, or others are disturbed.
+        CheckFailure: where a replayed row does not reach the model, or others are disturbed.
     """
     embedding: Any = model.get_input_embeddings()
     half = next(model.parameters()).dtype != torch.float32
@@ -46,7 +46,7 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
 
 
 def _comparisons(
-    texts: ProbeTexts, embedding: nn.Module, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], partly: bool
+    texts: CheckTexts, embedding: nn.Module, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], partly: bool
 ) -> list[Comparison]:
     text, row, other = texts.text, texts.row, texts.other
     plain_first, plain, plain_last, as_text = _values([texts.first, text, texts.last, texts.swapped], log_probs)

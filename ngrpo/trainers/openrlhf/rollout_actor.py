@@ -132,7 +132,7 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
         settings.SAMPLING_MASK_GIB: run.sampling.mask_gib,
         settings.SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
         settings.REPLAY_BUFFER: run.specs.get("replay_buffer"),
-        settings.DEFERRED_PROBE: True,
+        settings.DEFERRED_CHECK: True,
     }
 
 

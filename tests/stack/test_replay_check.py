@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's probe on Transformers' classes: right for each way of embedding, and wrong replays are named."""
+"""The trainer's start-up check on Transformers' classes: each way of embedding passes, wrong replays are named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.startup_check import ProbeFailure, text_of_probe
+from ngrpo.rollout.startup_check import CheckFailure, texts_of_check
 from ngrpo.trainers.common.replay_check import check_replay
 from perturbations.errors import UsageError
 from perturbations.replay import scope
@@ -68,7 +68,7 @@ def test_a_replay_that_misses_its_row_is_named(
 ) -> None:
     model = loaded(form, tmp_path, dtype)
     monkeypatch.setattr(scope, "flat_rows", wrong)
-    with pytest.raises(ProbeFailure, match=r"the trainer does not feed .*\n  [^:]+: off by"):
+    with pytest.raises(CheckFailure, match=r"the trainer does not feed .*\n  [^:]+: off by"):
         check_replay(model, forward_of(model))
 
 
@@ -77,14 +77,14 @@ def test_a_factor_once_too_often_is_named(dtype: torch.dtype, tmp_path: Path, mo
     model, right = loaded("scaled", tmp_path, dtype), scope.mix
     factor = model.get_input_embeddings().scalar_embed_scale
     monkeypatch.setattr(scope, "mix", lambda *args: factor * right(*args))
-    with pytest.raises(ProbeFailure, match="its own token's embedding: off by"):
+    with pytest.raises(CheckFailure, match="its own token's embedding: off by"):
         check_replay(model, forward_of(model))
 
 
 def test_a_model_that_ignores_its_inputs_cannot_be_proven(tmp_path: Path) -> None:
     model = loaded("plain", tmp_path)
     nn.init.zeros_(model.lm_head.weight)
-    with pytest.raises(ProbeFailure, match="cannot be proven right for LlamaForCausalLM"):
+    with pytest.raises(CheckFailure, match="cannot be proven right for LlamaForCausalLM"):
         check_replay(model, forward_of(model))
 
 
@@ -105,7 +105,7 @@ def test_an_embedding_that_is_no_multiple_of_its_matrix_is_refused(tmp_path: Pat
 
 @pytest.mark.parametrize("vocabulary", [6, 32, 512, 49152, 262144])
 def test_the_texts_of_a_probe(vocabulary: int) -> None:
-    texts = text_of_probe(vocabulary, 100)
+    texts = texts_of_check(vocabulary, 100)
     tokens = {*texts.first, *texts.text, *texts.last, texts.other}
     assert all(0 <= token < vocabulary for token in tokens)
     assert texts.other != texts.text[texts.row] and len(texts.text) == len(texts.first) == 10
@@ -114,4 +114,4 @@ def test_the_texts_of_a_probe(vocabulary: int) -> None:
         assert min(tokens) >= vocabulary // 20
         assert max(tokens) < vocabulary // 2
     with pytest.raises(UsageError, match="at least 7 tokens, not 6"):
-        text_of_probe(vocabulary, 3)
+        texts_of_check(vocabulary, 3)
