@@ -12,8 +12,7 @@ import pytest
 from ngrpo.config import compatibility, rules, run
 from ngrpo.config.features import Combination
 from ngrpo.config.kinds import KINDS
-from ngrpo.config.run import RunConfig
-from ngrpo.config.sampling import Sampling
+from ngrpo.config.run import RunConfig, Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 
 

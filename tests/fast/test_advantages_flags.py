@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo import patches
-from ngrpo.config import parse, presets, rules, run, sampling
+from ngrpo.config import parse, presets, rules, run
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import PROFILE as CPU
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -40,7 +40,7 @@ class TestPresets:
     @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs openrlhf installed")
     def test_openrlhf_has_every_flag_and_choice(self) -> None:
         source = Path(find_spec("openrlhf").origin).with_name("cli").joinpath("train_ppo_ray.py").read_text()
-        words = [word for name in presets.available() for word in applied(name)]
+        words = [word for name in presets.PRESETS for word in applied(name)]
         words += presets.applied(Flags(), None, create("ngrpo")).added
         for word in words:
             assert f'"{word}"' in source or word.lstrip("-").replace(".", "").isdecimal(), word
@@ -158,7 +158,7 @@ class TestWords:
 
     def test_sampling_for_the_results(self) -> None:
         args = ["--rollout.temperature", "0.7", "--eval.temperature", "0.6"]
-        assert sampling.described(sampling.create(min_p="0.1"), Flags(args)) == {
+        assert run.Sampling(min_p="0.1").described(Flags(args)) == {
             "temperature": 0.7,
             "top_p": 1.0,
             "top_k": None,

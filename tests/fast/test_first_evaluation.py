@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ngrpo.config import parse, preflight
+from ngrpo.config import parse, rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations.errors import UsageError
@@ -56,7 +56,7 @@ def test_the_flag() -> None:
 def test_what_it_needs(words: list[str], said: str) -> None:
     settings = parse.run_config(["--eval.at_start"])
     with pytest.raises(UsageError, match=said):
-        preflight.check_eval_at_start(Flags(words), settings)
+        rules.check_eval_at_start(Flags(words), settings)
         check_pairs(words, settings)
-    preflight.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), settings)
-    preflight.check_eval_at_start(Flags(words), parse.run_config([]))
+    rules.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), settings)
+    rules.check_eval_at_start(Flags(words), parse.run_config([]))

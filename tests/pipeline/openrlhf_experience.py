@@ -123,8 +123,7 @@ def main() -> None:
 def sampled(module: Any) -> dict[str, list[float]]:
     """(temperature, top_p, top_k, min_p) of a training rollout, an evaluation, and a rollout after that."""
     from ngrpo import patches
-    from ngrpo.config.run import RunConfig, begin
-    from ngrpo.config.sampling import Sampling
+    from ngrpo.config.run import RunConfig, Sampling, begin
     from ngrpo.machine.upstream import install
 
     begin(RunConfig(specs={"perturbation": {"name": "neighbor"}}, sampling=Sampling(top_k=5, min_p=0.1)))
