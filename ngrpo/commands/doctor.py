@@ -95,7 +95,13 @@ def _examine(model: str | None, report: Callable[[str], None], named: str | None
     broken = _error_of(lambda: profile.check(Flags()))
     yield Finding("compiler", "not ready" if broken else "the code that is compiled on first use can be", broken)
     yield _placement(profile.name)
-    yield Finding("flash-attn", _flash_attn(profile.name))
+    release = versions.installed("flash-attn") if stand_ins.has_flash_attn() else None
+    attention = f"{release}: OpenRLHF's default attention"
+    if profile.name == "cpu":
+        attention = "of no use on a CPU; the trainer's attention is PyTorch's own"
+    elif release is None:
+        attention = "missing: the trainer's attention is PyTorch's own (docs/install.md)"
+    yield Finding("flash-attn", attention)
     yield _patches(profile.name)
     yield _plugin()
     yield from _model_runner(profile.name)
@@ -123,7 +129,14 @@ def _error_of(check: Callable[[], object]) -> str | None:
 def _device(hardware: str) -> Finding:
     import torch
 
-    driver, built = _driver(), torch.version.cuda
+    command, driver, built = (
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        "",
+        torch.version.cuda,
+    )
+    with suppress(OSError, subprocess.SubprocessError):  # there is no GPU
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        driver = done.stdout.partition("\n")[0]
     if hardware == "cuda":
         from ngrpo.machine.hardware.cuda import toolkit
 
@@ -132,21 +145,11 @@ def _device(hardware: str) -> Finding:
         compiled = f"toolkit {release or 'missing'} ({home})"
         return Finding("hardware", f"profile cuda: {names}; CUDA {built}, driver {driver or 'unknown'}, {compiled}")
     state = f"profile cpu: torch sees no CUDA device (it is built for {f'CUDA {built}' if built else 'a CPU'})"
-    if driver is None:
+    if not driver:
         return Finding("hardware", state)
     newer = f"a driver for CUDA {built}" if built else "the extra cuda and a torch that is built for CUDA"
     fix = f"install {newer}: docs/install.md"
     return Finding("hardware", f"{state}, but there is a GPU with driver {driver}", fix)
-
-
-def _driver() -> str | None:
-    """The driver's version, or None without a GPU."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.splitlines()[0] if output else None
 
 
 def _placement(hardware: str) -> Finding:
@@ -165,14 +168,6 @@ def _placement(hardware: str) -> Finding:
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
-
-
-def _flash_attn(hardware: str) -> str:
-    if hardware == "cpu":
-        return "of no use on a CPU; the trainer's attention is PyTorch's own"
-    if stand_ins.has_flash_attn():
-        return f"{versions.installed('flash-attn')}: OpenRLHF's default attention"
-    return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
 
 
 def _patches(hardware: str) -> Finding:

@@ -56,7 +56,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
         "configuration": _configuration(args, run),
         f"placement{f' on {machine}' if cuda else ' (a GPU is a share of this CPU here)'}": _placed(args),
         "memory of one GPU in GiB, estimated": memory,
-        "tokens": [*_tokens(args), *(_kv_cache(args, machine.memory) if cuda else ())],
+        "tokens": _tokens(args, machine.memory if cuda else None),
     }
     for title, lines in parts.items():
         print(title, *(f"  {line}".rstrip() for line in lines), "", sep="\n")
@@ -163,8 +163,8 @@ def _gib(value: float) -> str:
     return f"{value / GIB:.1f}" if value else "-"
 
 
-def _tokens(args: Args) -> list[str]:
-    """The most that a step draws and trains, in OpenRLHF's counting."""
+def _tokens(args: Args, gpu: float | None) -> list[str]:
+    """The most that a step draws and trains, in OpenRLHF's counting, and that an engine holds on a GPU."""
     prompts, group, batch = (
         args[key] for key in ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
     )
@@ -177,17 +177,11 @@ def _tokens(args: Args) -> list[str]:
         f"updates a step: {answers} answers × {args['train.max_epochs']} epochs / {batch} a batch = {updates:g}",
         f"each GPU trains {batch / world:g} answers an update, {args['train.micro_batch_size']} at a time",
     ]
+    size, engines = architecture.size_of(args["actor.model_name_or_path"] or ""), args["vllm.num_engines"]
+    if gpu and size and engines:
+        each, held = math.ceil(answers / engines), gpu_plan.kv_cache_tokens(size, args, gpu)
+        lines.append(f"an engine draws {each} answers; its KV cache holds at most {held:,} tokens")
     return [line for text in lines for line in _wrapped(text)]
-
-
-def _kv_cache(args: Args, gpu: float) -> list[str]:
-    """How many answers an engine draws, and how many tokens it can hold."""
-    size = architecture.size_of(args["actor.model_name_or_path"] or "")
-    if size is None or not args["vllm.num_engines"]:
-        return []
-    each = math.ceil(args["rollout.batch_size"] * args["rollout.n_samples_per_prompt"] / args["vllm.num_engines"])
-    held = gpu_plan.kv_cache_tokens(size, args, gpu)
-    return _wrapped(f"an engine draws {each} answers; its KV cache holds at most {held:,} tokens")
 
 
 def _wrapped(text: str) -> list[str]:

@@ -24,6 +24,7 @@ from ngrpo.config.features import (
     both,
     engine,
     flag,
+    none_of,
     other_than,
     sampling,
     verl,
@@ -49,6 +50,7 @@ def rows(other: Feature, *pairs: tuple[Feature, str] | tuple[Feature, str, str])
 
 _PICTURES, _RING = flag("--data.max_images_per_prompt", off="0"), flag("--ds.ring_attn_size", off="1")
 _TENSOR, _LORA = flag("--ds.tensor_parallel_size", off="1"), flag("--ds.lora.rank", off="0")
+_FLOAT32 = flag("--ds.param_dtype", only="fp32")
 _ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(ASYNC), sampling("correction_warmup")
 _TOKEN = "or add --perturbation.density token"
 _OUT, _OFF = f"leave it out, {_TOKEN}", "leave it out"
@@ -60,6 +62,7 @@ _ONE_UPDATE = (
 _GSPO = "GSPO takes the rollout's policy as the old one, and its narrow clip would drop nearly all negative advantages"
 _NO_WEIGHTS = f"leave one of them out, or add {CORRECTION} off where the method does not need the weights"
 _NEEDS_WEIGHTS = "it follows the rollouts' log-probabilities, which need the weights", f"leave {CORRECTION} at token"
+_GROWS = "the warm-up lets the loss's weight of each token, min(π / π_rollout, HIGH), grow from 1"
 _WHOLE = "no process has a whole parameter to add noise to"
 _OTHER_PROMPT = "the records are of another prompt than the one that is trained"
 _KEPT = "or --second_round.group kept, which takes the rewards of the trained answers alone"
@@ -83,11 +86,13 @@ TRAINING = (
     Row(
         flag("--train.enable_ema"), _ZERO_3, "the initial model would be saved as the average", "use --ds.zero_stage 2"
     ),
-    Row(
-        flag("--actor.gradient_checkpointing_reentrant"),
+    *rows(
         given.FROZEN_INPUT,
-        "reentrant checkpointing gives no gradient to layers whose input has none",
-        "leave it out, or add --perturbation.freeze none",
+        (
+            flag("--actor.gradient_checkpointing_reentrant"),
+            "its layers get no gradient then",
+            f"{_OFF}, or freeze none",
+        ),
     ),
     Row(flag("--ds.packing_samples"), _PICTURES, _PACKED),
     Row(flag("--train.dynamic_batch_enable"), _PICTURES, f"dynamic batches are packed, and {_PACKED}"),
@@ -139,12 +144,7 @@ TRAINING = (
     ),
     Row(given.EVALUATED_SCHEDULE, flag("--eval.temperature", only="0"), "greedy decoding ignores the temperature"),
     *(
-        Row(
-            _WARMUP,
-            other_than(name, needed),
-            "the warm-up lets the loss's weight of each token, min(π / π_rollout, HIGH), grow from 1",
-            f"give {name} {needed}, or leave the warm-up out",
-        )
+        Row(_WARMUP, other_than(name, needed), _GROWS, f"give {name} {needed}, or leave the warm-up out")
         for name, needed in given.TOKEN_WEIGHTS.items()
     ),
     Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {BOUNDS} 0 10"),
@@ -168,12 +168,7 @@ TRAINING = (
     Row(given.OTHER_ESTIMATOR, given.ADVANTAGE, "the advantage takes the place of the estimator", "give one of them"),
     Row(flag("--reward.overlong_buffer_len"), given.VERIFIED, _PENALTY, _NO_PENALTY),
     Row(flag("--reward.stop_properly_penalty_coef"), given.VERIFIED, _PENALTY, _NO_PENALTY),
-    Row(
-        given.EVAL_AT_START,
-        _ASYNC,
-        "an asynchronous run evaluates beside the training",
-        "leave it out, and run `ngrpo eval` on the untrained model",
-    ),
+    Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
 )
 
 HARDWARE = (
@@ -186,20 +181,11 @@ HARDWARE = (
         (flag("--ds.load_in_4bit"), "4-bit loading needs CUDA"),
         (flag("--ds.use_liger_kernel"), "Liger kernels need CUDA"),
         (flag("--ds.param_dtype", only="fp16"), "DeepSpeed has no float16 on a CPU", "leave it out for float32"),
-        (
-            both(_TENSOR, flag("--ds.param_dtype", only="fp32")),
-            "OpenRLHF's tensor parallelism needs bfloat16, and float32 is used where no dtype is given",
-            "add --ds.param_dtype bf16, or leave tensor parallelism out",
-        ),
+        (both(_TENSOR, _FLOAT32), "OpenRLHF's tensor parallelism needs bfloat16", "add --ds.param_dtype bf16"),
         (_RING, _NEEDS_CUDA),
         (given.FLASH_ATTENTION, _NEEDS_CUDA, "use sdpa or eager"),
     ),
-    Row(
-        flag("--ds.param_dtype", only="fp32"),
-        given.hardware("cuda"),
-        "OpenRLHF's engines compute in bfloat16 there",
-        "use bf16, or leave it out",
-    ),
+    Row(_FLOAT32, given.hardware("cuda"), "OpenRLHF's engines compute in bfloat16 there", "use bf16, or leave it out"),
     Row(_RING, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"leave it out, or {_INSTALL}"),
     Row(given.FLASH_ATTENTION_2, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"use sdpa or eager, or {_INSTALL}"),
 )
@@ -209,11 +195,7 @@ ENGINE = tuple(
     rows(
         IN_ENGINE,
         (engine("speculative_config", name="speculative decoding"), "the draft model would not see the inputs"),
-        (
-            engine("parallel_config.pipeline_parallel_size", above_one),
-            "only the first stage embeds",
-            "set it to 1 and use tensor parallelism",
-        ),
+        (engine("parallel_config.pipeline_parallel_size", above_one), "only the first stage embeds", "set it to 1"),
         (engine("parallel_config.decode_context_parallel_size", above_one), _RANKS, "set it to 1"),
         (engine("parallel_config.prefill_context_parallel_size", above_one), _RANKS, "set it to 1"),
         (given.MIXTURE_IN_STEP, "its ranks run in step, which is untested", "start an engine for each rank"),
@@ -237,15 +219,10 @@ ENGINE = tuple(
         (engine("model_config.enable_prompt_embeds"), "inputs without tokens cannot be replayed"),
         (engine("model_config.enable_trace_replay"), "it replaces tokens after they were drawn and recorded"),
         (engine("model_config.is_diffusion", name="a diffusion model"), "it draws many tokens in a step"),
-        (
-            engine("model_config.runner_type", lambda runner: runner != "generate"),
-            "only generation is perturbed",
-            "use runner='generate'",
-        ),
+        (engine("model_config.runner_type", none_of("generate")), "only generation is perturbed", "use 'generate'"),
         (
             engine("model_config.is_encoder_decoder", name="an encoder-decoder model"),
-            "generated tokens do not pass one input embedding",
-            "use a decoder-only model",
+            "it has no single input embedding",
         ),
         (engine("kv_transfer_config", name="KV transfer between engines"), "perturbed blocks must not be shared"),
     )
@@ -277,21 +254,15 @@ VERL = (
     *rows(
         IN_ENGINE,
         (verl("trainer.use_v1", lambda value: value is False), "its batches carry no records"),
-        (verl(f"{_ROLLOUT}.name", lambda name: name != "vllm"), "rollouts are perturbed inside vLLM", "use vllm"),
-        *(
-            (
-                verl(f"actor_rollout_ref.{role}.strategy", lambda name: name not in ("fsdp", "fsdp2")),
-                "only fsdp and fsdp2 replay",
-                "use one of these",
-            )
-            for role in ("actor", "ref")
-        ),
+        (verl(f"{_ROLLOUT}.name", none_of("vllm")), "rollouts are perturbed inside vLLM", "use vllm"),
+        (verl(f"{_ACTOR}.strategy", none_of("fsdp", "fsdp2")), _TRAINER, "use one of these"),
+        (verl("actor_rollout_ref.ref.strategy", none_of("fsdp", "fsdp2")), _TRAINER, "use one of these"),
         *((verl(f"{key}.pad_to_length"), "a packed batch must be its samples alone") for key in given.VERL_ENGINES),
         *(
             (verl(f"{key}.ulysses_sequence_parallel_size", above_one), "it splits a sequence", "set it to 1")
             for key in given.VERL_ENGINES
         ),
-        (verl(f"{_ROLLOUT}.agent.default_agent_loop", lambda loop: loop not in (None, "single_turn_agent")), _TURNS),
+        (verl(f"{_ROLLOUT}.agent.default_agent_loop", none_of(None, "single_turn_agent")), _TURNS),
         (verl(f"{_ROLLOUT}.agent.agent_loop_manager_class"), "another manager takes its place"),
         (verl(f"{_ROLLOUT}.multi_turn.enable"), _TURNS),
         (verl(f"{_ROLLOUT}.disaggregation.enabled"), "one engine must feed prompt and answer"),
@@ -316,27 +287,16 @@ VERL = (
 TRL = (
     *rows(
         IN_ENGINE,
-        (
-            when("use_vllm=False", lambda asked: not getattr(asked.settings, "use_vllm", False)),
-            "rollouts are perturbed inside vLLM",
-            "set use_vllm=True",
-        ),
-        (
-            when("a vLLM server", lambda asked: getattr(asked.settings, "vllm_mode", "colocate") != "colocate"),
-            "its records stay there",
-            "set vllm_mode='colocate'",
-        ),
+        (given.WITHOUT_VLLM, "rollouts are perturbed inside vLLM", "set use_vllm=True"),
+        (given.VLLM_SERVER, "its records stay there", "set vllm_mode='colocate'"),
         (when("tools", lambda asked: asked.arguments.get("tools")), _TURNS),
         (when("environments", lambda asked: asked.arguments.get("environment_factory")), _TURNS),
         (when("rollout_func", lambda asked: asked.arguments.get("rollout_func")), "it has no records"),
+        (given.LIGER, "its loss bypasses the log-probabilities"),
         (
-            when("top_p, top_k or min_p with vllm_importance_sampling_correction", given.filtered_weights),
+            given.FILTERED_WEIGHTS,
             "its weights would compare the filtered distribution with the whole one",
             "leave the filters out, or set vllm_importance_sampling_correction=False",
-        ),
-        (
-            when("use_liger_kernel", lambda asked: getattr(asked.settings, "use_liger_kernel", False)),
-            "its loss bypasses the log-probabilities",
         ),
     ),
     Row(given.PARAMETERS, IN_TRL, "TRL would neither train nor send them", _WITHOUT),

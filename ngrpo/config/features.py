@@ -185,6 +185,11 @@ def above_one(value: object) -> bool:
     return isinstance(value, int) and value > 1
 
 
+def none_of(*values: object) -> Callable[[object], bool]:
+    """Whether a setting is none of these."""
+    return lambda value: value not in values
+
+
 def adapts_embedding(lora: Any) -> bool:
     """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
     modules = getattr(lora, "target_modules", None)
@@ -192,7 +197,7 @@ def adapts_embedding(lora: Any) -> bool:
     return lora is not None and (modules is None or any(name.split(".")[-1] in whole for name in modules))
 
 
-def filtered_weights(asked: Combination) -> bool:
+def _filtered_weights(asked: Combination) -> bool:
     """Whether TRL weighs tokens by importance that filters of the rollout's sampling have changed."""
     neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
     filtered = any(getattr(asked.settings, name, None) not in values for name, values in neutral.items())
@@ -320,6 +325,10 @@ WITHOUT_FLASH_ATTN = when(
 IN_ENGINE = part("perturbation")
 MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
 IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)
+WITHOUT_VLLM = when("use_vllm=False", lambda asked: not getattr(asked.settings, "use_vllm", False))
+VLLM_SERVER = when("a vLLM server", lambda asked: getattr(asked.settings, "vllm_mode", "colocate") != "colocate")
+LIGER = when("use_liger_kernel", lambda asked: getattr(asked.settings, "use_liger_kernel", False))
+FILTERED_WEIGHTS = when("top_p, top_k or min_p with vllm_importance_sampling_correction", _filtered_weights)
 KL_IN_REWARD = Feature("a KL term in the reward", _kl_in_reward)
 CRITIC = Feature("a critic", _critic)
 VERL_ENGINES = tuple(f"actor_rollout_ref.{role}{of}" for role in ("actor", "ref") for of in (".fsdp_config", ""))

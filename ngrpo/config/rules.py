@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ngrpo import patches
-from ngrpo.config import batch_check, compatibility, parse, presets
+from ngrpo.config import batch_check, compatibility, parse
 from ngrpo.config.dataset_check import check_files, is_checked
 from ngrpo.config.features import ESTIMATOR, Combination
 from ngrpo.config.kinds import run_level_kinds
@@ -335,7 +335,7 @@ def completed(run: RunConfig) -> Flags:
         part = run.part(kind.name)
         if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
             flags = flags.with_defaults(part.flags(flags))
-    complete = presets.applied(flags, run.preset, run.advantage)
+    complete = parse.with_preset(flags, run.preset, run.advantage)
     check("complete", complete, run)
     return complete
 

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config import presets
+from ngrpo.config import parse
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.config.parse import DRY_RUN
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -116,7 +115,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
         if "base" in arm.training:
-            presets.check_name(arm.training["base"])
+            parse.check_preset(arm.training["base"])
     ids = [arm.id for arm in arms]
     baseline = single.get("baseline") or next((arm.id for arm in arms if arm.name == "none"), ids[0])
     if baseline not in ids:
@@ -172,7 +171,7 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
             ours.setdefault(name, []).append(value)
         elif group is not None:
             groups[group] += [f"--{name[len(group) + 1 :]}", *flag.values]
-        elif flag.name != DRY_RUN:  # no part of the plan
+        elif flag.name != parse.DRY_RUN:  # no part of the plan
             if not flag.name:
                 raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'. See: ngrpo compare --help")
             _refuse_set_by_us(flag.name)
