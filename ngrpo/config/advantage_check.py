@@ -57,10 +57,7 @@ def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
     except UsageError:  # made for right and wrong answers alone
         del labelled[_FRACTIONS]
     for label, values in labelled.items():
-        where = f"{advantage.name}, {label}:"
-        answer, batch = partial(_answer, advantage, where), _Batch(values, counts)
-        check = partial(check_answers, where, "formula()", answer, batch, prefix="", draws=_NO_DRAWS)
-        yield f"advantages of {label}", check
+        yield f"advantages of {label}", partial(_check, advantage, label, _Batch(values, counts))
     yield "the advantage at each training step", partial(_check_steps, advantage)
     yield "its flags of OpenRLHF, and what it warns of", partial(_check_flags, advantage)
 
@@ -76,6 +73,11 @@ def _group_size(advantage: Advantage) -> int:
             pass
         return size
     return _GROUPS[-1]
+
+
+def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
+    where = f"{advantage.name}, {label}:"
+    check_answers(where, "formula()", partial(_answer, advantage, where), batch, prefix="", draws=_NO_DRAWS)
 
 
 def _answer(advantage: Advantage, where: str, batch: _Batch) -> Tensor:
