@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config import presets
+from ngrpo.config import parse
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.config.parse import DRY_RUN
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -113,7 +112,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
         if "base" in arm.training:
-            presets.check_name(arm.training["base"])
+            parse.check_preset(arm.training["base"])
     ids = [arm.id for arm in arms]
     baseline = single.get("baseline") or next((arm.id for arm in arms if arm.name == "none"), ids[0])
     if baseline not in ids:
@@ -157,6 +156,7 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
     for flag in (*Flags(_file_argv(file) if file else ()), *Flags(argv)):
         name, value = flag.name.removeprefix("--"), flag.values[0] if flag.values else ""
         group, _, option = name.partition(".")
+        of_command = group in groups and option and not flag.name.startswith(_GROUPS[group])
         if name in _OURS:
             if len(flag.values) > 1:
                 raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
@@ -165,9 +165,9 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
             if name not in _SWITCHES and not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
             ours.setdefault(name, []).append(value)
-        elif group in groups and option and not flag.name.startswith(_GROUPS[group]):
+        elif of_command:
             groups[group] += [f"--{option}", *flag.values]
-        elif flag.name != DRY_RUN:  # no part of the plan
+        elif flag.name != parse.DRY_RUN:  # no part of the plan
             if not flag.name:
                 raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'. See: ngrpo compare --help")
             _refuse_set_by_us(flag.name)

@@ -11,7 +11,6 @@ from typing import Any
 
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
-from ngrpo.config.sampling import described
 from ngrpo.machine.console.text import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
@@ -68,7 +67,7 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
     summary: dict[str, Any] = {
         "format": 1,
         **run.methods,
-        "sampling": described(run.sampling, flags),
+        "sampling": run.sampling.described(flags),
         "reproducible": run.reproducible,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
