@@ -135,10 +135,7 @@ class LastHidden:
         self._given = inputs[0]
 
     def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
-        """The last hidden states of some rows of the latest flattened forward, in the model's dtype, with gradient.
-
-        ``RuntimeError`` unless the output layer was called with ``count`` rows, as many as the logits have.
-        """
+        """The last hidden states of some of a forward's ``count`` rows of logits, in the model's dtype, with gradient."""
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
             seen = "was not called" if given is None else f"was given {len(given)} rows"
@@ -388,16 +385,13 @@ def replaying(
     attention_mask: Tensor | None = None,
     perturbation: Perturbation | None = None,
 ) -> Iterator[ReplayStats]:
-    """Replays recorded inputs in a Hugging Face causal model's forward.
+    """Replays recorded inputs in a Hugging Face causal model's forward; yields statistics that fill as it runs.
 
     Args:
         model: anything with ``get_input_embeddings()``, with a perturbation's module attached if it has one.
-        records: one per row of the batch, in batch order; None for a row that was not perturbed.
+        records: one per row of the batch, in batch order (else ``ValueError``); None for an unperturbed row.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
         perturbation: of the records, for its ``input_gradient``; None for "full".
-
-    Yields:
-        Statistics that fill as the model runs. A forward raises ``ValueError`` where records and batch do not fit.
     """
     embedding, module = model.get_input_embeddings(), attached(model)
     with ReplayScope(embedding, module=module, perturbation=perturbation)(records, attention_mask) as stats:
