@@ -135,7 +135,7 @@ class LastHidden:
         self._given = inputs[0]
 
     def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
-        """The last hidden states of some of a forward's ``count`` rows of logits, in the model's dtype, with gradient."""
+        """The last hidden states of some of a forward's ``count`` rows of logits, with gradient."""
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
             seen = "was not called" if given is None else f"was given {len(given)} rows"
