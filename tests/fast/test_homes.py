@@ -19,9 +19,9 @@ DONE_AT_HOME = {
     "ngrpo/trainers/openrlhf/actor_trainer.py": (r"\bactor_loss_fn\b.*=", set()),
     "ngrpo/trainers/common/log_probs.py": (r"\boriginal\(logits, labels", set()),
     "ngrpo/rollout/async_scheduling.py": (r"\.synchronize\(\)|num_output_tokens\(\)", set()),
-    "perturbations/verdict.py": (
-        r"\bgate\.(open|feeds|selects)\(",
-        {"perturbations/gates/default.py", "perturbations/testing/gate.py"},
+    "perturbations/gates/default.py": (
+        r"\bgate\.(open|feeds|selects)\(|def verdict\(",
+        {"perturbations/testing/gate.py"},
     ),
     "ngrpo/trainers/openrlhf/trainer.py": (r"def evaluate\(", set()),
     "ngrpo/rollout/new_weights.py": (r"\.(load_weights|reload_weights) = ", set()),

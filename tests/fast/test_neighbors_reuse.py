@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perturbations.neighbors import ExactIndex, Neighborhood, Refresh, refresh
-from perturbations.neighbors.reuse import movement
+from perturbations.neighbors.exact import movement
 
 V, D = 400, 24
 METRICS = ("cosine", "l2", "l1")

@@ -22,7 +22,7 @@ from ngrpo.workbench.diagnose.measures import groups_of, strategy_rows
 from ngrpo.workbench.evaluate.engine import load_tokenizer
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 from ngrpo.workbench.evaluate.scorers import check_problems
-from ngrpo.workbench.report import write_diagnosis
+from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.values import dig, format_number
 from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError, require
@@ -159,7 +159,7 @@ def diagnose(
             "embedding_map": folder.read(MAP)["map"] if with_map else None,
         }
         folder.write(DIAGNOSIS, result)
-        write_diagnosis(result, folder.path / REPORT)
+        write_report(result, folder.path / REPORT)
     return result
 
 
