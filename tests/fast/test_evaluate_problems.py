@@ -136,8 +136,8 @@ PARTS = [{"type": "text", "text": "2 + 2?"}]
         ({"input": [{"role": "user", "content": [{"type": "image"}, *PARTS]}]}, "chat messages with pictures"),
         ({"input": [{"role": "user", "content": None}]}, "chat messages without content"),
         ({"input": TOOL_TURNS[:2]}, "chat messages that end without a text"),
-        ({"input": [{"content": "2 + 2?"}]}, "a list whose items are not chat messages"),
-        ({"input": []}, "neither a text nor chat messages"),
+        ({"input": [{"content": "2 + 2?"}]}, "the prompt is a list"),
+        ({"input": {"role": "user"}}, "neither a text nor a list"),
         ({"input": TOOL_TURNS, "tools": [CALL]}, "row 2 has tools, which no prompt shows"),
     ],
 )

@@ -114,11 +114,11 @@ def prompt_fault(value: object) -> str:
     """
     if isinstance(value, str):
         return "" if value.strip() else "empty"
-    if not isinstance(value, (list, tuple)) or not value:
-        return "neither a text nor chat messages"
+    if not isinstance(value, (list, tuple)):
+        return "neither a text nor a list"
+    if not value or not all(isinstance(message, dict) and "role" in message for message in value):
+        return "a list"
     for message in value:
-        if not isinstance(message, dict) or "role" not in message:
-            return "a list whose items are not chat messages"
         content = message.get("content")
         if isinstance(content, (list, tuple)):
             kinds = {part.get("type") for part in content if isinstance(part, dict)}
