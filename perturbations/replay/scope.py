@@ -83,17 +83,11 @@ def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> Fla
 def flat_rows(
     sample: Tensor, position: Tensor, shape: tuple[int, ...], attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Where recorded positions (:class:`FlatRecords`) lie in a forward's flattened input, (N,).
+    """Rows of recorded positions in a forward's flattened input, and which exist (a trajectory may be cut): (N,) each.
 
     Args:
-        shape: of the forward's input: (B, T) for a padded batch, (1, total) for a packed one without padding.
+        shape: (B, T) for a padded batch, (1, total) for a packed one; ``ValueError`` for another.
         attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
-
-    Returns:
-        Rows in the flattened input, and which of them exist (bool): a trajectory may have been cut.
-
-    Raises:
-        ValueError: where the shape fits neither layout.
     """
     if attention_mask is None:
         inside = (position < shape[1]) & (sample < shape[0])
@@ -141,10 +135,7 @@ class LastHidden:
         self._given = inputs[0]
 
     def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
-        """The last hidden states of some rows of the latest flattened forward, in the model's dtype, with gradient.
-
-        ``RuntimeError`` unless the output layer was called with ``count`` rows, as many as the logits have.
-        """
+        """The last hidden states of some of a forward's ``count`` rows of logits, with gradient."""
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
             seen = "was not called" if given is None else f"was given {len(given)} rows"
@@ -200,11 +191,9 @@ class ReplayScope:
         """
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
-            measure: collect :class:`ReplayStats`.
             module: the perturbation's attached module (`perturbations.parameters.attached`), if any.
             perturbation: of the records, needed where it has a density.
-            look_up: for how many inputs of each forward, evenly spaced over the recorded positions, the nearest token
-                is looked up; none where the embedding's matrix is not whole (ZeRO-3).
+            look_up: inputs of each forward whose nearest token is looked up, if the matrix is whole (no ZeRO-3).
             device: of the forward; None for that of the embedding's parameters, which FSDP may move.
             hidden: needed where a density reads the last hidden states.
         """
@@ -221,9 +210,7 @@ class ReplayScope:
     def __call__(self, records: Sequence[ReplayRecord | None], attention_mask: Tensor | None) -> Iterator[ReplayStats]:
         """Replays ``records``, in batch order, in every forward of the context.
 
-        Raises:
-            ValueError: for a record of another model.
-            RuntimeError: at the end, where there were records and no forward went through the embedding.
+        ``ValueError`` for a record of another model, ``RuntimeError`` where no forward went through the embedding.
         """
         # Not the weight's shape, which is empty between forwards under ZeRO-3.
         vocabulary, size = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
@@ -398,16 +385,13 @@ def replaying(
     attention_mask: Tensor | None = None,
     perturbation: Perturbation | None = None,
 ) -> Iterator[ReplayStats]:
-    """Replays recorded inputs in a Hugging Face causal model's forward.
+    """Replays recorded inputs in a Hugging Face causal model's forward; yields statistics that fill as it runs.
 
     Args:
         model: anything with ``get_input_embeddings()``, with a perturbation's module attached if it has one.
-        records: one per row of the batch, in batch order; None for a row that was not perturbed.
+        records: one per row of the batch, in batch order (else ``ValueError``); None for an unperturbed row.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
         perturbation: of the records, for its ``input_gradient``; None for "full".
-
-    Yields:
-        Statistics that fill as the model runs. A forward raises ``ValueError`` where records and batch do not fit.
     """
     embedding, module = model.get_input_embeddings(), attached(model)
     with ReplayScope(embedding, module=module, perturbation=perturbation)(records, attention_mask) as stats:

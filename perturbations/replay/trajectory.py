@@ -28,10 +28,7 @@ _SKIP = 0xFFFF
 
 
 def model_fingerprint(vocabulary: int, hidden: int, module: bool = False) -> int:
-    """A hash, in [1, 2^16), of the embedding matrix's shape (V, D), and whether inputs pass a perturbation's module.
-
-    Weights have no part in the hash, for they change with every update.
-    """
+    """A hash in [1, 2^16) of the embedding matrix's shape (V, D), and whether inputs pass a perturbation's module."""
     return zlib.crc32(f"{vocabulary} {hidden}{' module' * module}".encode()) % 0xFFFF + 1
 
 
@@ -86,10 +83,7 @@ class ReplayRecord:
         )
 
     def check_model(self, vocabulary: int, hidden: int, module: bool | None = None) -> None:
-        """Raises ``ValueError`` unless the rollout's embedding matrix was (V, D) with a row for each candidate.
-
-        ``module``: whether a perturbation's module is attached to the model here; None where it is not known.
-        """
+        """Raises ``ValueError`` for a record of another model; ``module``: whether one is attached to the model here."""
         here = f"a model with {vocabulary} tokens and {hidden} dimensions"
         known = {model_fingerprint(vocabulary, hidden, given): given for given in (False, True)}
         made_with = known.get(self.model, module)
@@ -98,8 +92,7 @@ class ReplayRecord:
                 "replay record: its inputs passed the perturbation's learned module, and this model has none. Attach"
                 " it first: perturbations.parameters.attach(model, perturbation)."
                 if made_with
-                else "replay record: its inputs passed no learned module, and this model has one attached. Replay in a"
-                " model without it."
+                else "replay record: its inputs passed no learned module, and this model has one. Detach it."
             )
         if self.model and self.model not in known:
             raise ValueError(
