@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, NO_TOOLS, PICTURES, PROMPT, TOOLS, prompt_fault, read_rows
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -22,8 +22,8 @@ def check_files(flags: Flags) -> None:
 
     Raises:
         UsageError: for a missing or empty file, one that cannot be read, a column that is missing, in the file or in
-            one of its first 100,000 rows, an input that is neither a text nor, with a chat template, chat messages, or
-            a label that is a text in one row and something else in another.
+            one of its first 100,000 rows, an input that is neither a text nor, with a chat template, chat messages, a
+            tool, or a label that is a text in one row and something else in another.
     """
     if not flags.value("--data.prompt_dataset"):
         raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
@@ -51,8 +51,11 @@ def _check_file(flag: str, name: str, flags: Flags) -> None:
     if flags.has("--data.apply_chat_template"):
         fixes[_MESSAGES] = ""
     for kind, row in by_column[prompt].items():
-        if fix := fixes.get(kind, 'A prompt is a text, or a list of chat messages: {"role": "user", "content": "…"}.'):
+        if fix := fixes.get(kind, PROMPT):
             raise UsageError(f"{subject}: the input {prompt!r} is {kind} in row {row}. {fix}")
+    for kind, row in by_column.get(TOOLS, {}).items() if TOOLS not in (prompt, label) else ():
+        if kind != _NOTHING:
+            raise UsageError(f"{subject}: row {row} has {TOOLS}, which no prompt shows. {NO_TOOLS}")
     kinds = by_column[label] if label else {}
     # `datasets` 5.2, with which OpenRLHF reads files, makes the number 7 of the text 007 in such a column.
     if len(kinds) > 1 and _TEXT in kinds:
@@ -126,15 +129,16 @@ def _read_once(flag: str, name: str, mtime: int) -> tuple[dict[str, dict[str, in
     by_column: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
     for number, row in enumerate(rows, start=1):
         for column, kinds in by_column.items():
-            kinds.setdefault(_kind(row.get(column)), number)
+            value = row.get(column)
+            kinds.setdefault(_kind(None if column == TOOLS and not value else value), number)
     return by_column, len(rows)
 
 
 def _kind(value: object) -> str:
     """A word for the kind of a value."""
     if isinstance(value, list):
-        messages = bool(value) and all(isinstance(each, dict) and {"role", "content"} <= set(each) for each in value)
-        return _MESSAGES if messages else "a list"
+        fault = prompt_fault(value)
+        return _MESSAGES if fault in ("", PICTURES) else fault
     if isinstance(value, bool):
         return "true or false"
     kinds = ((type(None), _NOTHING), (str, _TEXT), (dict, "an object"), ((int, float), "a number"))

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from ngrpo.workbench import sandbox
 from ngrpo.workbench.evaluate import load_problems, load_task
+from ngrpo.workbench.evaluate.engine import render
 from ngrpo.workbench.scoring.problems import BENCHMARKS, BOXED, LETTER
 from perturbations.errors import UsageError
 
@@ -94,6 +96,55 @@ def test_openrlhf_with_messages_and_own_keys(tmp_path: Path) -> None:
     assert problem.messages == tuple(chat)
     with pytest.raises(UsageError, match="no column 'label' beside 'context'; name the reference's with --label-key"):
         load_problems(source, input_key="context")
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+TOOL_TURNS = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "4", "name": "add"},
+    {"role": "user", "content": "So?"},
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}{{ m.name }}: "
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+)
+
+
+def test_tool_calls_are_rendered_as_in_training(tmp_path: Path) -> None:
+    (problem,) = load_problems(jsonl(tmp_path / "a.jsonl", {"input": TOOL_TURNS, "label": "4", "tools": []}))
+    assert problem.messages == tuple(TOOL_TURNS)
+    tokenizer = sandbox.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    text = render(tokenizer, problem)
+    call = json.dumps(CALL["function"])
+    assert text == f"user: 2 + 2?;assistant: {call};tooladd: 4;user: So?;"
+    upstream = pytest.importorskip("openrlhf.datasets.prompts_dataset")
+    trained, _ = upstream.preprocess_data({"input": TOOL_TURNS}, apply_chat_template=tokenizer.apply_chat_template)
+    assert trained == text
+    tokenizer.chat_template = None
+    assert render(tokenizer, problem) == "2 + 2?\n\n\n\n4\n\nSo?\n"
+
+
+PARTS = [{"type": "text", "text": "2 + 2?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"input": [{"role": "user", "content": PARTS}]}, "row 2 .*the prompt is chat messages with content in parts"),
+        ({"input": [{"role": "user", "content": [{"type": "image"}, *PARTS]}]}, "chat messages with pictures"),
+        ({"input": [{"role": "user", "content": None}]}, "chat messages without content"),
+        ({"input": TOOL_TURNS[:2]}, "chat messages that end without a text"),
+        ({"input": [{"content": "2 + 2?"}]}, "the prompt is a list"),
+        ({"input": {"role": "user"}}, "neither a text nor a list"),
+        ({"input": TOOL_TURNS, "tools": [CALL]}, "row 2 has tools, which no prompt shows"),
+    ],
+)
+def test_what_no_template_shows_is_refused_by_row(tmp_path: Path, row: dict[str, Any], says: str) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"input": "2 + 2?", "label": "4"}, {"label": "4", **row})
+    with pytest.raises(UsageError, match=says):
+        load_problems(source)
 
 
 @pytest.mark.parametrize(

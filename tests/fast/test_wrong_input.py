@@ -68,7 +68,12 @@ CHAT = [{"role": "user", "content": "1 + 1"}]
 
 @pytest.mark.parametrize(
     ("given", "kind"),
-    [({"a": 1}, "an object"), (5, "a number"), ([1, 2], "a list"), ([], "a list"), ([{"role": "user"}], "a list")],
+    [
+        *[({"a": 1}, "an object"), (5, "a number"), ([1, 2], "a list"), ([], "a list"), ([{"content": "a"}], "a list")],
+        ([{"role": "user"}], "chat messages without content"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "chat messages with content in parts"),
+        ([*CHAT, {"role": "assistant", "tool_calls": [{}]}], "chat messages that end without a text"),
+    ],
 )
 def test_an_input_that_is_no_prompt(tmp_path: Path, given: Any, kind: str) -> None:
     said = refused(*rows(tmp_path, ("right", "1"), (given, "2")), "--data.apply_chat_template")
@@ -79,6 +84,15 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     args = rows(tmp_path, (CHAT, "2"))
     assert "is chat messages in row 1. Add --data.apply_chat_template" in refused(*args)
     check_files(Flags([*args, "--data.apply_chat_template"]))
+    calls = [{"role": "assistant", "content": None, "tool_calls": [{}]}, {"role": "tool", "content": "2"}]
+    pictures = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
+    check_files(Flags([*rows(tmp_path, ([*CHAT, *calls], "2"), (pictures, "2")), "--data.apply_chat_template"]))
+
+
+def test_tools_reach_no_prompt(tmp_path: Path) -> None:
+    file = tmp_path / "tools.jsonl"
+    file.write_text("".join(json.dumps({"input": "a", "tools": tools}) + "\n" for tools in (None, [], [{}])))
+    assert "row 3 has tools, which no prompt shows" in refused("--data.prompt_dataset", str(file))
 
 
 def test_labels_of_several_kinds(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ngrpo.workbench.evaluate.scorers import check_problems
 from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.values import dig, format_number
 from ngrpo.workbench.scoring import Problem, digest
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, require
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -269,8 +269,9 @@ def side_by_side(
             texts, perturbed = token_texts(sample.tokens, tokenizer), sample.perturbed
             tokens: list[dict[str, Any]] = [{"text": text, "perturbed": i in perturbed} for i, text in enumerate(texts)]
             for i in perturbed:
-                row = sample.record.positions.tolist().index(i + sample.record.prompt_tokens)
-                tokens[i] |= fed_texts(sample.record, row, tokenizer)
+                record = require(sample.record, "record")
+                row = record.positions.tolist().index(i + record.prompt_tokens)
+                tokens[i] |= fed_texts(record, row, tokenizer)
             by_strategy.append({"strategy": name, "reward": sample.reward, "tokens": tokens})
         question = {"problem": problem.messages[-1]["content"], "answer": problem.answer}
         questions.append({**question, "by_strategy": by_strategy})

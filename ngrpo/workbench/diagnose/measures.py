@@ -292,7 +292,7 @@ def _pass_at_k(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _distinct_intermediate(group: Group, problem: Problem) -> float | None:
-    question = " ".join(message["content"] for message in problem.messages)
+    question = " ".join(message["content"] or "" for message in problem.messages)
     return distinct_share([intermediate_results(s.text, question, s.extracted) for s in group])
 
 

@@ -144,11 +144,11 @@ def load_tokenizer(model: str) -> Any:
 
 
 def render(tokenizer: TokenizerLike, problem: Problem) -> str:
-    """The prompt as the model sees it; a tokenizer without a chat template gets the messages' text."""
+    """The prompt as the model sees it, as OpenRLHF renders it; the messages' text where there is no chat template."""
     if getattr(tokenizer, "chat_template", None):
         messages: list[Any] = list(problem.messages)
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    return "\n\n".join(message["content"] for message in problem.messages) + "\n"
+    return "\n\n".join(message["content"] or "" for message in problem.messages) + "\n"
 
 
 def generate(

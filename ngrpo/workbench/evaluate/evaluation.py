@@ -83,18 +83,20 @@ def evaluate(
         UsageError: for bad settings, a folder with another evaluation, or one that cannot be written.
     """
     sampling = sampling or Sampling()
-    name = weights = None
+    weights = live = None
     if isinstance(model, str):
-        model = name = packaged.resolve(model, report=report)
+        name = packaged.resolve(model, report=report)
         weights = packaged.fingerprint(name)
         engine_options = {**profile_for(hardware).engine_options, **(engine_options or {})}
+    else:
+        live, name = model, str(model.llm_engine.model_config.model)
     ks = checked_ks(k, n)
     check_problems(problems)
-    if name is None and not policy.plain:
+    if live and not policy.plain:
         raise UsageError("a sampling schedule or policy noise needs a model that is loaded here: give its name.")
     settings = {
         "format": 1,
-        "model": name or str(model.llm_engine.model_config.model),
+        "model": name,
         "weights": weights,
         "engine": dict(engine_options or {}),
         "dataset": dataset,
@@ -120,11 +122,11 @@ def evaluate(
             before, total = len(samples), len(samples) + len(missing)
             if samples:
                 report(f"going on: {before} of {total} samples are in {out}")
-            tokenizer = model.get_tokenizer() if name is None else engines.load_tokenizer(name)
+            tokenizer = live.get_tokenizer() if live else engines.load_tokenizer(name)
             prompts = {p.id: engines.render(tokenizer, p) for p in problems}
             jobs = _jobs(tokenizer, prompts, missing, sampling.seed)
-            if name is None:
-                llm, reproducible = model, engines.prepare(model, perturbation)
+            if live:
+                llm, reproducible = live, engines.prepare(live, perturbation)
             else:
                 length = _checked_length(name, jobs, sampling.max_tokens)
                 report(f"loading {name}")

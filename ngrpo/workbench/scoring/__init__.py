@@ -18,21 +18,22 @@ class Problem:
 
     Attributes:
         id: unique in its set, and the same in every run.
-        messages: the chat, without a generation prompt: dictionaries with ``role`` and ``content``.
+        messages: the chat, without a generation prompt: dictionaries with ``role`` and ``content``, which is None in a
+            message with ``tool_calls``; the last has a text.
         answer: the reference; empty only where the scorer needs none.
         scorer: ``math``, ``choice``, ``reasoning_gym``, ``task:NAME``, or a Python file with ``reward_func``.
         meta: further JSON values for the scorer or for people.
     """
 
     id: str
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     answer: str
     scorer: str
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
     def question(self) -> str:
-        """The last message, for people."""
+        """The text of the last message, for people."""
         return self.messages[-1]["content"]
 
 

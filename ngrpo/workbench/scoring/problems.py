@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.machine.models.packaged import HUB_SECONDS
-from ngrpo.machine.storage.datafiles import ENDINGS, Row, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, NO_TOOLS, PROMPT, TOOLS, Row, prompt_fault, read_rows
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import last_boxed
 from ngrpo.workbench.scoring.reward_files import check_scorer_name
@@ -42,7 +42,7 @@ _ANSWERS = ("answer", "Answer", "expected_answer", "final_answer", "target", "gr
 _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 # Options that stand in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
 _LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
-Messages = tuple[dict[str, str], ...]
+Messages = tuple[dict[str, Any], ...]
 
 
 def load_problems(
@@ -83,6 +83,8 @@ def load_problems(
     problems = []
     for i, row in enumerate(rows):
         where = f"--data {source}: row {i + 1}"
+        if row.get(TOOLS):
+            raise UsageError(f"{where} has {TOOLS}, which no prompt shows. {NO_TOOLS}")
         try:
             problem = read(row)
         except (ValueError, KeyError, TypeError) as error:
@@ -257,13 +259,15 @@ def _guessed(messages: Messages, answer: str) -> Problem:
     return Problem("", messages, answer, "choice" if listed and re.fullmatch(r"\(?[A-J]\)?", answer) else "math")
 
 
-def _messages(value: object) -> Messages:
-    """A text as a user's message, or a list of messages as it is."""
-    if isinstance(value, str) and value.strip():
+def _messages(value: Any) -> Messages:
+    """A text as a user's message, or a list of messages with all that a chat template may show of them."""
+    fault = prompt_fault(value)
+    if fault:
+        raise UsageError(f"no question: the prompt is {fault}. {PROMPT}")
+    if isinstance(value, str):
         return ({"role": "user", "content": value},)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(m, dict) and "content" in m for m in value):
-        return tuple({"role": str(m.get("role", "user")), "content": str(m["content"])} for m in value)
-    raise UsageError("no question: the prompt must be a text or a list of messages with role and content.")
+    given = [{key: part for key, part in message.items() if part is not None} for message in value]
+    return tuple({"role": message["role"], "content": None, **message} for message in given)
 
 
 def _reference(value: object) -> str:
