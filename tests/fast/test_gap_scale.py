@@ -122,7 +122,7 @@ def test_an_answer_travels_with_its_sample() -> None:
     assert unpack([record(None).pack()])[0].unperturbed is None
     altered = bytearray(packed["unperturbed_answer"])
     altered[3] ^= 1
-    with pytest.raises(ValueError, match="unperturbed answer"):
+    with pytest.raises(ValueError, match="unperturbed_answer"):
         unpack([{**packed, "unperturbed_answer": bytes(altered)}])
 
 

@@ -20,12 +20,7 @@ pytestmark = pytest.mark.stack
 CASES = [
     ("gumbel", {"density": "gumbel"}),
     ("latent", {"density": "exact"}),
-    pytest.param("lepo", {"density": "exact"}, marks=pytest.mark.slow),
-    pytest.param("dirichlet", {"density": "exact"}, marks=pytest.mark.slow),
-    pytest.param("dirichlet", {"density": "dirichlet"}, marks=pytest.mark.slow),
-    pytest.param("normal", {"density": "normal"}, marks=pytest.mark.slow),
     ("multiplex", {"density": "joint"}),
-    pytest.param("lepo", {"density": "lepo"}, marks=pytest.mark.slow),
     ("latent", {"density": "latent"}),
     ("gaussian", {"density": "gaussian", "base": "soft"}),
     ("gaussian", {"density": "gaussian", "base": "fuzzy"}),

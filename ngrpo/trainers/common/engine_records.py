@@ -13,7 +13,7 @@ import numpy as np
 
 from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
 from ngrpo.rollout.records import of_all_workers
-from ngrpo.rollout.request_names import external_id
+from ngrpo.rollout.requests import external_id
 from perturbations import seeds
 from perturbations.errors import require
 from perturbations.replay import ReplayRecord
@@ -42,7 +42,7 @@ class EngineCheck:
         """Returns once the check has passed, or waits in a busy engine; raises vLLM's error with its message."""
         if self._perturbed:
             if self._asked is None:
-                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_probe"))
+                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_check"))
             await asyncio.shield(self._asked)
 
 

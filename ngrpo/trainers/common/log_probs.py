@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ngrpo.trainers.common.side_inputs import unpack
 from perturbations.errors import require
-from perturbations.replay.flat_records import flat_rows
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import ReplayScope, flat_rows
 
 Override = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())

@@ -10,68 +10,53 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout import override_probe
-from ngrpo.rollout.override_probe import Comparison, ProbeFailure
-from perturbations.replay import ReplayRecord
+from ngrpo.rollout.startup_check import CheckTexts, Comparison, check_texts, reads_tokens_elsewhere, record_of
 from perturbations.replay.scope import ReplayScope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ATTEMPTS, _LONGEST = 3, 32
-LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
+_LONGEST = 32
 
 
-def check_replay(model: PreTrainedModel, log_probs: LogProbs) -> None:
+def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """Replays a row of one candidate of weight 1 and compares with the text that has this token.
 
     Every rank of a sharded model does the same forwards.
 
     Args:
-        model: Hugging Face's.
-        log_probs: from sequences (B, T), action mask (B, A) and attention mask (B, T) to log π of the last A tokens,
-            (B, A), through all that the trainer puts around the model.
+        model: Hugging Face's, with its input embedding's ``get_input_embeddings()``.
+        log_probs: sequences (B, T), action mask (B, A), attention mask (B, T) to log π of the last A tokens, (B, A);
+            by way of all that the trainer puts around the model.
 
     Raises:
-        ProbeFailure: if a replayed row does not reach the model, or others change.
+        CheckFailure: where a replayed row does not reach the model, or others are disturbed.
     """
     embedding: Any = model.get_input_embeddings()
     half = next(model.parameters()).dtype != torch.float32
-    for attempt in range(_ATTEMPTS):
-        texts = override_probe.text_of_probe(embedding.num_embeddings, _LONGEST, attempt)
-        try:
-            partly = override_probe.reads_tokens_elsewhere(model.modules(), embedding)
-            comparisons = _comparisons(texts, embedding, log_probs, partly)
-            override_probe.judge(comparisons, half_precision=half, where="the trainer", model=type(model).__name__)
-            return
-        except ProbeFailure as error:
-            if error.is_certain or attempt == _ATTEMPTS - 1:
-                raise
+    partly = reads_tokens_elsewhere(model.modules(), embedding)
+    check_texts(
+        embedding.num_embeddings,
+        _LONGEST,
+        lambda texts: _comparisons(texts, embedding, log_probs, partly),
+        half_precision=half,
+        where="the trainer",
+        model=type(model).__name__,
+    )
 
 
 def _comparisons(
-    texts: override_probe.ProbeTexts, embedding: nn.Module, log_probs: LogProbs, partly: bool
+    texts: CheckTexts, embedding: nn.Module, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], partly: bool
 ) -> list[Comparison]:
     text, row, other = texts.text, texts.row, texts.other
-
-    def values(*batch: list[int]) -> np.ndarray:
-        """log π of each token but the first, (B, T - 1)."""
-        sequences = torch.tensor(batch)
-        ones = torch.ones_like(sequences)
-        return log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()
-
-    def record(fed: int) -> ReplayRecord:
-        ids, ones = np.array([[fed]], dtype=np.int32), np.ones((1, 1), dtype=np.float32)
-        return ReplayRecord(0, 1, len(text), np.array([row], dtype=np.int32), ids, ones, None, ones[:, 0] > 0)
+    plain_first, plain, plain_last, as_text = _values([texts.first, text, texts.last, texts.swapped], log_probs)
+    records = [None, record_of({row: other}, 1, len(text)), record_of({row: text[row]}, 1, len(text)), None]
+    with ReplayScope(embedding, measure=False)(records, torch.ones(len(records), len(text), dtype=torch.int64)):
+        beside_first, replaced, own, beside_last = _values([texts.first, text, text, texts.last], log_probs)
 
     def apart(one: np.ndarray, another: np.ndarray, start: int = 0, stop: int | None = None) -> float:
         return float(np.abs(one - another)[start:stop].mean())
 
-    changed = [*text[:row], other, *text[row + 1 :]]
-    plain_first, plain, plain_last, as_text = values(texts.first, text, texts.last, changed)
-    records = [None, record(other), record(text[row]), None]
-    with ReplayScope(embedding, measure=False)(records, torch.ones(len(records), len(text), dtype=torch.int64)):
-        beside_first, replaced, own, beside_last = values(texts.first, text, text, texts.last)
     effect = apart(plain, as_text, row)
     comparisons = [
         Comparison("rows before the replayed one", apart(replaced, plain, stop=row - 1), effect),
@@ -85,3 +70,10 @@ def _comparisons(
         same = 1.0 - min(apart(replaced, plain, row, row + 1) / here, 1.0) if here else 1.0
         return [*comparisons, Comparison("a replayed row, which must change", same * here, here, 0.9)]
     return [*comparisons, Comparison("a replayed row", apart(replaced, as_text, row), effect)]
+
+
+def _values(texts: list[list[int]], log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> np.ndarray:
+    """log π of each token but the first, (B, T - 1)."""
+    sequences = torch.tensor(texts)
+    ones = torch.ones_like(sequences)
+    return log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()

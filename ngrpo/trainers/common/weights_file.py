@@ -8,12 +8,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from ngrpo.rollout.vllm_objects import Worker
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -39,7 +37,7 @@ def written(weights: Mapping[str, Tensor]) -> Iterator[str]:
         os.unlink(path)
 
 
-def load_weights_file(worker: Worker, path: str) -> int:
+def load_weights_file(worker: Any, path: str) -> int:
     """Reloads the model's weights from the file of :func:`written`, in a vLLM worker; returns the number of tensors.
 
     `reload_weights` and not `load_weights`: on a CPU vLLM repacks linear weights after loading, and only the former

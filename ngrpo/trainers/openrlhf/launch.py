@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +61,9 @@ def launch(run: RunConfig) -> None:
     os.environ[failure.RUN_ID] = uuid4().hex
     if conditions:
         if not flags.has("--help"):
+            handler = signal.getsignal(signal.SIGTERM)
             _start_ray(profile, flags, conditions, run)
+            signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
         patches.install(conditions)
     _run(flags.argv)
 

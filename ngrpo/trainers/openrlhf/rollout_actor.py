@@ -14,6 +14,7 @@ import numpy as np
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import engine_arguments
+from ngrpo.machine.hardware.processes import own_children
 from ngrpo.rollout import settings
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
@@ -57,7 +58,8 @@ def rollout_actor(plain: Any) -> type:
                 kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **engine_settings(spec)}
             if run.hardware == "cpu":
                 kwargs |= engine_arguments(run, kwargs.get("tensor_parallel_size", 1))
-            await plain.__init__(self, *args, **kwargs)
+            with own_children():
+                await plain.__init__(self, *args, **kwargs)
             if spec is not None:
                 perturbation = registry.create(**spec)
                 await confirm(self.llm, fingerprint(perturbation, run.sampling_schedule))
@@ -130,7 +132,7 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
         settings.SAMPLING_MASK_GIB: run.sampling.mask_gib,
         settings.SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
         settings.REPLAY_BUFFER: run.specs.get("replay_buffer"),
-        settings.DEFERRED_PROBE: True,
+        settings.DEFERRED_CHECK: True,
     }
 
 

@@ -15,7 +15,6 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
-from ngrpo.config.sampling import OURS
 from ngrpo.rollout.settings import KEY
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def samples_generator(plain: type) -> type:
                 kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor
             elif schedule is not None:
                 arguments["scheduled"] = False
-            masks = {} if self.evaluating else {k: v for k, v in run.sampling.given().items() if k not in OURS}
+            masks = {} if self.evaluating else run.sampling.masks()
             two_rounds = run.second_round is not None and not self.evaluating
             engines = self.vllm_engines
             self.vllm_engines = [_Engine(engine, arguments, masks, two_rounds) for engine in engines]

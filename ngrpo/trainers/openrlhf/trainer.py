@@ -127,6 +127,8 @@ def trainer(plain: Any) -> type:
                     "past_steps": [astuple(step) for step in self.past_steps],
                 }
             super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+            if self.tensorboard_logger:  # which flushes every two minutes: a run that is killed keeps its steps
+                self.tensorboard_logger.writer.flush()
 
     return PerturbedTrainer
 

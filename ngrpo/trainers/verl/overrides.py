@@ -15,7 +15,7 @@ from ngrpo.config.features import Combination
 from ngrpo.config.verl_lines import MODE
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage
-from ngrpo.rollout.settings import DEFERRED_PROBE, KEY
+from ngrpo.rollout.settings import DEFERRED_CHECK, KEY
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -57,7 +57,7 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     compatibility.check(compatibility.VERL, Combination(parts={"perturbation": perturbation}, settings=config))
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
-        OmegaConf.update(config, _ADDITIONAL, {KEY: perturbation.spec(), DEFERRED_PROBE: True}, force_add=True)
+        OmegaConf.update(config, _ADDITIONAL, {KEY: perturbation.spec(), DEFERRED_CHECK: True}, force_add=True)
         config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
     return perturbation, float(limit), strict
 

@@ -92,7 +92,7 @@ class PerturbedHttpServer(vLLMHttpServer):
         if spec is None:
             return
         await confirm(self.engine, settings.fingerprint(registry.create(**spec), None))
-        await self.engine.collective_rpc("perturbation_probe")
+        await self.engine.collective_rpc("perturbation_check")
         self._pick_ups = PickUps(self.engine)
 
     async def generate(

@@ -11,14 +11,13 @@ from typing import Any
 
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
-from ngrpo.config.sampling import described
 from ngrpo.machine.console.text import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
 from ngrpo.machine.upstream.versions import machine, versions
-from ngrpo.rollout import used_runner
+from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import kept_groups
 from perturbations import registry
 
@@ -68,7 +67,7 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
     summary: dict[str, Any] = {
         "format": 1,
         **run.methods,
-        "sampling": described(run.sampling, flags),
+        "sampling": run.sampling.described(flags),
         "reproducible": run.reproducible,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
@@ -76,7 +75,7 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
         "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
         "hardware": run.hardware,
         "machine": machine(),
-        "versions": versions(used_runner.read(folder / RUNNERS)),
+        "versions": versions(runner_marker.read(folder / RUNNERS)),
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),
