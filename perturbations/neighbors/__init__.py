@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401
 """Nearest tokens by their embeddings."""
 
 from __future__ import annotations
@@ -16,19 +17,6 @@ from perturbations.neighbors.refresh import Drift, Neighborhood, Refresh
 from perturbations.neighbors.words import OtherWords, word_key, word_numbers
 
 INDICES = ("exact", "hnsw")
-
-__all__ = [
-    "Drift",
-    "ExactIndex",
-    "HnswIndex",
-    "NeighborIndex",
-    "Neighborhood",
-    "OtherWords",
-    "Refresh",
-    "create_index",
-    "word_key",
-    "word_numbers",
-]
 
 
 def create_index(

@@ -30,12 +30,8 @@ from perturbations.replay import ReplayRecord
 class FlatRecords:
     """The records of a batch, concatenated: N positions in all, (N,) int64 each.
 
-    Attributes:
-        sample: index in the batch.
-        position: position in the trajectory.
-        edit: the recorded inputs.
-        noise_keys: of the recorded noise; None where nothing is noisy.
-        seeds: each trajectory's seed.
+    ``sample``: index in the batch. ``position``: in the trajectory. ``edit``: the recorded inputs. ``noise_keys``: of
+    the recorded noise, or None. ``seeds``: of the trajectories.
     """
 
     sample: Tensor
@@ -83,17 +79,12 @@ def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> Fla
 def flat_rows(
     sample: Tensor, position: Tensor, shape: tuple[int, ...], attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Where recorded positions (:class:`FlatRecords`) lie in a forward's flattened input, (N,).
+    """The rows of recorded positions (:class:`FlatRecords`) in a forward's flattened input, and which exist, (N,) each.
 
     Args:
         shape: of the forward's input: (B, T) for a padded batch, (1, total) for a packed one without padding.
+            ``ValueError`` for another.
         attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
-
-    Returns:
-        Rows in the flattened input, and which of them exist (bool): a trajectory may have been cut.
-
-    Raises:
-        ValueError: where the shape fits neither layout.
     """
     if attention_mask is None:
         inside = (position < shape[1]) & (sample < shape[0])
@@ -159,11 +150,9 @@ class LastHidden:
 class ReplayStats:
     """Measures of the replayed forwards, on the model's device, a tensor for each forward.
 
-    Attributes:
-        shifts: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
-        inside: which recorded positions the forward had, (N,) bool.
-        looked_at: how many of them were compared with the whole vocabulary, a scalar.
-        left_anchor: how many of these lie nearer to another token than to their anchor, a scalar.
+    ``shifts``: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
+    ``inside``: which positions the forward had, (N,) bool. ``looked_at``: how many were compared with the whole
+    vocabulary; ``left_anchor``: how many of these lie nearer to another token than to their anchor.
     """
 
     shifts: list[Tensor] = field(default_factory=list)
