@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from perturbations.errors import UsageError, nearest
-from perturbations.neighbors.base import NeighborIndex, TableIndex
+from perturbations.neighbors.base import NeighborIndex, Shard, TableIndex
 from perturbations.neighbors.exact import ExactIndex
 from perturbations.neighbors.hnsw import HnswIndex
-from perturbations.neighbors.matrix import Shard
 from perturbations.neighbors.refresh import Drift, Neighborhood, Refresh
 from perturbations.neighbors.words import OtherWords, word_key, word_numbers
 

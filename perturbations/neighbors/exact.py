@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perturbations.neighbors.base import NeighborIndex, TableIndex
-from perturbations.neighbors.matrix import PairScores, Shard, order
+from perturbations.neighbors.base import NeighborIndex, PairScores, Shard, TableIndex, order
 
 _TINY = 1e-15
 # The error of a product, in products of the norms: factors or result in bfloat16 or TF32, sums in float32. Products of

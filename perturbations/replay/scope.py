@@ -121,15 +121,15 @@ class LastHidden:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        hook = self._head.register_forward_pre_hook(self._keep)
+        def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._given = inputs[0]
+
+        hook = self._head.register_forward_pre_hook(keep)
         try:
             yield
         finally:
             hook.remove()
             self._given = None
-
-    def _keep(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._given = inputs[0]
 
     def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
         """The last hidden states of some rows of the latest flattened forward, in the model's dtype, with gradient.
@@ -190,10 +190,9 @@ class ReplayScope:
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
             measure: collect :class:`ReplayStats`.
-            module: the perturbation's attached module (`perturbations.parameters.attached`), if any.
-            perturbation: of the records, needed where it has a density.
-            look_up: for how many inputs of each forward, evenly spaced over the recorded positions, the nearest token
-                is looked up; none where the embedding's matrix is not whole (ZeRO-3).
+            module, perturbation: the attached module, if any; and the perturbation, needed where it has a density.
+            look_up: inputs of each forward, evenly spaced over the recorded positions, of which the nearest token is
+                looked up; 0 where the embedding's matrix is not whole (ZeRO-3).
             device: of the forward; None for that of the embedding's parameters, which FSDP may move.
             hidden: needed where a density reads the last hidden states.
         """
@@ -210,9 +209,7 @@ class ReplayScope:
     def __call__(self, records: Sequence[ReplayRecord | None], attention_mask: Tensor | None) -> Iterator[ReplayStats]:
         """Replays ``records``, in batch order, in every forward of the context.
 
-        Raises:
-            ValueError: for a record of another model.
-            RuntimeError: at the end, where there were records and no forward went through the embedding.
+        ``ValueError`` for a record of another model, ``RuntimeError`` where no forward went through the embedding.
         """
         # Not the weight's shape, which is empty between forwards under ZeRO-3.
         vocabulary, size = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
@@ -245,11 +242,8 @@ class ReplayScope:
     ) -> tuple[Replayed, Tensor]:
         """The perturbed positions of the latest forward, for a density; and which exist (N,) bool, the others at row 0.
 
-        Args:
-            logits: z̃ of the forward, (R, V): one row per token, or ``RuntimeError``.
-            log_probs: log π of the token after each row, (R,).
-            temperature: that of z̃.
-            advantages: of the last A tokens of each row of the batch, (B, A), or None.
+        ``logits`` z̃ (R, V) need one row per token, or ``RuntimeError``; ``log_probs`` (R,) are of the token after each
+        row, ``advantages`` (B, A) of the last A tokens of each row of the batch.
         """
         if not self._shape or self._shape.numel() != len(logits):
             seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
@@ -387,16 +381,13 @@ def replaying(
     attention_mask: Tensor | None = None,
     perturbation: Perturbation | None = None,
 ) -> Iterator[ReplayStats]:
-    """Replays recorded inputs in a Hugging Face causal model's forward.
+    """Replays recorded inputs in a Hugging Face causal model's forward, and yields statistics of it.
 
     Args:
         model: anything with ``get_input_embeddings()``, with a perturbation's module attached if it has one.
-        records: one per row of the batch, in batch order; None for a row that was not perturbed.
-        attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
+        records: one per row of the batch, in batch order, or ``ValueError``; None for a row without perturbation.
+        attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input.
         perturbation: of the records, for its ``input_gradient``; None for "full".
-
-    Yields:
-        Statistics that fill as the model runs. A forward raises ``ValueError`` where records and batch do not fit.
     """
     embedding, module = model.get_input_embeddings(), attached(model)
     with ReplayScope(embedding, module=module, perturbation=perturbation)(records, attention_mask) as stats:
