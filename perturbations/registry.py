@@ -257,7 +257,16 @@ def _same(one: type, two: type) -> bool:
     return names[0] == names[1]
 
 
-perturbations = Registry("perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations")
+_METHODS = {
+    "latent": ("latent", "lepo"),
+    "neighbor": ("neighbor", "orthogonal"),
+    "soft": ("moi", "selar", "soft"),
+    "soft_grpo": ("dirichlet", "gumbel", "normal"),
+    "token_draws": ("cuts", "multiplex", "none"),
+}
+perturbations = Registry(
+    "perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations", _METHODS
+)
 _GATES = {"further": ("bursts", "first", "top_margin")}
 gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates", _GATES)
 buffers = Registry(

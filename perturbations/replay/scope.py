@@ -79,11 +79,10 @@ def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> Fla
 def flat_rows(
     sample: Tensor, position: Tensor, shape: tuple[int, ...], attention_mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The rows of recorded positions (:class:`FlatRecords`) in a forward's flattened input, and which exist, (N,) each.
+    """Rows of recorded positions in a forward's flattened input, and which exist (a trajectory may be cut): (N,) each.
 
     Args:
-        shape: of the forward's input: (B, T) for a padded batch, (1, total) for a packed one without padding.
-            ``ValueError`` for another.
+        shape: (B, T) for a padded batch, (1, total) for a packed one; ``ValueError`` for another.
         attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
     """
     if attention_mask is None:
@@ -132,10 +131,7 @@ class LastHidden:
             self._given = None
 
     def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
-        """The last hidden states of some rows of the latest flattened forward, in the model's dtype, with gradient.
-
-        ``RuntimeError`` unless the output layer was called with ``count`` rows, as many as the logits have.
-        """
+        """The last hidden states of some of a forward's ``count`` rows of logits, with gradient."""
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
             seen = "was not called" if given is None else f"was given {len(given)} rows"
@@ -189,10 +185,9 @@ class ReplayScope:
         """
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
-            measure: collect :class:`ReplayStats`.
-            module, perturbation: the attached module, if any; and the perturbation, needed where it has a density.
-            look_up: inputs of each forward, evenly spaced over the recorded positions, of which the nearest token is
-                looked up; 0 where the embedding's matrix is not whole (ZeRO-3).
+            module: the perturbation's attached module (`perturbations.parameters.attached`), if any.
+            perturbation: of the records, needed where it has a density.
+            look_up: inputs of each forward whose nearest token is looked up, if the matrix is whole (no ZeRO-3).
             device: of the forward; None for that of the embedding's parameters, which FSDP may move.
             hidden: needed where a density reads the last hidden states.
         """
@@ -215,7 +210,7 @@ class ReplayScope:
         vocabulary, size = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
         for record in records:
             if record is not None and vocabulary is not None and size is not None:
-                record.check_model(vocabulary, size)
+                record.check_model(vocabulary, size, self._module is not None)
         device = next(self._embedding.parameters()).device if self._device is None else self._device
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
         self._flat = flatten(records, device)
@@ -381,12 +376,12 @@ def replaying(
     attention_mask: Tensor | None = None,
     perturbation: Perturbation | None = None,
 ) -> Iterator[ReplayStats]:
-    """Replays recorded inputs in a Hugging Face causal model's forward, and yields statistics of it.
+    """Replays recorded inputs in a Hugging Face causal model's forward; yields statistics that fill as it runs.
 
     Args:
         model: anything with ``get_input_embeddings()``, with a perturbation's module attached if it has one.
-        records: one per row of the batch, in batch order, or ``ValueError``; None for a row without perturbation.
-        attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input.
+        records: one per row of the batch, in batch order (else ``ValueError``); None for an unperturbed row.
+        attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
         perturbation: of the records, for its ``input_gradient``; None for "full".
     """
     embedding, module = model.get_input_embeddings(), attached(model)

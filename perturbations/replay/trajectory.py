@@ -27,9 +27,9 @@ OVERHEAD = 1300
 _SKIP = 0xFFFF
 
 
-def model_fingerprint(vocabulary: int, hidden: int) -> int:
-    """A hash of the embedding matrix's shape (V, D), in [1, 2^16): the weights change with every update."""
-    return zlib.crc32(f"{vocabulary} {hidden}".encode()) % 0xFFFF + 1
+def model_fingerprint(vocabulary: int, hidden: int, module: bool = False) -> int:
+    """A hash in [1, 2^16) of the embedding matrix's shape (V, D), and whether inputs pass a perturbation's module."""
+    return zlib.crc32(f"{vocabulary} {hidden}{' module' * module}".encode()) % 0xFFFF + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +81,19 @@ class ReplayRecord:
             self, prompt_tokens=min(self.prompt_tokens, num_tokens), num_tokens=num_tokens, **arrays
         )
 
-    def check_model(self, vocabulary: int, hidden: int) -> None:
-        """Raises ``ValueError`` unless the rollout's embedding matrix was (V, D) with a row for each candidate."""
+    def check_model(self, vocabulary: int, hidden: int, module: bool | None = None) -> None:
+        """Raises ``ValueError`` for a record of another model; ``module``: whether a perturbation's is attached here."""
         here = f"a model with {vocabulary} tokens and {hidden} dimensions"
-        if self.model not in (0, model_fingerprint(vocabulary, hidden)):
+        known = {model_fingerprint(vocabulary, hidden, given): given for given in (False, True)}
+        made_with = known.get(self.model, module)
+        if module is not None and made_with != module:
+            raise ValueError(
+                "replay record: its inputs passed the perturbation's learned module, and this model has none. Attach"
+                " it first: perturbations.parameters.attach(model, perturbation)."
+                if made_with
+                else "replay record: its inputs passed no learned module, and this model has one. Detach it."
+            )
+        if self.model and self.model not in known:
             raise ValueError(
                 f"replay record: it is of another model, and cannot be replayed in {here}. Rollout and replay must have"
                 " the same vocabulary and the same hidden size."

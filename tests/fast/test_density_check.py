@@ -16,8 +16,7 @@ from torch import Tensor
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import available, create
 from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.methods.gumbel import Gumbel
-from perturbations.methods.normal import Normal
+from perturbations.methods.soft_grpo import Gumbel, Normal
 from perturbations.registry import get
 from perturbations.step import Step
 from perturbations.testing import PerturbationError, check_perturbation

@@ -74,7 +74,6 @@ class Attached(AttachedPerturbation):
     def __init__(self, embedding: torch.Tensor) -> None:
         self.embeddings = matrix_embeddings(embedding)
         self.perturbation = create("neighbor", metric="l2")
-        self.perturber = SimpleNamespace(weights_changed=self.embeddings.refresh)
         self.module, self._ahead = None, True
         self._runner = SimpleNamespace(reload_weights=self.load, get_model=lambda: self._runner)
         self._runner.load_weights, self._matrix = self.load, embedding

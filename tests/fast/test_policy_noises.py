@@ -202,6 +202,8 @@ class Actors:
 class PlainTrainer:
     """As OpenRLHF's, with two training steps, and an evaluation after the first."""
 
+    tensorboard_logger = None
+
     def __init__(self, sent: list[Any], states: dict[str, Any]) -> None:
         self.actor_model_group, self.experience_maker = Actors(sent), makers_state()
         self.args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))

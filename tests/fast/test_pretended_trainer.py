@@ -21,13 +21,12 @@ from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
 from benchmarks.exactness import in_tree
 from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, override_log_probs, with_overrides
+from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs, with_overrides
 from ngrpo.trainers.common.policy_loss import CreditInLoss
 from perturbations import FinishedTrajectory, create
 from perturbations.base import Perturbation
 from perturbations.compilation import Compiled
-from perturbations.methods.gumbel import Gumbel
+from perturbations.methods.soft_grpo import Gumbel
 from perturbations.replay.scope import LastHidden, ReplayScope
 from tests.token_log_probs import log_probs_of
 

@@ -12,7 +12,7 @@ import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
 from ngrpo.trainers.common import side_inputs
-from perturbations import ReplayRecord, UsageError, create, replaying
+from perturbations import ReplayRecord, UsageError, create, parameters, replaying
 from perturbations.replay import packing
 from perturbations.replay.packing import MOST_CANDIDATES
 from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask, model_fingerprint
@@ -188,6 +188,28 @@ def test_neither_side_replays_a_record_of_another_model() -> None:
     assert store.record("a")[0].model == right.model
     with pytest.raises(ValueError, match="another model"):
         store.load(store.open("b", 9, 8, True), wrong)
+
+
+def test_a_record_of_a_learned_module_is_replayed_with_the_module_alone() -> None:
+    model, hrpo = Embedder(), create("hrpo", k=2)
+    shape = (model.embedding.num_embeddings, model.embedding.embedding_dim)
+    stores = [TrajectoryStore(1, 64, shape, module) for module in (False, hrpo.has_parameters)]
+    for store in stores:
+        store.load(store.open("a", 9, 8, True), small([1]))
+    bare, learned = (store.record("a")[0] for store in stores)
+    with replaying(model, [bare]):
+        model(torch.tensor([[0, 1, 2]]))
+    refused = pytest.raises(ValueError, match=r"learned module, and this model has none.*parameters\.attach")
+    with refused, replaying(model, [learned]):
+        pytest.fail("replayed")
+    parameters.attach(model, hrpo)
+    with replaying(model, [learned]):
+        model(torch.tensor([[0, 1, 2]]))
+    with (
+        pytest.raises(ValueError, match="no learned module, and this model has one. Detach it"),
+        replaying(model, [bare]),
+    ):
+        pytest.fail("replayed")
 
 
 @pytest.mark.parametrize("seed", [-1, 1 << 48])

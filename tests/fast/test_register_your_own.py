@@ -75,7 +75,7 @@ def test_the_files_second_class_may_be_a_helper() -> None:
         ("import torch\nx = torch.nope\n", "x.py", ["line 2 of x.py", "AttributeError", "    x = torch.nope"]),
         ("import no_such_thing\n", "x.py", ["line 1 of x.py", "no_such_thing", "installed", "every node"]),
         ("import sys\nsys.exit(3)\n", "x.py", ["line 2 of x.py", "SystemExit", '__name__ == "__main__"']),
-        ("import mine\n", "x.py", ["line 1 of x.py imports 'mine'", "from its folder", "one file", "installed"]),
+        ("import mine\n", "x.py", ["line 1 of x.py imports 'mine'", "from its folder", "one file", "on every node"]),
         ("from . import mine\n", "x.py", ["line 1 of x.py imports '.'", "one file"]),
         ("def f():\n    from mine import Mine\n", "x.py", ["line 2 of x.py imports 'mine'"]),
         ("x = '" + "".join(map(chr, range(256, 40000))) + "'\n", "x.py", ["too long", "49,152", "package"]),

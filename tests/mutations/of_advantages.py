@@ -372,10 +372,10 @@ NOISES = [
         ("if self.noise[0] != self.noise_step:", "if self.noise[1] is None:", "σ is chosen once"),
     ),
     *of_file(
-        "ngrpo/trainers/common/importance.py",
+        "ngrpo/trainers/common/mismatch.py",
         "test_policy_noises.py",
         ('"divergence": -log_ratio.mean()', '"divergence": log_ratio.mean()', "the sign of the divergence"),
-        ("weight.clamp(weights.low, weights.high) if", "weight if", "the mean of weights that are not cut"),
-        ("| (weight > weights.high)", "", "what is above the bounds does not count as cut"),
+        ("weight.clamp(bounds.low, bounds.high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > bounds.high)", "", "what is above the bounds does not count as cut"),
     ),
 ]

@@ -116,7 +116,7 @@ SCHEDULES = [
         ("[part[e.action_mask.bool()]", "[part.flatten()", "padding has an entropy"),
     ),
     *of_file(
-        "ngrpo/trainers/common/importance.py",
+        "ngrpo/trainers/common/mismatch.py",
         "test_correction_warmup.py",
         (".clamp(*bounds)", "", "a weight grows beyond its bounds"),
         ("(strength * (weight - 1.0)).log1p()", "strength * weight.log()", "log weights are interpolated"),
