@@ -206,7 +206,7 @@ def test_a_record_of_a_learned_module_is_replayed_with_the_module_alone() -> Non
     with replaying(model, [learned]):
         model(torch.tensor([[0, 1, 2]]))
     with (
-        pytest.raises(ValueError, match="no learned module, and this model has one. Detach it"),
+        pytest.raises(ValueError, match=r"no learned module, and this model has one\. Detach it"),
         replaying(model, [bare]),
     ):
         pytest.fail("replayed")
