@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from perturbations.neighbors import Drift, Neighborhood, NeighborIndex, Refresh, create_index, word_numbers
-from perturbations.neighbors.base import TableIndex
-from perturbations.neighbors.matrix import Shard
+from perturbations.neighbors.base import Shard, TableIndex
 
 _ROWS = 1024  # of the matrix, in float64 at once
 _VOCABULARY_BLOCK = 1 << 14

@@ -38,9 +38,8 @@ class Registry:
         Args:
             kind: the word for one, in messages.
             base: ``package:Name`` under which users import the base class; loaded when first needed.
-            tree: the package with one module per name, besides ``base.py`` and ``default.py``.
+            tree: the package with one module per name, or one of ``families`` with several.
             group: entry point group of installed packages.
-            families: modules of the tree with several names.
         """
         self.kind, self.base, self.tree, self.group, self.families = kind, base, tree, group, families or {}
         self.registered: dict[str, type[Options]] = {}
@@ -84,14 +83,10 @@ class Registry:
         return dict(sorted((here | points | self.in_tree()).items()))
 
     def get(self, name: str, source: str | None = None) -> type:
-        """The class of a name.
+        """The class of a registered name, ``./file.py:Name`` (or ``./file.py``), or ``package.module:Name``.
 
-        Args:
-            name: a registered name, ``./file.py:Name`` (``./file.py`` where it holds one), or ``package.module:Name``.
-            source: the file's text as :meth:`source` packs it, which replaces the file.
-
-        Raises:
-            UsageError: for an unknown name, with the nearest match, or a target of another kind.
+        ``source``: the file's text as :meth:`source` packs it, which replaces the file. ``UsageError`` for an unknown
+        name, with the nearest match, or a target of another kind.
         """
         if name in self.registered and source is None:
             return self.registered[name]
@@ -117,15 +112,10 @@ class Registry:
         )
 
     def create(self, name: str, **options: object) -> Any:
-        """Makes an object of this kind.
+        """Makes an object of this kind; ``UsageError`` for an unknown name or option, or a value out of range.
 
-        Args:
-            name: as in :meth:`get`.
-            options: the rest keep their defaults. ``gate.margin`` is an option of the option ``gate``; ``source`` is
-                the file's text of a spec.
-
-        Raises:
-            UsageError: for an unknown name or option, or a value out of range.
+        ``name``: as in :meth:`get`. ``options``: the rest keep their defaults; ``gate.margin`` is an option of the
+        option ``gate``, and ``source`` is the file's text of a spec.
         """
         source = options.pop("source", None)
         cls = self.get(name, None if source is None else str(source))

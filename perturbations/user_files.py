@@ -152,7 +152,7 @@ def _refuse_siblings(text: str, file: Path, label: str) -> None:
         tree = ast.parse(text)
     except SyntaxError:
         return  # reported with its line when the file is run
-    fix = "Workers get this file alone: use one file, or a package on every node, named package.module:Name."
+    fix = "Workers get this file alone: use one file, or a package installed on every node, named package.module:Name."
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             dots = "." * node.level + (node.module or "")

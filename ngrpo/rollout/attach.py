@@ -28,7 +28,7 @@ from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
-from perturbations.neighbors.matrix import Shard, over_ranks
+from perturbations.neighbors.base import Shard, over_ranks
 from perturbations.replay.buffers import ReplayBuffer
 
 if TYPE_CHECKING:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401
 """Nearest tokens by their embeddings."""
 
 from __future__ import annotations
@@ -8,27 +9,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from perturbations.errors import UsageError, nearest
-from perturbations.neighbors.base import NeighborIndex, TableIndex
+from perturbations.neighbors.base import NeighborIndex, Shard, TableIndex
 from perturbations.neighbors.exact import ExactIndex
 from perturbations.neighbors.hnsw import HnswIndex
-from perturbations.neighbors.matrix import Shard
 from perturbations.neighbors.refresh import Drift, Neighborhood, Refresh
 from perturbations.neighbors.words import OtherWords, word_key, word_numbers
 
 INDICES = ("exact", "hnsw")
-
-__all__ = [
-    "Drift",
-    "ExactIndex",
-    "HnswIndex",
-    "NeighborIndex",
-    "Neighborhood",
-    "OtherWords",
-    "Refresh",
-    "create_index",
-    "word_key",
-    "word_numbers",
-]
 
 
 def create_index(

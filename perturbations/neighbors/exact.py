@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from perturbations.neighbors.base import NeighborIndex, TableIndex
-from perturbations.neighbors.matrix import PairScores, Shard, order
+from perturbations.neighbors.base import NeighborIndex, PairScores, Shard, TableIndex, order
 
 _TINY = 1e-15
 # The error of a product, in products of the norms: factors or result in bfloat16 or TF32, sums in float32. Products of
@@ -32,11 +31,10 @@ class ExactIndex(TableIndex):
     pair that rounding leaves a chance, and these are scored. Each tensor-parallel rank searches its own rows, and the
     best of all ranks are kept.
 
-    After a weight sync a row is not searched again where its set cannot have changed. By the triangle inequality a
-    score changes by no more than the movement of its two tokens (for cosines: of their directions). Each row has a
-    bound on the scores of tokens outside of its set, and each sync raises the bound by these movements. While the set's
-    new scores stay above the bound, the set is that of a full search. The few tokens that move much are compared with
-    every row instead.
+    After a weight sync a row is searched again only where its set may have changed. By the triangle inequality a score
+    changes by no more than the movement of its two tokens (for cosines: of their directions). Each row has a bound on
+    the scores of tokens outside of its set, and each sync raises it by these movements. While the set's new scores
+    exceed the bound, a full search would find the same set. The few tokens that move much are compared with every row.
     """
 
     _followed = False

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from perturbations.errors import UsageError
-from perturbations.neighbors.base import TableIndex
+from perturbations.neighbors.base import PairScores, Shard, TableIndex, order
 from perturbations.neighbors.exact import ExactIndex
-from perturbations.neighbors.matrix import PairScores, Shard, order
 
 _MARGIN = 8
 _BLOCK = 64  # tokens scored at once

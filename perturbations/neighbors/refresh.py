@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from perturbations.errors import UsageError, nearest
-from perturbations.neighbors.base import NeighborIndex, TableIndex
-from perturbations.neighbors.matrix import Shard
+from perturbations.neighbors.base import NeighborIndex, Shard, TableIndex
 
 _WATCHED, _WATCHED_L1 = 128, 8  # an L1 row costs as much as some twenty others
 
@@ -78,11 +77,7 @@ class Neighborhood(NeighborIndex):
         refresh: Refresh,
         metric: str = "cosine",
     ) -> None:
-        """
-        Args:
-            make: makes the index; where its flag is True, a probe that answers for few tokens and is thrown away.
-            matrix: the present embedding matrix, (V, D), or a rank's shard of it.
-        """
+        """``make``: makes the index, with True a probe for few tokens. ``matrix``: gives the embedding as it is now."""
         self._make, self._refresh = make, refresh
         self._matrix = lambda: Shard.of(matrix())
         self._most = _WATCHED_L1 if metric == "l1" else _WATCHED

@@ -30,12 +30,8 @@ from perturbations.replay import ReplayRecord
 class FlatRecords:
     """The records of a batch, concatenated: N positions in all, (N,) int64 each.
 
-    Attributes:
-        sample: index in the batch.
-        position: position in the trajectory.
-        edit: the recorded inputs.
-        noise_keys: of the recorded noise; None where nothing is noisy.
-        seeds: each trajectory's seed.
+    ``sample``: index in the batch. ``position``: in the trajectory. ``edit``: the recorded inputs. ``noise_keys``: of
+    the recorded noise, or None. ``seeds``: of the trajectories.
     """
 
     sample: Tensor
@@ -124,15 +120,15 @@ class LastHidden:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        hook = self._head.register_forward_pre_hook(self._keep)
+        def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._given = inputs[0]
+
+        hook = self._head.register_forward_pre_hook(keep)
         try:
             yield
         finally:
             hook.remove()
             self._given = None
-
-    def _keep(self, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self._given = inputs[0]
 
     def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
         """The last hidden states of some of a forward's ``count`` rows of logits, with gradient."""
@@ -150,11 +146,9 @@ class LastHidden:
 class ReplayStats:
     """Measures of the replayed forwards, on the model's device, a tensor for each forward.
 
-    Attributes:
-        shifts: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
-        inside: which recorded positions the forward had, (N,) bool.
-        looked_at: how many of them were compared with the whole vocabulary, a scalar.
-        left_anchor: how many of these lie nearer to another token than to their anchor, a scalar.
+    ``shifts``: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
+    ``inside``: which positions the forward had, (N,) bool. ``looked_at``: how many were compared with the whole
+    vocabulary; ``left_anchor``: how many of these lie nearer to another token than to their anchor.
     """
 
     shifts: list[Tensor] = field(default_factory=list)
@@ -243,11 +237,8 @@ class ReplayScope:
     ) -> tuple[Replayed, Tensor]:
         """The perturbed positions of the latest forward, for a density; and which exist (N,) bool, the others at row 0.
 
-        Args:
-            logits: z̃ of the forward, (R, V): one row per token, or ``RuntimeError``.
-            log_probs: log π of the token after each row, (R,).
-            temperature: that of z̃.
-            advantages: of the last A tokens of each row of the batch, (B, A), or None.
+        ``logits`` z̃ (R, V) need one row per token, or ``RuntimeError``; ``log_probs`` (R,) are of the token after each
+        row, ``advantages`` (B, A) of the last A tokens of each row of the batch.
         """
         if not self._shape or self._shape.numel() != len(logits):
             seen = "none" if not self._shape else f"{self._shape.numel()} tokens"

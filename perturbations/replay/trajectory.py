@@ -37,16 +37,15 @@ class ReplayRecord:
     """The perturbed inputs of one trajectory of N perturbed positions.
 
     Attributes:
-        seed: the trajectory's seed, in [0, 2^48), from which noise is drawn again.
+        seed: in [0, 2^48), from which noise is drawn again.
         prompt_tokens, num_tokens: length of the prompt, and of the trajectory with it.
-        positions: perturbed positions, ascending, counted from the first prompt token, (N,) int32.
-        ids: candidates, (N, K) int32.
-        weights: weights of the candidates, (N, K) float32.
-        sigma: noise scales, (N,) float32, or None where nothing is noisy.
+        positions: ascending, counted from the first prompt token, (N,) int32.
+        ids, weights: candidates, (N, K) int32, and their weights, (N, K) float32.
+        sigma: noise scales, (N,) float32, or None without noise.
         agreed: whether the text has the token that was sampled without perturbation, (N,) bool.
-        vectors: what was added to the mixture, (N, D) float32, or None: 4·D bytes per perturbed position.
-        normalizer: what normalising the weights divided out, (N,) float32, or None where no density needs it.
-        model: :func:`model_fingerprint` of the model whose tokens ``ids`` are; 0 where it is not known.
+        vectors: added to the mixture, (N, D) float32, or None: 4·D bytes per perturbed position.
+        normalizer: of the weights, (N,) float32, or None where no density needs it.
+        model: :func:`model_fingerprint` of the model with the tokens ``ids``; 0 where it is not known.
     """
 
     seed: int
@@ -83,7 +82,7 @@ class ReplayRecord:
         )
 
     def check_model(self, vocabulary: int, hidden: int, module: bool | None = None) -> None:
-        """Raises ``ValueError`` for a record of another model; ``module``: whether one is attached to the model now."""
+        """Raises ``ValueError`` for a record of another model; ``module``: whether a perturbation's is attached."""
         here = f"a model with {vocabulary} tokens and {hidden} dimensions"
         known = {model_fingerprint(vocabulary, hidden, given): given for given in (False, True)}
         made_with = known.get(self.model, module)
@@ -197,13 +196,8 @@ class ReplayRecord:
 def as_words(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sets of tokens as 16-bit words, each the number of tokens between one and the next.
 
-    Args:
-        ids: ascending within each set, (Σ counts,).
-        counts: tokens of each set, (N,).
-
-    Returns:
-        Words, (Σ lengths,) uint16, with one more before a token for each 65,535 skipped; and how many words each set
-        has, (N,) int64.
+    From ids, ascending within each set, (Σ counts,), and ``counts`` (N,) of the sets: words, (Σ lengths,) uint16, with
+    one more before a token for each 65,535 skipped; and the lengths of the sets in words, (N,) int64.
     """
     gaps = np.diff(ids, prepend=ids[:1])
     gaps -= 1
@@ -220,7 +214,7 @@ def as_words(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def as_ids(words: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What :func:`as_words` was given: ids, (Σ counts,) int64, and counts, (N,) int64."""
+    """The arguments of :func:`as_words`, int64, from its results."""
     named = words != _SKIP
     total = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(words.astype(np.int64) + named)])
     starts, ends = np.cumsum(lengths) - lengths, np.cumsum(lengths)
@@ -231,14 +225,13 @@ def as_ids(words: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """The tokens that top-p, top-k, min-p, a grammar and the like left at the N positions where they cut some.
+    """The tokens that top-p, top-k, min-p or a grammar left at the N positions where they cut some.
 
     Attributes:
         size: V.
         positions: of the tokens drawn, ascending, (N,) int64.
-        cut: whether the words name the tokens that were cut, where these are fewer than those left, (N,) bool.
-        lengths: how many words belong to each position, (N,) int64.
-        words: the tokens, as of :func:`as_words`, (Σ lengths,) uint16.
+        cut: whether the words name the tokens cut, where these are fewer than those left, (N,) bool.
+        lengths, words: the tokens, as of :func:`as_words`.
     """
 
     size: int
@@ -287,7 +280,7 @@ class SamplingMask:
         return self._of(slice(0, int(np.searchsorted(self.positions, num_tokens))))
 
     def joined(self, later: SamplingMask, turn: int) -> SamplingMask:
-        """The mask of a trajectory after a further turn, whose mask ``later`` holds the positions from ``turn`` on."""
+        """The mask of a trajectory after a further turn; ``later`` has the positions from ``turn`` on."""
         both = self.truncate(turn), later._of(slice(int(np.searchsorted(later.positions, turn)), len(later)))
         names = ("positions", "cut", "lengths", "words")
         return SamplingMask(later.size, *(np.concatenate([getattr(part, name) for part in both]) for name in names))
@@ -312,11 +305,9 @@ class SamplingMask:
 
 @dataclass(frozen=True)
 class UnperturbedAnswer:
-    """A short answer without a perturbation.
+    """A short response without a perturbation.
 
-    Attributes:
-        tokens: prompt and answer, (T,) int32.
-        log_probs: log π of the answer's tokens at the rollout, (A,) float32.
+    ``tokens``: prompt and response, (T,) int32. ``log_probs``: of the response at the rollout, (A,) float32.
     """
 
     tokens: np.ndarray
@@ -325,17 +316,16 @@ class UnperturbedAnswer:
 
 @dataclass(frozen=True, eq=False)
 class FinishedTrajectory:
-    """What a rollout leaves of one trajectory.
+    """A trajectory after its rollout.
 
     Attributes:
         record: its perturbed inputs.
         log_probs: log π at the rollout of the trajectory's last L tokens, (L,) float32. From a worker these are the
             generated ones; of a whole conversation all, NaN where none was generated.
-        sampling_mask: the tokens that sampling left at each position; None where this is not recorded.
-        dropped: edits of earlier turns whose tokens an agent or a chat template has changed.
-        prompted: tokens of the prompts of all turns.
-        cached: how many of these the engine found in its prefix cache.
-        unperturbed: a short answer of the same engine with the perturbation off, None beside most answers.
+        sampling_mask: the tokens that sampling left; None where these are not recorded.
+        dropped: edits of earlier turns on tokens that an agent or a chat template has changed.
+        prompted, cached: tokens of the prompts of all turns, and those in the engine's prefix cache.
+        unperturbed: a short response of the same engine with the perturbation off, mostly None.
     """
 
     record: ReplayRecord
@@ -353,7 +343,7 @@ class FinishedTrajectory:
         return OVERHEAD + self.record.size + self.log_probs.nbytes + mask
 
     def truncate(self, num_tokens: int) -> FinishedTrajectory:
-        """What there is of the trajectory's first ``num_tokens`` tokens."""
+        """The trajectory's first ``num_tokens`` tokens."""
         beyond = self.record.num_tokens - num_tokens
         if beyond <= 0:
             return self

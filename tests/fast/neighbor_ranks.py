@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.neighbors import ExactIndex
-from perturbations.neighbors.matrix import Shard, over_ranks
+from perturbations.neighbors.base import Shard, over_ranks
 
 SIZE, HALF = 331, 168  # the second rank has five rows of padding
 

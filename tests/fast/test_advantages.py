@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import torch
 
 from ngrpo.config import parse
 from ngrpo.config.run import current_run
-from ngrpo.methods.advantages import available, compute, create, registry
+from ngrpo.methods.advantages import available, compute, create
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
 from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
 from ngrpo.trainers.verl.overrides import estimator
@@ -111,15 +109,6 @@ class TestFormulas:
         counts = torch.arange(12).reshape(3, 4)
         assert torch.equal(compute("copo", REWARDS, counts=counts, beta=0), compute("group_norm", REWARDS))
 
-    @pytest.mark.parametrize("name", list(available()))
-    def test_rows_do_not_mix_and_rewards_stay(self, name: str) -> None:
-        kept, extra = REWARDS.clone(), {"counts": torch.zeros(3, 4)} if registry.get(name).counted else {}
-        whole = compute(name, REWARDS, **extra)
-        assert torch.equal(REWARDS, kept) and whole.data_ptr() != REWARDS.data_ptr()
-        for row in range(3):
-            single = {key: value[row : row + 1] for key, value in extra.items()}
-            assert torch.equal(compute(name, REWARDS[row : row + 1], **single)[0], whole[row])
-
     @pytest.mark.parametrize(("given", "kept"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
     def test_computed_in_float32_or_wider(self, given: torch.dtype, kept: torch.dtype) -> None:
         assert compute("ngrpo", REWARDS.to(given)).dtype == kept
@@ -146,15 +135,6 @@ class TestGroupsOfEqualValues:
         rewards = torch.tensor(VALUES).unsqueeze(-1).expand(-1, size)
         counts = torch.full(rewards.shape, float(count))
         assert not compute("copo", rewards, counts=counts, beta=0.1).any()
-
-    def test_beside_groups_that_are_not(self) -> None:
-        rewards = torch.tensor([[0.3] * 8, [1.0] + [0.0] * 7, [0.1] * 8])
-        found = compute("group_norm", rewards)
-        assert not found[0].any() and not found[2].any()
-        close(found[1:2], [[7 / 8 / math.sqrt(1 / 8)] + [-1 / 8 / math.sqrt(1 / 8)] * 7])
-
-    def test_a_shift_of_all_rewards_changes_nothing(self) -> None:
-        close(compute("group_norm", REWARDS[:1] + 1024.0), [[1.5, -0.5, -0.5, -0.5]], 1e-8)
 
 
 class TestRegistry:
@@ -218,14 +198,8 @@ class TestErrors:
             ("ngrop", {}, ["'ngrop'", "Did you mean 'ngrpo'?", "w_reinforce"]),
             ("n-grpo", {}, ["--perturbation neighbor", "--advantage ngrpo"]),
             ("rloo", {}, ["OpenRLHF", "--algo.advantage.estimator rloo"]),
-            ("ngrpo", {"n": 0}, ["advantage option n=0", "at least 1"]),
-            ("ngrpo", {"n": "1.5"}, ["n='1.5'", "a whole number"]),
-            ("ngrpo", {"m": 2}, ["'m'", "max_reward, n"]),
-            ("w_reinforce", {"lam": -0.1}, ["lam=-0.1", "at least 0"]),
-            ("w_reinforce", {"lambda": 1}, ["'lambda'", "Did you mean 'lam'?"]),
             ("psr", {"lam": 1}, ["'lam' belongs to advantage w_reinforce"]),
             ("psr", {"other": 1}, ["It has no options"]),
-            ("psr.py", {}, ["psr.py"]),
         ],
     )
     def test_bad_names_and_options(self, name: str, options: dict, parts: list[str]) -> None:

@@ -16,10 +16,9 @@ from ngrpo.machine.console import catalogue
 from ngrpo.methods import credits
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
-from ngrpo.workbench.report import summary
 from perturbations.errors import UsageError
 from tests.fast import openrlhf_doubles
-from tests.fast.run import run_of, run_with
+from tests.fast.run import run_with
 
 
 def step(
@@ -213,9 +212,3 @@ def test_a_credit_that_answers_in_another_shape(monkeypatch: pytest.MonkeyPatch,
     experiences = three_answers()
     with pytest.raises(RuntimeError, match=r"formula returns \(1,\) for 5 tokens"):
         maker.compute_advantages_and_returns(experiences)
-
-
-def test_the_summary_has_the_credit() -> None:
-    series = {"train/rollout/reward_mean": {1: 0.5}, "train/credit/trained": {1: 0.2}}
-    assert summary.steps(series) == [{"step": 1, "reward": 0.5, "credit_trained": 0.2}]
-    assert run_of(credit={"name": "entropy_bonus"}).credit.kappa == 2.0

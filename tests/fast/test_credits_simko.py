@@ -14,14 +14,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from ngrpo.config import parse, rules
 from ngrpo.methods import credits
-from ngrpo.methods.credits import base
-from ngrpo.methods.credits.base import LossTokens, StepTokens
+from ngrpo.methods.credits.base import LossTokens
 from ngrpo.methods.credits.token_credits import quantiles
 from ngrpo.trainers.common.log_probs import with_overrides
 from ngrpo.trainers.common.policy_loss import rows_of_tokens
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from perturbations.errors import UsageError
-from tests.fast.run import run_of, run_with
+from tests.fast.run import run_with
 from tests.fast.simko_reference import ACTIONS, ADVANTAGES, LENGTHS, A, B, T, V, reference
 from tests.token_log_probs import log_probs_of
 
@@ -204,15 +203,6 @@ def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.Mon
     assert torch.equal(*gradients)
 
 
-def test_only_such_a_credit_is_asked_in_the_loss() -> None:
-    acting = [name for name in sorted(credits.available()) if credits.create(name).acts_in_loss]
-    assert acting == ["simko"] and credits.create("top_entropy").in_loss(None) is None
-    for name, among in (("simko", True), ("top_entropy", False)):
-        assert ("credit_in_loss" in run_of(credit={"name": name}).conditions) is among
-    tokens = StepTokens(torch.ones(2), *[torch.zeros(2)] * 2, *[torch.zeros(2).long()] * 2)
-    assert credits.create("simko").formula(tokens).tolist() == [1.0, 1.0]
-
-
 WORDS = ["--model", "m", "--task", "arithmetic", "--preset", "grpo", "--rollout.n_samples_per_prompt", "4"]
 WORDS += ["--credit", "simko"]
 
@@ -231,13 +221,3 @@ WORDS += ["--credit", "simko"]
 def test_what_it_cannot_go_with(words: list[str], message: str, tmp_path: Any) -> None:
     with pytest.raises(UsageError, match=message):
         rules.checked(parse.run_config([*WORDS, *words]))
-
-
-def test_entropies_are_taken_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the logits of a long batch are never there a second time."""
-    sizes: list[int] = []
-    entropy = base.row_blocks.entropy
-    monkeypatch.setattr(base, "_BLOCK_ELEMENTS", 4 * 4)
-    monkeypatch.setattr(base.row_blocks, "entropy", lambda block: sizes.append(len(block)) or entropy(block))
-    tokens, logits = one_answer([WAVERING] * 30, [0] * 30, 1.0)
-    assert torch.equal(tokens.entropies(), entropy(logits.detach())) and sizes == [4] * 7 + [2]

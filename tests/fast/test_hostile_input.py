@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ngrpo import cli
-from ngrpo.config import parse, rules
+from ngrpo.config import rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream import openrlhf_parser
-from ngrpo.workbench.compare.plan import read_plan
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -203,11 +202,3 @@ def test_openrlhfs_own_parser(words: list[str]) -> None:
     with contextlib.suppress(UsageError):
         openrlhf_parser.check([*words, *IMPOSSIBLE])
         pytest.fail(f"accepted: {words}")
-
-
-@FEW
-@given(st.lists(TEXT, max_size=6))
-def test_words_are_sorted_or_refused(words: list[str]) -> None:
-    for read in (parse.run_config, read_plan):
-        with contextlib.suppress(UsageError):
-            read(words)

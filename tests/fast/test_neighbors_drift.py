@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ngrpo.rollout import neighbor_drift as engine_drift
 from ngrpo.trainers.openrlhf.trainer import neighbor_drift, trainer
-from perturbations.neighbors import Drift
 from tests.fast.run import run_with
 
 
@@ -63,14 +60,3 @@ def test_it_joins_the_status_of_the_step_after_its_weight_sync(
         5,
     )
     assert order == ["update and sync", "drift"]
-
-
-def test_a_plain_engine_hands_it_over() -> None:
-    drift = Drift(4, 1, 3, 2)
-
-    def engine(answer: Any) -> Any:
-        answers = {"perturbation_fingerprint": ["{}"], "perturbation_drift": [answer]}
-        return SimpleNamespace(llm_engine=SimpleNamespace(collective_rpc=lambda method, args=(): answers[method]))
-
-    assert engine_drift(engine(dataclasses.astuple(drift))) == drift
-    assert engine_drift(engine(None)) is None

@@ -59,12 +59,6 @@ def test_equal_rows_come_by_id_and_repetitions_once(metric: str) -> None:
     assert len(set(scores[0].tolist())) == 1
 
 
-def test_the_same_embedding_gives_the_same_graph() -> None:
-    tokens = torch.arange(SIZE)
-    first, second = (HnswIndex(matrix("random"), **SMALL).query(tokens, 3) for _ in range(2))
-    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
-
-
 def test_a_small_vocabulary_and_islands_are_served_exactly() -> None:
     """Where the graph would look at everything anyway, or cannot name enough tokens."""
     embedding, tokens = matrix("clustered")[:150], torch.arange(150)
@@ -94,14 +88,6 @@ def test_zero_and_equal_vectors_give_no_nan() -> None:
         assert (ids.sort(dim=-1).values.diff(dim=-1) > 0).all(), "three different tokens"
 
 
-def test_bfloat16_is_scored_as_it_is() -> None:
-    embedding = matrix("random").bfloat16()
-    ids, scores = HnswIndex(embedding, **SMALL).query(torch.arange(SIZE), 2)
-    want, best = ExactIndex(embedding).query(torch.arange(SIZE), 2)
-    same = (ids == want).all(dim=-1)
-    assert same.float().mean() > 0.95 and torch.equal(scores[same], best[same])
-
-
 @pytest.mark.parametrize("cls", [ExactIndex, HnswIndex])
 def test_an_index_can_be_pickled(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rows that it has computed, and its graph, which takes minutes to build."""
@@ -115,17 +101,6 @@ def test_an_index_can_be_pickled(cls: type, monkeypatch: pytest.MonkeyPatch) -> 
     loaded = pickle.loads(pickle.dumps(index))
     monkeypatch.setattr(cls, "search", None)
     assert torch.equal(loaded.query(asked, 2)[0], want[0]), "known rows are not sought again"
-
-
-def test_the_graph_is_built_on_the_first_query_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[HnswIndex] = []
-    build = HnswIndex._build
-    monkeypatch.setattr(HnswIndex, "_build", lambda self: (built.append(self), build(self))[1])
-    index = HnswIndex(matrix("random"), **SMALL)
-    assert built == []
-    for token in (3, 4):
-        index.query(torch.tensor([token]), 2)
-    assert built == [index]
 
 
 def test_the_factory() -> None:

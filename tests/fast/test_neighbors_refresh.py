@@ -152,29 +152,6 @@ def test_an_index_that_is_out_of_use_costs_nothing_and_reports_nothing(monkeypat
     assert embeddings.drift() is None
 
 
-def test_another_k_starts_over() -> None:
-    embedding, embeddings = line()
-    ask(embeddings, [0, 2])
-    embedding[1] = AWAY
-    embeddings.refresh()
-    ask(embeddings, [3], k=2)
-    embeddings.refresh()
-    assert embeddings.drift().tokens == 3  # all that were asked so far, with sets of two
-    assert embeddings.drift().changed == 0
-
-
-def test_at_most_so_many_tokens_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("perturbations.neighbors.refresh._WATCHED", 4)
-    embedding = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
-    watched = Neighborhood(lambda e, probe: ExactIndex(e), lambda: embedding, Refresh(1))
-    watched.query(torch.arange(20, 40, 2), 2)  # ten tokens
-    watched.weights_changed()
-    assert watched._watched.tolist() == [20, 24, 30, 34]  # the sorted ten's entries 0, 2, 5, 7
-    watched.query(torch.arange(5), 2)
-    watched.weights_changed()
-    assert watched.drift.tokens == 4 and watched._watched.tolist() == [20, 24, 30, 34]
-
-
 def test_the_hot_path_does_not_look_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA, taken on CPU."""
     watched = Neighborhood(lambda e, probe: ExactIndex(e, lazy=False), lambda: START, Refresh(None))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from perturbations.neighbors import ExactIndex, Neighborhood, Refresh, refresh
-from perturbations.neighbors.exact import movement
 
 V, D = 400, 24
 METRICS = ("cosine", "l2", "l1")
@@ -115,17 +114,6 @@ def test_small_tables_where_everything_is_close(metric: str) -> None:
             changed += int((before != index.query(torch.arange(12), index.width)[0]).any())
             kept += 12 - count
     assert changed > 20 and kept > 100
-
-
-def test_movement_by_hand() -> None:
-    before = torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [2.0, 0.0]])
-    now = torch.tensor([[6.0, 8.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
-    for metric, wanted in {
-        "cosine": [0.0, 2.0**0.5, 0.0, 4.0, 0.0],  # a zero vector has no direction to move from
-        "l2": [5.0, 2.0**0.5, 0.0, 1.0, 0.0],
-        "l1": [7.0, 2.0, 0.0, 1.0, 0.0],
-    }.items():
-        assert movement(before, now, metric, block=2).tolist() == pytest.approx(wanted, abs=1e-8), metric
 
 
 @pytest.mark.parametrize("case", ["dot", "excluded", "lazy", "not complete"])

@@ -98,23 +98,6 @@ def test_the_search_widens_once_and_then_fills_up() -> None:
         assert index.query(torch.tensor([0]), 1)[0].tolist() == [[want]], spellings
 
 
-def test_excluded_tokens_stay_excluded() -> None:
-    index = OtherWords(ExactIndex(LINE, "l2", exclude=[3]), word_numbers(TEXTS, 6))
-    assert index.query(torch.tensor([0]), 2)[0].tolist() == [[5, 1]]
-
-
-def test_rows_are_filtered_when_filled_and_not_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of CUDA, taken on CPU: after the first query nothing may decide on values."""
-    index = OtherWords(ExactIndex(LINE, "l2", lazy=False), word_numbers(TEXTS, 6))
-    assert index.query(torch.tensor([0]), 2)[0].tolist() == [[3, 5]]
-    monkeypatch.setattr(index, "search", None)
-    monkeypatch.setattr(torch.Tensor, "__bool__", None)
-    monkeypatch.setattr(torch.Tensor, "item", None)
-    ids, _ = index.query(torch.tensor([3, 0]), 2)
-    monkeypatch.undo()
-    assert ids.tolist() == [[4, 2], [3, 5]]
-
-
 def test_through_the_geometry_and_the_perturbation() -> None:
     embeddings = matrix_embeddings(LINE, texts=TEXTS)
     assert embeddings.index("l2").query(torch.tensor([0]), 2)[0].tolist() == [[1, 2]]

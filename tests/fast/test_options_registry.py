@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import sys
 import warnings
@@ -12,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from perturbations import registry
-from perturbations.base import Perturbation
-from perturbations.options import allowed, coerce, nearest, option
 from perturbations.registry import create
 
 PERTURBATION = """
@@ -63,61 +60,28 @@ def message(call) -> str:
     ("name", "options", "words"),
     [
         ("neighbr", {}, ["'neighbr'", "Did you mean 'neighbor'?", "Available:", "gaussian", "soft", "./file.py:Name"]),
-        ("xyzzy", {}, ["'xyzzy'", "Available:", "package.module:Name"]),
-        (
-            "neighbor",
-            dict(mertic="l2"),
-            ["'neighbor'", "'mertic'", "Did you mean 'metric'?", "burn_in", "rate"],
-        ),
-        ("neighbor", dict(zzz=1), ["'zzz'", "Its options:"]),
+        ("neighbor", dict(mertic="l2"), ["'neighbor'", "'mertic'", "Did you mean 'metric'?", "burn_in", "rate"]),
         ("neighbor", dict(top_p=0.9), ["'top_p'", "gumbel", "soft", "not to 'neighbor'", "choose 'dirichlet'"]),
-        (
-            "soft",
-            dict(metric="l2"),
-            ["'metric'", "belongs to perturbation neighbor", "choose 'neighbor'"],
-        ),
+        ("soft", dict(metric="l2"), ["'metric'", "belongs to perturbation neighbor", "choose 'neighbor'"]),
         ("neighbor", dict(rate=1.5), ["rate=1.5", "in [0, 1]", "0.1"]),
-        ("neighbor", dict(rate=-0.1), ["rate=-0.1", "in [0, 1]"]),
         ("neighbor", dict(rate="often"), ["rate='often'", "a number", "in [0, 1]", "0.1"]),
         ("neighbor", dict(rate=True), ["rate=True", "a number"]),
         ("neighbor", dict(rate=None), ["rate=None", "a value is needed", "0.1"]),
         ("neighbor", dict(rate="nan"), ["rate='nan'", "a number"]),
-        ("neighbor", dict(rate=[0.1]), ["rate=[0.1]", "a number"]),
         ("neighbor", dict(k=1), ["k=1", "at least 2", "3"]),
         ("neighbor", dict(k=2.5), ["k=2.5", "a whole number"]),
-        ("neighbor", dict(k="3.5"), ["k='3.5'", "a whole number"]),
         ("neighbor", dict(k="1e999"), ["k='1e999'", "a whole number"]),
-        ("neighbor", dict(k=False), ["k=False", "a whole number"]),
         ("neighbor", dict(mix_temperature=0), ["mix_temperature=0", "greater than 0", "1.0"]),
-        ("neighbor", dict(mix_temperature=float("inf")), ["mix_temperature=inf", "a number"]),
         ("neighbor", dict(mix_temperature=10**400), ["mix_temperature=1000", "a number"]),
-        (
-            "neighbor",
-            dict(metric="cosin"),
-            ["metric='cosin'", "cosine, l2, l1, dot", "Did you mean 'cosine'?"],
-        ),
+        ("neighbor", dict(metric="cosin"), ["metric='cosin'", "cosine, l2, l1, dot", "Did you mean 'cosine'?"]),
         ("neighbor", dict(metric=3), ["metric=3", "text"]),
-        ("neighbor", dict(variant="release"), ["variant='release'", "Did you mean 'released'?"]),
-        ("neighbor", dict(weights="prob"), ["weights='prob'", "Did you mean 'probs'?"]),
         ("neighbor", dict(skip_special="maybe"), ["skip_special='maybe'", "true or false"]),
-        ("neighbor", dict(skip_special=2), ["skip_special=2", "true or false"]),
         ("neighbor", dict(until=7), ["until=7", "text"]),
-        ("neighbor", dict(every=0), ["every=0", "at least 1"]),
-        ("neighbor", dict(burn_in=-1), ["burn_in=-1", "at least 0"]),
-        ("neighbor", dict(entropy_min=-1), ["entropy_min=-1", "at least 0"]),
-        ("neighbor", dict(seed=None), ["seed=None", "a value is needed"]),
         ("none", dict(rate=0.1), ["rate=0.1", "in [0, 0]"]),
         ("gumbel", dict(top_p=0.0), ["top_p=0.0", "in (0, 1]", "0.95"]),
-        ("gumbel", dict(top_p=1.01), ["top_p=1.01", "in (0, 1]"]),
-        ("gaussian", dict(base="argmax"), ["base='argmax'", "token, fuzzy, soft"]),
-        ("gaussian", dict(sigma=-0.1), ["sigma=-0.1", "at least 0"]),
         ("no_such_module:Name", {}, ["no_such_module", "cannot load", "PYTHONPATH"]),
         ("perturbations.base:Nothing", {}, ["perturbations.base:Nothing", "cannot load"]),
-        (
-            "perturbations.base:Step",
-            {},
-            ["perturbations.base:Step", "not a subclass of perturbations.Perturbation"],
-        ),
+        ("perturbations.base:Step", {}, ["perturbations.base:Step", "not a subclass of perturbations.Perturbation"]),
     ],
 )
 def test_bad_input_says_value_range_and_mend(name: str, options: dict, words: list[str]) -> None:
@@ -127,8 +91,7 @@ def test_bad_input_says_value_range_and_mend(name: str, options: dict, words: li
 
 
 @pytest.mark.parametrize(
-    ("name", "k", "vocabulary"),
-    [("neighbor", 5, 4), ("soft", 5, 4), ("gumbel", 5, 4), ("gaussian", 5, 4)],
+    ("name", "k", "vocabulary"), [("neighbor", 5, 4), ("soft", 5, 4), ("gumbel", 5, 4), ("gaussian", 5, 4)]
 )
 def test_k_beyond_the_vocabulary(name: str, k: int, vocabulary: int) -> None:
     extra = dict(base="soft") if name == "gaussian" else {}
@@ -136,10 +99,6 @@ def test_k_beyond_the_vocabulary(name: str, k: int, vocabulary: int) -> None:
     text = message(lambda: perturbation.check_model(vocabulary))
     assert f"k={k}" in text and f", {vocabulary}]" in text
     perturbation.check_model(k)
-
-
-def test_k_is_of_no_concern_to_gaussian_noise_on_a_token() -> None:
-    create("gaussian", base="token", k=5).check_model(4)
 
 
 # --- values of the command line -------------------------------------------------------------------
@@ -151,19 +110,14 @@ def test_k_is_of_no_concern_to_gaussian_noise_on_a_token() -> None:
         (dict(rate="0.25"), "rate", 0.25),
         (dict(rate=0), "rate", 0.0),
         (dict(k="4"), "k", 4),
-        (dict(k=4.0), "k", 4),
         (dict(k="4.0"), "k", 4),
         (dict(k="1e1"), "k", 10),
-        (dict(seed="3"), "seed", 3),
         (dict(seed=2**62 + 1), "seed", 2**62 + 1),
         (dict(seed=str(2**62 + 1)), "seed", 2**62 + 1),
         (dict(skip_special="true"), "skip_special", True),
         (dict(skip_special="False"), "skip_special", False),
-        (dict(skip_special=1), "skip_special", True),
         (dict(until="none"), "until", None),
-        (dict(until=None), "until", None),
         (dict(until="</end>"), "until", "</end>"),
-        (dict(entropy_min="1.5"), "entropy_min", 1.5),
         (dict(entropy_min="None"), "entropy_min", None),
     ],
 )
@@ -172,39 +126,7 @@ def test_text_becomes_the_type_of_the_field(options: dict, field: str, value: ob
     assert got == value and type(got) is type(value)
 
 
-def test_allowed_in_words() -> None:
-    @dataclasses.dataclass
-    class Owner:
-        a: float = option(0.5, "h", low=0.0, high=1.0)
-        b: float = option(0.5, "h", above=0.0, high=1.0)
-        c: float = option(0.5, "h", above=0.0)
-        d: int = option(1, "h", low=1)
-        e: int = option(1, "h", high=9)
-        f: str = option("x", "h", choices=("x", "y"))
-        g: str = option("x", "h")
-
-    words = [allowed(f) for f in dataclasses.fields(Owner)]
-    assert words == ["in [0, 1]", "in (0, 1]", "greater than 0", "at least 1", "at most 9", "one of x, y", ""]
-
-
-def test_nearest_only_for_near_misses() -> None:
-    assert nearest("cosin", ["cosine", "l2"]) == " Did you mean 'cosine'?"
-    assert nearest("zzz", ["cosine", "l2"]) == ""
-
-
-def test_plain_dataclass_fields_have_no_range() -> None:
-    field = next(f for f in dataclasses.fields(Perturbation) if f.name == "seed")
-    assert coerce(Perturbation, field, "12") == 12
-
-
 # --- names ----------------------------------------------------------------------------------------
-
-
-def test_available_lists_the_tree() -> None:
-    assert {"none", "neighbor", "gaussian", "gumbel", "soft"} <= set(registry.available())
-    for name, home in registry.available().items():
-        if home.startswith("perturbations.methods."):
-            assert registry.get(name).name == name
 
 
 def test_module_and_name_from_a_folder_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,25 +210,6 @@ def test_duplicate_names_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- specs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(registry.perturbations.in_tree()))
-def test_spec_round_trip(name: str) -> None:
-    perturbation = create(name, seed=5, until="none", protect="1,2")
-    spec = perturbation.spec()
-    assert spec["name"] == name
-    assert spec["seed"] == 5
-    assert spec["until"] is None
-    again = create(**spec)
-    assert again == perturbation and again.fingerprint() == perturbation.fingerprint()
-    assert create(name, seed=6).fingerprint() != perturbation.fingerprint()
-
-
-def test_perturbations_are_frozen_and_compare_by_value() -> None:
-    perturbation = create("neighbor", k=2)
-    assert perturbation == create("neighbor", k="2") != create("neighbor", k=3)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        perturbation.k = 4
-
-
 def test_variant_sets_three_options_unless_they_are_set() -> None:
     parts = lambda o: (o.weights, o.realization, o.space)  # noqa: E731
     assert parts(create("neighbor")) == ("logits", "anchor", "input")
@@ -326,15 +229,6 @@ def test_greedy_combination_warns_and_no_other() -> None:
         create("neighbor", rate=1.0, realization="sampled")
         create("neighbor", rate=1.0, variant="released")
         create("neighbor", rate=0.99)
-
-
-def test_gate_and_activity_follow_the_options() -> None:
-    perturbation = create("neighbor", rate=0.2, until="x", entropy_min=1, every=2, burn_in=3, protect="digits")
-    assert (perturbation.rate, perturbation.every, perturbation.burn_in, perturbation.gate) == (0.2, 2, 3, None)
-    assert (perturbation.until, perturbation.entropy_min, perturbation.protect) == ("x", 1.0, "digits")
-    assert perturbation.active
-    assert not create("neighbor", rate=0).active
-    assert not create("none").active
 
 
 def test_defaults_are_those_of_the_papers() -> None:

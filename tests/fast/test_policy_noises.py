@@ -266,13 +266,6 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
 # --- the command line ------------------------------------------------------------------------------------
 
 
-def test_the_command_line() -> None:
-    settings = parse.run_config(["--model", "m", "--policy_noise", "psn", "--policy_noise.sigma", "0.004"])
-    assert settings.specs.get("policy_noise")["sigma"] == 0.004 and settings.conditions == ("policy_noise",)
-    with pytest.raises(UsageError, match=r"--policy_noise\.sigma is given, but no policy noise"):
-        parse.run_config(["--policy_noise.sigma", "0.1"])
-
-
 def test_gspo_has_no_weights_of_tokens() -> None:
     """Its narrow clip would leave out whatever the rollout's noise moved, in the direction of negative advantages."""
 

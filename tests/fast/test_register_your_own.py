@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from perturbations import check_perturbation, create, registry, user_files
+from perturbations import check_perturbation, create, registry
 from tests.fast.own_files import GATE, PERTURBATION, clean, elsewhere, message, write
-from tests.fast.run import run_of
 
 __all__ = ["clean"]  # a fixture of every test here
 
@@ -59,12 +58,6 @@ def test_the_files_second_class_may_be_a_helper() -> None:
     Path("mine.py").write_text(
         base + '\n\n@register("mine")\n@dataclass(frozen=True, kw_only=True)\nclass Mine(Base):\n    pass\n'
     )
-    assert registry.get("mine.py").__name__ == "Mine"
-
-
-def test_a_perturbation_that_the_file_only_imports_is_itself() -> None:
-    write("mine.py", more="\nfrom perturbations.methods.soft import Soft\n")
-    assert create("mine.py:Soft").spec() == create("soft").spec()
     assert registry.get("mine.py").__name__ == "Mine"
 
 
@@ -191,17 +184,6 @@ def test_a_script_is_its_own_file() -> None:
     assert spec["name"] == "script.py:Mine" and create(**spec).strength == 0.25
 
 
-def test_ray_workers_get_the_source() -> None:
-    write("mine.py")
-    spec = create("mine.py", strength=0.25).spec()
-    assert pickle.loads(pickle.dumps(run_of(perturbation=spec))).perturbation.spec() == spec
-
-
-def test_the_longest_source_fits_twice_into_an_environment_variable() -> None:
-    """Linux: 131,072 bytes for one variable; perturbation and gate may both come from files."""
-    assert 2 * user_files._LONGEST + 4096 < 131_072
-
-
 @pytest.mark.parametrize("source", ["?", "AAAA", "eJwD", 7])
 def test_a_damaged_source_is_refused(source: object) -> None:
     assert "'source' is not the text of a file" in message(lambda: create("mine.py:Mine", source=source))
@@ -253,17 +235,3 @@ def test_a_package_that_pip_installed(tmp_path: Path, monkeypatch: pytest.Monkey
         ["wobble", "1", "package", "their-dist"],
         ["above", "package", "their-dist", "Open"],
     ]
-
-
-def test_a_module_on_the_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write("their_folder/their_module.py")
-    monkeypatch.syspath_prepend(tmp_path / "their_folder")
-    spec = create("their_module:Mine").spec()
-    assert spec["name"] == "their_module:Mine" and "source" not in spec
-    assert "./file.py:Name" in message(lambda: create("their_nothing:Mine"))
-
-
-def test_the_same_file_as_module_and_by_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write("their_module.py", decorator='@register("mine")')
-    monkeypatch.syspath_prepend(tmp_path)
-    assert create("their_module:Mine").name == create("./their_module.py:Mine").name == "mine"

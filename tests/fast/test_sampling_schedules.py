@@ -126,8 +126,7 @@ def test_the_weight_of_a_token_drawn_hotter() -> None:
     assert rollout[0].item() == pytest.approx(-2.172464, abs=1e-6)
     default = sampling_schedules.create("ead").flags(Flags())
     correction = SimpleNamespace(
-        is_correction_gating="ratio",
-        **{name.rpartition(".")[2]: value for name, value in default.items()},
+        is_correction_gating="ratio", **{name.rpartition(".")[2]: value for name, value in default.items()}
     )
     args = SimpleNamespace(algo=SimpleNamespace(advantage=correction), actor=SimpleNamespace(policy_loss_type="ppo"))
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.config import parse
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules, second_rounds
 from ngrpo.methods.sampling_schedules.base import NextTokens
@@ -20,8 +18,6 @@ from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.openrlhf import samples_generator, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
-from ngrpo.workbench.evaluate import engine
-from ngrpo.workbench.evaluate.engine import Sampling
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
 from tests.fast.schedule_doubles import Generator, Step
@@ -169,23 +165,9 @@ def test_each_prompt_of_a_second_round_has_a_ladder_of_its_own(
     assert params.extra_args == {KEY: arguments}, "what the first round was asked with stays"
 
 
-def test_eval_and_diagnose_say_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
-    for name in ("vllm", "vllm.sampling_params"):
-        monkeypatch.setitem(sys.modules, name, stand_in)
-    given = engine._params(Sampling(), ([1], 2, 3), False, True, 0, 8).extra_args["perturbation"]
-    assert given == {"enabled": False, "seed": 2, "sample": 3, "answer": 3, "answers": 8}
-
-
 @pytest.mark.parametrize("arguments", [{"answer": 1}, {"answer": 4, "answers": 4}, {"answers": 0}])
 def test_a_number_that_no_answer_has(arguments: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=r"\['answer'\]=\d: must be"):
         checked(SimpleNamespace(extra_args={KEY: arguments}), None)
     fine = SimpleNamespace(extra_args={KEY: {"answer": 3, "answers": 4}})
     assert checked(fine, None) is fine
-
-
-def test_the_command_line() -> None:
-    words = ["--model", "m", "--sampling.schedule", "ladder", "--sampling.schedule.most", "1.5"]
-    spec = parse.run_config(words).specs["sampling_schedule"]
-    assert sampling_schedules.create(**spec) == sampling_schedules.create("ladder", most=1.5)

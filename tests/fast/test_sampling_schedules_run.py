@@ -201,19 +201,6 @@ def test_e3_over_a_run_and_a_resumed_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert resumed.temperatures == trained.temperatures[2:] and resumed.past_steps == trained.past_steps
 
 
-def test_ray_can_pickle_the_trainer() -> None:
-    """By value, as it does with actors; a cached property holds a lock in Python 3.10 and 3.11."""
-    cloudpickle = pytest.importorskip("cloudpickle")
-    for module in (trainer, samples_generator):
-        cloudpickle.register_pickle_by_value(module)
-    try:
-        made = [trainer.trainer(object), samples_generator.samples_generator(object)]
-        assert len(cloudpickle.dumps(made)) > 1000
-    finally:
-        for module in (trainer, samples_generator):
-            cloudpickle.unregister_pickle_by_value(module)
-
-
 def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, sampling_schedule=sampling_schedules.create("e3").spec())
     experience = SimpleNamespace(
@@ -250,10 +237,7 @@ def test_the_command_line() -> None:
             ["--sampling.schedule.c", "3"],
             "--sampling.schedule.c is given, but no sampling schedule. Add --sampling.sch",
         ),
-        (["--sampling.schedule", "ead", "--sampling.schedule.d", "3"], "has no option 'd'"),
         (["--sampling.schedule"], "--sampling.schedule needs a sampling schedule's name"),
-        (["--sampling.shedule", "ead"], "unknown flag '--sampling.shedule'. Did you mean 'schedule'"),
-        (["--sampling.schedule", "ead", "--sampling.schedule.tau_min", "0"], "must be greater than 0"),
     ):
         with pytest.raises(UsageError, match=message.replace(".", r"\.").replace("?", r"\?")):
             parse.run_config(words)

@@ -44,15 +44,10 @@ def create(name: str, **options: object) -> Advantage:
 
 
 def compute(name: str, rewards: Tensor, *, counts: Tensor | None = None, **options: object) -> Tensor:
-    """The advantages of P groups of G responses, (P, G) float32 or wider.
+    """The advantages of P groups of G responses, (P, G) float32 or wider; ``UsageError`` for wrong input.
 
-    Args:
-        name, options: as of :func:`create`.
-        rewards: (P, G), one row for each prompt.
-        counts: (P, G) how often each response's outcome was seen before; only ``copo`` needs it.
-
-    Raises:
-        UsageError: for an unknown name or option, a bad value, a wrong shape, or rewards that are not finite.
+    ``rewards``: (P, G), one row for each prompt. ``counts``: (P, G) how often each response's outcome was seen before;
+    only ``copo`` needs it. ``name`` and ``options``: as of :func:`create`.
     """
     return create(name, **options).compute(rewards, counts)
 

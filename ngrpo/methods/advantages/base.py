@@ -27,20 +27,18 @@ class Advantage(Options, ABC):
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
+    # Whether it needs counts of (prompt, response) outcomes; whether each group's advantages sum to 0, whatever its
+    # rewards; and whether responses beyond the length limit are no part of their groups, and get 0.
     counted: ClassVar[bool] = False
-    """Whether it needs to know how often each (prompt, response) outcome was seen."""
     sums_to_zero: ClassVar[bool] = False
-    """Whether the advantages of each group sum to 0, whatever its rewards."""
     leaves_out_overlong: ClassVar[bool] = False
-    """Whether responses that were cut off at the length limit are no part of their groups, and get 0."""
 
     @abstractmethod
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """The advantages of P groups, (P, G): each row is a function of its own row.
 
-        Args:
-            rewards: (P, G) finite, float32 or wider.
-            counts: (P, G), how often each response's outcome was seen before; None unless :attr:`counted`.
+        ``rewards``: (P, G) finite, float32 or wider. ``counts``: (P, G), how often each response's outcome was seen
+        before; None unless ``counted``.
         """
 
     def at_step(self, step: int) -> Advantage:
@@ -53,14 +51,9 @@ class Advantage(Options, ABC):
         return type(self).at_step is not Advantage.at_step
 
     def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
-        """As :meth:`formula`, with everything checked: (P, G), float32 or wider.
+        """As :meth:`formula`; ``UsageError`` for a wrong shape, or rewards that it cannot use.
 
-        Args:
-            rewards, counts: as of :meth:`formula`.
-            overlong: which responses were cut off, (P, G) bool; ignored unless :attr:`leaves_out_overlong`.
-
-        Raises:
-            UsageError: for a wrong shape, or rewards that are not finite or outside of the formula's range.
+        ``overlong``: which responses were cut off, (P, G) bool; ignored unless ``leaves_out_overlong``.
         """
         label = f"advantage {self.name}:"
         if rewards.dim() != 2:
@@ -104,11 +97,8 @@ class Advantage(Options, ABC):
 
 
 def normalised(rewards: Tensor) -> Tensor:
-    """(r − mean) / (std + 1e-9) within each row of (P, G), with the sample standard deviation.
-
-    A row of equal values gives exactly 0: differences from its first value are exact zeros, whereas its float32 mean
-    may be off by one unit in the last place, which division by 1e-9 would blow up.
-    """
+    """(r − mean) / (std + 1e-9) within each row of (P, G), with the sample standard deviation."""
+    # A row of equal values gives exactly 0; its float32 mean may be off, which division by 1e-9 would blow up.
     apart = rewards - rewards[:, :1]
     deviation = apart.std(-1, correction=min(1, rewards.shape[1] - 1), keepdim=True)
     return (apart - apart.mean(-1, keepdim=True)) / (deviation + 1e-9)

@@ -110,8 +110,7 @@ class PKPO(AnnealedK):
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """s_i is the mean, over all sets of k answers, of the maximum of those that hold i, times the share that do.
 
-        loo: less k/(n−1) times the mean maximum of k others; loo_minus_one: less k/n times that of k − 1 others,
-        which at k = 1 is s itself.
+        loo: less k/(n−1) times the mean maximum of k others; loo_minus_one: less k/n times that of k − 1 others.
         """
         wide = rewards.double()
         if self.variant == "loo_minus_one" and self.k > 1:

@@ -72,8 +72,7 @@ class RiskSensitive(Advantage):
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """(exp(β r_i) / mean_j exp(β r_j) − 1) / β, its limit r_i − mean_j r_j at β = 0.
 
-        With it the loss has the gradient of (1/β) log E[exp(β r)], but for a share of 1/G, as the mean is of the same
-        answers.
+        The loss has the gradient of (1/β) log E[exp(β r)], up to 1/G, as the mean is of the same responses.
         """
         # From the best reward down, so that nothing overflows and equal rewards give exactly 0.
         below = rewards - rewards.amax(-1, keepdim=True)

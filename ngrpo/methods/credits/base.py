@@ -23,12 +23,9 @@ _BLOCK_ELEMENTS = 2**24  # logits that are looked at in one go: 64 MiB
 class StepTokens:
     """The N generated tokens of one training step, response by response; (N,) float32 or int64, without gradient.
 
-    Attributes:
-        advantages: of each one's response.
-        entropies: of the policy where each was drawn, in nats, at the sampling temperature and the perturbed history.
-        log_probs: of the policy before the step's updates: each token's, or the perturbation's density.
-        answers: each one's response, from 0 on and ascending.
-        groups: each one's prompt, from 0 on.
+    ``advantages``: of each token's response. ``entropies``: of the policy where it was drawn, in nats, at the sampling
+    temperature and the perturbed history. ``log_probs``: of the policy before the step's updates, of the token or the
+    perturbation's density. ``answers``: its response, ascending from 0; ``groups``: its prompt, from 0.
     """
 
     advantages: Tensor
@@ -47,12 +44,8 @@ class StepTokens:
 class LossTokens:
     """The N generated tokens of one forward that is differentiated, response by response.
 
-    Attributes:
-        logits: z̃ of the whole forward, divided by the sampling temperature, with gradient.
-        rows: each token's row of the flattened logits.
-        log_probs: log π by the policy of this update, with gradient.
-        advantages: without gradient.
-        answers: each one's response, from 0 on and ascending.
+    ``logits`` are z̃, divided by the sampling temperature; ``rows`` the tokens' rows of them, flattened; ``log_probs``
+    of the policy of this update. Only these two have a gradient. ``answers``: each token's response, ascending from 0.
     """
 
     logits: Float[Tensor, "*forward vocabulary"]
@@ -67,7 +60,7 @@ class LossTokens:
         return self._by_blocks(self.rows, row_blocks.entropy)
 
     def likeliest(self, which: Tensor, k: int) -> Tensor:
-        """The k likeliest tokens, likeliest first, where the tokens ``which`` (M,) were drawn: ids (M, k)."""
+        """The k likeliest tokens, best first, where the tokens ``which`` (M,) were drawn: ids (M, k)."""
         return self._by_blocks(self.rows[which], lambda block: row_blocks.largest(block, k)[1])
 
     def log_probs_of(self, which: Tensor, ids: Tensor) -> Tensor:
@@ -96,19 +89,17 @@ class Credit(Options, ABC):
     kind: ClassVar[str] = "credit"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
+    # Whether each token keeps its response's advantage or gets 0, whatever the advantages of its group are.
     keeps_sums: ClassVar[bool] = False
-    """Whether each token keeps its answer's advantage or gets 0, whatever the advantages of its group are."""
 
     @abstractmethod
     def formula(self, tokens: StepTokens) -> Tensor:
         """The advantages that the tokens of one training step are trained with, (N,)."""
 
     def in_loss(self, tokens: LossTokens) -> tuple[Tensor, Tensor] | None:
-        """The part of the credit that depends on the policy of each update; None where nothing does.
+        """The part that depends on the policy of each update: advantages (N,) without gradient, and a term (N,).
 
-        Returns:
-            The advantages in the loss, (N,), without gradient; and a term (N,) with a gradient that is added to that of
-            each token's log π. Ratio, clip and KL term do not change.
+        The term's gradient is added to that of each token's log π. Ratio, clip and KL term do not change.
         """
         return None
 

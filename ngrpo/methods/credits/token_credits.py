@@ -99,8 +99,7 @@ class SimKO(Credit):
         """The gradient of γ̃ A, γ = π(y) / π_old(y), at tokens with H > τ.
 
         A > 0: γ̃ = (1 − α) γ + (α / K) Σ_k sg(γ / γ_k) γ_k over the K likeliest tokens, where sg stops gradients: its
-        value is γ, its gradient γ ((1 − α) ∇log π(y) + (α / K) Σ_k ∇log π(k)), whatever the old probabilities of the K
-        are. A < 0 and y the likeliest: γ̃ = λ γ.
+        value is γ, its gradient γ ((1 − α) ∇log π(y) + (α / K) Σ_k ∇log π(k)). A < 0 and y the likeliest: γ̃ = λ γ.
         """
         advantages, term = tokens.advantages, torch.zeros_like(tokens.log_probs)
         entropies = tokens.entropies()

@@ -49,14 +49,10 @@ class PolicyNoise(Options, ABC):
 
     @abstractmethod
     def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
-        """σ ≥ 0 of the weights that roll out for a training step; at 0 the weights are clean.
+        """σ ≥ 0 of the weights that roll out for a training step, from 0 on, of ``steps`` in all; at 0 they are clean.
 
-        Args:
-            step: from 0.
-            steps: training steps of the whole run.
-            last: σ of the rollouts before, None for the first.
-            divergence: mean of log π_rollout − log π_trainer over their tokens, an estimate of the KL divergence;
-                None for the first, or without the rollouts' log-probabilities.
+        ``last``: σ of the rollouts before, None for the first. ``divergence``: mean of log π_rollout − log π_trainer
+        over their tokens, an estimate of the KL divergence; None for the first, or without log-probabilities.
         """
 
     @property

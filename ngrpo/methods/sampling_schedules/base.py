@@ -19,13 +19,9 @@ from perturbations.options import Options, option
 class NextTokens:
     """The B tokens that one step of the rollout is about to draw: (B, V) or (B,) each, float32 or int64.
 
-    Attributes:
-        logits: z divided by the request's temperature.
-        temperature: the request's.
-        generated: the number of earlier tokens of each response.
-        step: training step of each response, from 0.
-        answer: each response's number among those to its prompt, from 0; None where each is the only one.
-        answers: responses to each prompt, from 1; None where each is the only one.
+    ``logits`` are z divided by the request's ``temperature``. ``generated`` counts the earlier tokens of each response;
+    ``step`` is its training step, from 0; ``answer`` its number, from 0, among the ``answers`` to its prompt. The last
+    two are None where each response is the only one.
     """
 
     logits: Tensor
@@ -44,12 +40,10 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class PastStep:
-    """The rollouts of one training step."""
+    """The rollouts of one training step: the factor of their temperature, and their mean entropy in nats at it."""
 
     factor: float
-    """Of their temperature, by the schedule."""
     entropy: float
-    """Of the policy that drew them, at the temperature it drew with, in nats, mean over their tokens."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +71,7 @@ class SamplingSchedule(Options):
     def factor(self, at: NextTokens) -> Tensor | None:
         """The temperature's factor at each position, (B,) float32, > 0; None where it is the same for a whole response.
 
-        Each row is a function of its own row of ``at``, and nothing waits for the device.
+        Each row is a function of its own row of ``at``, and no operation waits for the device.
         """
         return None
 

@@ -25,7 +25,7 @@ class ReplayBuffer(Options, ABC):
 
     @abstractmethod
     def add(self, name: str, finished: FinishedTrajectory) -> None:
-        """Keeps a trajectory; a second one of the same name replaces the first."""
+        """Keeps a trajectory, in place of one of the same name."""
 
     @abstractmethod
     def names(self) -> list[str]:
