@@ -83,7 +83,7 @@ class ReplayRecord:
         )
 
     def check_model(self, vocabulary: int, hidden: int, module: bool | None = None) -> None:
-        """Raises ``ValueError`` for a record of another model; ``module``: whether one is attached to the model here."""
+        """Raises ``ValueError`` for a record of another model; ``module``: whether one is attached to the model now."""
         here = f"a model with {vocabulary} tokens and {hidden} dimensions"
         known = {model_fingerprint(vocabulary, hidden, given): given for given in (False, True)}
         made_with = known.get(self.model, module)

@@ -16,7 +16,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.config.run_notes import loss_notes
 from ngrpo.machine.console.catalogue import described
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.methods import advantages, credits, policy_noises
+from ngrpo.methods import advantages, policy_noises
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -75,21 +75,19 @@ LATENT = made("latent", density="latent")
         (made("latent", density="exact"), GROUPS, {"advantage": {"name": "nsr"}}, None),
         (made("multiplex", density="joint"), GROUPS, {"advantage": {"name": "nsr"}}, None),
         (made("soft"), [], {"advantage": {"name": "psr"}}, None),
+        (None, [], {"advantage": {"name": "psr"}}, None),
     ],
 )
 def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
-    perturbation: Perturbation, words: list[str], parts: dict, named: str | None
+    perturbation: Perturbation | None, words: list[str], parts: dict, named: str | None
 ) -> None:
-    found = [*loss_notes(Flags([*MODEL, *words]), settings(perturbation, **parts))]
+    run = run_of(**parts) if perturbation is None else settings(perturbation, **parts)
+    found = [*loss_notes(Flags([*MODEL, *words]), run)]
     if named is None:
         assert found == []
     else:
         assert len(found) == 1 and f"so {named}, whose advantages do not sum to zero" in found[0]
-        assert found[0].startswith(f"--perturbation {perturbation.name}")
-
-
-def test_a_run_without_a_perturbation_is_not_warned_of() -> None:
-    assert [*loss_notes(Flags(MODEL), run_of(advantage={"name": "psr"}))] == []
+        assert found[0].startswith(f"--perturbation {run.spec['name']}")
 
 
 def test_the_listing_says_which_scores_have_mean_0() -> None:
@@ -128,9 +126,6 @@ def test_densities_of_draws_have_no_correction_and_say_so(words: list[str], part
     found = [*loss_notes(Flags([*MODEL, *GROUPS, *words]), settings(perturbation, **parts))]
     assert len(found) == (named is not None) and all("nothing corrects" in note and named in note for note in found)
     assert [*loss_notes(Flags([*MODEL, *GROUPS, *words]), settings(made("multiplex"), **parts))] == []
-
-
-# --- filters of the request -------------------------------------------------------------------------
 
 
 # --- the KL term ------------------------------------------------------------------------------------
@@ -235,14 +230,3 @@ def test_freezing_needs_a_head_to_freeze() -> None:
     freeze(Tied(False, head=False), made("soft", freeze="embedding"))
     with pytest.raises(ValueError, match=r"freeze='head'.*names no output embedding"):
         freeze(Tied(False, head=False), made("soft", freeze="head"))
-
-
-def test_the_defaults_are_the_releases() -> None:
-    constant = {"gumbel", "dirichlet", "normal", "lepo", "latent"}
-    for name in constant | {"multiplex", "neighbor", "hrpo", "soft", "gaussian"}:
-        assert made(name).input_gradient == ("none" if name in constant else "full"), name
-        assert made(name).freeze == ("both" if name == "latent" else "none"), name
-
-
-def test_which_credits_keep_sums() -> None:
-    assert [name for name in sorted(credits.available()) if credits.create(name).keeps_sums] == ["top_entropy"]

@@ -38,11 +38,6 @@ def test_a_row_is_complete_and_its_replacement_exists(row: Patch) -> None:
             assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_nothing_is_active_for_stock_openrlhf() -> None:
-    assert active(()) == ()
-    check(())
-
-
 @needs_stack
 @pytest.mark.parametrize(
     ("change", "state"),
@@ -66,6 +61,7 @@ def test_a_mismatch_is_one_clear_error(change: dict[str, str], state: str) -> No
 
 
 def test_a_package_that_is_not_installed_is_a_mismatch_too() -> None:
+    check(active(()))  # stock OpenRLHF has no row
     row = Patch("no_such_package.x", "f", None, "cpu", "()", "no_such_package 1.0", "test")
     with pytest.raises(PatchMismatch, match=r"no module no_such_package\.x.*not installed"):
         check([row])
@@ -89,18 +85,6 @@ def test_parameters_fit_where_all_that_are_named_are_there(expected: str, fits: 
     found = state_of("part", "A.f", expected, tmp_path)
     assert (found == expected) is fits
     assert fits or found == "(self, x, y, z)"
-
-
-def test_the_change_of_vllm_0_33_is_named(tmp_path: Path) -> None:
-    """There `get_top_k_top_p` takes a third argument and returns a third value: V2 would fail at its first step."""
-    row = next(row for row in VLLM if row.attribute.endswith("get_top_k_top_p"))
-    known = row.upstream.strip("()")
-    for parameters in (known, f"{known}, vocab_size"):
-        root = tmp_path / str(len(parameters))
-        file = root.joinpath(*row.module.split(".")).with_suffix(".py")
-        file.parent.mkdir(parents=True)
-        file.write_text(f"class SamplingStates:\n    def get_top_k_top_p({parameters}):\n        pass\n")
-        assert row.state(root) == f"({parameters})"
 
 
 def test_patches_apply_on_import_compose_and_apply_once(tmp_path: Path) -> None:

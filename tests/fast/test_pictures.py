@@ -41,15 +41,6 @@ def test_a_models_forward_gets_its_pictures_and_not_our_records() -> None:
     assert given == [[{"pixel_values": pixels}, None, None], [[{"pixel_values": pixels}, None]]]
 
 
-def test_openrlhf_merges_what_is_left() -> None:
-    vlm_utils = pytest.importorskip("openrlhf.utils.vlm_utils")
-    merge = merge_mm_train_inputs(vlm_utils.merge_mm_train_inputs)
-    entries = [{"pixel_values": torch.full((1, 2), float(i)), **record(4).pack()} for i in range(2)]
-    merged = merge([entries[0], record(4).pack(), entries[1]], "cpu")
-    assert list(merged) == ["pixel_values"] and merged["pixel_values"].tolist() == [[0.0, 0.0], [1.0, 1.0]]
-    assert merge([record(4).pack()], "cpu") == {}
-
-
 def test_a_response_keeps_its_pictures_beside_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, perturbation={"name": "neighbor"})
 
@@ -76,26 +67,23 @@ class Engine:
         yield SimpleNamespace(prompt_token_ids=tokens, outputs=[SimpleNamespace(token_ids=[9])], num_cached_tokens=0)
 
 
-def ask(places: int, pictures: Any) -> Engine:
-    pytest.importorskip("vllm")
-    from vllm import SamplingParams
+async def take(name: str) -> Any:
+    return None
 
-    async def take(name: str) -> Any:
-        return None
 
+def ask(places: int, pictures: Any) -> Any:
+    """What the engine is given."""
+    vllm = pytest.importorskip("vllm")
     engine = Engine(places)
     actor = SimpleNamespace(llm=engine, _mm_pad_token_ids={PAD}, pick_ups=SimpleNamespace(take=take))
-    asyncio.run(rollout_actor.generate(actor, [1, PAD, PAD, PAD, 2], SamplingParams(), pictures))
-    return engine
+    asyncio.run(rollout_actor.generate(actor, [1, PAD, PAD, PAD, 2], vllm.SamplingParams(), pictures))
+    return engine.given[0]
 
 
-def test_a_picture_reaches_the_engine_with_one_placeholder() -> None:
-    (given,) = ask(3, {"image": ["picture"]}).given
+def test_a_picture_reaches_the_engine_with_one_placeholder_and_text_is_not_touched() -> None:
+    given = ask(3, {"image": ["picture"]})
     assert given["prompt_token_ids"] == [1, PAD, 2] and given["multi_modal_data"] == {"image": ["picture"]}
-
-
-def test_text_is_not_touched() -> None:
-    (given,) = ask(1, None).given
+    given = ask(1, None)
     assert list(given["prompt_token_ids"]) == [1, PAD, PAD, PAD, 2] and "multi_modal_data" not in given
 
 
@@ -131,9 +119,6 @@ def test_one_question_about_two_pictures_has_draws_of_its_own_for_each(monkeypat
             pictures = {"image": images} if images else None
             await rollout_actor.generate(actor, [1, PAD, 2], SamplingParams(), pictures)
             return {}
-
-    async def take(name: str) -> Any:
-        return None
 
     class Asked(Engine):
         async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:

@@ -81,29 +81,20 @@ def test_a_response_without_a_trained_token_is_named() -> None:
         maker().make_experience_batch([sample])
 
 
-class Agent:
-    """An agent that ends before it generates, or fails."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
-    async def execute(self, **kwargs: Any) -> dict[str, Any]:
-        if self.error is not None:
-            raise self.error
-        return {"observation_tokens": [1, 2]}
-
-
-@pytest.mark.parametrize(
-    ("agent", "said"),
-    [
-        (Agent(), "Agent, for the prompt 'the question': it returned a response without a call of generate"),
-        (Agent(KeyError("tool")), "Agent, for the prompt 'the question': KeyError: 'tool'"),
-    ],
-)
-def test_an_agent_that_generates_nothing_is_named(agent: Agent, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "said"), [(None, "a call of generate"), (KeyError("tool"), "KeyError: 'tool'")])
+def test_an_agent_that_generates_nothing_is_named(
+    error: Exception | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_with(monkeypatch, perturbation={"name": "neighbor"})
-    with pytest.raises(RuntimeError, match=said):
-        asyncio.run(rollout_actor.RecordingExecutor(agent).execute(prompt="the question"))
+
+    class Agent:
+        async def execute(self, **kwargs: Any) -> dict[str, Any]:
+            if error is not None:
+                raise error
+            return {"observation_tokens": [1, 2]}
+
+    with pytest.raises(RuntimeError, match=f"Agent, for the prompt 'the question': .*{said}"):
+        asyncio.run(rollout_actor.RecordingExecutor(Agent()).execute(prompt="the question"))
 
 
 def test_an_agent_keeps_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

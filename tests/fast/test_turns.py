@@ -119,9 +119,3 @@ def test_the_planned_rate_counts_from_the_beginning_of_each_turn(burn_in: int, p
     noise = registry.create("gaussian", rate=1.0, burn_in=burn_in)
     measured = step_metrics([conversation.trajectory], [np.full(11, -0.1)], noise)
     assert measured["perturbation/planned_rate"] == pytest.approx(planned)
-
-
-def test_nothing_recorded_is_nothing_to_keep() -> None:
-    conversation = Conversation({"sample": 3})
-    conversation.go_on(FIRST)
-    assert conversation.trajectory is None and conversation.arguments == {"sample": 3}

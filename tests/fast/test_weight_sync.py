@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,23 +17,22 @@ pytest.importorskip("ray")
 pytest.importorskip("safetensors")
 
 
-class Method:
-    """A method of a Ray actor: ``.remote`` calls it at once."""
-
-    def __init__(self, call: Any) -> None:
-        self.remote = call
-
-
 class Engine:
-    def __init__(self) -> None:
+    """A Ray actor whose methods are called at once."""
+
+    def __init__(self, fails: bool = False) -> None:
         self.loaded: list[tuple[str, float]] = []
-        self.resets = 0
-        self.load_weights_file, self.reset_prefix_cache = Method(self._load), Method(self._reset)
+        self.resets, self.fails = 0, fails
+        self.load_weights_file, self.reset_prefix_cache = (
+            SimpleNamespace(remote=call) for call in (self._load, self._reset)
+        )
 
     def _load(self, path: str) -> None:
         from safetensors.torch import load_file
 
         self.loaded.append((path, load_file(path)["weight"].item()))
+        if self.fails:
+            raise RuntimeError("the engine died")
 
     def _reset(self) -> None:
         self.resets += 1
@@ -67,7 +65,7 @@ def test_every_engine_takes_the_weights(monkeypatch: pytest.MonkeyPatch, caching
     (path,) = {path for engine in engines for path, _ in engine.loaded}
     assert [engine.loaded for engine in engines] == [[(path, 3.0)]] * 3
     assert [engine.resets for engine in engines] == [int(caching)] * 3
-    assert not Path(path).exists()
+    assert not os.path.exists(path)
 
 
 def test_other_ranks_help_to_gather_and_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,13 +75,8 @@ def test_other_ranks_help_to_gather_and_send_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_the_file_goes_where_an_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seen = Engine(), []
-
-    def fail(path: str) -> None:
-        seen.append(path)
-        raise RuntimeError("the engine died")
-
-    engine.load_weights_file = Method(fail)
+    engine = Engine(fails=True)
     with pytest.raises(RuntimeError, match="the engine died"):
         sync(monkeypatch, 0, [engine])
-    assert seen and not os.path.exists(seen[0])
+    ((path, _),) = engine.loaded
+    assert not os.path.exists(path)

@@ -27,7 +27,7 @@ SECOND_ROUNDS = [
     *of_file(
         "ngrpo/trainers/openrlhf/second_round.py",
         _TESTS,
-        ("len(first) + number, log_probs", "number, log_probs", "an answer has the first round's place"),
+        ("len(first) + number, np", "number, np", "an answer has the first round's place"),
         (
             "(list(response[name][start:end]) for",
             "(list(response[name]) for",

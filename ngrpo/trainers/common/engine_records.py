@@ -24,10 +24,9 @@ if TYPE_CHECKING:
 
 
 class EngineCheck:
-    """An engine's check of its overrides, which requests wait for.
+    """An engine's check of its overrides, which requests wait for; ``again`` repeats it after each weight sync.
 
-    ``again`` repeats it before the first request after each weight sync: not at the sync's end, when a hybrid engine's
-    KV cache is asleep.
+    Before the first request and not at the sync's end, when a hybrid engine's KV cache is asleep.
     """
 
     def __init__(self, llm: AsyncLLM, perturbed: bool, again: bool = False) -> None:
@@ -56,11 +55,7 @@ class PickUps:
         self._calling: asyncio.Task[None] | None = None
 
     async def take(self, name: str) -> Any:
-        """The worker's parts of a finished request, by the id that the caller gave it.
-
-        Raises:
-            RuntimeError: if the replay buffer has dropped them.
-        """
+        """The worker's parts of a finished request, by the caller's id; RuntimeError if the buffer dropped them."""
         self._asked[name] = asyncio.get_running_loop().create_future()
         answer = self._asked[name]
         if self._calling is None or self._calling.done():
@@ -93,15 +88,13 @@ class PickUps:
 class Conversation:
     """The record of one trajectory of OpenRLHF: a further turn replays the perturbed inputs of earlier turns.
 
-    An edit belongs to the tokens before it. If an agent or a chat template changes them (such as a template that strips
-    earlier `<think>` text), all that was recorded from the first changed token on is dropped and counted: neither the
-    engine nor the trainer may put an old edit on another token.
+    An edit belongs to the tokens before it. If an agent or a chat template changes them, all that was recorded from the
+    first changed token on is dropped and counted: an old edit must not be put on another token.
 
     Attributes:
         arguments: of its requests, for the engine.
         trajectory: of all turns; None before the first.
         followed: whether an unperturbed response is still to be requested.
-        unperturbed: that response.
         filters: temperature, top-p, top-k and min-p that its requests must have.
     """
 
@@ -129,8 +122,7 @@ class Conversation:
     def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
         """The record for a request's arguments, after :meth:`go_on` with its prompt.
 
-        A repeated prompt, as of an agent that wants another response, has its own draws. (Not if noise of earlier turns
-        is replayed, whose seed is the record's.)
+        A repeated prompt has its own draws. (Not if noise of earlier turns is replayed, whose seed is the record's.)
         """
         key = np.asarray(prompt, dtype=np.int64).tobytes()
         again = self._asked[key]
@@ -143,14 +135,7 @@ class Conversation:
         return record
 
     def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
-        """Adds a turn, after :meth:`go_on` with its prompt.
-
-        Args:
-            parts: the turn, as the worker sent it.
-            prompt: token ids.
-            tokens: generated token ids.
-            cached: prompt tokens that the engine found in its prefix cache.
-        """
+        """Adds a turn, after :meth:`go_on` with its prompt; ``cached`` prompt tokens were in the prefix cache."""
         turn = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
         start, mask, before = len(prompt), turn.sampling_mask, self.trajectory
         log_probs = np.full(start + len(tokens), np.nan, dtype=np.float32)

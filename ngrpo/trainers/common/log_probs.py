@@ -2,9 +2,7 @@
 """Overrides of the log-probabilities that a trainer takes from logits: densities, and the sampling mask's correction.
 
 The function that :func:`with_overrides` wraps gives the old, new and reference log-probabilities, so an override
-reaches the ratio, the clip and the KL term. At perturbed positions the action's log-probability overrides the token's
-(:class:`Densities`). With top-p, top-k or min-p a rollout samples from π_S, the policy renormalised over the set S of
-tokens left: log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S (:func:`corrected`).
+reaches the ratio, the clip and the KL term.
 """
 
 from __future__ import annotations
@@ -45,11 +43,8 @@ def override_log_probs(override: Override, failed: str, fix: str) -> Iterator[No
 
     Args:
         override: from logits (…, V), labels (…) and log-probabilities (…) to log-probabilities.
-        failed: the beginning of the error's message.
+        failed: the beginning of the RuntimeError if the override was never called.
         fix: its end.
-
-    Raises:
-        RuntimeError: at the end, if the override was never called: the plain log-probabilities are another method.
     """
     used = False
 
@@ -84,24 +79,15 @@ def no_overrides() -> Iterator[None]:
 
 
 class Densities:
-    """The densities of one replayed forward.
+    """The densities of one replayed forward: the action's log-probability overrides the token's at perturbed positions.
 
     A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; rounding
-    alone moves it by nats) enters the policy loss in REINFORCE form, as density − stop_gradient(density). Its value is
-    0, so ratio and clip are the token's; the KL term is the token's in value and gradient. Its gradient is right on a
-    rollout's first update, the only one.
-
-    Attributes:
-        tokens: the tokens' own log π at the replayed positions, (N,) float32, detached; None before the forward.
+    alone moves it by nats) enters only the policy loss, as density − stop_gradient(density). So ratio, clip and KL term
+    are the token's, and its gradient is right on a rollout's first update, the only one.
     """
 
     def __init__(self, scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> None:
-        """
-        Args:
-            scope: already entered, with a perturbation that has a density.
-            temperature: the logits' divisor.
-            advantages: of the actions, (B, A), if this forward is for the loss.
-        """
+        """``scope`` is already entered; ``advantages`` of the actions, (B, A), are given for the loss's forward."""
         self._perturbation = require(scope.perturbation, "the scope's perturbation")
         self._scope, self._temperature, self._advantages = scope, temperature, advantages
         self._scored: Tensor | None = None
@@ -113,11 +99,7 @@ class Densities:
         labels: Int64[Tensor, "*forward"],
         log_probs: Float[Tensor, "*forward"],
     ) -> Float[Tensor, "*forward"]:
-        """Log-probabilities with the density at perturbed positions; the labels are not used.
-
-        Raises:
-            RuntimeError: if the logits are not the replayed forward's, or a density has a wrong shape.
-        """
+        """Log-probabilities with the density; RuntimeError if the logits or the density have a wrong shape."""
         flat = log_probs.reshape(-1)
         replayed, inside = self._scope.replayed(
             logits.reshape(-1, logits.shape[-1]), flat, self._temperature, self._advantages
@@ -168,10 +150,7 @@ class Densities:
 
 @contextmanager
 def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> Iterator[Densities | None]:
-    """Overrides the log-probabilities of the forward in this context by densities; arguments of :class:`Densities`.
-
-    Yields:
-        None if the scope's perturbation has no density.
+    """Overrides the log-probabilities of the forward in this context by densities, if the perturbation has one.
 
     Raises:
         RuntimeError: at the end, if no log-probabilities came through, or no loss took a density's gradient.
@@ -201,14 +180,17 @@ def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None 
 
 @contextmanager
 def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iterator[None]:
-    """Overrides the forward's log-probabilities by log π_S where sampling cut tokens.
+    """Overrides the forward's log-probabilities by log π_S, of the policy renormalised over the tokens S left by
+    sampling.
+
+    log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S.
 
     Args:
         side_inputs: of the batch, with a sampling mask for each sample.
         attention_mask: (B, T), padded on either side.
 
     Raises:
-        RuntimeError: if a sample has no mask, a trained token is not in its set, or no log-probabilities came through.
+        RuntimeError: if a sample has no mask, a token is not in its set, or no log-probabilities came through.
     """
     candidates = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
     masks = [mask for mask in candidates if mask is not None]

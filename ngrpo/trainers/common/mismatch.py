@@ -69,8 +69,8 @@ def step_metrics(
 
     Args:
         records: one per sample; samples without one are left out.
-        log_probs: log π of the trainer by position, (T,) each, NaN at tokens that are not trained. A record's part
-            beyond T was cut off, and does not count.
+        log_probs: log π of the trainer by position, (T,) each, NaN at untrained tokens. What a record has beyond T was
+            cut off.
         perturbation: of the rollouts, for the planned rate.
     """
     generated = planned = perturbed = agreed = size = dropped = prompted = cached = 0
@@ -122,12 +122,7 @@ class GapScale:
     """The gap of engines and trainer where nothing is perturbed, which judges all other gaps of the run."""
 
     def __init__(self, half_precision: bool, drifts: bool = False, noisy: bool = False) -> None:
-        """
-        Args:
-            half_precision: whether the trainer computes in bfloat16 or float16.
-            drifts: whether engines may have older weights than the trainer, as in asynchronous training.
-            noisy: whether engines have different weights from the first step on, as under a policy noise.
-        """
+        """``drifts``: engines may have older weights, as in asynchronous training; ``noisy``: other ones by design."""
         self._half, self._drifts, self._noisy = half_precision, drifts or noisy, noisy
         self._start: float | None = None
 
@@ -137,14 +132,7 @@ class GapScale:
         return self._start is None or self._drifts
 
     def of(self, unperturbed: float | None) -> float | None:
-        """The scale of a step in nats: the run's first, or the larger one of this step if weights drift.
-
-        Args:
-            unperturbed: mean gap of the step's unperturbed responses, None if it was not measured.
-
-        Returns:
-            None until there was an unperturbed response.
-        """
+        """The scale of a step in nats: the run's first gap, or the larger one of this step if weights drift."""
         if self._start is None:
             self._start = unperturbed
         gaps = [part for part in (self._start, unperturbed if self._drifts else None) if part is not None]
@@ -153,10 +141,7 @@ class GapScale:
     def check(self, measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
         """Compares all gaps of a step with the scale; ratios among them show nothing if all are wrong.
 
-        Args:
-            measures: of :func:`step_metrics`, with ``gap_unperturbed_mean`` if it was measured.
-            limit: how many times the scale each may be; plain positions at most 5 times.
-            strict: raise instead of warning.
+        Each may be ``limit`` times the scale, plain positions at most 5 times.
 
         Raises:
             ReplayGap: if a gap is larger and ``strict`` is set.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses around a trainer's own: each changes the arguments of the loss that it calls.
 
-They change neither the KL term nor the old log-probabilities. A term that a credit or a density adds to a token's score
-enters as term − stop_gradient(term): its value is 0, so ratio and clip are the token's.
+A term that a credit or a density adds to a token's score enters as term − stop_gradient(term): its value is 0, so ratio
+and clip are the token's.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
     Args:
         action_mask: (B, A), 1 at generated tokens among the last A of each row.
         attention_mask: (B, T).
-        shape: the logits' without V, (B, T) of a padded batch or (1, total) of a packed one.
-
-    Raises:
-        RuntimeError: for any other shape.
+        shape: the logits' without V, (B, T) of a padded batch or (1, total) of a packed one; RuntimeError for others.
     """
     sample, column = action_mask.bool().nonzero(as_tuple=True)
     length = attention_mask.shape[1]
@@ -122,14 +119,8 @@ class CreditInLoss:
 
 
 def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[Tensor, Tensor]:
-    """log π_old of second-round responses given the prompts they were drawn from, 0 elsewhere; and where they are.
-
-    Args:
-        action_mask: (B, A), 1 at generated tokens.
-        carried: of each sample.
-
-    Returns:
-        (B, A) float32 and (B, A) bool.
+    """log π_old of second-round responses given the prompts they were drawn from, (B, A), 0 elsewhere; and where they
+    are.
 
     Raises:
         RuntimeError: if a response is longer than the log-probabilities that it carries.

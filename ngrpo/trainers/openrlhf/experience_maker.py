@@ -164,11 +164,11 @@ def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> di
 
     The mean of −log π_rollout over all drawn tokens estimates its entropy at the rollout's temperatures without bias.
     """
-    args, rollout = maker.strategy.args, [e.rollout_log_probs for e in experiences]
+    args = maker.strategy.args
     maker.rollout_divergence = maker.rollout_entropy = None
-    if any(part is None for part in rollout):
+    pairs = [(e, e.rollout_log_probs) for e in experiences if e.rollout_log_probs is not None]
+    if len(pairs) < len(experiences):
         return {}
-    pairs = [(e, part) for e, part in zip(experiences, rollout) if part is not None]
     maker.rollout_entropy = -torch.cat([part[e.action_mask.bool()].float().cpu() for e, part in pairs]).mean().item()
     measures = {"sampling/entropy": maker.rollout_entropy} if current_run().sampling_schedule is not None else {}
     advantage = args.algo.advantage

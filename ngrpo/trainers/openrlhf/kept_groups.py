@@ -49,11 +49,7 @@ class KeptGroups:
     """The file of a run's kept steps."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        """
-        Args:
-            folder: the run's. A resumed run keeps its lines of earlier steps, a new one drops all.
-            step: the next training step, from 0.
-        """
+        """``step`` is the next one, from 0; a resumed run keeps its lines of earlier steps, a new one drops all."""
         self._path = folder / FILE
         self._lines = [line for line in read(folder) if line["step"] <= step] if step else []
         steps = [line["step"] for line in self._lines]
@@ -94,11 +90,8 @@ def of_step(
     log π_rollout| of each), ``fed`` (position and what was fed there) and ``cut``, the number of tokens left out.
 
     Args:
-        experiences: OpenRLHF's, with advantages.
-        tokenizer: of the model.
         size: answers to a prompt, G.
-        groups: the number of prompts whose answers are kept.
-        seed: from which these are drawn.
+        groups: the number of prompts whose answers are kept, drawn by ``seed``.
         gaps: whether the experiences' log-probabilities are the tokens'.
     """
     batches = [(experience, unpack(experience.mm_train_inputs)) for experience in experiences]

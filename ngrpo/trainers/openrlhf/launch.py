@@ -46,10 +46,7 @@ class TrainingFailed(RuntimeError):
 
 
 def launch(run: RunConfig) -> None:
-    """Trains until OpenRLHF's program ends.
-
-    Args:
-        run: with complete OpenRLHF flags, checked by ngrpo/config/rules.py.
+    """Trains until OpenRLHF's program ends; the run has complete flags, checked by ngrpo/config/rules.py.
 
     Raises:
         TrainingFailed: with the root cause, whatever process it happened in.
@@ -140,9 +137,8 @@ def _run(flags: Sequence[str]) -> None:
 def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
     """Ray's `worker_process_setup_hook`, which runs in every worker before its tasks and actors.
 
-    Ray keeps the function, and with it the run, in its own store: no disk need be shared, and no environment variable,
-    which Linux limits to 131,072 bytes, holds them. Relative paths mean in a worker what they mean here, also on a
-    cluster that was started in another folder.
+    Ray keeps the function, and the run with it, in its own store, so no disk need be shared; an environment variable is
+    limited to 131,072 bytes. Relative paths mean in a worker what they mean here.
     """
     here = os.getcwd()
 

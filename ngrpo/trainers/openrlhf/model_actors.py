@@ -111,13 +111,7 @@ class _Replaying:
 
 
 def kept_by_actors(maker: Any, method: str, own: Sequence[Tensor]) -> list[Tensor]:
-    """A tensor that the actors kept of each batch, by the method that hands it over.
-
-    Args:
-        maker: OpenRLHF's experience maker.
-        method: of our actors.
-        own: the log-probabilities of each batch, (B, A), as they were returned: the shapes of the result.
-    """
+    """A tensor that the actors kept of each batch, by their ``method`` that hands it over, in the shapes of ``own``."""
     import ray
 
     args = maker.strategy.args
@@ -165,11 +159,7 @@ def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, l
 
 
 def merge_mm_train_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`merge_mm_train_inputs`: what a multimodal model's forward gets of a batch, without our entries.
-
-    OpenRLHF carries ``mm_train_inputs``, which is meant for images, with each sample from the rollout to the forwards
-    of actor, reference and training step.
-    """
+    """`merge_mm_train_inputs`, meant for images: a multimodal model's forward does not get our entries."""
 
     def theirs(entry: Any) -> Any:
         if isinstance(entry, list):
@@ -189,8 +179,8 @@ def merge_mm_train_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 def actor_init(original: Callable[..., None]) -> Callable[..., None]:
     """`Actor.__init__`: the perturbation's parameters join the model before DeepSpeed and the optimizer see it.
 
-    So ZeRO, gradient clipping, checkpoints and weight sync treat them as the policy's. What the perturbation freezes
-    gets no gradient. The reference model has the parameters of its own folder, or the ones that training starts from.
+    So ZeRO, gradient clipping, checkpoints and weight sync treat them as the policy's. The reference model has the
+    parameters of its own folder, or the ones that training starts from.
     """
 
     def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
@@ -226,12 +216,7 @@ def get_model_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> list[dict[str, Any]]:
-    """An optimizer's parameter groups without the parameters that have a rate, then one group with ``lr`` per rate.
-
-    Args:
-        groups: the optimizer's.
-        rates: learning rate by ``id`` of a parameter, None for the optimizer's.
-    """
+    """An optimizer's parameter groups without the parameters that have a rate, by ``id``; then one group per rate."""
     remaining, by_rate = [], {}
     for group in groups:
         for parameter in group["params"]:

@@ -195,11 +195,7 @@ async def generate(
 ) -> Any:
     """One request, and its record. (If it is cancelled, vLLM aborts it, and the record is dropped.)
 
-    Args:
-        actor: the rollout actor.
-        prompt: token ids, in which a picture has all of its places.
-        sampling_params: vLLM's.
-        pictures: of the prompt, as vLLM's ``multi_modal_data``.
+    In ``prompt`` a picture has all of its places; ``pictures`` are vLLM's ``multi_modal_data``.
     """
     from vllm.inputs import TokensPrompt
 

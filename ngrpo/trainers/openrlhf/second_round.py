@@ -43,42 +43,32 @@ def regrouped(
     *,
     with_log_probs: bool,
 ) -> list[dict[str, Any]]:
-    """The trained group of G responses to the prompt of the data: right ones of the second round replace first ones.
+    """The trained group of G responses to the data's prompt: right ones of the second round replace first ones.
 
-    Args:
-        first: OpenRLHF's responses to the prompt of the data, G.
-        second: those of the second round, with their log-probabilities.
-        method: the run's.
-        random: chooses among right responses if there are too many.
-        with_log_probs: whether responses hand on the rollout's log-probabilities.
+    ``random`` chooses if there are too many; ``with_log_probs`` says whether responses hand on the rollout's
+    log-probabilities.
     """
     own, others = ([reward_of(response) for response in responses] for responses in (first, second))
     rewards = np.asarray([*own, *others], np.float32)
     group = [(response, TwoRounds(rewards, place)) for place, response in enumerate(first)]
     for place, number in enumerate(method.kept(others, len(first), random)):
-        response = second[number]
+        response, onto = second[number], first[place]
         (start, end), *_ = response["action_ranges"]
-        log_probs = np.asarray(response["rollout_log_probs"][start:end], np.float32)
-        moved = _moved(response, first[place], with_log_probs)
-        group[place] = moved, TwoRounds(rewards, len(first) + number, log_probs)
+        tokens, log_probs = (list(response[name][start:end]) for name in ("observation_tokens", "rollout_log_probs"))
+        # As a response to the prompt of the data.
+        prompt = list(onto["observation_tokens"][: onto["action_ranges"][0][0]])
+        moved = {
+            **response,
+            "prompt": onto["prompt"],
+            "observation_tokens": prompt + tokens,
+            "action_ranges": [(len(prompt), len(prompt) + len(tokens))],
+            "rollout_log_probs": [0.0] * len(prompt) + log_probs if with_log_probs else None,
+        }
+        group[place] = moved, TwoRounds(rewards, len(first) + number, np.asarray(log_probs, np.float32))
     return [
         {**response, "mm_train_inputs": {**(response["mm_train_inputs"] or {}), **rounds.pack()}}
         for response, rounds in group
     ]
-
-
-def _moved(response: Mapping[str, Any], onto: Mapping[str, Any], with_log_probs: bool) -> dict[str, Any]:
-    """A response with the prompt of another."""
-    (start, end), *_ = response["action_ranges"]
-    prompt = list(onto["observation_tokens"][: onto["action_ranges"][0][0]])
-    tokens, log_probs = (list(response[name][start:end]) for name in ("observation_tokens", "rollout_log_probs"))
-    return {
-        **response,
-        "prompt": onto["prompt"],
-        "observation_tokens": prompt + tokens,
-        "action_ranges": [(len(prompt), len(prompt) + len(tokens))],
-        "rollout_log_probs": [0.0] * len(prompt) + log_probs if with_log_probs else None,
-    }
 
 
 async def in_two_rounds(

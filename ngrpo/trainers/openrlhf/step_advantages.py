@@ -157,11 +157,7 @@ def advantages_of_all(
 ) -> Tensor:
     """Advantages (P, G) in which a group with a second round is compared with all of its G + G' responses.
 
-    Args:
-        advantage: the run's, at the step.
-        rewards: of the trained responses, (P, G), with OpenRLHF's penalties.
-        advantages: of these alone, (P, G).
-        carried: of each response, P · G in the order of the rewards.
+    ``rewards`` and ``advantages`` are of the trained responses, (P, G), ``carried`` in the same order.
     """
     result, size = advantages.clone(), rewards.shape[1]
     for row in range(len(rewards)):

@@ -50,7 +50,11 @@ def trainer(plain: Any) -> type:
             run, states = current_run(), super().init_checkpoint_states()
             self.noise_step = states["global_step"]
             if _STATE in states:
-                self.restore(states[_STATE])
+                ours = states[_STATE]
+                if hasattr(self, "samples_generator"):  # in an asynchronous run the generator has the round
+                    self.samples_generator.rollout_round = ours["rollout_round"]
+                self.experience_maker.visits, self.noise = ours["visits"], tuple(ours["noise"])
+                self.past_steps = tuple(PastStep(*step) for step in ours["past_steps"])
             if run.policy_noise is not None and not self.noise_step:
                 self.broadcast_to_vllm()  # the first rollout's weights have noise as well; a resumed run sends its own
             if run.eval_at_start and not self.noise_step and self.eval_dataloader:
@@ -116,26 +120,15 @@ def trainer(plain: Any) -> type:
             self, global_step: int, logs_dict: object = None, client_states: dict[str, Any] | None = None
         ) -> None:
             if client_states is not None:  # the best checkpoint is then saved with the same ones
-                client_states[_STATE] = self.state()
+                client_states[_STATE] = {
+                    "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
+                    "visits": self.experience_maker.visits,
+                    "noise": self.noise,
+                    "past_steps": [astuple(step) for step in self.past_steps],
+                }
             super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
             if self.tensorboard_logger:  # which flushes every two minutes: a run that is killed keeps its steps
                 self.tensorboard_logger.writer.flush()
-
-        def state(self) -> dict[str, Any]:
-            """Our part of a checkpoint; in an asynchronous run the generator has the round."""
-            return {
-                "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
-                "visits": self.experience_maker.visits,
-                "noise": self.noise,
-                "past_steps": [astuple(step) for step in self.past_steps],
-            }
-
-        def restore(self, state: dict[str, Any]) -> None:
-            """Takes what :meth:`state` gave."""
-            if hasattr(self, "samples_generator"):
-                self.samples_generator.rollout_round = state["rollout_round"]
-            self.experience_maker.visits, self.noise = state["visits"], tuple(state["noise"])
-            self.past_steps = tuple(PastStep(*step) for step in state["past_steps"])
 
     return PerturbedTrainer
 

@@ -65,11 +65,6 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
 def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: bool) -> None:
     """Enters this project's advantage ``name`` into verl's registry; verl's own estimators stay.
 
-    Args:
-        name: ``algorithm.adv_estimator``.
-        options: ``advantage.…``.
-        kl_in_reward: ``algorithm.use_kl_in_reward``.
-
     Raises:
         UsageError: for bad options, or an advantage that verl cannot use.
     """
