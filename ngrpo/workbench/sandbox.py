@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sandbox model: a Qwen3 of 0.14 million parameters, trained from scratch on demonstrations of the sandbox's tasks.
 
-Its tokens are numbers and a few words. The first word of a question names the task. The rewards are in
-``ngrpo/workbench/tasks``: ``shortcut``, ``minimum_sum``, ``two_peaks``, ``star_graph``.
+The first word of a question names the task. The rewards are in ``ngrpo/workbench/tasks``.
 """
 
 from __future__ import annotations
@@ -120,14 +119,9 @@ def digit_question(digits: list[int], late: bool) -> str:
 def digit_demonstration(
     chance: random.Random, digits: list[int], late: bool, counted: float = COUNTED, skill: float = SKILL
 ) -> str:
-    """A response.
+    """A response to :func:`digit_question`.
 
-    Args:
-        chance: draws the words, the way and the error.
-        digits: of :func:`digit_problem`.
-        late: as in :func:`digit_question`.
-        counted: the probability of ``count``.
-        skill: the probability that the last running sum is right.
+    ``counted`` is the probability of ``count``, ``skill`` that the last running sum is right.
     """
     filled = [chance.choice(FILLERS) for _ in range(_FILLED)] if late else []
     if chance.random() >= counted:
@@ -149,7 +143,6 @@ def sign_problem(chance: random.Random) -> list[int]:
 
 
 def sign_question(numbers: list[int]) -> str:
-    """The question."""
     return " ".join(["signs", *map(str, numbers)])
 
 
@@ -248,20 +241,12 @@ def make(folder: Path, *, steps: int = STEPS, seed: int = 0, report: Callable[[s
     from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
     special = {"bos_token_id": IDS[USER], "eos_token_id": IDS[END], "pad_token_id": IDS[END]}
-    settings: dict[str, Any] = {
-        "vocab_size": len(TOKENS),
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": LONGEST,
-        "initializer_range": 0.1,
-    }
+    sizes: dict[str, Any] = {"vocab_size": len(TOKENS), "max_position_embeddings": LONGEST, "num_hidden_layers": 2}
+    width: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "initializer_range": 0.1}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**settings, **special)).float()
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **width, **heads, **special)).float()
 
     def train(steps: int, highest: float, warm_up: int, batch: Callable[[float], list[tuple[str, str]]]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=highest, betas=(0.9, 0.98), weight_decay=0.01)

@@ -121,7 +121,7 @@ def build(
 def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:
     """Sets the perturbation of an engine built elsewhere, and returns whether its draws are reproducible.
 
-    Raises ``RuntimeError`` for a perturbation where the engine has none installed, ``UsageError`` for a bad spec.
+    Raises ``RuntimeError`` where the engine has none installed, ``UsageError`` for a bad spec.
     """
     from ngrpo.rollout import set_perturbation
 

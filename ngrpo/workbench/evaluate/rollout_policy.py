@@ -149,7 +149,7 @@ def noisy_folder(model: str, policy: RolloutPolicy) -> Iterator[str]:
 
 @contextmanager
 def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
-    """An idle engine of this folder or hub name with noise on its weights, and with its own weights again after it."""
+    """An idle engine of this folder or hub name with noise on its weights, and with its own weights afterwards."""
     if not policy.scale:
         yield
         return

@@ -41,11 +41,7 @@ def check(name: str) -> None:
 
 
 def problems(name: str) -> Split:
-    """Training and held-out rows of a dataset, the same on every machine.
-
-    Raises:
-        UsageError: for a dataset that cannot be generated with its defaults.
-    """
+    """Training and held-out rows, the same on every machine; UsageError where the defaults generate none."""
     # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings, whose order changes
     # from process to process unless this variable is set before Python starts.
     done = subprocess.run(
@@ -85,10 +81,7 @@ def label_of(name: str, entry: dict[str, Any]) -> str:
 
 
 def score(answer: str, label: str) -> float:
-    """reasoning-gym's own score of a response's :func:`final_answer`, in [0, 1]; 0 where its scorer fails.
-
-    The label is of :func:`label_of`.
-    """
+    """reasoning-gym's own score of a response's :func:`final_answer`, in [0, 1]; 0 where its scorer fails."""
     problem = json.loads(label, object_hook=_unpacked)
     scorer = _scorer(problem["dataset"])
     try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digit sums with a shortcut on which plain GRPO settles: ``--task shortcut``, for the sandbox.
 
-``ngrpo/workbench/sandbox.py`` has the problem and its two ways. The log has the fraction of responses that count, the
-way that plain GRPO seldom tries.
+The log has the fraction of responses that count, the way that plain GRPO seldom tries.
 """
 
 from __future__ import annotations
