@@ -37,9 +37,8 @@ class PerturbedGRPOTrainer(GRPOTrainer):
     ``perturbation_gap`` is the largest training–inference mismatch of the last rollout batch, in nats; also logged.
 
     Args:
-        perturbation: a spec for :func:`perturbations.create`, ``{"name": "neighbor", "rate": 0.1}``.
+        perturbation: a spec for :func:`perturbations.create`.
         vllm_options: further keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``.
-        args, kwargs: TRL's own.
 
     Raises:
         UsageError: for settings under which a rollout would not be replayed, such as a vLLM server or tools.

@@ -183,11 +183,8 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
     """Overrides the forward's log-probabilities by log π_S, of the policy renormalised over the tokens S left by
     sampling.
 
-    log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S.
-
-    Args:
-        side_inputs: of the batch, with a sampling mask for each sample.
-        attention_mask: (B, T), padded on either side.
+    log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S. ``attention_mask`` is (B, T), padded on
+    either side.
 
     Raises:
         RuntimeError: if a sample has no mask, a token is not in its set, or no log-probabilities came through.

@@ -122,8 +122,7 @@ def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[
     """log π_old of second-round responses given the prompts they were drawn from, (B, A), 0 elsewhere; and where they
     are.
 
-    Raises:
-        RuntimeError: if a response is longer than the log-probabilities that it carries.
+    RuntimeError if a response is longer than the log-probabilities that it carries.
     """
     mask = action_mask.bool().cpu()
     log_probs, there = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.bool)

@@ -22,15 +22,12 @@ _LONGEST = 32
 def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """Replays a row of one candidate of weight 1 and compares with the text that has this token.
 
-    Every rank of a sharded model does the same forwards.
-
-    Args:
-        model: Hugging Face's, with its input embedding's ``get_input_embeddings()``.
-        log_probs: sequences (B, T), action mask (B, A), attention mask (B, T) to log π of the last A tokens, (B, A);
-            by way of all that the trainer puts around the model.
+    ``log_probs`` goes from sequences (B, T), action mask (B, A) and attention mask (B, T) to log π of the last A
+    tokens, (B, A), through all that the trainer puts around the model. Every rank of a sharded model does the same
+    forwards.
 
     Raises:
-        CheckFailure: where a replayed row does not reach the model, or others are disturbed.
+        CheckFailure: if a replayed row does not reach the model, or others change.
     """
     embedding: Any = model.get_input_embeddings()
     half = next(model.parameters()).dtype != torch.float32

@@ -44,13 +44,10 @@ def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]
 
 @dataclass(frozen=True)
 class TwoRounds:
-    """The two rounds of a sample's prompt.
+    """The two rounds of a sample's prompt: rewards of all responses, the first round's in front, (G + G',) float32.
 
-    Attributes:
-        rewards: of all responses, the first round's in front, (G + G',) float32.
-        place: of this response among them.
-        log_probs: log π_old of its tokens given its round's prompt, (T,) float32; None in the first round, whose prompt
-            is the data's.
+    ``place`` is this response's among them; ``log_probs`` is log π_old of its tokens given its round's prompt, (T,)
+    float32, and None in the first round, whose prompt is the data's.
     """
 
     rewards: np.ndarray

@@ -38,14 +38,11 @@ def written(weights: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def load_weights_file(worker: Any, path: str) -> int:
-    """Reloads the model's weights from the file of :func:`written`, in a vLLM worker; returns the number of tensors.
+    """Reloads the model's weights in a vLLM worker from the file of :func:`written`; returns the number of tensors.
 
     `reload_weights` and not `load_weights`: on a CPU vLLM repacks linear weights after loading, and only the former
-    restores the checkpoint's layout first (vLLM 0.29).
-
-    Raises:
-        FileNotFoundError: if the engine runs on another machine than the trainer.
-        TypeError: if the trainer's dtype is not the engine's.
+    restores the checkpoint's layout first (vLLM 0.29). FileNotFoundError on another machine than the trainer's,
+    TypeError for another dtype.
     """
     from safetensors import safe_open
 

@@ -275,9 +275,7 @@ async def _asked(actor: Any, request: Any, params: SamplingParams) -> tuple[Any,
 def pictures_key(pictures: object) -> bytes:
     """A key of a prompt's pictures, the same in every run, 16 bytes; empty without pictures.
 
-    Args:
-        pictures: as a dataset or vLLM's ``multi_modal_data`` has them: paths, addresses, bytes or PIL images; one of
-            them, a list, or None.
+    These are one or a list of paths, addresses, bytes or PIL images, as datasets and vLLM's ``multi_modal_data`` have.
     """
     each = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
     each = [picture for picture in each if picture is not None]

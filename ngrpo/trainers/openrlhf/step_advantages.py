@@ -198,9 +198,8 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
     """Replaces the tokens' advantages by the run's credit, in place, for any estimator.
 
-    Returns:
-        ``credit/entropy``: mean over the tokens; ``trained``: share of tokens that keep an advantage other than 0, of
-        those that had one; ``size``: mean size of the advantages over the one before.
+    Returns the metrics ``credit/…`` (docs/exploration.md): over tokens with an advantage other than 0, the share that
+    keeps one, and the mean size over the one before.
     """
     credit = require(current_run().credit, "--credit")
     masks = [experience.action_mask.bool() for experience in experiences]
