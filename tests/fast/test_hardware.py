@@ -22,7 +22,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import cpu, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf import launch, nodes, worker
+from ngrpo.trainers.openrlhf import launch
 from ngrpo.trainers.openrlhf.failure import RUN_ID
 from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
@@ -45,7 +45,6 @@ def test_auto_is_what_torch_sees(monkeypatch: pytest.MonkeyPatch, has_gpu: bool,
 
 def set_flash_attn(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: installed)
-    monkeypatch.setattr(worker, "has_flash_attn", lambda: installed)
 
 
 @pytest.mark.parametrize("file", ["flash_attn/__init__.py", "flash_attn/cute/__init__.py", "flash_attn_interface.py"])
@@ -134,7 +133,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, her
     set_flash_attn(monkeypatch, here)
     settings = run_of(perturbation={"name": "neighbor"})
     profile = profile_for("cuda")
-    hook = worker.setup_hook(conditions_for(profile, settings), settings)
+    hook = launch.setup_hook(conditions_for(profile, settings), settings)
     set_flash_attn(monkeypatch, there)
     held: set[str] = set()
     monkeypatch.setattr(patches, "install", held.update)
@@ -286,7 +285,7 @@ def test_every_path_that_another_node_opens_is_asked_for(tmp_path: Path, monkeyp
         (tmp_path / name).mkdir()
         words += [name, f"{tmp_path / name},https://judge.example/score,owner/name"]
     (tmp_path / "runs").mkdir()
-    found = nodes.opened(Flags([*words, "--ds.attn_implementation", "sdpa"]), "runs")
+    found = launch.opened(Flags([*words, "--ds.attn_implementation", "sdpa"]), "runs")
     assert found == {**{str(tmp_path / name): name for name in takes_paths}, "runs": "--run-dir"}
 
 

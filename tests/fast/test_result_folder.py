@@ -21,7 +21,7 @@ from tests.fast.file_limit import largest_file
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, .*give another --out")
+    refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, .*give another folder")
     with ResultFolder.opened(tmp_path / "out"), refused, ResultFolder.opened(tmp_path / "out"):
         pass
     with ResultFolder.opened(tmp_path / "out"):
@@ -168,5 +168,9 @@ def test_a_new_folder_belongs_to_one_process(tmp_path: Path, monkeypatch: pytest
         (third / "file").touch()
         raise KeyError
     assert third.is_dir()
-    with reserved_folder("mine", "none") as given:
-        assert given == Path("mine") and not given.exists()
+    with pytest.raises(KeyError), reserved_folder("mine", "none") as given:
+        refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, ")
+        with refused, reserved_folder("mine", "none"):
+            pytest.fail("two runs in one folder")
+        raise KeyError
+    assert given == Path("mine") and not given.exists()

@@ -110,7 +110,8 @@ def main() -> None:
 
 def sampled(module: Any) -> dict[str, list[float]]:
     """(temperature, top_p, top_k, min_p) of a training rollout, an evaluation, and a rollout after that."""
-    from ngrpo.config.sampling import Sampling
+    from ngrpo import patches
+    from ngrpo.config.run import RunConfig, Sampling, begin
 
     begin(RunConfig(specs={"perturbation": {"name": "neighbor"}}, sampling=Sampling(top_k=5, min_p=0.1)))
     # With the perturbation's own row for the same class, in the order of the table.

@@ -77,6 +77,10 @@ def test_openrlhfs_length_penalty_comes_first(found: dict[str, Any]) -> None:
     assert found["metrics"]["advantage/uniform_mean"] == pytest.approx(-0.2 / math.sqrt(0.2) / 2, abs=1e-5)
 
 
+def test_an_incomplete_group_is_an_error(found: dict[str, Any]) -> None:
+    assert "12 responses are not a whole number of groups of 5" in found["incomplete"]
+
+
 def test_masks_are_on_in_rollouts_and_off_in_evaluation(found: dict[str, Any]) -> None:
     masked = [0.9, 0.8, 5, 0.1]
     assert found["sampling"] == {"rollout": masked, "evaluation": [0.6, 0.8, -1, 0.0], "again": masked}

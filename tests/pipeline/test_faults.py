@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -107,3 +108,27 @@ def test_a_cluster_with_too_few_gpus_and_one_that_is_gone(tmp_path: Path, smollm
         assert result.returncode == 0 and "is gone (`ray stop` forgets it); starting Ray here" in result.stdout
     finally:
         known.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("sent", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGKILL, -9, "")])
+def test_a_training_that_is_ended(tmp_path: Path, smollm2: str, sent: signal.Signals, code: int, word: str) -> None:
+    """SIGTERM, as Slurm and Kubernetes send it, leaves the summary and the report; no process outlives even SIGKILL."""
+    log, run = tmp_path / "log", tmp_path / "run"
+    log.write_text("of an earlier run\n")
+    flags = [*FLAGS, "--vllm.num_engines", "2", "--data.max_samples", "64", "--log-file", str(log)]
+    with begun(small(run, smollm2, *flags)) as process:
+        until = time.monotonic() + 300
+        while "Global step 1" not in log.read_text(errors="replace"):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.2)
+        time.sleep(3.0)
+        process.send_signal(sent)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert_nothing_runs(tmp_path)
+    assert log.read_text(errors="replace").startswith("of an earlier run\n")
+    assert (run / "checkpoints" / "_actor" / "latest").is_file()
+    if word:
+        assert word in output and "--ckpt.load_enable continues from the last checkpoint" in output
+        assert json.loads((run / "summary.json").read_text())["steps"][0]["step"] == 1
+        assert (run / "report.html").is_file()

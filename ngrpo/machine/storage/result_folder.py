@@ -104,7 +104,7 @@ class ResultFolder:
                 holder = os.pread(folder.lock, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise UsageError(
                     f"{path}: another command (process {holder}, or one that it started) is at work in this folder."
-                    " Wait for it, stop it, or give another --out."
+                    " Wait for it, stop it, or give another folder."
                 ) from None
             with writing(path):
                 os.ftruncate(folder.lock, 0)
@@ -190,26 +190,32 @@ def folder_for(path: str | None, name: str) -> Path:
 
 @contextmanager
 def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
-    """The folder that the user gave, or a new one that no other process has: ``runs/<time>-<name>``, then ``…-2``.
+    """Holds the folder that the user gave, or a new one: ``runs/<time>-<name>``, then ``…-2``.
 
-    A new one is made at once, and removed where the block fails before it has written something there.
+    A folder that was made here is removed where the block fails before it has written a file.
+
+    Raises:
+        UsageError: where another process holds the folder, or it cannot be made.
     """
     folder = first = folder_for(path, name)
-    if path:
-        yield folder
-        return
+    new = not path or not folder.exists()
     for number in count(2):
+        if path:
+            break
         with writing(folder), suppress(FileExistsError):
             folder.mkdir(parents=True)
             break
         folder = first.with_name(f"{first.name}-{number}")
-    try:
-        yield folder
-    except BaseException:
-        with suppress(OSError):  # something is in it
-            folder.rmdir()
-            folder.parent.rmdir()
-        raise
+    with ResultFolder.opened(folder):
+        try:
+            yield folder
+        except BaseException:
+            if new and [entry.name for entry in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+                with suppress(OSError):  # other runs are in it
+                    folder.parent.rmdir()
+            raise
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -152,7 +152,7 @@ def _run(argv: Sequence[str] | None) -> dict[str, Any]:
 def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
     """OpenRLHF's function that nests arguments, and the block without its imports and without the training."""
     spec = find_spec("openrlhf")
-    assert spec is not None and spec.origin is not None, "preflight.check_stack comes first"
+    assert spec is not None and spec.origin is not None, "rules.check_stack comes first"
     folder = Path(spec.origin).parent
     nesting: dict[str, Any] = {}
     exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)
