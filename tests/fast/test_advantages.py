@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -41,9 +41,8 @@ def test_a_decode_step_waits_for_nothing(name: str, rate: float) -> None:
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"neighbor"}))  # whose table on a CPU is filled by what is asked for
 def test_a_decode_step_does_not_loop_over_requests(name: str) -> None:
-    assert (
-        loops(create(name, rate=1.0, burn_in=0)) == 0
-    )  # below 1, a small batch has steps in which nothing is perturbed
+    # Below rate 1, a small batch has steps in which nothing is perturbed.
+    assert loops(create(name, rate=1.0, burn_in=0)) == 0
 
 
 def test_the_count_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +98,8 @@ def test_a_finished_request_waits_for_its_own_notes_alone(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(RolloutPerturber, "_event", event)
     decoding = Decoding(create("gumbel"), 2)
-    requests = RunningRequests(
-        create("gumbel"), decoding.perturber._store, decoding.perturber, registry.buffers.create("memory")
-    )
+    perturber, buffer = decoding.perturber, registry.buffers.create("memory")
+    requests = RunningRequests(create("gumbel"), perturber._store, perturber, buffer)
 
     def told(*finished: str) -> None:
         requests.update(SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=[]))

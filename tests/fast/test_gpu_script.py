@@ -24,7 +24,6 @@ from perturbations.errors import UsageError
 
 MACHINE = {"gpu": None, "processor": "a processor", "cores": 2, "python": "3.11", "versions": {"torch": "2"}}
 HERE = "no GPU, a processor"
-LIMIT = 60.0
 
 
 def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -51,20 +50,17 @@ def stage(kind: str, seconds: float = 5.0, **more: Any) -> Stage:
     )
 
 
-class Told(list[str]):
-    def __call__(self, line: str) -> None:
-        self.append(line)
-
-
-def go(path: Path, *chosen: Stage, limit: float = LIMIT, machine: dict[str, Any] = MACHINE) -> tuple[bool, Told, dict]:
+def go(
+    path: Path, *chosen: Stage, limit: float = 60.0, machine: dict[str, Any] = MACHINE
+) -> tuple[bool, list[str], dict]:
     """Runs stages: whether all were good, the lines, the file of figures."""
-    told = Told()
-    good = run.run(chosen, path, machine, limit=limit, report=told)
+    told: list[str] = []
+    good = run.run(chosen, path, machine, limit=limit, report=told.append)
     return good, told, json.loads(path.read_text()) if path.exists() else {}
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, Told, dict[str, Any], Path]:
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, list[str], dict[str, Any], Path]:
     path = tmp_path_factory.mktemp("figures") / "gpu.json"
     kinds = ["error", "bad row", "killed", "good", "wrong"]
     others = [stage("absent", needs=("no_such_module",)), stage("two", gpus=2), stage("long", 1000.0)]
@@ -124,10 +120,8 @@ def test_a_stage_that_the_limit_cuts_off_keeps_its_rows_and_is_run_again(
 @pytest.mark.more
 def test_a_killed_run_ends_its_stage_and_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
-    code = (
-        "from pathlib import Path; from tests.fast.test_gpu_script import go, stage;"
-        f"go(Path({str(path)!r}), stage('good'), stage('slow', 20.0))"
-    )
+    code = "from pathlib import Path; from tests.fast.test_gpu_script import go, stage;"
+    code += f"go(Path({str(path)!r}), stage('good'), stage('slow', 20.0))"
     with subprocess.Popen([sys.executable, "-c", code], cwd=run.ROOT) as process:
         while not (path.exists() and "test-slow" in path.read_text()):
             assert process.poll() is None

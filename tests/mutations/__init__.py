@@ -9,24 +9,21 @@ Run by hand, from the project's root (a few seconds for each mutation):
 and by `make test-all`. A mutation that survives shows a formula that no test holds; the exit status is then 1. Nothing
 in the working tree is touched: the mutations are made in a temporary copy.
 
-To add one, append a :class:`Mutation` to the list of its part, in one of the files ``of_*.py``. ``old`` must occur
-exactly once in the file, which tests/fast/test_mutations.py checks, so a line that was rewritten takes its mutation
-along.
+To add one, append its old text, its new text and what is wrong then to its file and tests, in one of the files
+``of_*.py``. The old text must occur exactly once in the file, which tests/fast/test_mutations.py checks, so a line
+that was rewritten takes its mutation along.
 """
 
 from __future__ import annotations
 
+from tests.mutations import of_inputs, of_methods, of_values
 from tests.mutations.mutation import Mutation, problem, survives
-from tests.mutations.of_advantages import ADVANTAGES, AT_THE_BOUND, BEST_OF_K, CREDITS, NOISES, OVERLONG, RISK
-from tests.mutations.of_gradients import GRADIENTS
-from tests.mutations.of_inputs import DENSITIES, MIXTURES, SAMPLING
-from tests.mutations.of_schedules import SCHEDULES
-from tests.mutations.of_second_rounds import SECOND_ROUNDS
-from tests.mutations.of_values import VALUES
 
 MUTATIONS = [
-    *DENSITIES, *ADVANTAGES, *BEST_OF_K, *AT_THE_BOUND, *RISK, *OVERLONG, *CREDITS, *NOISES, *SAMPLING, *MIXTURES,
-    *SCHEDULES, *GRADIENTS, *SECOND_ROUNDS, *VALUES,
-]  # fmt: skip
+    Mutation(file, old, new, tests, wrong)
+    for part in (of_inputs, of_methods, of_values)
+    for (file, tests), rows in part.MUTATIONS.items()
+    for old, new, wrong in rows
+]
 
 __all__ = ["MUTATIONS", "Mutation", "problem", "survives"]

@@ -33,11 +33,6 @@ class Mutation:
     wrong: str
 
 
-def of_file(file: str, tests: str, *lines: tuple[str, str, str]) -> list[Mutation]:
-    """Mutations of one file that the same tests catch: old text, new text, what is wrong then."""
-    return [Mutation(file, old, new, tests, wrong) for old, new, wrong in lines]
-
-
 def problem(mutation: Mutation, root: Path = ROOT) -> str | None:
     """Why a mutation cannot be made, or None."""
     file = root / mutation.file

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from tests.mutations.mutation import Mutation, of_file
-
 _GRADIENT = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
+_LOSS = "ngrpo/trainers/common/log_probs.py"
+_STORE = "perturbations/replay/trajectory.py"
+_LEFT = "ngrpo/rollout/sampling_support.py"
+_MASKED = "test_mask_correction.py"
+_STORED = "test_sampling_mask_store.py"
+_MIXTURES = "test_strategies_mixtures.py"
+_SETS = "test_top_p_sets.py"
 
-DENSITIES = [
-    *of_file(
-        "perturbations/density.py",
-        "test_density.py",
+MUTATIONS = {
+    ("perturbations/density.py", "test_density.py"): [
         ("(2.0 * scale.square())", "scale.square()", "gaussian: σ² in the place of 2 σ²"),
         ("(2.0 * scale.square()) - constant", "(2.0 * scale.square())", "gaussian: not normalised"),
         ("noise.detach().clamp(low, high)", "noise", "gumbel: the noise is not clamped"),
@@ -20,21 +23,15 @@ DENSITIES = [
         ("kept & (probabilities > DIRICHLET_MASK)", "kept", "dirichlet: unlikely candidates are counted in the mean"),
         ("terms.clamp(*DIRICHLET_RANGE)", "terms", "dirichlet: terms are not clamped"),
         ("(shape - 1.0) * log_draws", "shape * log_draws", "dirichlet: the exponent of the Gamma density"),
-        (
-            "log_draws.exp() - torch.lgamma(shape)",
-            "log_draws.exp()",
-            "dirichlet: not normalised, though its constant depends on the policy",
-        ),
+        (") - torch.lgamma(shape)", ")", "dirichlet: not normalised, though its constant depends on the policy"),
         ("kept & (probabilities > NORMAL_MASK)", "kept", "normal: the mask is missing"),
         (".clamp(-NORMAL_REACH, NORMAL_REACH)", "", "normal: draws are not clamped"),
         ("-0.5 * distance.square()", "-distance.square()", "normal: σ² in the place of 2 σ²"),
         ("torch.where(kept, logits, -torch.inf)", "logits", "probabilities are shared with ids that top-p cut"),
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
         (' + require(normalizer, "edit.normalizer").unsqueeze(-1)', "", "gumbel, dirichlet: the total is missing"),
-    ),
-    *of_file(
-        "perturbations/methods/soft_grpo.py",
-        "test_density.py",
+    ],
+    ("perturbations/methods/soft_grpo.py", "test_density.py"): [
         (
             "distinct = replayed.edit, densities.distinct(replayed.edit.ids)",
             "distinct = replayed.edit, replayed.edit.ids >= 0",
@@ -51,31 +48,21 @@ DENSITIES = [
             "edit.ids >= 0",
             "normal: ids that top-p cut take part",
         ),
-    ),
-    *of_file(
-        "perturbations/methods/gaussian.py",
-        "test_density.py",
+    ],
+    ("perturbations/methods/gaussian.py", "test_density.py"): [
         ("(replayed.temperature / self.tau)", "(1.0 / self.tau)", "gaussian: the temperature is missing in τ"),
         ("ids = replayed.top(self.k)", "ids = edit.ids", "gaussian: the mean is over the recorded tokens"),
-    ),
-    *of_file(
-        "perturbations/methods/gaussian.py",
-        f"{_GRADIENT}[gaussian-soft-density-bandit]",
+    ],
+    ("perturbations/methods/gaussian.py", f"{_GRADIENT}[gaussian-soft-density-bandit]"): [
         ('return self.base != "fuzzy"', 'return self.base == "token"', "gaussian: soft loses its drawn token"),
-    ),
-    *of_file(
-        "perturbations/replay/scope.py",
-        f"{_GRADIENT}[gaussian-token-density-two-steps]",
+    ],
+    ("perturbations/replay/scope.py", f"{_GRADIENT}[gaussian-token-density-two-steps]"): [
         ("mixed = mixed.detach()", "mixed = mixed", "the embedding's gradient is counted twice"),
-    ),
-    *of_file(
-        "perturbations/replay/scope.py",
-        "test_density_loss.py",
+    ],
+    ("perturbations/replay/scope.py", "test_density_loss.py"): [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
-    ),
-    *of_file(
-        "ngrpo/trainers/common/log_probs.py",
-        "test_density_loss.py",
+    ],
+    ("ngrpo/trainers/common/log_probs.py", "test_density_loss.py"): [
         (
             "if perturbation is None or not perturbation.has_density:",
             "if perturbation is None or not perturbation.has_density or not len(scope._flat.ids):",
@@ -88,160 +75,79 @@ DENSITIES = [
             "action = tokens",
             "a token that was not drawn is in the action",
         ),
-        (
-            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
-            "action = torch.zeros_like(tokens)",
-            "a token that was drawn is not in the action",
-        ),
-    ),
-    *of_file(
-        "perturbations/methods/tarpo.py",
-        "test_tarpo.py",
+        ("action = tokens if perturbation.draws_token else", "action =", "a token that was drawn is not in the action"),
+    ],
+    ("perturbations/methods/tarpo.py", "test_tarpo.py"): [
         ("[:, 1:].exp() > step", "[:, :1].exp() > step", "tarpo: the router's probabilities are exchanged"),
         ("self.decision_weight * router", "router", "tarpo: λ is missing"),
         ("[:, :1] == 0.0)", "[:, :1] != 0.0)", "tarpo: the other decision than was drawn"),
         ("_SPREAD * draws", "draws", "tarpo: W starts a thousand times too large"),
         (" + self.head(mixture[:0]).sum()", "", "tarpo: a rank that asked nothing has no gradient"),
         ("return self.has_density", "return False", "tarpo: the token is not in the action"),
-    ),
-    *of_file(
-        "perturbations/replay/scope.py",
-        f"{_GRADIENT}[tarpo-density-two-steps]",
+    ],
+    ("perturbations/replay/scope.py", f"{_GRADIENT}[tarpo-density-two-steps]"): [
         ("return given[rows]", "return given[rows].detach()", "the decision does not train the policy"),
-    ),
-    *of_file(
-        "perturbations/replay/scope.py",
-        "test_tarpo.py",
+    ],
+    ("perturbations/replay/scope.py", "test_tarpo.py"): [
         ("return given[rows]", "return given[rows + 1]", "the hidden state of the row after the one that decided"),
-    ),
-    *of_file(
-        "ngrpo/rollout/step_kernels.py",
-        "test_tarpo.py",
+    ],
+    ("ngrpo/rollout/step_kernels.py", "test_tarpo.py"): [
         ("None if hidden is None else picked(hidden)", "hidden", "the hidden states of other rows than those gated"),
-    ),
-    *of_file(
-        "ngrpo/trainers/openrlhf/model_actors.py",
-        "test_density_actor.py",
+    ],
+    ("ngrpo/trainers/openrlhf/model_actors.py", "test_density_actor.py"): [
         ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),
-    ),
-    *of_file(
-        "ngrpo/trainers/openrlhf/actor_trainer.py",
-        "test_density_actor.py",
+    ],
+    ("ngrpo/trainers/openrlhf/actor_trainer.py", "test_density_actor.py"): [
         ("densities(scope, self.actor.temperature,", "densities(scope, 1.0,", "the step's density at temperature 1"),
-    ),
-    *of_file(
-        "ngrpo/trainers/common/policy_loss.py",
-        "test_density_actor.py",
+    ],
+    ("ngrpo/trainers/common/policy_loss.py", "test_density_actor.py"): [
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
-    ),
-]
-
-_LOSS, _STORE = "ngrpo/trainers/common/log_probs.py", "perturbations/replay/trajectory.py"
-_LEFT = "ngrpo/rollout/sampling_support.py"
-_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask_store.py"
-
-SAMPLING = [
-    Mutation(
-        _LOSS,
-        "return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)",
-        "return log_probs",
-        _MASKED,
-        "sampling mask: the log-probability of the whole distribution",
-    ),
-    Mutation(
-        _LOSS,
-        "for part in (at[inside] - 1,",
-        "for part in (at[inside],",
-        _MASKED,
-        "sampling mask: a row too late",
-    ),
-    Mutation(
-        _LOSS,
-        "index_add(0, which, (scores - highest[which]).exp())",
-        "index_add(0, which, (scores - highest[which]).exp().detach())",
-        _MASKED,
-        "sampling mask: no gradient to the tokens left",
-    ),
-    Mutation(
-        _LOSS,
-        "return scores[is_label] - highest - total.log()",
-        "return scores[is_label] - total.log()",
-        _MASKED,
-        "sampling mask: the largest score is not put back",
-    ),
-    Mutation(
-        _STORE, "np.delete(every, ids) if cut else ids", "ids", _STORED, "sampling mask: tokens cut for tokens left"
-    ),
-    Mutation(
-        _LEFT,
-        "(2 * counts > size).mul(0xFF)",
-        "(2 * counts > 2 * size).mul(0xFF)",
-        _STORED,
-        "sampling mask: not the smaller of the two sets",
-    ),
-    Mutation(
-        _LEFT,
-        "bits[:, -1] &= (1 << size % 8) - 1",
-        "bits[:, -1] &= 0xFF",
-        _STORED,
-        "sampling mask: ids beyond the vocabulary",
-    ),
-    Mutation(
-        _STORE,
-        "np.cumsum(words.astype(np.int64) + named)",
-        "np.cumsum(words.astype(np.int64) + 1)",
-        _STORED,
-        "sampling mask: tokens that are skipped counted one too many",
-    ),
-]
-
-_MIXTURES, _SETS = "test_strategies_mixtures.py", "test_top_p_sets.py"
-
-MIXTURES = [
-    *of_file(
-        "perturbations/methods/token_draws.py",
-        _MIXTURES,
+    ],
+    (_LOSS, _MASKED): [
+        (
+            "return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)",
+            "return log_probs",
+            "sampling mask: the log-probability of the whole distribution",
+        ),
+        ("for part in (at[inside] - 1,", "for part in (at[inside],", "sampling mask: a row too late"),
+        ("- highest[which]).exp(", "- highest[which]).exp().detach(", "sampling mask: no gradient to the tokens left"),
+        ("scores[is_label] - highest -", "scores[is_label] -", "sampling mask: the largest score is not put back"),
+    ],
+    (_STORE, _STORED): [
+        ("np.delete(every, ids) if cut else ids", "ids", "sampling mask: tokens cut for tokens left"),
+        ("np.int64) + named)", "np.int64) + 1)", "sampling mask: tokens that are skipped counted one too many"),
+    ],
+    (_LEFT, _STORED): [
+        ("counts > size).mul(0xFF)", "counts > 2 * size).mul(0xFF)", "sampling mask: not the smaller of the two sets"),
+        ("bits[:, -1] &= (1 << size % 8) - 1", "bits[:, -1] &= 0xFF", "sampling mask: ids beyond the vocabulary"),
+    ],
+    ("perturbations/methods/token_draws.py", _MIXTURES): [
         ("step.logits.gather(-1, ids)", "0.0 * ids", "multiplex: the weights do not know the probabilities"),
         ("torch.zeros_like(scores)", "0.5 * scores", "multiplex: the average is weighted"),
         ("masked_fill(again, -torch.inf)", "masked_fill(again, 0.0)", "multiplex: what stands in for no token counts"),
         ("self.k * (replayed.token_log_probs", "(replayed.token_log_probs", "multiplex: one normaliser for all draws"),
         ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
-    ),
-    *of_file(
-        "perturbations/step.py",
-        _MIXTURES,
+    ],
+    ("perturbations/step.py", _MIXTURES): [
         ("torch.where(gone, -torch.inf, inside)", "inside", "distinct draws: a token twice"),
-        (
-            "totals.scatter(1, affected,",
-            "totals.scatter(1, affected[:, :0],",
-            "distinct draws: a block's old sum",
-        ),
-        (
-            "-torch.inf, token, self.sampled)",
-            "-torch.inf, token, 0 * token)",
-            "distinct draws: any token where none is",
-        ),
+        ("totals.scatter(1, affected,", "totals.scatter(1, affected[:, :0],", "distinct draws: a block's old sum"),
+        ("-torch.inf, token, self.sampled", "-torch.inf, token, 0 * token", "distinct draws: any token where none is"),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
         ("first = j * (count", "first = 0 * (count", "further draws are all the same"),
-        (
-            "totals = blocks.logsumexp(dim=-1)",
-            "totals = blocks.amax(dim=-1)",
-            "further draws: a block by its likeliest",
-        ),
+        ("totals = blocks.logsumexp(dim=-1", "totals = blocks.amax(dim=-1", "further draws: a block by its likeliest"),
         ("first + count + tokens[:, 0])", "first + places)", "further draws: block and token share their noise"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
-    ),
-    *of_file(
-        "perturbations/methods/soft.py",
-        _MIXTURES,
+    ],
+    ("perturbations/methods/soft.py", _MIXTURES): [
         ("[self.beta + 1.0 - h, h * p]", "[self.beta + 0.0 * h, h * p]", "moi: the pseudo-count of the token"),
         ("(entropy / math.log(tokens))", "entropy", "moi, selar: the entropy is not normalised"),
         ("tokens=self.k)", "tokens=step.logits.shape[-1])", "moi: the top's entropy over the vocabulary's"),
         ("/ (self.beta + 1.0)", "/ 2.0", "moi: β is missing in the total"),
-    ),
-    *of_file(
-        "perturbations/methods/token_draws.py",
-        "test_cuts.py",
+        ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
+        ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
+        ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
+    ],
+    ("perturbations/methods/token_draws.py", "test_cuts.py"): [
         (".exp() >= self.delta", ".exp() >= 0.0", "cuts: no token is too unlikely"),
         (
             "confident |= ~confident.any(dim=-1, keepdim=True)",
@@ -254,35 +160,14 @@ MIXTURES = [
             "cuts: δ is of the probability at the sampling temperature",
         ),
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
-    ),
-    *of_file(
-        "perturbations/methods/soft.py",
-        _MIXTURES,
-        ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
-        ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
-        ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
-    ),
-    *of_file(
-        "perturbations/methods/latent.py",
-        _MIXTURES,
+    ],
+    ("perturbations/methods/latent.py", _MIXTURES): [
         ("noisy / self.tau", "noisy", "lepo: τ is missing"),
-        (
-            "dim=-1)), ids[:, 0])",
-            "dim=-1)), ids.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0])",
-            "lepo: the text follows the noise",
-        ),
+        ("ids[:, 0])", "ids.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0])", "lepo: the text follows the noise"),
         ("(weights * torch.where", "(0.2 * torch.where", "lepo: the weights are missing in the density"),
         ("p.log() + step.gumbel(ids)", "p.log() + step.gumbel(ids).clamp(-1.5, 3.0)", "lepo: the noise is clamped"),
-    ),
-    *of_file(
-        "perturbations/methods/latent.py",
-        _MIXTURES,
         (".clamp(low, high) - low)", ".clamp(low, high))", "latent: the noise is not one-sided"),
-        (
-            "scale = step.temperature.unsqueeze(-1)",
-            "scale = torch.ones_like(step.temperature).unsqueeze(-1)",
-            "latent: p at another temperature",
-        ),
+        ("scale = step.temperature", "scale = torch.ones_like(step.temperature)", "latent: p at another temperature"),
         ("nucleus[:, : self.k] = True", "nucleus[:, :1] = True", "latent: fewer than k tokens"),
         ("/ support.sum(dim=-1).clamp_min(1)", "/ self.k", "latent: lost weights are counted in the mean"),
         ("replayed.log_probs(edit.ids, temperature=1.0)", "replayed.log_probs(edit.ids)", "latent: p(θ) likewise"),
@@ -295,30 +180,20 @@ MIXTURES = [
         ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
         ("other = delta - torch.exp(delta)", "other = delta - torch.exp(-delta)", "latent: the turned gradient"),
         ("terms.detach() + other - other.detach()", "other", "latent: the turned term has another value"),
-    ),
-    *of_file(
-        "perturbations/top_tokens.py",
-        _SETS,
+    ],
+    ("perturbations/top_tokens.py", _SETS): [
         ("cumsum(dim=-1) < (top_p", "cumsum(dim=-1) <= (top_p", "top-p: a token too many at the bound"),
         ('if top_p_of == "top_k":', 'if top_p_of == "vocabulary":', "top-p: of the vocabulary for that of the top k"),
         ("places <= held", "places < held", "top-p: without the token that reaches it"),
         ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
-    ),
-    *of_file(
-        "perturbations/methods/soft.py",
-        _SETS,
+    ],
+    ("perturbations/methods/soft.py", _SETS): [
         ("if self.filtered and", "if", "selar: filtered where the paper is not"),
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
-    ),
-    *of_file(
-        "perturbations/gates/default.py",
-        "test_verdict.py",
+    ],
+    ("perturbations/gates/default.py", "test_verdict.py"): [
         ("self._options.selects(at) & eligible", "self._options.selects(at)", "verdict: whoever asks is perturbed"),
-        (
-            "        opened = allowed\n",
-            "        opened = allowed | True\n",
-            "verdict: what top-k cut stands in the text",
-        ),
+        ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
         ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
         ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
         (
@@ -327,10 +202,8 @@ MIXTURES = [
             "verdict: protected is fed",
         ),
         ("fed if proposal.acts is None else fed & proposal.acts", "fed", "verdict: fed where nothing acts"),
-    ),
-    *of_file(
-        "perturbations/gates/further.py",
-        _MIXTURES,
+    ],
+    ("perturbations/gates/further.py", _MIXTURES): [
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
-    ),
-]
+    ],
+}

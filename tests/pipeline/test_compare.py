@@ -39,7 +39,11 @@ def start(folder: Path, tiny: str) -> subprocess.Popen[str]:
 def compared(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> Compared:
     folder = tmp_path_factory.mktemp("compare") / "out"
     first = start(folder, tiny)
-    assert first.stdout is not None and any("neighbor rate=0, seed 0: starts" in line for line in first.stdout)
+    assert first.stdout is not None
+    said: list[str] = []
+    while "neighbor rate=0, seed 0: starts" not in "".join(said[-1:]):
+        said.append(first.stdout.readline())
+        assert said[-1], "".join(said[-40:])
     finished = (folder / "runs" / "none-seed0" / "run.json").stat().st_mtime
     first.send_signal(signal.SIGKILL)
     first.wait()

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,14 +75,6 @@ def test_a_plugin_that_is_missing_on_one_of_two_nodes(tmp_path: Path, smollm2: s
     for told in ("training failed", "vLLM worker 0 runs unperturbed", "pip install ngrpo"):
         assert told in result.stdout[-4000:]
     assert "Global step" not in result.stdout
-    assert_nothing_runs(tmp_path)
-
-
-def test_a_full_disk_at_the_checkpoint(tmp_path: Path, smollm2: str, small_disk: Callable[[str], Path]) -> None:
-    result = train(tmp_path / "run", smollm2, *FLAGS, "--ckpt.path", str(small_disk("200m")))
-    assert result.returncode == 1
-    assert "training failed" in result.stdout[-3000:]
-    assert "disk" in result.stdout[-3000:].lower() or "space" in result.stdout[-3000:].lower()
     assert_nothing_runs(tmp_path)
 
 

@@ -24,7 +24,6 @@ _STALE_SECONDS = 3600
 HUB_SECONDS = 10
 _FINGERPRINT = 1 << 20
 
-
 _SANDBOX = "sandbox"  # trained from scratch on this machine
 _SMOLLM = "smollm2-135m"  # in a Python package
 PACKAGED = (_SANDBOX, _SMOLLM)

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages, credits, policy noises, sampling schedules and second rounds."""
+
+from __future__ import annotations
+
+_BEST = "test_advantages_best_of_k.py"
+_ORDER = "test_advantages_order.py"
+_RISK = "test_advantages_rs_grpo.py"
+_IN_LOSS = "test_credits_simko.py"
+_LADDER = "test_sampling_schedules_ladder.py"
+_SECOND_ROUNDS = "test_second_rounds.py"
+
+MUTATIONS = {
+    ("ngrpo/methods/advantages/base.py", "test_advantages.py"): [
+        ("= rewards - rewards[:, :1]", "= rewards", "group_norm: the float32 mean of equal rewards is not their value"),
+        ("correction=min(1, rewards.shape[1] - 1)", "correction=0", "group_norm: the deviation of a population"),
+        ("(apart - apart.mean(-1, keepdim=True))", "apart", "group_norm: the mean is not taken off"),
+        (" / (deviation + 1e-9)", "", "group_norm: not divided by the deviation"),
+        ("(~rewards.isfinite()).nonzero()", "rewards.isnan().nonzero()", "an infinite reward is let through"),
+        ("complete = torch.zeros_like(rewards), ~overlong", "complete = rewards.clone(), ~overlong", "they keep r"),
+        ("complete & (left == size)", "(left == size).expand_as(complete)", "overlong answers count in their groups"),
+    ],
+    ("ngrpo/methods/advantages/groupwise.py", "test_advantages.py"): [
+        ("= rewards.shape[1] + self.n", "= rewards.shape[1]", "ngrpo: virtual answers are missing in the mean"),
+        (" + self.n * mean.square()", "", "ngrpo: virtual answers are missing in the deviation"),
+        ("(squares / (size - 1))", "(squares / size)", "ngrpo: the deviation of a population"),
+        (".sqrt() + 1e-6)", ".sqrt() + 1e-9)", "ngrpo: another epsilon"),
+        ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
+        ("return rewards.clone()", "return rewards - 1.0", "psr: wrong answers count"),
+        ("return rewards - 1.0", "return rewards.clone()", "nsr: correct answers count"),
+        ("self.lam * rewards, rewards - 1.0", "rewards, rewards - 1.0", "w_reinforce: λ is ignored"),
+        ("self.lam * rewards, rewards - 1.0", "self.lam * rewards, rewards", "w_reinforce: wrong answers do not count"),
+        ("rewards >= 1.0 - ROUNDING", "rewards > 0.0", "w_reinforce: a partly correct answer counts as correct"),
+        ("+ self.beta / (1.0 + seen.to(rewards.dtype)", "+ 1.0 / (1.0 + seen.to(rewards.dtype)", "copo: β is ignored"),
+        ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
+        ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
+        ("rewards + self.beta", "rewards - self.beta", "copo: the bonus punishes"),
+    ],
+    ("ngrpo/methods/advantages/groupwise.py", "test_advantages_flags.py"): [
+        ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages.py"): [
+        ("[self._seen[key] - 1 for key in keys]", "[self._seen[key] for key in keys]", "copo: an answer counts itself"),
+    ],
+    ("ngrpo/trainers/common/mismatch.py", "test_measures.py"): [
+        (
+            "agreed += int(record.agreed[counted].sum())",
+            "agreed += int(record.agreed.sum())",
+            "anchor_agreement counts positions that its denominator leaves out",
+        ),
+    ],
+    ("ngrpo/methods/advantages/best_of_k.py", _BEST): [
+        ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
+        ("comb(n - c - 1, k - 1) / comb(n - 1, k - 1)", "comb(n - c, k - 1) / comb(n, k - 1)", "pass_at_k: wrong ones"),
+        ("(missed * (1.0 - missed)) ** 0.5", "missed * (1.0 - missed)", "pass_at_k: divided by the variance"),
+        ("(1.0 - share) * _table(size, 1)", "share * _table(size, 1)", "pass_at_k: the combination's weights"),
+        ("if deviation else [0.0, 0.0]", "if missed < 2 else [0.0, 0.0]", "pass_at_k: 0 / 0 where all are right"),
+        ("comb(j - 1, k - 2) if k > 1", "comb(j, k - 2) if k > 1", "pkpo: the sets that a larger reward decides"),
+        ("rank = j - (j > i)", "rank = j", "pkpo: the answer itself is among the others"),
+        ("k / (n - 1) * comb(rank, k - 1)", "k / n * comb(rank, k - 1)", "pkpo: the weight of the baseline of k"),
+        ("k / n * comb(rank, k - 2)", "comb(rank, k - 2)", "pkpo: the weight of the baseline of k - 1"),
+        ("(rewards.shape[1] if self.scaled else 1.0)", "1.0", "pkpo: not scaled by the group's size"),
+        ("scatter(-1, order, values)", "scatter(-1, order.argsort(-1), values)", "pkpo: values by rank, not by answer"),
+        ("wide = wide - wide[:, :1]", "wide = wide * 1.0", "pkpo: equal rewards leave a rounding"),
+    ],
+    ("ngrpo/methods/advantages/base.py", _BEST): [
+        ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
+        ("float(step >= self.k_steps)", "float(step > self.k_steps)", "annealing switches a step late"),
+        ("step / self.k_steps", "step / (2 * self.k_steps)", "linear annealing at half the pace"),
+    ],
+    ("ngrpo/methods/advantages/groupwise.py", _ORDER): [
+        ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
+        ("torch.where(below > -self._rounding, 0.0, below)", "below.clamp(max=0.0)", "ngrpo: sums miss the maximum"),
+        ("ROUNDING * max(1.0, abs(self.max_reward))", "ROUNDING", "ngrpo: a large maximum is rounded more than that"),
+        (':.7f}".rstrip("0").rstrip(".")', ':.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
+    ],
+    ("ngrpo/methods/advantages/best_of_k.py", _ORDER): [
+        ("3 * _LARGEST * max", "_LARGEST * max", "pkpo: loo is clipped"),
+        ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _ORDER): [
+        ("groups.reshape(-1)[order]", "groups.reshape(-1)", "answers get each other's advantages"),
+        ("result[order] = values", "result[:] = values", "answers stand in each other's groups"),
+    ],
+    ("ngrpo/methods/advantages/groupwise.py", _RISK): [
+        ("torch.expm1(self.beta * below)", "torch.expm1(below)", "rs_grpo: β is missing in the exponent"),
+        ("(1.0 + mean) / self.beta", "(1.0 + mean)", "rs_grpo: not divided by β"),
+        ("(utility - mean) / (1.0 + mean)", "(utility - mean)", "rs_grpo: not divided by the group's mean"),
+        ("(utility - mean)", "utility", "rs_grpo: 1 is not taken off"),
+        ("rewards - rewards.amax(-1, keepdim=True)", "rewards * 1.0", "rs_grpo: large rewards overflow"),
+        ("below - below.mean(-1, keepdim=True)", "below", "rs_grpo: no mean at β = 0"),
+        ("if largest > 10.0:", "if largest > 1e9:", "rs_grpo: a rare right answer is clipped"),
+    ],
+    ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
+        ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),
+        ("candidates.mean(dim=1) - tokens.log_probs[right]", "candidates.mean(dim=1)", "simko: the token keeps all"),
+        ("candidates.mean(dim=1)", "candidates.sum(dim=1)", "simko: α for each of the K"),
+        ("advantages > 0.0)", "advantages != 0.0)", "simko: a wrong answer raises the likeliest"),
+        ("tokens.likeliest(wrong, 1).squeeze(1) == tokens.tokens[wrong]", "wrong >= 0", "simko: λ for every token"),
+        ("torch.quantile(part, q)", "torch.quantile(values, q)", "simko: one quantile for all answers"),
+    ],
+    ("ngrpo/methods/credits/base.py", _IN_LOSS): [
+        (", sparse_grad=True", "", "a gradient of the logits' size"),
+        ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
+    ],
+    ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
+        ("term - term.detach()", "term", "the term moves the ratio"),
+        ("(length - 1 - action_mask.shape[1])", "(length - action_mask.shape[1])", "the row after the token"),
+        ("return places[row], sample", "return row, sample", "packed rows are taken for padded ones"),
+    ],
+    ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
+        ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
+        ("math.ceil(", "math.floor(", "top_entropy: rounded down"),
+        ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),
+        ("advantages, 0.0)", "advantages, 0.1 * advantages)", "top_entropy: the others keep a part"),
+        (
+            "torch.minimum(self.alpha * tokens.entropies, advantages.abs() / self.kappa)",
+            "self.alpha * tokens.entropies",
+            "entropy_bonus: no bound",
+        ),
+        ("self.alpha * tokens.entropies,", "tokens.entropies,", "entropy_bonus: α is missing"),
+        ("advantages.abs() / self", "advantages / self", "entropy_bonus: the bound of a negative advantage"),
+        ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
+        ("/ torch.bincount(answer)", "", "first_token: the sum and not the mean"),
+        ('torch.where(positive, mean, -torch.inf), "amax"', 'mean, "amax"', "first_token: a wrong answer is the best"),
+        ("(winner < len(first)) &", "True &", "first_token: groups without a right answer lose theirs"),
+        ("silent & positive", "silent", "first_token: wrong answers lose theirs though they should keep it"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_credits.py"): [
+        (
+            "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
+            "torch.cat([h.flatten() for h in entropies])[: len(advantages)]",
+            "padding is counted among the tokens",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/model_actors.py", "test_credits.py"): [
+        ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),
+    ],
+    ("ngrpo/methods/policy_noises/weight_noises.py", "test_policy_noises.py"): [
+        ("(stage - 1) / last_exponent", "stage / last_exponent", "aqn: the first noisy stage is below σ_s"),
+        ("self.end / self.start", "self.start / self.end", "aqn: σ rises"),
+        ('(1 if self.form == "paper" else 2)', "1", "aqn: the released exponent"),
+        ("(self.steps or steps)", "steps", "aqn: its own number of steps is ignored"),
+        ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
+        ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
+        ("min(max(sigma, _LEAST), _MOST)", "sigma", "psn: no bounds"),
+        ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
+    ],
+    ("ngrpo/methods/policy_noises/base.py", "test_policy_noises.py"): [
+        ("parameter.data.copy_(clean[name])\n", "pass\n", "the trainer keeps the noise"),
+        ("+ scale * noise", "+ noise", "noise without its scale"),
+        ('"policy noise", self.seed, sync, name', '"policy noise", self.seed, name', "the same noise in every sync"),
+        ('noise", self.seed, sync, name', 'noise", self.seed, sync', "the same noise in every parameter"),
+    ],
+    ("ngrpo/trainers/openrlhf/trainer.py", "test_policy_noises.py"): [
+        ("            self.send_weights(0.0)\n", "", "noisy evaluation"),
+        ("if self.noise[0] != self.noise_step:", "if self.noise[1] is None:", "σ is chosen once"),
+    ],
+    ("ngrpo/trainers/common/mismatch.py", "test_policy_noises.py"): [
+        ('"divergence": -log_ratio.mean()', '"divergence": log_ratio.mean()', "the sign of the divergence"),
+        ("weight.clamp(bounds.low, bounds.high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > bounds.high)", "", "what is above the bounds does not count as cut"),
+    ],
+    ("ngrpo/methods/sampling_schedules/temperatures.py", "test_sampling_schedules.py"): [
+        ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
+        ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
+        ('"released": 20.0', '"released": 1.0', "ead: the released exponent"),
+        (".clamp_max(_SLOWEST)", "", "ead: d grows for ever"),
+        (".clamp_min(self.tau_min)", "", "ead: no lowest temperature"),
+        ('"released": 1}', '"released": 0}', "ead: the release's first step is its step 0"),
+        ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
+        ("self.t_0 * ", "", "edt: T_0 is missing"),
+        ("math.log(target / last)", "math.log(last / target)", "e3: away from the target"),
+        ("run.temperature * past[-1].factor *", "past[-1].factor *", "e3: τ is taken for its factor"),
+        ("+ math.log(math.log(run.vocabulary))", "", "e3: ln ln V is missing"),
+        ("0.5 * (1.0 + math.cos(math.pi * x))", "(1.0 - x)", "e3: the target falls evenly"),
+        ("min(since / (steps - start), 1.0)", "since / (steps - start)", "e3: beyond the run the target rises again"),
+        ("since = past - 1 - start", "since = past - start", "e3: the target is a step ahead"),
+    ],
+    ("ngrpo/methods/sampling_schedules/temperatures.py", _LADDER): [
+        ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),
+        ("at.answers > 1", "at.answers > 0", "ladder: an only answer is cold"),
+        ("(self.most / self.least) ** share", "(1.0 + (self.most / self.least - 1.0) * share)", "ladder: even steps"),
+    ],
+    ("ngrpo/trainers/openrlhf/rollout_actor.py", _LADDER): [
+        ("% seeds.MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
+    ],
+    ("ngrpo/trainers/openrlhf/samples_generator.py", _LADDER): [
+        ('if "training_step" in arguments and', "if", "ladder: evaluations follow it"),
+    ],
+    ("ngrpo/rollout/perturber.py", _LADDER): [
+        ("self._store.answers[self._slots].T", "self._store.answers[: len(names)].T", "ladder: by row, not by slot"),
+    ],
+    ("ngrpo/methods/sampling_schedules/base.py", "test_sampling_schedules.py"): [
+        ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
+        ('("0", "10")', '("0", "1")', "weights above 1 are cut"),
+        (".sum(dim=-1).abs()", ".sum(dim=-1).neg()", "an entropy of -0, by which edt divides"),
+    ],
+    ("ngrpo/config/features.py", "test_sampled_text.py"): [
+        ("or made.samples_text:", "or True:", "weights of tokens that were not drawn from the policy"),
+        ("if replace(made, **{entry.name: choice}).samples_text:", "if False:", "no way out is named"),
+    ],
+    ("perturbations/testing/proposal.py", "test_sampled_text.py"): [
+        ("not perturbation.samples_text or", "True or", "a text that is not sampled passes for one that is"),
+    ],
+    ("perturbations/methods/neighbor.py", "test_sampled_text.py"): [
+        ('return self.realization == "sampled"', "return True", "the anchor passes for a sampled token"),
+    ],
+    ("ngrpo/rollout/sample_tokens.py", "test_forced_tokens.py"): [
+        (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
+    ],
+    ("ngrpo/rollout/perturber.py", "test_sampling_schedules_run.py"): [
+        ("(steps >= 0) & (greedy < 0)", "(steps >= 0)", "greedy requests follow the schedule"),
+        (
+            "np.maximum(batch.next_positions - self._store.prompts[batch.slots], 0)",
+            "batch.next_positions",
+            "the prompt's tokens count as generated",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/samples_generator.py", "test_sampling_schedules_run.py"): [
+        ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),
+        ('kwargs.get("temperature", 1.0) * self.temperature_factor', 'kwargs["temperature"]', "e3 changes nothing"),
+        ("schedule.evaluation or not self.evaluating", "True", "evaluations follow every schedule"),
+    ],
+    ("ngrpo/trainers/openrlhf/trainer.py", "test_sampling_schedules_run.py"): [
+        ("[astuple(step) for step in self.past_steps]", "[]", "a resumed run forgets the first step's entropy"),
+    ],
+    ("ngrpo/trainers/openrlhf/experience_maker.py", "test_sampling_schedules_run.py"): [
+        ("[part[e.action_mask.bool()]", "[part.flatten()", "padding has an entropy"),
+    ],
+    ("ngrpo/trainers/common/mismatch.py", "test_correction_warmup.py"): [
+        (".clamp(*bounds)", "", "a weight grows beyond its bounds"),
+        ("(strength * (weight - 1.0)).log1p()", "strength * weight.log()", "log weights are interpolated"),
+    ],
+    ("ngrpo/trainers/openrlhf/experience_maker.py", "test_correction_warmup.py"): [
+        ("min(1.0, maker.training_step / steps)", "1.0", "the weights are whole from the first step"),
+    ],
+    ("ngrpo/methods/second_rounds/base.py", _SECOND_ROUNDS): [
+        ("max(rewards) <= self.wrong", "min(rewards) <= self.wrong", "one wrong answer is enough for a second round"),
+        ("right if len(right) < size", "right if len(right) <= size", "no wrong answer stays"),
+        ("ratio = log_probs - behavior", "ratio = behavior - log_probs", "ρ upside down"),
+        (".log().to(ratio) - ratio)", ".to(ratio) - ratio)", "γ itself in the place of its logarithm"),
+        ("return max(lengths)", "return lengths[-1]", "nonsense before the template's own system message"),
+    ],
+    ("ngrpo/methods/second_rounds/lope.py", _SECOND_ROUNDS): [
+        ("random.randint(self.least, self.most)", "self.most", "lope: always the longest"),
+        ("at = opening(text, tokenizer)", "at = 0", "lope: before the template"),
+        ("return self.most + _SEAMS", "return self.least", "lope: no room for the longest"),
+    ],
+    ("ngrpo/trainers/openrlhf/second_round.py", _SECOND_ROUNDS): [
+        ("len(first) + number, np", "number, np", "an answer has the first round's place"),
+        ("(list(response[name][start:end])", "(list(response[name])", "the prompt of the second round is trained"),
+        ("max_length + extra, num_samples", "max_length, num_samples", "less room for the second round's answers"),
+    ],
+    ("ngrpo/trainers/openrlhf/samples_generator.py", _SECOND_ROUNDS): [
+        ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS): [
+        ("whole[places] = rewards[row]", "pass", "penalties are lost"),
+    ],
+    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS): [
+        ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),
+        (
+            "torch.where(second, old_log_probs, rollout_log_probs)",
+            "rollout_log_probs",
+            "the rollout's weight taken twice",
+        ),
+        ("            log_ratio = log_ratio - log_ratio.detach()\n", "", "ρ is taken twice"),
+    ],
+}
