@@ -312,7 +312,7 @@ MIXTURES = [
     ),
     *of_file(
         "perturbations/gates/default.py",
-        "test_verdict.py",
+        "test_gates.py",
         ("self._options.selects(at) & eligible", "self._options.selects(at)", "verdict: whoever asks is perturbed"),
         (
             "        opened = allowed\n",
