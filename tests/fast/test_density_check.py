@@ -67,7 +67,7 @@ def needing_one(self: Gumbel, replayed: Replayed) -> Tensor:
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (dict(log_density=shifted), "a number per position"),
+        (dict(log_density=shifted), "one row for each position"),
         (dict(log_density=double), "torch.float64"),
         (dict(log_density=infinite), "must be finite"),
         (dict(log_density=centred), "another batch order"),

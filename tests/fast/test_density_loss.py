@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import densities
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit

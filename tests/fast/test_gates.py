@@ -63,8 +63,9 @@ class Conditions:
     """A bound gate that is asked and told of the next position of each row, as generation does."""
 
     def __init__(self, until=(), protect=None, entropy_min=None, rows: int = 1) -> None:
-        options = GateOptions(until="x" if until else None, protect=protect, entropy_min=entropy_min)
-        self.gate = BoundGate(options, lambda _: list(until), list, 10, rows, "cpu")
+        text = "".join(map(str, until)) or None
+        options = GateOptions(until=text, protect=protect, entropy_min=entropy_min)
+        self.gate = BoundGate(options, lambda: [str(i).encode() for i in range(10)], 10, rows, "cpu")
         self.next = torch.zeros(8, dtype=torch.int64)
 
     def opened(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ class Conditions:
         return self.gate.open(rows, step, torch.zeros_like(rows))
 
     def feeds(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.gate.feeds(tokens, self.gate.ending(rows, self.next[rows]))
+        return self.gate.feeds(tokens, self.gate.matched(rows, self.next[rows]))
 
     def passes(self, rows: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Which positions are fed perturbed: the gate is open, and the proposed token may be."""
@@ -80,7 +81,7 @@ class Conditions:
 
     def observe(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         positions = self.next[rows]
-        self.gate.observe(rows, positions, tokens, self.gate.ending(rows, positions))
+        self.gate.observe(rows, positions, tokens, self.gate.matched(rows, positions))
         self.next[rows] += 1
 
 
@@ -149,6 +150,14 @@ def test_reset_starts_afresh() -> None:
     assert admitted(state, [1, 2], row=1) == [T, T]
 
 
+def test_a_prompt_that_ends_with_the_end_of_thinking_is_not_perturbed() -> None:
+    state = Conditions([7, 8])
+    state.gate.reset(0, [1, 7, 8])
+    assert admitted(state, [1, 2]) == [F, F]
+    state.gate.reset(0, [7, 8, 1])  # an earlier turn's
+    assert admitted(state, [1, 2]) == [T, T]
+
+
 def test_grow_keeps_the_state() -> None:
     state = Conditions([7, 8], rows=2)
     state.observe(torch.tensor([0, 1]), torch.tensor([7, 7]))
@@ -195,13 +204,13 @@ def test_an_end_that_is_drawn_otherwise_again_is_forgotten() -> None:
 def test_a_token_that_is_not_kept_is_not_seen() -> None:
     state, row, at = Conditions([7, 8]), torch.tensor([0]), torch.tensor([4])
     for token, kept in ((7, T), (3, F)):
-        state.gate.observe(row, at, torch.tensor([token]), state.gate.ending(row, at), torch.tensor([kept]))
-    assert state.gate.ending(row, at + 1).tolist() == [8]
+        state.gate.observe(row, at, torch.tensor([token]), state.gate.matched(row, at), torch.tensor([kept]))
+    assert state.gate.matched(row, at + 1).tolist() == [1], "7 of 7 8"
 
 
 def test_the_position_that_ended_thinking_is_drawn_again() -> None:
     state, row, at = Conditions([4]), torch.tensor([0]), torch.tensor([5])
-    state.gate.observe(row, at, torch.tensor([4]), state.gate.ending(row, at))
+    state.gate.observe(row, at, torch.tensor([4]), state.gate.matched(row, at))
     for position, is_open in ((5, T), (6, F)):
         state.next[0] = position
         assert bool(state.opened(row, torch.zeros(1, 10))) == is_open
@@ -233,8 +242,8 @@ def test_conditions_must_all_agree() -> None:
 
 
 def test_protect_ids_and_digits() -> None:
-    def words() -> list[str]:
-        return ["a", "7", " x2", "", "²", "b", "beyond the logits 3"]
+    def words() -> list[bytes]:
+        return [text.encode() for text in ("a", "7", " x2", "", "²", "b", "beyond the logits 3")]
 
     assert protected_tokens(None, words, 6) is None
     assert protected_tokens("1,4", words, 6).tolist() == [F, T, F, F, T, F]
@@ -265,11 +274,12 @@ def test_protect_errors(protect: str, words: list[str]) -> None:
 
 V, ROWS, PROMPT = 10, 9, 4
 PROPOSED, PROTECTED, LAST_OF_UNTIL = 1, 7, 5
+TOKENS = [b"a", b"b", b"c", b"</", b"d", b"think>", b"e", b"f", b"g", b"h"]
 
 
 def gate_with(until: str | None = "</think>", protect: str | None = str(PROTECTED), rate: float = 0.5) -> BoundGate:
     options = create("gumbel", until=until, protect=protect, rate=rate, burn_in=1)
-    return BoundGate(options, lambda _: [3, LAST_OF_UNTIL], lambda: ["a"] * V, V, ROWS, "cpu")
+    return BoundGate(options, lambda: TOKENS, V, ROWS, "cpu")
 
 
 def test_each_condition_alone_closes_a_position() -> None:
@@ -277,7 +287,7 @@ def test_each_condition_alone_closes_a_position() -> None:
     protected; completes the end of thinking; the perturbation does not act; certain where entropy is asked for.
     """
     options = create("gumbel", until="</think>", protect=str(PROTECTED), entropy_min=1.0)
-    gate = BoundGate(options, lambda _: [3, LAST_OF_UNTIL], lambda: ["a"] * V, V, ROWS, "cpu")
+    gate = BoundGate(options, lambda: TOKENS, V, ROWS, "cpu")
     slots, at = torch.arange(ROWS), torch.full((ROWS,), PROMPT + 2)
     # Row 4 has ended its thinking, row 6 is about to.
     for position, token in ((PROMPT, torch.tensor([0, 0, 0, 0, 3, 0, 0, 0, 0])), (PROMPT + 1, torch.zeros(ROWS))):
@@ -285,7 +295,7 @@ def test_each_condition_alone_closes_a_position() -> None:
         if position == PROMPT + 1:
             tokens[4], tokens[6] = LAST_OF_UNTIL, 3
         where = torch.full((ROWS,), position)
-        gate.observe(slots, where, tokens, gate.ending(slots, where))
+        gate.observe(slots, where, tokens, gate.matched(slots, where))
     logits = torch.zeros(ROWS, V)
     logits[8, 0] = 50.0
     proposed = torch.full((ROWS,), PROPOSED)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.config import parse, sampling
+from ngrpo.config import parse
+from ngrpo.config.run import Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.common.conversation import Conversation
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, with_overrides
+from ngrpo.trainers.common.engine_records import Conversation
+from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
@@ -198,7 +198,7 @@ class TestFlags:
 
     @pytest.mark.parametrize("args", [[], ["--rollout.top_p", "1.0"]])
     def test_no_warning_without_truncation(self, args: list[str]) -> None:
-        assert sampling.create().notes(Flags(args)) == []
+        assert Sampling().notes(Flags(args)) == []
 
     def test_a_warning_with_it(self) -> None:
         for options, args, named in (
@@ -206,9 +206,9 @@ class TestFlags:
             ({"min_p": 0.1}, [], "min_p 0.1"),
             ({}, ["--rollout.top_p", "0.9"], "top_p 0.9"),
         ):
-            (note,) = sampling.create(**options).notes(Flags(args))
+            (note,) = Sampling(**options).notes(Flags(args))
             assert named in note and "--sampling.correct_mask" in note
-            assert sampling.create(**options, correct_mask=True).notes(Flags(args)) == []
+            assert Sampling(**options, correct_mask=True).notes(Flags(args)) == []
 
     def test_what_it_does_not_go_with(self) -> None:
         model = ["--actor.model_name_or_path", "m"]

@@ -17,8 +17,7 @@ from benchmarks.cuda_without_gpu.simulated import Plan, simulate
 from ngrpo.config import compatibility
 from ngrpo.config.compatibility import TRL
 from ngrpo.config.features import Combination
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import with_overrides
+from ngrpo.trainers.common.log_probs import densities, with_overrides
 from perturbations import ReplayRecord, create, parameters, streams
 from perturbations.base import Replayed, Step
 from perturbations.edit import InputEdit, realise

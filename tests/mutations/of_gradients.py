@@ -83,11 +83,11 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "ngrpo/trainers/common/densities.py",
+        "ngrpo/trainers/common/log_probs.py",
         "test_loss_entry.py::test_the_kl_term_is_the_tokens_in_gradient",
         (
-            "            return own\n        return own + density",
-            "            return own + density - density.detach()\n        return own + density",
+            "self._scored = torch.where(inside, density, 0.0)",
+            "self._scored, action = torch.where(inside, density, 0.0), action + density - density.detach()",
             "the KL term has the gradient of a density",
         ),
     ),

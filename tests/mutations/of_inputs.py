@@ -74,7 +74,7 @@ DENSITIES = [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ),
     *of_file(
-        "ngrpo/trainers/common/densities.py",
+        "ngrpo/trainers/common/log_probs.py",
         "test_density_loss.py",
         (
             "if perturbation is None or not perturbation.has_density:",
@@ -84,13 +84,13 @@ DENSITIES = [
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
         ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
         (
-            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
-            "own = tokens",
+            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
+            "action = tokens",
             "a token that was not drawn is in the action",
         ),
         (
-            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
-            "own = torch.zeros_like(tokens)",
+            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
+            "action = torch.zeros_like(tokens)",
             "a token that was drawn is not in the action",
         ),
     ),
@@ -137,8 +137,8 @@ DENSITIES = [
 ]
 
 _LOSS, _STORE = "ngrpo/trainers/common/log_probs.py", "perturbations/replay/trajectory.py"
-_LEFT = "ngrpo/rollout/tokens_left.py"
-_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
+_LEFT = "ngrpo/rollout/sampling_support.py"
+_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask_store.py"
 
 SAMPLING = [
     Mutation(
@@ -183,14 +183,14 @@ SAMPLING = [
         _LEFT,
         "bits[:, -1] &= (1 << size % 8) - 1",
         "bits[:, -1] &= 0xFF",
-        "test_sampling_mask_store.py",
+        _STORED,
         "sampling mask: ids beyond the vocabulary",
     ),
     Mutation(
         _STORE,
         "np.cumsum(words.astype(np.int64) + named)",
         "np.cumsum(words.astype(np.int64) + 1)",
-        "test_sampling_mask_store.py",
+        _STORED,
         "sampling mask: tokens that are skipped counted one too many",
     ),
 ]
@@ -322,7 +322,7 @@ MIXTURES = [
         ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
         ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
         (
-            "opened & self.feeds(proposal.tokens, self.ending(rows, step.positions))",
+            "opened & self.feeds(proposal.tokens, self.matched(rows, step.positions))",
             "opened",
             "verdict: protected is fed",
         ),
