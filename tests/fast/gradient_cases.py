@@ -8,9 +8,7 @@ from typing import Any
 
 from perturbations.base import Perturbation
 from perturbations.registry import create
-from tests.fast.gradient_problem import (
-    V,
-)
+from tests.fast.gradient_problem import V
 
 
 def made(name: str, **options: Any) -> Perturbation:

@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from perturbations.parameters import attached
-from tests.fast.gradient_problem import (
-    BANDIT,
-    PROMPTS,
-    TEMPERATURE,
-    TWO_STEPS,
-    D,
-    Model,
-    V,
-)
+from tests.fast.gradient_problem import BANDIT, PROMPTS, TEMPERATURE, TWO_STEPS, D, Model, V
 
 # A step of a method at logits z̃ (R, V): weights of its branches with their dependence on the policy, (R, n), the text's
 # tokens (R, n) and the fed vectors (R, n, D). E is the policy's embedding; detached parts are the environment's.

@@ -32,9 +32,7 @@ from torch import Tensor
 from perturbations import available
 from perturbations.registry import get
 from tests.fast.gradient_cases import CASES, NO_GRADIENT
-from tests.fast.gradient_problem import (
-    estimate,
-)
+from tests.fast.gradient_problem import estimate
 from tests.fast.gradient_truth import truth
 
 # Where a part that another case has goes another way.
@@ -75,3 +73,37 @@ def test_the_gradient_is_the_true_one(case: str, steps: int) -> None:
         print(f"{case}, {steps} steps, {name}: {length:.0f} errors long; {away.tolist()}")
         assert nothing or length > 10, f"{name}: too few samples to tell"
         assert away.abs().max() < 3.0, f"{name}: {away.tolist()} standard errors away"
+
+
+# --- a rollout whose logits are rounded to bfloat16, as the trainer's are not ----------------------------
+
+LEAST = 0.99
+# One of each kind of density; the others, and the tokens, which compare nothing with the rollout, now and then.
+_ALWAYS = ("gaussian-soft", "gumbel", "dirichlet", "normal", "multiplex", "lepo", "latent")
+_SLOW = [name for name in CASES if name not in [f"{each}-density" for each in _ALWAYS]]
+_PARAMETERS = [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in CASES]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["bandit", "two-steps"])
+@pytest.mark.parametrize("case", _PARAMETERS)
+def test_rounded_logits_leave_the_gradient_its_direction(case: str, steps: int) -> None:
+    """Rounding moves what rollouts with the same random numbers differ by, with it and without; added to the truth."""
+    perturbation = CASES[case]
+    exact, rounded = estimate(perturbation, steps), estimate(perturbation, steps, True)
+    true = truth(perturbation, steps)
+    for name in exact:
+        moved = (rounded[name] - exact[name]).flatten(1)
+        away, error = moved.mean(0), (moved.var(0).sum() / len(moved)).sqrt()
+        goal = true[name].mean(0).flatten()
+        if case in NO_GRADIENT.get((steps, name), ()):
+            size = truth(perturbation, 2)[name].mean(0).norm() or truth(perturbation, 1)[name].mean(0).norm()
+            assert away.norm() <= 0.1 * size + 4.0 * error, f"{name}: {away.norm()} away from 0; with a goal {size}"
+            continue
+        cosine = torch.nn.functional.cosine_similarity(goal + away, goal, dim=0).item()
+        print(
+            f"{case}, {steps} steps, {name}: cosine {cosine:.5f}, moved {away.norm() / goal.norm():.4f} of its length"
+            f" ± {error / goal.norm():.4f}"
+        )
+        assert cosine >= LEAST, f"{name}: a cosine of {cosine:.4f}"
+        assert error < 0.1 * goal.norm(), f"{name}: too few samples to tell"

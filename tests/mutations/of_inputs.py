@@ -191,7 +191,7 @@ MUTATIONS = {
         ("if self.filtered and", "if", "selar: filtered where the paper is not"),
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
     ],
-    ("perturbations/gates/default.py", "test_verdict.py"): [
+    ("perturbations/gates/default.py", "test_gates.py"): [
         ("self._options.selects(at) & eligible", "self._options.selects(at)", "verdict: whoever asks is perturbed"),
         ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
         ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
