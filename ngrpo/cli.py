@@ -10,9 +10,9 @@ commands
   report    make the report again from a result of train, compare or diagnose
   data      problems from the hub or a file as the JSONL that train and eval
             read
-  list      what is registered: perturbations, gates, advantages and the rest;
-            list NAME: its options and what it does; list compatibility: what
-            does not go with what
+  list      the registered perturbations, gates, advantages and the rest;
+            list NAME: its options and what it does; list compatibility: refused
+            combinations
   check     does a perturbation, gate or advantage of yours keep its contract
   new       a file of your own to start from, with its test: a perturbation, a
             gate, an advantage, ...
@@ -50,12 +50,16 @@ ngrpo: This is an error of the program, or of a library below it, and not of you
 ngrpo: maintainers, with the lines above, the command and the block that ends the output of: ngrpo doctor"""
 
 
-COMMANDS = ("train", "compare", "eval", "diagnose", "report", "data", "list", "check", "new", "doctor", "model")
-"""Each is a module of ``ngrpo.commands``, imported when it is called.
+COMMANDS = {
+    **{name: name for name in ("train", "compare", "eval", "diagnose", "report", "data")},
+    **dict.fromkeys(("list", "check", "new"), "extensions"),
+    **{name: name for name in ("doctor", "model")},
+}
+"""The module of ``ngrpo.commands`` of each command, imported when it is called.
 
-``run(words, report=...)`` takes the words after its name, prints the result, calls ``report`` with each further line
-for the user, and returns the exit code; it raises ``UsageError`` for bad input. Its help is that of ``parser()``, else
-``usage(words)``, else the module's docstring.
+``run(words, report=...)``, or ``run_list`` and so on, takes the words after the name, prints the result, calls
+``report`` with each further line for the user, and returns the exit code; it raises ``UsageError`` for bad input. Its
+help is that of ``parser()``, else ``usage(name, words)``, else the module's docstring.
 """
 _NEED_WORDS = ("compare", "data", "check", "new", "model")
 
@@ -84,20 +88,21 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
             )
         name, *rest = words
-        command = import_module(f"ngrpo.commands.{name}")
+        command = import_module(f"ngrpo.commands.{COMMANDS[name]}")
         if {"-h", "--help"} & set(rest) or (name in _NEED_WORDS and not rest):
             if hasattr(command, "parser"):
                 text = command.parser().format_help()
             else:
-                text = command.usage(rest) if hasattr(command, "usage") else command.__doc__
+                text = command.usage(name, rest) if hasattr(command, "usage") else command.__doc__
             print(text, end="")
             return 0 if rest else 2
-        return command.run(rest, report=_say)
+        run = getattr(command, f"run_{name}", None) or command.run
+        return run(rest, report=lambda line: print(f"ngrpo: {line}", file=sys.stderr, flush=True))
     except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as error:
-        ended = isinstance(error, processes.Terminated)
+    except KeyboardInterrupt:
+        ended = processes.SIGTERM_CAME.is_set()
         print(f"ngrpo: {'terminated' if ended else 'interrupted'}", file=sys.stderr)
         return 143 if ended else 130
     except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head
@@ -113,21 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _say(line: str) -> None:
-    print(f"ngrpo: {line}", file=sys.stderr, flush=True)
-
-
 def console() -> NoReturn:
-    """The command `ngrpo` itself.
-
-    Ends the process by hand where vLLM was loaded in it: the interpreter would take triton's bindings apart in an
-    order that makes them report hundreds of leaked types below the result (vLLM 0.29).
-    """
+    """The command `ngrpo`."""
     processes.raise_on_sigterm()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    if "vllm" in sys.modules:
+    if "vllm" in sys.modules:  # 0.29: at the interpreter's own end triton's bindings report hundreds of leaked types
         processes.end_children()
         os._exit(code)
     sys.exit(code)

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
-from ngrpo.machine.upstream.install import Patch, place
-from ngrpo.machine.upstream.sources import IMPORT, source_of
+from ngrpo.machine.upstream.patch import IMPORT, Patch, place, source_of
 from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS
 from perturbations.errors import UsageError
 

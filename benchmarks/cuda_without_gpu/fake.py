@@ -164,7 +164,7 @@ class FakeDecoding:
         embedding = nn.Embedding(vocabulary, hidden, dtype=dtype, device=device).requires_grad_(False)
         store = TrajectoryStore(batch, 1 << 15)
         texts = ["a"] * vocabulary
-        gate = BoundGate(perturbation, lambda _: [1, 2, 3], lambda: texts, vocabulary, store.slots, device)
+        gate = BoundGate(perturbation, lambda: [b"a"] * vocabulary, vocabulary, store.slots, device)
         override = InputOverride(embedding, max(batch, 64), hidden, dtype, device)
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(hidden)

@@ -106,7 +106,8 @@ class _Engine:
         embedding._parameters["weight"] = self.up(matrix.to(plan.dtype))
         self.embedding, self.store = embedding, TrajectoryStore(plan.batch, 4096, size)
         texts = ["1" if i % 5 == 0 else "b" for i in range(plan.vocabulary)]
-        gate = BoundGate(perturbation, lambda _: [3, 5], lambda: texts, plan.vocabulary, self.store.slots, self.device)
+        pieces = [text.encode() for text in texts]
+        gate = BoundGate(perturbation, lambda: pieces, plan.vocabulary, self.store.slots, self.device)
         override = InputOverride(embedding, 512, HIDDEN, plan.dtype, self.device)
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(HIDDEN)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of the workbench share on the command line: errors, the model, and the problems."""
+"""The command line of the workbench's commands: errors, the model, and the problems."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are :class:`UsageError`, with the nearest match for an unknown flag."""
 
     def __init__(self, command: str, description: str, epilog: str) -> None:
-        """``command``: its name after ``ngrpo``."""
+        """Makes the parser of ``ngrpo COMMAND``."""
         super().__init__(
             prog=f"ngrpo {command}",
             description="\n".join(textwrap.fill(line, 80) for line in description.splitlines()),
@@ -38,7 +38,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """As ``parse_args``; an unknown word is an error that names the nearest flag."""
+        """Parses; an unknown word is an error that names the nearest flag."""
         namespace, unknown = self.parse_known_args(list(argv))
         if unknown:
             # argparse keeps its own table of flags; format_usage would only repeat it.
@@ -66,14 +66,7 @@ class CommandParser(argparse.ArgumentParser):
 def telling_what_is_kept(
     command: str, argv: Sequence[str], folder: Path, report: Callable[[str], None]
 ) -> Iterator[None]:
-    """Says where the block is interrupted what was kept, and how to go on.
-
-    Args:
-        command: its name after ``ngrpo``.
-        argv: what follows that.
-        folder: where results are.
-        report: takes a line for the screen.
-    """
+    """Where the block is interrupted, reports the folder of the kept results, and the command that continues."""
     try:
         yield
     except KeyboardInterrupt:
@@ -83,11 +76,7 @@ def telling_what_is_kept(
 
 
 def checked_model(args: argparse.Namespace) -> str:
-    """The model's name, not resolved yet.
-
-    Raises:
-        UsageError: where no model is given, or the name cannot be one.
-    """
+    """The model's name, not resolved yet; ``UsageError`` where there is none, or it cannot be one."""
     from ngrpo.machine.models import packaged
 
     if not args.model:
@@ -98,11 +87,7 @@ def checked_model(args: argparse.Namespace) -> str:
 def problems_of(
     args: argparse.Namespace, limit: int | None, report: Callable[[str], None]
 ) -> tuple[list[Problem], str]:
-    """The problems that were asked for, and what they are called in the result.
-
-    Raises:
-        UsageError: for bad input: an empty dataset, a problem without an answer.
-    """
+    """The problems, and their name in the result; ``UsageError`` for an empty dataset or a missing answer."""
     from ngrpo.workbench.evaluate import load_problems, load_task
 
     if (args.data is None) == (args.task is None):

@@ -4,29 +4,29 @@
 
 Trains every strategy with every seed under the same trainer, data order and
 budget, evaluates each, and writes results.json, results.csv and report.html.
-What has finished is kept: the same command goes on where it stopped.
+Finished runs are kept: the same command continues where it stopped.
 
   --perturbations A,B       perturbations, with options after colons:
                             none,neighbor:rate=0.2,gumbel
   --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME
-                            (or another kind that stands beside a perturbation:
-                            ngrpo new), and flags of its own; repeatable
+                            (or another kind beside a perturbation: ngrpo new),
+                            and flags of its own; repeatable
   --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
                             each perturbation that has it, or any flag of ngrpo
                             train (rollout.temperature=0.8,1.2) for all;
                             repeatable
   --base P,Q                base algorithms: grpo, gspo, dapo
   --seeds 0,1,2             seeds [0]
-  --baseline ID             what the others are held against [none, or the first
-                            strategy]
-  --threshold SCORE         count the runs whose Mean@n ends above it, and test
-                            the counts: for tasks that a run either finds the
-                            way in or does not
+  --baseline ID             the strategy that all others are compared with
+                            [none, or the first one]
+  --threshold SCORE         count the runs that end with a higher Mean@n, and
+                            test the counts: for tasks that a run either solves
+                            or does not
   --config FILE             YAML with the same words as keys (see
                             examples/ablation.yaml); a flag overrides it
   --out DIR                 the comparison's folder [runs/compare]
-  --dry-run [SHAPE]         print what the first run would be, and check all of
-                            them; start nothing
+  --dry-run [SHAPE]         print the first run, check all of them, and start
+                            nothing
   --discard-models          delete each trained model once it is evaluated:
                             many runs fill a disk
   --stock                   sample as stock OpenRLHF does: the same seed does
@@ -39,9 +39,8 @@ evaluation of each trained model (perturbation off)
   --eval.OPTION VALUE       any other option of ngrpo eval, e.g. --eval.k 1,4,8
                             --eval.temperature 0.6
   --eval.steps N            also every N training steps, on --eval.dataset [the
-                            task's]: the learning curve that compares
-                            strategies, since rewards are of rollouts that each
-                            draws in its own way
+                            task's]: a learning curve that compares strategies,
+                            as rewards of their different rollouts do not
   --eval.at_start           also before the first step, where the curve begins
 
 before training
@@ -80,8 +79,8 @@ from ngrpo.config import parse, rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
-from ngrpo.workbench.compare import results, runs, screen
-from ngrpo.workbench.compare.plan import Plan, Run, read_plan
+from ngrpo.workbench.compare import results, runs
+from ngrpo.workbench.compare.plan import Plan, read_plan
 from ngrpo.workbench.compare.runs import ComparisonFolder
 from perturbations.errors import UsageError
 
@@ -105,18 +104,18 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
 def _check(plan: Plan, out: Path) -> None:
     """Every arm as `ngrpo train` would check it, so that the last run does not fail on a misspelt flag."""
     for one in plan.runs()[: len(plan.arms)]:
-        with _named(one):
+        with _named(f"strategy {one.arm.id!r}"):
             rules.checked(runs.run_config(plan, one, out / "runs" / one.id))
     _check_beside_training(plan)
 
 
 @contextmanager
-def _named(one: Run) -> Iterator[None]:
-    """Names the strategy in an error of its run."""
+def _named(subject: str, fix: str = "") -> Iterator[None]:
+    """Names the subject in an error."""
     try:
         yield
     except UsageError as error:
-        raise UsageError(f"strategy {one.arm.id!r}: {error}") from None
+        raise UsageError(f"{subject}: {error}{fix}") from None
 
 
 def _dry_run(plan: Plan, out: Path, shape: str) -> int:
@@ -125,7 +124,7 @@ def _dry_run(plan: Plan, out: Path, shape: str) -> int:
     print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
     for number, one in enumerate(everything[: len(plan.arms)]):
         print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
-        with _named(one):
+        with _named(f"strategy {one.arm.id!r}"):
             config = runs.run_config(plan, one, out / "runs" / one.id)
             failed |= dry_run(config, shape, checks_only=number > 0)
     _check_beside_training(plan)
@@ -134,16 +133,11 @@ def _dry_run(plan: Plan, out: Path, shape: str) -> int:
 
 def _check_beside_training(plan: Plan) -> None:
     if plan.evaluation is not None:
-        try:
+        with _named("evaluation", " (--eval.OPTION sets it, --eval.data none leaves it out)"):
             evaluation.check(runs.eval_argv(plan, plan.model, Path("out")))
-        except UsageError as error:
-            raise UsageError(f"evaluation: {error} (--eval.OPTION sets it, --eval.data none leaves it out)") from None
     if plan.diagnosis is not None:
-        try:
+        with _named("diagnosis", " (--diagnose.OPTION sets it, --diagnose.prompts 0 leaves it out)"):
             diagnosis.check(["--model", plan.model, *plan.diagnosis])
-        except UsageError as error:
-            left_out = "--diagnose.OPTION sets it, --diagnose.prompts 0 leaves it out"
-            raise UsageError(f"diagnosis: {error} ({left_out})") from None
 
 
 def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Callable[[str], None]) -> int:
@@ -154,7 +148,7 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
     took = [record["seconds"] for record in records if record["status"] == "done"]
     batch = "--rollout.batch_size"
-    view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
+    view = runs.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
     if took:
         print(f"{len(took)} of {len(everything)} runs are finished and kept", flush=True)
     model = packaged.resolve(plan.model, report=report)
@@ -171,7 +165,9 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     final = results.collect(plan, folder, command, created)
     results.write(final, folder)
     sys.stdout.flush()
-    print(f"\n{screen.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}")
+    print(
+        f"\n{results.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}"
+    )
     failed = [run for run in final["runs"] if run["status"] == "failed"]
     for run in failed:
         report(f"{run['id']} failed: {run['log']}")
@@ -179,10 +175,9 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
 
 
 def _statuses(plan: Plan, folder: ComparisonFolder) -> list[dict[str, Any]]:
-    """The status of each run; ``UsageError`` where a finished one is not what it would be now.
+    """The status of each run; ``UsageError`` where a finished one would differ now.
 
-    Asked before each run, for files and versions may change in the hours that the runs before it take: the results
-    would be of both states, and executing a run empties its folder.
+    Called before each run: files and versions may change while the runs before it train.
     """
     everything = plan.runs()
     records = [runs.status(plan, one, folder) for one in everything]
@@ -197,7 +192,7 @@ def _statuses(plan: Plan, folder: ComparisonFolder) -> list[dict[str, Any]]:
 
 
 def _before(plan: Plan, folder: ComparisonFolder, model: str) -> None:
-    """The untrained model's evaluation and the diagnosis; a failure of theirs is told and stops nothing."""
+    """The untrained model's evaluation and the diagnosis; their failures are printed and stop nothing."""
     untrained, drawn = folder.path / "untrained", folder.path / "diagnosis"
     if plan.evaluation is not None and folder.read("untrained/evaluation.json") is None:
         print("before training: evaluating the untrained model", flush=True)
@@ -216,7 +211,7 @@ def _before(plan: Plan, folder: ComparisonFolder, model: str) -> None:
 
 
 def _tried(argv: list[str], folder: ComparisonFolder, name: str) -> None:
-    """Runs a command whose failure is told and stops nothing."""
+    """Runs a command; its failure is printed and stops nothing."""
     try:
         runs.command(argv, folder.path / f"{name}.log", folder.lock)
     except runs.CommandFailed as failure:

@@ -39,28 +39,17 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     out = Path(args.out or f"data/{stem}{'_plain' * args.plain}.jsonl").expanduser()
     if out.exists():
         raise UsageError(f"{out} exists. Remove it, or give another file with --out.")
-    problems = load_problems(
-        source,
-        limit=args.limit,
-        split=args.split,
-        instruction=args.instruction,
-        skip_unanswered=True,
-        report=report,
-    )
-    rows = [
-        {"input": _text(p.messages) if args.plain else [dict(m) for m in p.messages], "label": p.answer}
-        for p in problems
-    ]
+    options = {"limit": args.limit, "split": args.split, "instruction": args.instruction}
+    problems = load_problems(source, **options, skip_unanswered=True, report=report)
+    rows = []
+    for problem in problems:
+        plain = "\n\n".join(message["content"] for message in problem.messages)
+        rows.append({"input": plain if args.plain else [*map(dict, problem.messages)], "label": problem.answer})
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json_lines(rows))
     report(f"{len(rows)} problems of {source}: {out}")
     return 0
-
-
-def _text(messages: tuple[dict[str, str], ...]) -> str:
-    """The messages as one text, for a model without a chat template."""
-    return "\n\n".join(message["content"] for message in messages)
 
 
 def parser() -> CommandParser:

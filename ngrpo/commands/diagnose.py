@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo diagnose`: words in, a folder and a table out."""
+"""`ngrpo diagnose`: a folder of samples and measures, and a table."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.workbench.diagnose.group_sampling import GroupSampling
-
-State = Literal["finished", "unfinished", "other"]
 
 _EXAMPLES = """\
 SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset,
@@ -44,8 +42,9 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Diagnoses."""
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from ngrpo.config.preflight import check_model
+    from ngrpo.config.rules import check_model
     from ngrpo.machine.models import packaged
+    from ngrpo.workbench.diagnose.diagnosis import REPORT, diagnose, differences, table
 
     args, sampling, strategies = _read(argv)
     if args.model:
@@ -57,9 +56,6 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     for strategy in strategies:
         if strategy.spec is not None:
             check_model(path, registry.create(**strategy.spec))
-
-    from ngrpo.workbench.diagnose.diagnosis import REPORT, diagnose, differences, table
-
     if len(problems) < args.prompts:
         report(f"{dataset} has {len(problems)} prompts, fewer than the {args.prompts} of --prompts")
     out = folder_for(args.out, "diagnose")
@@ -96,12 +92,12 @@ def check(argv: Sequence[str]) -> None:
     checked_model(args)
 
 
-def state(argv: Sequence[str], path: Path) -> State:
-    """What a folder has of the diagnosis that :func:`run` would make with these words.
+def state(argv: Sequence[str], path: Path) -> Literal["finished", "unfinished", "other"]:
+    """The state of a folder for the diagnosis that :func:`run` would make with these words.
 
     Returns:
-        ``finished`` where its document has all that is asked for; ``other`` where other settings were diagnosed there,
-        so that it cannot go on there; else ``unfinished``.
+        ``finished`` where its document is complete; ``other`` where it has other settings, so that it cannot be
+        continued; else ``unfinished``.
 
     Raises:
         UsageError: for bad input, or a damaged file.

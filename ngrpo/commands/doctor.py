@@ -28,14 +28,13 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
-from ngrpo.config import preflight
+from ngrpo.config import rules
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
 from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import openrlhf_parser, placement, versions
@@ -46,22 +45,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PLUGIN = "ngrpo_perturbation"
-_LOGITS_PROCESSORS = "vllm.logits_processors"  # vLLM's group of entry points
 _SECONDS = 300
-_LARGEST_GAP = 1e-4
-_SPEC = {"name": "gumbel", "rate": 0.5}
 _CHECK_FAILURE = "CheckFailure: "
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        subject: what it is.
-        state: its state in a line.
-        fix: what to do where it is wrong; None where all is well.
-    """
+class Finding(NamedTuple):
+    """Something that was looked at, its state in a line, and the fix of an error; no fix where all is well."""
 
     subject: str
     state: str
@@ -75,77 +64,80 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     parser.add_argument("--no-self-test", action="store_true")
     args = parser.read(argv)
     named = None if args.model is None else packaged.check_name(args.model)
-    model = None if args.no_self_test else named or "smollm2-135m"
-    findings = []
-    for finding in examine(model, report, named):
-        findings.append(finding)
-        print(f"{'ok   ' if finding.fix is None else 'WRONG'}  {finding.subject}: {finding.state}", flush=True)
+    lines, wrong = [], 0
+    for finding in _examine(None if args.no_self_test else named or "smollm2-135m", report, named):
+        state, broken = f"{finding.subject}: {finding.state}", finding.fix is not None
+        print(f"{'WRONG' if broken else 'ok   '}  {state}", flush=True)
         if finding.fix is not None:
             print(textwrap.indent(f"fix: {finding.fix}", " " * 7))
-    wrong = [finding for finding in findings if finding.fix is not None]
-    print("\n" + _for_a_report(findings))
-    report("all is well" if not wrong else f"{len(wrong)} of {len(findings)} findings need fixing")
-    return int(bool(wrong))
+        lines.append(f"- {'WRONG' if broken else 'ok'} {state}")
+        wrong += broken
+    machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
+    print("", "--- for a bug report ---", f"- {machine}", *lines, "---", sep="\n")
+    report(f"{wrong} of {len(lines)} findings need fixing" if wrong else "all is well")
+    return int(wrong > 0)
 
 
-def examine(model: str | None, report: Callable[[str], None], named: str | None = None) -> Iterator[Finding]:
+def _examine(model: str | None, report: Callable[[str], None], named: str | None) -> Iterator[Finding]:
     """All findings; the self-test, which takes longest, comes last.
 
     Args:
         model: of the self-test; None leaves it out.
-        report: called before what takes a while.
-        named: the model that was asked about; one that is not supported has no self-test.
+        report: called before the self-test.
+        named: the model of ``--model``; an unsupported one has no self-test.
     """
-    yield _python()
-    yield _judged("releases", _releases, preflight.check_stack)
+    release = ".".join(map(str, sys.version_info[:3]))
+    fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
+    yield Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
+    releases = ", ".join(f"{name} {release or 'missing'}" for name, release in versions.versions().items())
+    yield Finding("releases", releases, _error_of(rules.check_stack))
     profile = profile_for("auto")
     yield _device(profile.name)
-    yield _judged("compiler", lambda: "what is compiled on first use can be", lambda: profile.check(Flags()))
+    broken = _error_of(lambda: profile.check(Flags()))
+    yield Finding("compiler", "not ready" if broken else "the code that is compiled on first use can be", broken)
     yield _placement(profile.name)
-    yield Finding("flash-attn", _flash_attn(profile.name))
+    release = versions.installed("flash-attn") if stand_ins.has_flash_attn() else None
+    attention = f"{release}: OpenRLHF's default attention"
+    if profile.name == "cpu":
+        attention = "of no use on a CPU; the trainer's attention is PyTorch's own"
+    elif release is None:
+        attention = "missing: the trainer's attention is PyTorch's own (docs/install.md)"
+    yield Finding("flash-attn", attention)
     yield _patches(profile.name)
     yield _plugin()
     yield from _model_runner(profile.name)
     if named is not None:
-        finding = _model(named)
-        yield finding
-        if finding.fix is not None:
+        support, subject = architecture.support_of(named, ask_hub=True), f"model {named}"
+        refused = "; ".join(support.refused) if support else ""
+        unknown = "not known: its config.json is neither here nor could the hub be asked for it"
+        yield Finding(subject, str(support) if support else unknown, refused or None)
+        if refused:
             return
     if model is not None:
         report("self-test: a rollout and its replay, half a minute")
         yield _self_test(model)
 
 
-def _python() -> Finding:
-    release = ".".join(map(str, sys.version_info[:3]))
-    fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
-    return Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
-
-
-def _model(name: str) -> Finding:
-    support, subject = architecture.support_of(name, ask_hub=True), f"model {name}"
-    if support is None:
-        return Finding(subject, "not known: its config.json is neither here nor could the hub be asked for it")
-    return Finding(subject, str(support), "; ".join(support.refused) or None)
-
-
-def _judged(subject: str, state: Callable[[], str], check: Callable[[], object]) -> Finding:
-    """What a check of the preflight says: its errors hold the fix."""
+def _error_of(check: Callable[[], object]) -> str | None:
+    """The message of a check that fails; it holds the fix."""
     try:
         check()
     except UsageError as error:
-        return Finding(subject, state() if subject == "releases" else "not ready", str(error))
-    return Finding(subject, state())
-
-
-def _releases() -> str:
-    return ", ".join(f"{name} {release or 'missing'}" for name, release in versions.versions().items())
+        return str(error)
+    return None
 
 
 def _device(hardware: str) -> Finding:
     import torch
 
-    driver, built = _driver(), torch.version.cuda
+    command, driver, built = (
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        "",
+        torch.version.cuda,
+    )
+    with suppress(OSError, subprocess.SubprocessError):  # there is no GPU
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        driver = done.stdout.partition("\n")[0]
     if hardware == "cuda":
         from ngrpo.machine.hardware.cuda import toolkit
 
@@ -154,26 +146,15 @@ def _device(hardware: str) -> Finding:
         compiled = f"toolkit {release or 'missing'} ({home})"
         return Finding("hardware", f"profile cuda: {names}; CUDA {built}, driver {driver or 'unknown'}, {compiled}")
     state = f"profile cpu: torch sees no CUDA device (it is built for {f'CUDA {built}' if built else 'a CPU'})"
-    if driver is None:
+    if not driver:
         return Finding("hardware", state)
-    newer = (
-        f"install a driver for CUDA {built}" if built else "install the extra cuda and a torch that is built for CUDA"
-    )
-    return Finding("hardware", f"{state}, but there is a GPU with driver {driver}", f"{newer}: docs/install.md")
-
-
-def _driver() -> str | None:
-    """The driver's version, or None without a GPU."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return output.splitlines()[0] if output else None
+    newer = f"a driver for CUDA {built}" if built else "the extra cuda and a torch that is built for CUDA"
+    fix = f"install {newer}: docs/install.md"
+    return Finding("hardware", f"{state}, but there is a GPU with driver {driver}", fix)
 
 
 def _placement(hardware: str) -> Finding:
-    """Where a training without flags of a placement puts its models, and which models that holds."""
+    """The placement of a training without flags of one, and the models that it holds."""
     subject, there = "placement", placement.here()
     if there is None:
         state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
@@ -188,14 +169,6 @@ def _placement(hardware: str) -> Finding:
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
-
-
-def _flash_attn(hardware: str) -> str:
-    if hardware == "cpu":
-        return "of no use on a CPU; the trainer's attention is PyTorch's own"
-    if stand_ins.has_flash_attn():
-        return f"{versions.installed('flash-attn')}: OpenRLHF's default attention"
-    return "missing: the trainer's attention is PyTorch's own (docs/install.md)"
 
 
 def _patches(hardware: str) -> Finding:
@@ -219,8 +192,8 @@ def _plugin() -> Finding:
 
 
 def _model_runner(hardware: str) -> Iterator[Finding]:
-    """What takes the choice of the model runner away with one line in vLLM's log (0.29); nothing where nothing does."""
-    points = entry_points(group=_LOGITS_PROCESSORS)
+    """Installed logits processors, which choose vLLM's model runner with one line in its log (0.29)."""
+    points = entry_points(group="vllm.logits_processors")
     chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if not points or chosen is not None:
         return
@@ -237,19 +210,16 @@ def _self_test(model: str) -> Finding:
     """In a process of its own, whose crash is a finding too."""
     subject = "self-test"
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)]
-        output = Path(folder) / "output.log"
-        status = _ended(command, output)
+        target, output = Path(folder) / "result.json", Path(folder) / "output.log"
+        status = _ended([sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)], output)
         if status is None:
             return Finding(subject, f"not done after {_SECONDS} s", "report it with the block below")
         if not target.exists():
             lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
             # An engine's process tells why it ended before the one that started it does.
-            causes = [number for number, line in enumerate(lines) if _CHECK_FAILURE in line]
-            lines = lines[causes[0] :][:10] if causes else lines[-15:]
-            state = f"ended with status {status}"
-            return Finding(subject, state, "read the lines that it ended with:\n" + "\n".join(lines))
+            cause = next((number for number, line in enumerate(lines) if _CHECK_FAILURE in line), None)
+            ending = "\n".join(lines[-15:] if cause is None else lines[cause:][:10])
+            return Finding(subject, f"ended with status {status}", f"read the lines that it ended with:\n{ending}")
         measures = json.loads(target.read_text())
     state = (
         f"{measures['runner']} model runner, {measures['edits']} perturbed inputs among {measures['tokens']} tokens,"
@@ -257,7 +227,7 @@ def _self_test(model: str) -> Finding:
         f" {measures['plain']:.1e} where nothing is perturbed"
     )
     # A GPU rounds float32 in ways of its own, which the unperturbed requests show.
-    allowed = max(_LARGEST_GAP, 3.0 * measures["plain"])
+    allowed = max(1e-4, 3.0 * measures["plain"])
     if measures["edits"] == 0 or measures["unreplayed"] <= allowed:
         return Finding(subject, state, "the rollout was not perturbed: install the project anew, then report it")
     return Finding(subject, state, None if measures["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
@@ -277,12 +247,6 @@ def _ended(command: Sequence[str], output: Path) -> int | None:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def _for_a_report(findings: Sequence[Finding]) -> str:
-    lines = [f"- {'ok' if f.fix is None else 'WRONG'} {f.subject}: {f.state}" for f in findings]
-    machine = ", ".join(f"{key} {value}" for key, value in versions.machine().items())
-    return "\n".join(["--- for a bug report ---", f"- {machine}", *lines, "---"])
 
 
 def self_test(model: str) -> dict[str, Any]:
@@ -306,7 +270,7 @@ def self_test(model: str) -> dict[str, Any]:
         max_num_seqs=8,
         kv_cache_memory_bytes=1 << 26,
         disable_log_stats=True,
-        additional_config={"perturbation": _SPEC},
+        additional_config={"perturbation": {"name": "gumbel", "rate": 0.5}},
         **place,
     )
     prompt = llm.get_tokenizer().encode("The first three prime numbers are")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo eval`: words in, a folder of samples and a table out."""
+"""`ngrpo eval`: a folder of samples and a table."""
 
 from __future__ import annotations
 
@@ -45,24 +45,46 @@ examples
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again."""
-    from ngrpo.workbench.evaluate.evaluation import check_rescore_flags, rescore
-    from ngrpo.workbench.evaluate.outcome import table
+    from ngrpo.workbench.evaluate.evaluation import check_rescore_flags, evaluate, rescore, table
     from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
-    args, command, engine_options = _read(argv)
-    for note in command.notes:
+    args, asked, engine_options = _read(argv)
+    for note in asked.notes:
         report(f"warning: {note}")
     if args.rescore is not None:
         folder = Path(args.rescore).expanduser()
-        policy = RolloutPolicy(command, args.at_step, args.of_steps)
-        check_rescore_flags(argv, args, engine_options, command.spec, policy)
+        policy = RolloutPolicy(asked, args.at_step, args.of_steps)
+        check_rescore_flags(argv, args, engine_options, asked.spec, policy)
         result = rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
     else:
         folder = folder_for(args.out, "eval")
         with telling_what_is_kept("eval", argv, folder, report):
-            result = _evaluate(args, command, folder, engine_options, report)
+            from ngrpo.config.rules import check_model
+            from ngrpo.machine.models import packaged
+
+            sampling, policy = _drawing(args, asked)
+            for note in policy.notes:
+                report(f"warning: {note}")
+            packaged.check_available(args.model)  # before problems are asked for, which may come from the hub as well
+            problems, dataset = problems_of(args, args.limit, report)
+            model = packaged.resolve(args.model, report=report)
+            check_model(model, asked.perturbation)
+            result = evaluate(
+                model,
+                problems,
+                out=folder,
+                n=args.n,
+                k=args.k,
+                sampling=sampling,
+                perturbation=asked.spec,
+                policy=policy,
+                dataset=dataset,
+                hardware=asked.hardware,
+                engine_options=engine_options,
+                report=report,
+            )
     print(table(result, folder), flush=True)
     return 0
 
@@ -73,91 +95,49 @@ def check(argv: Sequence[str]) -> None:
     Raises:
         UsageError: for bad input: an unknown option, an empty dataset, a problem without an answer.
     """
-    args, command, _ = _read(argv)
-    _sampling(args)
-    _policy(args, command)
+    args, asked, _ = _read(argv)
+    _drawing(args, asked)
     problems_of(args, args.limit, lambda line: None)
 
 
-def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, Any, dict[str, Any]]:
+def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str, Any]]:
     """Our own options, the perturbation's, and the engine's."""
     from ngrpo.config import parse
     from ngrpo.config.kinds import KINDS
     from ngrpo.machine.hardware import profile_for
 
-    command = parse.run_config(argv)
-    rest, engine_options = _engine_options(command.openrlhf)
+    asked = parse.run_config(argv)
+    rest, engine_options = _engine_options(asked.openrlhf)
     kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
     refused = {
-        **{kind.flag: (command.specs.get(kind.name), "Leave it out.") for kind in kinds},
-        "--run-dir": (command.run_dir, "Give --out."),
-        "--log-file": (command.log_file, "Redirect the output: 2> FILE."),
-        "--preset": (command.preset, "Leave it out."),
-        "--report.groups": (command.report_groups, "Leave it out."),
-        "--eval.at_start": (command.eval_at_start, "Leave it out."),
-        "--sampling.*": (command.sampling.given(), "Evaluation has --temperature and --top-p."),
+        **{kind.flag: (asked.specs.get(kind.name), "Leave it out.") for kind in kinds},
+        "--run-dir": (asked.run_dir, "Give --out."),
+        "--log-file": (asked.log_file, "Redirect the output: 2> FILE."),
+        "--preset": (asked.preset, "Leave it out."),
+        "--report.groups": (asked.report_groups, "Leave it out."),
+        "--eval.at_start": (asked.eval_at_start, "Leave it out."),
+        "--sampling.*": (asked.sampling.given(), "Evaluation has --temperature and --top-p."),
     }
     for flag, (value, fix) in refused.items():
         if value:
             raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
-    profile_for(command.hardware)
+    profile_for(asked.hardware)
     args = parser().read(rest)
-    args.task = command.task
-    return args, command, engine_options
+    args.task = asked.task
+    return args, asked, engine_options
 
 
-def _evaluate(
-    args: argparse.Namespace,
-    command: RunConfig,
-    folder: Path,
-    engine_options: dict[str, Any],
-    report: Callable[[str], None],
-) -> dict[str, Any]:
-    from ngrpo.machine.models import packaged
-    from ngrpo.workbench.evaluate.evaluation import evaluate
-
-    sampling, policy = _sampling(args), _policy(args, command)
-    for note in policy.notes:
-        report(f"warning: {note}")
-    packaged.check_available(args.model)  # before problems are asked for, which may come from the hub as well
-    problems, dataset = problems_of(args, args.limit, report)
-    model = packaged.resolve(args.model, report=report)
-    if command.spec is not None:
-        from ngrpo.config.preflight import check_model
-
-        check_model(model, command.perturbation)
-    return evaluate(
-        model,
-        problems,
-        out=folder,
-        n=args.n,
-        k=args.k,
-        sampling=sampling,
-        perturbation=command.spec,
-        policy=policy,
-        dataset=dataset,
-        hardware=command.hardware,
-        engine_options=engine_options,
-        report=report,
-    )
-
-
-def _sampling(args: argparse.Namespace) -> Sampling:
-    """How to draw, with every setting checked, and the model's name with it."""
+def _drawing(args: argparse.Namespace, asked: RunConfig) -> tuple[Sampling, RolloutPolicy]:
+    """The checked settings of the draws, with the model's name."""
     from ngrpo.workbench.evaluate.engine import Sampling
-    from ngrpo.workbench.evaluate.outcome import checked_ks
+    from ngrpo.workbench.evaluate.evaluation import checked_ks
+    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     checked_model(args)
     checked_ks(args.k, args.n)
-    return Sampling(args.temperature, args.top_p, args.max_tokens, args.seed)
-
-
-def _policy(args: argparse.Namespace, command: RunConfig) -> RolloutPolicy:
-    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
-
-    policy = RolloutPolicy.of(command, args.at_step, args.of_steps)
+    policy = RolloutPolicy.of(asked, args.at_step, args.of_steps)
     policy.check_temperature(args.temperature)
-    return policy
+    return Sampling(args.temperature, args.top_p, args.max_tokens, args.seed), policy
 
 
 def parser() -> CommandParser:

@@ -20,7 +20,7 @@ from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 
-def usage(argv: Sequence[str]) -> str:
+def usage(command: str, argv: Sequence[str]) -> str:
     """The docstring with the models."""
     return (__doc__ or "").replace("{models}", ", ".join(packaged.PACKAGED))
 
@@ -28,7 +28,7 @@ def usage(argv: Sequence[str]) -> str:
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Makes the model where it is not there yet, and prints its folder."""
     if len(argv) != 1 or argv[0].startswith("-"):
-        print(usage(argv), end="")
+        print(usage("model", argv), end="")
         return 2
     if argv[0] not in packaged.PACKAGED:
         hint = nearest(argv[0], packaged.PACKAGED)

@@ -100,9 +100,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ngrpo.commands.dry_run import dry_run
-from ngrpo.config import parse, preflight, rules, run_notes, verl_lines
+from ngrpo.config import parse, rules, run_notes, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
@@ -113,53 +114,54 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench import tasks
-from ngrpo.workbench.report import summary
-from ngrpo.workbench.report.page import write_training
+from ngrpo.workbench.report import summary, write_report
 from perturbations.errors import UsageError
 
 
-def usage(argv: Sequence[str]) -> str:
-    """Our flags, and all that is registered with its options."""
+def usage(command: str, argv: Sequence[str]) -> str:
+    """Our flags, and all registered names with their options."""
     return catalogue.train_help(__doc__ or "", argv) + "\n"
 
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
-    """Trains."""
+    """Trains; 1 where the training itself failed."""
     if "--openrlhf-help" in argv:
-        preflight.check_stack()
+        rules.check_stack()
         openrlhf_parser.print_help()
         return 0
-    asked = parse.read_command(argv)
-    if asked.print_for is not None:
-        return print_for(asked.print_for, asked.run)
-    if asked.dry_run is not None:
-        return dry_run(asked.run, asked.dry_run or "true")
-    return start(asked.run, report)
-
-
-def start(run: RunConfig, report: Callable[[str], None]) -> int:
-    """Trains; 1 where the training itself failed."""
-    for note in run.notes:
+    words = parse.with_files(argv)
+    asked, flags = parse.run_config(words), Flags(words)
+    if (trainer := flags.value(parse.PRINT)) is not None:
+        return _print_for(trainer, asked)
+    if (shape := flags.value(parse.DRY_RUN)) is not None:
+        return dry_run(asked, shape or "true")
+    for note in asked.notes:
         report(f"warning: {note}")
-    name = "none" if run.spec is None else run.spec["name"].rpartition(":")[2]
-    with reserved_folder(run.run_dir, name) as folder:
-        run = replace(run, run_dir=str(folder))
-        complete = _prepare(run, folder, report)
-        run.write(folder / FILE)
+    name = "none" if asked.spec is None else asked.spec["name"].rpartition(":")[2]
+    with reserved_folder(asked.run_dir, name) as folder:
+        asked = replace(asked, run_dir=str(folder))
+        complete = _prepare(asked, folder, report)
+        asked.write(folder / FILE)
+        return _train(replace(asked, openrlhf=tuple(complete.argv), run_dir=str(folder.absolute())), folder, report)
+
+
+def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
+    """Launches a run with complete flags. A run that was stopped or failed leaves its summary and report too."""
     began = time.time()
     runner_marker.watch(folder / summary.RUNNERS)
-    hardware = profile_of_run(run.hardware).name
-    started = replace(run, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
+    run = replace(run, hardware=profile_of_run(run.hardware).name)
     try:
         with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
-            launch.launch(started)
+            launch.launch(run)
     except launch.TrainingFailed as error:
         report(f"training failed: {error}")
+        _conclude(folder, run, began)
         return 1
-    text = summary.finish(folder, started, began=began)
-    written = read_json(folder / "summary.json")
-    write_training(written, folder / "report.html")
-    print(text, flush=True)
+    except KeyboardInterrupt:
+        _conclude(folder, run, began)
+        report(f"stopped; {folder} has the steps so far. --ckpt.load_enable continues from the last checkpoint.")
+        raise
+    written = _conclude(folder, run, began)
     updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
     if updates and not any(updates):
         report("training failed: no step updated the weights; the warnings above say why.")
@@ -167,12 +169,17 @@ def start(run: RunConfig, report: Callable[[str], None]) -> int:
     return 0
 
 
-def print_for(trainer: str, run: RunConfig) -> int:
-    """Prints a run for another trainer, which is verl; what it has no counterpart of goes to the error output.
+def _conclude(folder: Path, run: RunConfig, began: float) -> dict[str, Any]:
+    """Writes the summary and the report, and prints the summary's table."""
+    text = summary.finish(folder, run, began=began)
+    written = read_json(folder / "summary.json")
+    write_report(written, folder / "report.html")
+    print(text, flush=True)
+    return written
 
-    Raises:
-        UsageError: for any other name, and for what verl has not.
-    """
+
+def _print_for(trainer: str, run: RunConfig) -> int:
+    """Prints a run for another trainer, and to the error output the flags without a counterpart."""
     if trainer != "verl":
         raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
     lines, left = verl_lines.of_run(run, rules.completed(run))
@@ -195,7 +202,7 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
-    if (line := preflight.first_step(complete)) is not None:
+    if (line := rules.first_step(complete)) is not None:
         report(line)
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")

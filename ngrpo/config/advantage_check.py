@@ -17,12 +17,9 @@ from perturbations.errors import UsageError
 from perturbations.testing import PerturbationError, outcomes
 from perturbations.testing.report import answered, check_answers, check_tensor, require
 
-_PROMPTS = 7
 _GROUPS = (8, 16, 32, 64, 128, 256)
 _FRACTIONS = "rewards between 0 and 1"
 _NO_DRAWS = "An advantage is a function of its rewards: it draws nothing."
-_STEPS = (0, 1, 100, 100_000)
-_DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -47,13 +44,20 @@ def inspect(
 
 
 def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
-    for label, batch in _batches(_group_size(advantage)):
-        if label == _FRACTIONS:
-            try:
-                advantage.check_rewards(batch.rewards)
-            except UsageError:  # made for right and wrong answers alone
-                continue
-        yield f"advantages of {label}", partial(_check, advantage, label, batch)
+    draws = torch.Generator().manual_seed(4)
+    rewards = torch.rand(7, _group_size(advantage), generator=draws)
+    counts = torch.randint(0, 9, rewards.shape, generator=draws).float()
+    labelled = {
+        "right and wrong answers": (rewards > 0.5).float(),
+        "groups all right or all wrong": (torch.arange(7).unsqueeze(-1) % 2.0).expand_as(rewards).clone(),
+        _FRACTIONS: rewards,
+    }
+    try:
+        advantage.check_rewards(rewards)
+    except UsageError:  # made for right and wrong answers alone
+        del labelled[_FRACTIONS]
+    for label, values in labelled.items():
+        yield f"advantages of {label}", partial(_check, advantage, label, _Batch(values, counts))
     yield "the advantage at each training step", partial(_check_steps, advantage)
     yield "its flags of OpenRLHF, and what it warns of", partial(_check_flags, advantage)
 
@@ -71,18 +75,6 @@ def _group_size(advantage: Advantage) -> int:
     return _GROUPS[-1]
 
 
-def _batches(size: int) -> Iterator[tuple[str, _Batch]]:
-    draws = torch.Generator().manual_seed(4)
-    rewards = torch.rand(_PROMPTS, size, generator=draws)
-    counts = torch.randint(0, 9, rewards.shape, generator=draws).float()
-    for label, values in {
-        "right and wrong answers": (rewards > 0.5).float(),
-        "groups all right or all wrong": (torch.arange(_PROMPTS).unsqueeze(-1) % 2.0).expand(-1, size).clone(),
-        _FRACTIONS: rewards,
-    }.items():
-        yield label, _Batch(values, counts)
-
-
 def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
     where = f"{advantage.name}, {label}:"
     check_answers(where, "formula()", partial(_answer, advantage, where), batch, prefix="", draws=_NO_DRAWS)
@@ -91,7 +83,9 @@ def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
 def _answer(advantage: Advantage, where: str, batch: _Batch) -> Tensor:
     fix = "It must answer for any rewards in [0, 1]."
     advantages = answered(f"{where} formula()", lambda: advantage.compute(batch.rewards, batch.counts), fix)
-    check_tensor(f"{where} what formula() returns", advantages, tuple(batch.rewards.shape), torch.float32, _DEVICE)
+    check_tensor(
+        f"{where} what formula() returns", advantages, tuple(batch.rewards.shape), torch.float32, torch.device("cpu")
+    )
     broken = advantages[~torch.isfinite(advantages)].tolist()
     fix = "Clamp before divisions: the rewards of a group may all be equal."
     require(not broken, f"{where} formula() gives {broken[:1]}.", fix)
@@ -100,7 +94,7 @@ def _answer(advantage: Advantage, where: str, batch: _Batch) -> Tensor:
 
 def _check_steps(advantage: Advantage) -> None:
     """Some options change over the run, so an advantage is made again for each step, in the driver."""
-    for step in _STEPS:
+    for step in (0, 1, 100, 100_000):
         where = f"{advantage.name}: at_step({step})"
         fix = "It must answer for every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
         later = answered(where, partial(advantage.at_step, step), fix)
@@ -114,15 +108,13 @@ def _check_flags(advantage: Advantage) -> None:
         "It must give flags, {'--algo.kl.init_coef': '0'}: their values as text, several as a tuple, None for a switch."
     )
     defaults = answered(f"{advantage.name}: flags()", partial(advantage.flags, flags), fix)
-    wrong = not isinstance(defaults, dict) or [name for name, value in defaults.items() if not _is_flag(name, value)]
+    wrong = not isinstance(defaults, dict)
+    for name, value in () if wrong else defaults.items():
+        texts = value if isinstance(value, tuple) and value else (value,)
+        fits = value is None or all(isinstance(part, str) for part in texts)
+        wrong |= not (fits and isinstance(name, str) and name.startswith("--"))
     require(not wrong, f"{advantage.name}: flags() gives {defaults!r:.200}.", fix)
     fix = "It must give a list of texts, each a warning for the user; an empty one for none."
     notes = answered(f"{advantage.name}: notes()", partial(advantage.notes, flags), fix)
     texts = isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)
     require(texts, f"{advantage.name}: notes() gives {notes!r:.200}.", fix)
-
-
-def _is_flag(name: object, value: object) -> bool:
-    values = value if isinstance(value, tuple) else (value,)
-    fits = value is None or (len(values) > 0 and all(isinstance(part, str) for part in values))
-    return isinstance(name, str) and name.startswith("--") and fits

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms of a comparison: perturbations with options, as `ngrpo compare` and `ngrpo diagnose` take them.
 
-An arm is a name and its options, ``neighbor rate=0.2 variant=released``; a colon may stand for a blank.
-
---strategy 'neighbor rate=0.2'          one arm
---perturbations none,gaussian:sigma=1   arms, with commas between them
---sweep perturbation.rate=0.05,0.1      one arm per value, for each of these perturbations that has the option
+An arm is a name and its options, ``neighbor rate=0.2 variant=released``; a colon may replace a blank.
 """
 
 from __future__ import annotations
@@ -23,22 +19,20 @@ from perturbations.options import nearest
 
 _PREFIX, _KIND = "perturbation.", KINDS["perturbation"]
 _OPTION = r"(?:--)?[A-Za-z_][\w.]*="
-_BESIDE = {kind.flag.removeprefix("--"): kind for kind in run_level_kinds()}
-# What of these changes the rollouts, and can be looked at without a training.
-_ROLLOUTS = "|".join(rf"{re.escape(key)}(\.\w+)?" for key, kind in _BESIDE.items() if kind.in_rollouts)
-# What `--strategy` takes without dashes beside the perturbation's options, where arms are trained.
-_TRAINING = "|".join(["base", "reproducible", *(rf"{re.escape(key)}(\.\w+)?" for key in _BESIDE)])
+# Further options of an arm that change rollouts without a training, and those that `--strategy` takes without dashes.
+_KEYS = {kind: rf"{re.escape(kind.flag.removeprefix('--'))}(\.\w+)?" for kind in run_level_kinds()}
+_ROLLOUTS = "|".join(key for kind, key in _KEYS.items() if kind.in_rollouts)
+_TRAINING = "|".join(["base", "reproducible", *_KEYS.values()])
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A perturbation with its options, and in a training what else sets it apart.
+    """A perturbation with its options, and in a training its further flags.
 
     Attributes:
         name: the perturbation, as the user named it.
         options: its options, as the user gave them: ``{"rate": "0.2", "gate.start": "5"}``.
-        training: what a training has beside the perturbation, ``{"base": "gspo", "rollout.temperature": "1.2"}``; the
-            value of a switch is empty.
+        training: further flags, ``{"base": "gspo", "rollout.temperature": "1.2"}``; the value of a switch is empty.
         id: short and unique in its list: ``none``, ``neighbor rate=0.2 base=gspo``.
         spec: ``perturbations.create(**spec)``, every option spelt out; None where nothing is ever perturbed.
         paper: where the perturbation comes from.
@@ -54,28 +48,23 @@ class Arm:
     notes: tuple[str, ...] = ()
 
     @property
-    def perturbation(self) -> str:
-        """The id of the perturbation alone."""
-        return " ".join([self.name, *_pairs(self.options)])
-
-    @property
     def line(self) -> str:
         """The perturbation alone, as a value of ``--strategy``."""
         return shlex.join([self.name, *_pairs(self.options)])
 
     @property
     def rollouts(self) -> dict[str, str]:
-        """What of :attr:`training` changes the rollouts: a sampling schedule and noise on the weights."""
+        """The part of :attr:`training` that changes the rollouts: a sampling schedule and noise on the weights."""
         return {key: value for key, value in self.training.items() if re.fullmatch(_ROLLOUTS, key)}
 
     @property
     def rollout_id(self) -> str:
-        """The id of the perturbation and what else changes the rollouts."""
-        return " ".join([self.perturbation, *_pairs(self.rollouts)])
+        """The id without the flags that leave rollouts unchanged."""
+        return " ".join([self.name, *_pairs(self.options), *_pairs(self.rollouts)])
 
     @property
     def settings(self) -> dict[str, str]:
-        """All that the user gave but the name: ``{"perturbation.rate": "0.2", "base": "gspo"}``."""
+        """All options and flags: ``{"perturbation.rate": "0.2", "base": "gspo"}``."""
         return {**{_PREFIX + key: value for key, value in self.options.items()}, **self.training}
 
     @property
@@ -85,17 +74,15 @@ class Arm:
         return ["--perturbation", self.name, *options]
 
     @property
+    def training_flags(self) -> list[str]:
+        """:attr:`training` as flags of ``ngrpo train``."""
+        flags = {f"--{'preset' if key == 'base' else key}": value for key, value in self.training.items()}
+        return [word for flag, value in flags.items() for word in (flag, *(value.split(" ") if value else ()))]
+
+    @property
     def flags(self) -> list[str]:
         """The flags of ``ngrpo train`` that belong to this arm alone."""
         return [*self.perturbation_flags, *self.training_flags]
-
-    @property
-    def training_flags(self) -> list[str]:
-        """Those of them beside the perturbation."""
-        argv: list[str] = []
-        for key, value in self.training.items():
-            argv += [f"--{'preset' if key == 'base' else key}", *(value.split(" ") if value else ())]
-        return argv
 
 
 def parse_arms(
@@ -110,16 +97,14 @@ def parse_arms(
     """Reads the flags; nothing is loaded but the perturbations themselves.
 
     Args:
-        perturbations: ``--perturbations``: arms separated by commas. A name or value with a comma in it needs
-            ``lines``.
-        sweeps: values of ``--sweep``; several are combined with each other. ``perturbation.option=value,value`` applies
-            to each perturbation of ``perturbations`` that has the option and was not given a value for it; an option
-            that allows one value only (the rate of ``none``) is not swept.
+        perturbations: ``--perturbations``, arms separated by commas; a name or value with a comma needs ``lines``.
+        sweeps: values of ``--sweep``, which are combined. ``perturbation.option=value,value`` applies to each of
+            ``perturbations`` that has the option, without a value of its own, and allows more than one value.
         lines: values of ``--strategy``, an arm each.
         bases: values of ``--base``, one arm for each, where an arm does not name its own.
         training: whether arms are trained: they may then have ``base=``, ``advantage=`` and ``--flag=value``, and
             ``sweeps`` any flag of ``ngrpo train``, which applies to all arms.
-        rollouts: whether arms may have what changes rollouts alone, such as ``sampling.schedule=``.
+        rollouts: whether arms may have options that change rollouts alone, such as ``sampling.schedule=``.
 
     Returns:
         At least one arm, in the order given. An arm given twice stays twice, as ``none`` and ``none (2)``.
@@ -127,19 +112,37 @@ def parse_arms(
     Raises:
         UsageError: for an unknown perturbation or option, a bad value, a sweep that applies nowhere, or no arm.
     """
+    names = [] if perturbations is None else [part.strip() for part in perturbations.split(",")]
+    if not all(names):
+        raise UsageError(f"--perturbations {perturbations!r}: a name is missing, for example none,neighbor,gaussian.")
     axes = _sweeps(sweeps, training)
     own = {key.removeprefix(_PREFIX): values for key, values in axes.items() if key.startswith(_PREFIX)}
-    named = arms = [_read_arm(text, f"--perturbations {text!r}", training, rollouts) for text in _names(perturbations)]
+    named = arms = [_read_arm(text, f"--perturbations {text!r}", training, rollouts) for text in names]
     for option in sorted(own, key=lambda name: "." in name):  # a swept gate comes before the gate's options
         before, arms = arms, _crossed(arms, "options", option, own[option], only=_sweepable)
         if arms == before:
-            raise _sweep_error(option, named)
+            raise UsageError(f"--sweep {_PREFIX}{option}: {_why_unswept(option, named)}")
     arms = arms + [_read_arm(text, f"--strategy {text!r}", training, rollouts) for text in lines]
     if not arms:
         raise UsageError("no strategy is given: name some with --perturbations none,neighbor (see: ngrpo list).")
     for key in axes:
         arms = arms if key.startswith(_PREFIX) else _crossed(arms, "training", key, axes[key])
-    return _distinct([_made(arm) for arm in (_crossed(arms, "training", "base", bases) if bases else arms)])
+    counts: Counter[str] = Counter()
+    result = []
+    for arm in _crossed(arms, "training", "base", bases) if bases else arms:
+        made, notes = _KIND.checked(arm.name, arm.options)
+        name = " ".join([arm.name, *_pairs(arm.options), *_pairs(arm.training)])
+        counts[name] += 1
+        result.append(
+            replace(
+                arm,
+                id=name if counts[name] == 1 else f"{name} ({counts[name]})",
+                spec=made.spec() if made.active else None,
+                paper=made.paper,
+                notes=notes,
+            )
+        )
+    return result
 
 
 def _crossed(
@@ -150,20 +153,13 @@ def _crossed(
     only: Callable[[Arm, str], bool] = lambda arm, key: True,
 ) -> list[Arm]:
     """Each arm with each value, where it has none of its own."""
-    result = []
+    result: list[Arm] = []
     for arm in arms:
-        spec = getattr(arm, part)
-        fits = key not in spec and only(arm, key)
-        differences: list[dict[str, Any]] = [{part: {**spec, key: value}} for value in values]
-        result += [replace(arm, **difference) for difference in differences] if fits else [arm]
+        own: Mapping[str, str] = getattr(arm, part)
+        fits = key not in own and only(arm, key)
+        changes: list[dict[str, Any]] = [{part: {**own, key: value}} for value in values] if fits else [{}]
+        result += [replace(arm, **change) for change in changes]
     return result
-
-
-def _names(perturbations: str | None) -> list[str]:
-    parts = [] if perturbations is None else [part.strip() for part in perturbations.split(",")]
-    if not all(parts):
-        raise UsageError(f"--perturbations {perturbations!r}: a name is missing, for example none,neighbor,gaussian.")
-    return parts
 
 
 def _read_arm(text: str, where: str, training: bool, rollouts: bool) -> Arm:
@@ -205,9 +201,9 @@ def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
         key, _, listed = (part.strip() for part in text.removeprefix("--").partition("="))
         values = [value.strip() for value in listed.split(",")]
         if not key.removeprefix(_PREFIX) or not all(values) or not (training or key.startswith(_PREFIX)):
-            form, example = ("KEY", "rollout.temperature=0.8,1.2") if training else (f"{_PREFIX}OPTION", "")
-            example = example or f"{_PREFIX}rate=0.1,0.2"
-            raise UsageError(f"--sweep {text!r}: must be {form}=VALUE,VALUE, for example {example}.")
+            form = "KEY=VALUE,VALUE, for example rollout.temperature=0.8,1.2"
+            form = form if training else f"{_PREFIX}OPTION=VALUE,VALUE, for example {_PREFIX}rate=0.1,0.2"
+            raise UsageError(f"--sweep {text!r}: must be {form}.")
         if key in result:
             raise UsageError(f"--sweep {key} is given twice; put all values into one.")
         if len(set(values)) < len(values):
@@ -218,45 +214,20 @@ def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
 
 def _sweepable(arm: Arm, option: str) -> bool:
     fields = _KIND.option_fields(arm.name, arm.options)
-    if option not in fields:
-        return False
-    limits = fields[option][1].metadata
-    return limits.get("low") is None or limits["low"] != limits.get("high")
+    limits = fields[option][1].metadata if option in fields else None
+    return limits is not None and (limits.get("low") is None or limits["low"] != limits.get("high"))
 
 
-def _sweep_error(option: str, arms: Sequence[Arm]) -> UsageError:
-    flag = f"--sweep {_PREFIX}{option}"
+def _why_unswept(option: str, arms: Sequence[Arm]) -> str:
     if not arms:
-        return UsageError(f"{flag}: sweeps apply to --perturbations, and none is given.")
+        return "sweeps apply to --perturbations, and none is given."
     options = {name for arm in arms for name in _KIND.option_fields(arm.name, arm.options)}
     if option in options:
-        return UsageError(f"{flag}: each perturbation that has it was given its own value, or allows only one.")
+        return "each perturbation that has it was given its own value, or allows only one."
     names = ", ".join(arm.name for arm in arms)
-    return UsageError(
-        f"{flag}: none of {names} has this option.{nearest(option, options)} Their"
-        f" options: {', '.join(sorted(options))}."
-    )
-
-
-def _made(arm: Arm) -> Arm:
-    made, notes = _KIND.checked(arm.name, arm.options)
-    return replace(
-        arm,
-        id=" ".join([arm.perturbation, *_pairs(arm.training)]),
-        spec=made.spec() if made.active else None,
-        paper=made.paper,
-        notes=notes,
-    )
+    hint = nearest(option, options)
+    return f"none of {names} has this option.{hint} Their options: {', '.join(sorted(options))}."
 
 
 def _pairs(options: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" if value else key for key, value in options.items()]
-
-
-def _distinct(arms: Sequence[Arm]) -> list[Arm]:
-    counts: Counter[str] = Counter()
-    result = []
-    for arm in arms:
-        counts[arm.id] += 1
-        result.append(arm if counts[arm.id] == 1 else replace(arm, id=f"{arm.id} ({counts[arm.id]})"))
-    return result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of a step that have to divide each other, which DeepSpeed asserts late, or over which ranks wait forever."""
+"""Sizes of a step that must divide each other; otherwise DeepSpeed fails late, or ranks wait forever."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ def _groups(args: Args) -> dict[str, int]:
 
 
 def check(args: Args) -> None:
-    """Raises ``UsageError`` for batches that do not divide over the ranks.
-
-    Args:
-        args: OpenRLHF's arguments.
-    """
+    """Raises ``UsageError`` for batches that do not divide over the ranks."""
     ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
     for role, groups in _groups(args).items():
         world = placement.world_size(args, role)
@@ -37,7 +33,9 @@ def check(args: Args) -> None:
                 f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor} must divide the {world} ranks of"
                 f" --{role}.num_nodes × --{role}.num_gpus_per_node."
             )
-        micro = 1 if args["train.dynamic_batch_enable"] and role in ("actor", "critic") else _micro(args)
+        micro = (
+            1 if args["train.dynamic_batch_enable"] and role in ("actor", "critic") else args["train.micro_batch_size"]
+        )
         unit = groups * micro
         if batch % unit:
             below = f"{batch // unit * unit} or " if batch > unit else ""
@@ -50,13 +48,9 @@ def check(args: Args) -> None:
         raise UsageError(
             f"{prompts * answers} answers of a step (--rollout.batch_size {prompts} × --rollout.n_samples_per_prompt"
             f" {answers}) do not divide over {_groups(args)['actor']} ranks in micro-batches of"
-            f" {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and {_micro(args)}"
+            f" {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and {args['train.micro_batch_size']}"
             " (--train.micro_batch_size): ranks with fewer would wait forever. Change one of the four."
         )
-
-
-def _micro(args: Args) -> int:
-    return args["train.micro_batch_size"]
 
 
 def _step(args: Args) -> tuple[int, int]:
@@ -66,19 +60,19 @@ def _step(args: Args) -> tuple[int, int]:
 
 
 def trains_on_all_ranks(args: Args, prompts: int) -> bool:
-    """Whether all ranks train the same number of micro-batches in a step of so many prompts, and none has none.
+    """Whether all ranks train the same number of micro-batches in a step of this many prompts, and none has none.
 
     OpenRLHF 0.11.2 deals micro-batches of the rollout out in equal runs, the last ones shorter
     (``RayActorGroup.async_run_method_batch``), and reduces once for each micro-batch of the training.
     """
-    answers, size = prompts * _step(args)[1], args["rollout.micro_batch_size"]
+    answers, size, micro = prompts * _step(args)[1], args["rollout.micro_batch_size"], args["train.micro_batch_size"]
     for role, groups in _groups(args).items():
         if args["train.dynamic_batch_enable"]:  # which agrees on the number of micro-batches
             fits = answers >= groups
         else:
             batches = ceil(answers / size)
             each = ceil(batches / groups) * size
-            trained = {max(min(answers - rank * each, each), 0) // _micro(args) for rank in range(groups)}
+            trained = {max(min(answers - rank * each, each), 0) // micro for rank in range(groups)}
             fits = batches >= groups and (len(trained) == 1 or role in ("ref", "reward"))
         if not fits and groups > 1:
             return False
@@ -92,9 +86,7 @@ def _may_hang(args: Args) -> bool:
 
 def _rows(flags: Flags, args: Args) -> int | None:
     """Rows that a pass goes through; None where they are not known, or do not matter."""
-    if not _may_hang(args):
-        return None
-    counted = rows_of("--data.prompt_dataset", flags.value("--data.prompt_dataset") or "")
+    counted = rows_of("--data.prompt_dataset", flags.value("--data.prompt_dataset") or "") if _may_hang(args) else None
     if counted is None or (len(counted) > 1 and args["data.prompt_probs"]):
         return None
     most = args["data.max_samples"]
@@ -102,11 +94,9 @@ def _rows(flags: Flags, args: Args) -> int | None:
 
 
 def _fitting(args: Args, rows: int) -> int:
-    """The largest number of rows, up to so many, of which no step hangs."""
+    """The largest number of rows, at most these, of which no step hangs."""
     whole, _ = _step(args)
-    return next(
-        number for number in range(rows, -1, -1) if number % whole == 0 or trains_on_all_ranks(args, number % whole)
-    )
+    return next(n for n in range(rows, -1, -1) if n % whole == 0 or trains_on_all_ranks(args, n % whole))
 
 
 def with_rows(flags: Flags) -> Flags:
@@ -135,9 +125,8 @@ def check_rows(flags: Flags) -> str | None:
         )
     fitting = _fitting(args, rows)
     if fitting != rows:
-        last = rows % whole
         raise UsageError(
-            f"the last step of {rows} rows has {last} prompts × {answers} answers, which do not divide over"
+            f"the last step of {rows} rows has {rows % whole} prompts × {answers} answers, which do not divide over"
             f" {_groups(args)['actor']} ranks: it would hang. Fix: "
             + (f"{_ROWS} {fitting}." if fitting else f"a smaller --rollout.batch_size than {whole}, or more rows.")
         )
@@ -145,22 +134,19 @@ def check_rows(flags: Flags) -> str | None:
 
 
 def notes(flags: Flags) -> list[str]:
-    """What to know of the last step of a pass: rows that are left out, or that it may hang."""
-    args = openrlhf_parser.resolved(flags.argv)
-    told, unknown = [], None
+    """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
+    args, told = openrlhf_parser.resolved(flags.argv), []
     with suppress(UsageError):
-        unknown = check_rows(flags)
-    if unknown is not None:
-        told.append(unknown)
-    elif _ROWS in flags.added:
+        told = [line] if (line := check_rows(flags)) else []
+    if not told and _ROWS in flags.added:
         told.append(
             f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with answers that do not"
             f" divide over {_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
         )
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
         told.append(
-            "--algo.dynamic_filtering_enable: the last step has as many prompts as are left, and hangs where their"
-            " answers do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it, or count on"
-            " the checkpoints."
+            "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their answers"
+            " do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it, or count on the"
+            " checkpoints."
         )
     return told

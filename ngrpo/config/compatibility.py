@@ -1,49 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does not go with what: one table for a start, a dry run, a comparison, vLLM's engine, verl and TRL.
+"""Refused pairs of features: one table for a start, a dry run, a comparison, vLLM's engine, verl and TRL.
 
 `ngrpo list compatibility` prints it; docs/compatibility.md is the same (``python -m ngrpo.config.compatibility``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from ngrpo.config import features as given
 from ngrpo.config.features import (
     ASYNC,
     BOUNDS,
     CORRECTION,
+    IN_ENGINE,
+    IN_TRL,
+    IN_VERL,
     KL,
     Combination,
-    Row,
+    Feature,
+    above_one,
     both,
+    engine,
     flag,
+    none_of,
     other_than,
-    rows,
     sampling,
+    verl,
+    when,
 )
-from ngrpo.config.integration_rows import ENGINE, TRL, VERL, VERL_ADVANTAGE
 from perturbations.errors import UsageError
 
-_PICTURES, _RING, _ZERO_3 = (
-    flag("--data.max_images_per_prompt", off="0"),
-    flag("--ds.ring_attn_size", off="1"),
-    flag("--ds.zero_stage", only="3"),
-)
-_WARMUP = sampling("correction_warmup")
+
+@dataclass(frozen=True)
+class Row:
+    """One pair that is refused: two features, the reason, and what to do instead."""
+
+    what: Feature
+    other: Feature
+    why: str
+    fix: str = "leave one of them out"
+
+
+def rows(other: Feature, *pairs: tuple[Feature, str] | tuple[Feature, str, str]) -> Iterator[Row]:
+    """Rows of features that do not go with the same one: a feature, the reason and a fix for each."""
+    return (Row(what, other, *reasons) for what, *reasons in pairs)
+
+
+_PICTURES, _RING = flag("--data.max_images_per_prompt", off="0"), flag("--ds.ring_attn_size", off="1")
+_TENSOR, _LORA = flag("--ds.tensor_parallel_size", off="1"), flag("--ds.lora.rank", off="0")
+_FLOAT32 = flag("--ds.param_dtype", only="fp32")
+_ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(ASYNC), sampling("correction_warmup")
 _TOKEN = "or add --perturbation.density token"
+_OUT, _OFF = f"leave it out, {_TOKEN}", "leave it out"
 _DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
 _NARROW = "a position whose token the filter cuts stays unperturbed, so its token has another distribution"
 _ONE_UPDATE = (
-    "the density's noise is too narrow, or of too many dimensions, for a policy ratio, so each rollout is used for one"
-    " update at the policy that drew it"
+    "its noise is too narrow for a policy ratio, so each rollout is used for one update at the policy that drew it"
 )
-_GSPO = (
-    "GSPO puts the rollout's policy in the place of the old one, and its narrow clip would leave out nearly all answers"
-    " with a negative advantage"
-)
+_GSPO = "GSPO takes the rollout's policy as the old one, and its narrow clip would drop nearly all negative advantages"
 _NO_WEIGHTS = f"leave one of them out, or add {CORRECTION} off where the method does not need the weights"
 _NEEDS_WEIGHTS = "it follows the rollouts' log-probabilities, which need the weights", f"leave {CORRECTION} at token"
+_GROWS = "the warm-up lets the loss's weight of each token, min(π / π_rollout, HIGH), grow from 1"
 _WHOLE = "no process has a whole parameter to add noise to"
 _OTHER_PROMPT = "the records are of another prompt than the one that is trained"
 _KEPT = "or --second_round.group kept, which takes the rewards of the trained answers alone"
@@ -52,6 +71,7 @@ _NO_PENALTY = "leave it (or --preset dapo, which adds it) out, or use --advantag
 _PACKED = "packing would break the alignment between picture tokens and pixels"
 _NO_FLASH_ATTN = "flash-attn computes it, and that is not installed where the run starts"
 _INSTALL = "install flash-attn, for which docs/install.md names prebuilt wheels"
+_NEEDS_CUDA = "flash-attn computes it, and that needs CUDA"
 
 TRAINING = (
     *rows(
@@ -60,100 +80,71 @@ TRAINING = (
         (flag("speculative", off="0 false none"), _DRAFTED),
         (flag("draft_model", off="0 false none"), _DRAFTED),
         (_RING, "the replay does not split records over a ring", "use --ds.ring_attn_size 1"),
-        (flag("--ds.lora.rank", off="0"), "OpenRLHF syncs its weights under names that vLLM does not know"),
-        (flag("partial_rollout"), "records would be cut at the weight sync", "leave it out (not --train.async_enable)"),
+        (_LORA, "OpenRLHF syncs its weights under names that vLLM does not know"),
+        (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {ASYNC})"),
     ),
     Row(
-        flag("--train.enable_ema"),
-        _ZERO_3,
-        "the average is not kept there, and the model that the training began with would be saved as its result",
-        "use --ds.zero_stage 2, or leave it out",
+        flag("--train.enable_ema"), _ZERO_3, "the initial model would be saved as the average", "use --ds.zero_stage 2"
     ),
-    Row(
-        flag("--actor.gradient_checkpointing_reentrant"),
+    *rows(
         given.FROZEN_INPUT,
-        "reentrant checkpointing gives no gradient to layers whose input has none",
-        "leave it out, or add --perturbation.freeze none",
+        (
+            flag("--actor.gradient_checkpointing_reentrant"),
+            "its layers get no gradient then",
+            f"{_OFF}, or freeze none",
+        ),
     ),
     Row(flag("--ds.packing_samples"), _PICTURES, _PACKED),
     Row(flag("--train.dynamic_batch_enable"), _PICTURES, f"dynamic batches are packed, and {_PACKED}"),
-    Row(
-        given.WEIGHTS,
+    *rows(
         given.DENSITY,
-        "the weights compare with the rollout's log-probabilities, which are the tokens'",
-        f"give {CORRECTION} off, {_TOKEN}",
+        (given.WEIGHTS, "the weights compare with log-probabilities of tokens", f"give {CORRECTION} off, {_TOKEN}"),
+        (given.SCHEDULE, "the weights for its temperatures are of tokens", f"leave the schedule out, {_TOKEN}"),
     ),
-    Row(
-        given.SCHEDULE,
-        given.DENSITY,
-        "rollouts at another temperature than the trainer's are weighted by the tokens' log-probabilities, which the"
-        " density replaces",
-        f"leave the schedule out, {_TOKEN}",
-    ),
-    *(
-        Row(narrow, given.DRAWING, _NARROW, f"leave it out, {_TOKEN}")
-        for narrow in (flag("--rollout.top_p", off="1"), sampling("top_k"), sampling("min_p"))
+    *rows(
+        given.DRAWING,
+        (flag("--rollout.top_p", off="1"), _NARROW, _OUT),
+        (sampling("top_k"), _NARROW, _OUT),
+        (sampling("min_p"), _NARROW, _OUT),
     ),
     *rows(
         given.SCORE_ONLY,
-        (flag(ASYNC), _ONE_UPDATE, f"leave it out, {_TOKEN}"),
+        (_ASYNC, _ONE_UPDATE, _OUT),
         (other_than("--train.max_epochs", "1"), _ONE_UPDATE, f"set --train.max_epochs 1, {_TOKEN}"),
         (given.SMALL_BATCH, _ONE_UPDATE, f"set --train.batch_size to these samples, {_TOKEN}"),
         (given.NOISE, f"{_ONE_UPDATE}, not at weights without the noise", f"leave one of them out, {_TOKEN}"),
     ),
     Row(
-        given.CREDIT_IN_LOSS,
-        given.TOKENLESS,
-        "no token is drawn at its positions, so none of the likeliest ones can share in the credit",
-        f"leave one of them out, {_TOKEN}",
+        given.CREDIT_IN_LOSS, given.TOKENLESS, "no token is drawn at its positions, so none shares in the credit", _OUT
     ),
     Row(
-        given.KL_TERM,
-        given.TOKENLESS_SCORE,
-        "no token is drawn at its positions, so none has a KL term",
-        f"set {KL} 0, {_TOKEN}",
+        given.KL_TERM, given.TOKENLESS_SCORE, "no token is drawn at its positions, so none has a KL term", f"set {KL} 0"
     ),
-    Row(
-        given.GSPO,
-        given.CREDIT,
-        "the ratio is of the whole answer, so that each of its tokens is trained by the mean of their advantages",
-        "leave one of them out; --preset grpo has the ratio of each token",
-    ),
+    Row(given.GSPO, given.CREDIT, "the ratio is of the whole answer, so all its tokens have one advantage"),
     Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of an answer in one place", "use --ds.ring_attn_size 1"),
     *rows(
         given.NOISE,
-        (flag(ASYNC), "an evaluation that runs beside the training would see noisy weights"),
+        (_ASYNC, "an evaluation that runs beside the training would see noisy weights"),
         (_ZERO_3, f"under ZeRO-3 {_WHOLE}"),
-        (flag("--ds.tensor_parallel_size", off="1"), _WHOLE),
+        (_TENSOR, _WHOLE),
         (both(given.GSPO, given.WEIGHTS), _GSPO, _NO_WEIGHTS),
     ),
     Row(both(given.GSPO, given.WEIGHTS), given.SCHEDULE, _GSPO, _NO_WEIGHTS),
     Row(given.NO_WEIGHTS, given.NOISE_BY_WEIGHTS, *_NEEDS_WEIGHTS),
-    Row(given.NO_WEIGHTS, given.SCHEDULE_BY_WEIGHTS, *_NEEDS_WEIGHTS),
+    *rows(
+        given.SCHEDULE_BY_WEIGHTS,
+        (given.NO_WEIGHTS, *_NEEDS_WEIGHTS),
+        (_ASYNC, "rollouts are drawn before the step that their temperature follows from"),
+    ),
     Row(
         both(given.SCHEDULE, given.WEIGHTS),
         given.UNSAMPLED,
-        "its text is not drawn from the policy at the schedule's temperature, so that the importance weights"
-        " π / π_rollout would be those of another distribution",
+        "its text is not sampled, so the importance weights π / π_rollout would be those of another distribution",
         f"sample the text, {_NO_WEIGHTS}",
     ),
-    Row(
-        given.EVALUATED_SCHEDULE,
-        flag("--eval.temperature", only="0"),
-        "which token is the likeliest does not depend on the temperature",
-    ),
-    Row(
-        flag(ASYNC),
-        given.SCHEDULE_BY_WEIGHTS,
-        "rollouts are drawn before the step that their temperature follows from",
-    ),
+    Row(given.EVALUATED_SCHEDULE, flag("--eval.temperature", only="0"), "greedy decoding ignores the temperature"),
     *(
-        Row(
-            _WARMUP,
-            other_than(name, needed),
-            "the warm-up lets the loss's weight of each token, min(π / π_rollout, HIGH), grow from 1",
-            f"give {name} {needed}, or leave the warm-up out",
-        )
+        Row(_WARMUP, other_than(name, needed), _GROWS, f"give {name} {needed}, or leave the warm-up out")
         for name, needed in given.TOKEN_WEIGHTS.items()
     ),
     Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {BOUNDS} 0 10"),
@@ -161,72 +152,155 @@ TRAINING = (
         given.SECOND_ROUND,
         (_WARMUP, "its answers have a ratio to their own prompt's policy, which a changed weight would change"),
         (given.PERTURBATION, _OTHER_PROMPT),
-        (sampling("correct_mask"), _OTHER_PROMPT),
+        (given.MASK, _OTHER_PROMPT),
         (flag("--train.agent_func_path"), "an agent's first prompt is not all that it is told"),
         (_PICTURES, "pictures stand in the prompt that would be changed"),
-        (
-            given.LATE_REWARD,
-            "it needs to know in the rollout which answers are right",
-            "give --reward.remote_url FILE.py, or a --task",
-        ),
+        (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
         (given.GSPO, "its ratio is of a whole answer, the method's of each token"),
         (given.CREDIT_IN_LOSS, "both change the ratio of the same tokens"),
         (given.ONE_ANSWER, "one answer of a group stays, and right ones take the place of others", "set it to 8"),
     ),
     *rows(
         given.FULL_GROUPS,
-        (
-            given.NO_ADVANTAGE,
-            "OpenRLHF's own estimators do not know the answers of both rounds",
-            f"add --advantage group_norm, {_KEPT}",
-        ),
-        (
-            given.BEYOND_REWARDS,
-            "it looks at more of an answer than its reward, which is all that is kept of answers that are not trained",
-            f"choose another advantage, {_KEPT}",
-        ),
+        (given.NO_ADVANTAGE, "OpenRLHF's own estimators see one round", f"add --advantage group_norm, {_KEPT}"),
+        (given.BEYOND_REWARDS, "it looks at more of an answer than its reward", f"choose another advantage, {_KEPT}"),
     ),
     Row(given.OTHER_ESTIMATOR, given.ADVANTAGE, "the advantage takes the place of the estimator", "give one of them"),
     Row(flag("--reward.overlong_buffer_len"), given.VERIFIED, _PENALTY, _NO_PENALTY),
     Row(flag("--reward.stop_properly_penalty_coef"), given.VERIFIED, _PENALTY, _NO_PENALTY),
-    Row(
-        given.EVAL_AT_START,
-        flag(ASYNC),
-        "an asynchronous run evaluates beside the training",
-        "leave it out, and run `ngrpo eval` on the untrained model",
-    ),
+    Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
 )
 
 HARDWARE = (
     *rows(
         given.hardware("cpu"),
         (flag("--vllm.sync_backend", only="nccl"), "NCCL needs CUDA", "leave it out; gloo is set"),
-        (
-            flag("--vllm.gpu_memory_utilization"),
-            "the KV cache has a fixed size on a CPU",
-            "use VLLM_CPU_KVCACHE_SPACE (GiB, 1 if unset)",
-        ),
-        (flag("--ds.lora.rank", off="0"), "OpenRLHF 0.11.2 syncs adapters under PEFT's names, unknown to vLLM"),
+        (flag("--vllm.gpu_memory_utilization"), "the KV cache has a fixed size", "use VLLM_CPU_KVCACHE_SPACE (GiB)"),
+        (_LORA, "OpenRLHF 0.11.2 syncs adapters under PEFT's names, unknown to vLLM"),
         (flag("--vllm.enable_sleep"), "vLLM has no sleep mode on a CPU"),
         (flag("--ds.load_in_4bit"), "4-bit loading needs CUDA"),
         (flag("--ds.use_liger_kernel"), "Liger kernels need CUDA"),
         (flag("--ds.param_dtype", only="fp16"), "DeepSpeed has no float16 on a CPU", "leave it out for float32"),
-        (
-            both(flag("--ds.tensor_parallel_size", off="1"), flag("--ds.param_dtype", only="fp32")),
-            "OpenRLHF's tensor parallelism needs bfloat16, and float32 is used where no dtype is given",
-            "add --ds.param_dtype bf16, or leave tensor parallelism out",
-        ),
-        (_RING, "flash-attn computes it, and that needs CUDA"),
-        (given.FLASH_ATTENTION, "flash-attn computes it, and that needs CUDA", "use sdpa or eager"),
+        (both(_TENSOR, _FLOAT32), "OpenRLHF's tensor parallelism needs bfloat16", "add --ds.param_dtype bf16"),
+        (_RING, _NEEDS_CUDA),
+        (given.FLASH_ATTENTION, _NEEDS_CUDA, "use sdpa or eager"),
     ),
-    Row(
-        flag("--ds.param_dtype", only="fp32"),
-        given.hardware("cuda"),
-        "OpenRLHF's engines compute in bfloat16 there",
-        "use bf16, or leave it out",
-    ),
+    Row(_FLOAT32, given.hardware("cuda"), "OpenRLHF's engines compute in bfloat16 there", "use bf16, or leave it out"),
     Row(_RING, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"leave it out, or {_INSTALL}"),
     Row(given.FLASH_ATTENTION_2, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"use sdpa or eager, or {_INSTALL}"),
+)
+
+_RANKS = "the rows of a step are split over ranks"
+ENGINE = tuple(
+    rows(
+        IN_ENGINE,
+        (engine("speculative_config", name="speculative decoding"), "the draft model would not see the inputs"),
+        (engine("parallel_config.pipeline_parallel_size", above_one), "only the first stage embeds", "set it to 1"),
+        (engine("parallel_config.decode_context_parallel_size", above_one), _RANKS, "set it to 1"),
+        (engine("parallel_config.prefill_context_parallel_size", above_one), _RANKS, "set it to 1"),
+        (given.MIXTURE_IN_STEP, "its ranks run in step, which is untested", "start an engine for each rank"),
+        (engine("watermark_config", name="watermarking"), "its draws of tokens would be replaced"),
+        (
+            engine("parallel_config.use_ubatching", name="dual-batch overlap"),
+            "each half of a batch would read the override from its first row",
+            "leave out enable_dbo and ubatch_size",
+        ),
+        (engine("parallel_config.enable_batch_sharded_sampling"), "each rank would draw a part of the batch"),
+        (
+            engine("compilation_config.pass_config.enable_sp", name="the sequence-parallel pass"),
+            "it rewrites what follows the embedding, across the override",
+            "set compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}",
+        ),
+        (
+            engine("lora_config", given.adapts_embedding, name="LoRA on the input embedding"),
+            "its difference is added after the override",
+            "give --lora-target-modules without embed_tokens",
+        ),
+        (engine("model_config.enable_prompt_embeds"), "inputs without tokens cannot be replayed"),
+        (engine("model_config.enable_trace_replay"), "it replaces tokens after they were drawn and recorded"),
+        (engine("model_config.is_diffusion", name="a diffusion model"), "it draws many tokens in a step"),
+        (engine("model_config.runner_type", none_of("generate")), "only generation is perturbed", "use 'generate'"),
+        (
+            engine("model_config.is_encoder_decoder", name="an encoder-decoder model"),
+            "it has no single input embedding",
+        ),
+        (engine("kv_transfer_config", name="KV transfer between engines"), "perturbed blocks must not be shared"),
+    )
+)
+
+_WITHOUT = "use the variant without them, or OpenRLHF"
+_TURNS = "records cover one turn"
+_DENSITY_TOKEN = "leave it out, or set +perturbation.density=token"
+_ACTOR, _ROLLOUT, _TRAINER = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "only fsdp and fsdp2 replay"
+
+VERL_ADVANTAGE = (
+    *rows(
+        IN_VERL,
+        (given.BEYOND_REWARDS, "it looks at more than rewards, which verl does not give it", "use another"),
+        (
+            given.CHANGING,
+            "it changes over the run, and verl does not tell it the training step",
+            "leave out its option k_end, or what else changes it, or train with OpenRLHF",
+        ),
+    ),
+    Row(
+        given.KL_IN_REWARD,
+        given.ADVANTAGE,
+        "verl subtracts the KL term from the rewards that an advantage compares; OpenRLHF does not",
+        f"set it to 0 or False, or have the term in the loss: --algo.kl.use_loss, in verl {_ACTOR}.use_kl_loss=True",
+    ),
+)
+VERL = (
+    *rows(
+        IN_ENGINE,
+        (verl("trainer.use_v1", lambda value: value is False), "its batches carry no records"),
+        (verl(f"{_ROLLOUT}.name", none_of("vllm")), "rollouts are perturbed inside vLLM", "use vllm"),
+        (verl(f"{_ACTOR}.strategy", none_of("fsdp", "fsdp2")), _TRAINER, "use one of these"),
+        (verl("actor_rollout_ref.ref.strategy", none_of("fsdp", "fsdp2")), _TRAINER, "use one of these"),
+        *((verl(f"{key}.pad_to_length"), "a packed batch must be its samples alone") for key in given.VERL_ENGINES),
+        *(
+            (verl(f"{key}.ulysses_sequence_parallel_size", above_one), "it splits a sequence", "set it to 1")
+            for key in given.VERL_ENGINES
+        ),
+        (verl(f"{_ROLLOUT}.agent.default_agent_loop", none_of(None, "single_turn_agent")), _TURNS),
+        (verl(f"{_ROLLOUT}.agent.agent_loop_manager_class"), "another manager takes its place"),
+        (verl(f"{_ROLLOUT}.multi_turn.enable"), _TURNS),
+        (verl(f"{_ROLLOUT}.disaggregation.enabled"), "one engine must feed prompt and answer"),
+        (verl(f"{_ACTOR}.use_prefix_grouper"), "it shares prompts among samples"),
+        (verl("distillation.enabled"), "the teacher's log-probabilities are not replayed"),
+        (verl("algorithm.rollout_correction.bypass_mode"), "the replay would not be measured"),
+        (given.CRITIC, "its values are not replayed", "use an estimator without one, such as grpo"),
+    ),
+    Row(given.PARAMETERS, IN_VERL, "verl would neither train nor send them", _WITHOUT),
+    *rows(
+        given.DENSITY,
+        (verl("actor_rollout_ref.model.use_fused_kernels"), "a density needs the logits", _DENSITY_TOKEN),
+        (verl("algorithm.rollout_correction.rollout_is"), "its ratio is the token's", _DENSITY_TOKEN),
+    ),
+    *rows(
+        given.SCORE_ONLY,
+        (verl(f"{_ACTOR}.use_kl_loss"), "verl's losses share one log-probability", _DENSITY_TOKEN),
+        (verl(f"{_ACTOR}.ppo_epochs", above_one), "its gradient is that of the first update", _DENSITY_TOKEN),
+    ),
+)
+
+TRL = (
+    *rows(
+        IN_ENGINE,
+        (given.WITHOUT_VLLM, "rollouts are perturbed inside vLLM", "set use_vllm=True"),
+        (given.VLLM_SERVER, "its records stay there", "set vllm_mode='colocate'"),
+        (when("tools", lambda asked: asked.arguments.get("tools")), _TURNS),
+        (when("environments", lambda asked: asked.arguments.get("environment_factory")), _TURNS),
+        (when("rollout_func", lambda asked: asked.arguments.get("rollout_func")), "it has no records"),
+        (given.LIGER, "its loss bypasses the log-probabilities"),
+        (
+            given.FILTERED_WEIGHTS,
+            "its weights would compare the filtered distribution with the whole one",
+            "leave the filters out, or set vllm_importance_sampling_correction=False",
+        ),
+    ),
+    Row(given.PARAMETERS, IN_TRL, "TRL would neither train nor send them", _WITHOUT),
+    Row(given.DENSITY, IN_TRL, "TRL's loss takes the token's log-probability", "set density='token'"),
 )
 
 TABLE = {
@@ -241,7 +315,11 @@ TABLE = {
 
 def check(table: Iterable[Row], asked: Combination) -> None:
     """Raises ``UsageError`` with a line for each row of which both sides are asked for."""
-    problems = [problem for row in table if (problem := row.problem(asked)) is not None]
+    problems = [
+        f"{what} cannot be used with {other}: {row.why}. Fix: {row.fix}."
+        for row in table
+        if (what := row.what.given(asked)) and (other := row.other.given(asked))
+    ]
     if problems:
         raise UsageError("\n".join(problems))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Features of a run, vLLM's engine, verl and TRL: the two sides of each row of `ngrpo.config.compatibility`."""
+"""Features of a run, vLLM's engine, verl and TRL, which rows of `ngrpo.config.compatibility` combine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -73,33 +73,9 @@ class Feature:
     given: Callable[[Combination], str]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One pair that is refused.
-
-    Attributes:
-        what: a feature.
-        other: the feature that it does not go with.
-        why: the reason.
-        fix: what to do instead.
-    """
-
-    what: Feature
-    other: Feature
-    why: str
-    fix: str = "leave one of them out"
-
-    def problem(self, asked: Combination) -> str | None:
-        """The message where both are asked for."""
-        what, other = self.what.given(asked), self.other.given(asked)
-        if not what or not other:
-            return None
-        return f"{what} cannot be used with {other}: {self.why}. Fix: {self.fix}."
-
-
-def rows(other: Feature, *pairs: tuple[Any, ...]) -> Iterator[Row]:
-    """Rows of features that do not go with the same one: a feature, the reason and a fix for each."""
-    return (Row(what, other, *reasons) for what, *reasons in pairs)
+def when(name: str, holds: Callable[[Combination], Any]) -> Feature:
+    """A feature that messages call by its name in the table."""
+    return Feature(name, lambda asked: name if holds(asked) else "")
 
 
 def flag(name: str, *, off: str = "", only: str = "") -> Feature:
@@ -128,11 +104,9 @@ def flag(name: str, *, off: str = "", only: str = "") -> Feature:
 
 def other_than(name: str, needed: str) -> Feature:
     """A flag whose value, or OpenRLHF's default, is another one."""
-
-    def given(asked: Combination) -> str:
-        return f"{name} {asked.value(name)}" if asked.value(name) != needed else ""
-
-    return Feature(f"{name} other than {needed}", given)
+    return Feature(
+        f"{name} other than {needed}", lambda asked: f"{name} {value}" if (value := asked.value(name)) != needed else ""
+    )
 
 
 def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
@@ -147,11 +121,11 @@ def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made
 
 def density(about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
     """The density of a perturbation: any, or those that count."""
-    perturbation = part("perturbation", counts=lambda made: made.has_density and counts(made))
 
     def given(asked: Combination) -> str:
-        found = perturbation.given(asked)
-        return f"the density of {found}" if found else ""
+        made = asked.part("perturbation")
+        counted = made is not None and made.has_density and counts(made)
+        return f"the density of {asked.called('perturbation')}" if counted else ""
 
     return Feature(f"a density {about}".rstrip(), given)
 
@@ -168,7 +142,7 @@ def sampling(name: str) -> Feature:
 
 def hardware(name: str) -> Feature:
     """A hardware profile."""
-    return Feature(f"--hardware {name}", lambda asked: f"--hardware {name}" if asked.hardware == name else "")
+    return when(f"--hardware {name}", lambda asked: asked.hardware == name)
 
 
 def engine(path: str, counts: Callable[[Any], Any] = bool, *, name: str = "") -> Feature:
@@ -196,18 +170,6 @@ def verl(key: str, counts: Callable[[Any], bool] = bool) -> Feature:
     return Feature(key, given)
 
 
-def filtered_weights(settings: object, arguments: Mapping[str, Any]) -> bool:
-    """Whether TRL weighs tokens by importance that filters of the rollout's sampling have changed."""
-    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
-    filtered = any(getattr(settings, name, None) not in values for name, values in neutral.items())
-    return filtered and bool(getattr(settings, "vllm_importance_sampling_correction", False))
-
-
-def trl(name: str, counts: Callable[[Any, Mapping[str, Any]], Any]) -> Feature:
-    """A setting of TRL's configuration, or an argument of its trainer."""
-    return Feature(name, lambda asked: name if counts(asked.settings, asked.arguments) else "")
-
-
 def both(one: Feature, other: Feature) -> Feature:
     """Two features together."""
 
@@ -223,21 +185,23 @@ def above_one(value: object) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def no_fsdp(strategy: object) -> bool:
-    """Whether verl trains by another strategy than those that replay."""
-    return strategy not in ("fsdp", "fsdp2")
+def none_of(*values: object) -> Callable[[object], bool]:
+    """Whether a setting is none of these."""
+    return lambda value: value not in values
 
 
 def adapts_embedding(lora: Any) -> bool:
     """Whether adapters may hold a part for the input embedding; without target modules they may hold any."""
-    if lora is None:
-        return False
     modules = getattr(lora, "target_modules", None)
-    return modules is None or any(name.split(".")[-1] in ("embed_tokens", "wte", "embeddings") for name in modules)
+    whole = ("embed_tokens", "wte", "embeddings")
+    return lora is not None and (modules is None or any(name.split(".")[-1] in whole for name in modules))
 
 
-def _replayed(asked: Combination) -> str:
-    return PERTURBATION.given(asked) or sampling("correct_mask").given(asked)
+def _filtered_weights(asked: Combination) -> bool:
+    """Whether TRL weighs tokens by importance that filters of the rollout's sampling have changed."""
+    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    filtered = any(getattr(asked.settings, name, None) not in values for name, values in neutral.items())
+    return filtered and bool(getattr(asked.settings, "vllm_importance_sampling_correction", False))
 
 
 def _small_batch(asked: Combination) -> str:
@@ -271,12 +235,6 @@ def _unsampled(asked: Combination) -> str:
     return asked.called("perturbation") + (f" (its text is sampled with {' or '.join(ways)})" if ways else "")
 
 
-def _frozen_input(asked: Combination) -> str:
-    made = asked.part("perturbation")
-    frozen = made is not None and made.freeze in ("embedding", "both")
-    return f"--perturbation.freeze {made.freeze}" if frozen else ""
-
-
 def _kl_term(asked: Combination) -> str:
     coefficient = asked.value(KL)
     if not float(coefficient) > 0.0:
@@ -290,11 +248,6 @@ def _kl_in_reward(asked: Combination) -> str:
     return "" if asked.flags.has("--algo.kl.use_loss") else _kl_term(asked)
 
 
-def _without_reward(asked: Combination) -> str:
-    known = asked.flags.value("--reward.remote_url") or asked.run.task
-    return "" if known else "a reward model, which comes too late"
-
-
 def _mixture_in_step(asked: Combination) -> str:
     ranks, moe = getattr(asked.settings.parallel_config, "data_parallel_size", 1), asked.settings.model_config.is_moe
     return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and moe else ""
@@ -306,24 +259,23 @@ def _critic(asked: Combination) -> str:
     return "a critic (algorithm.adv_estimator=gae)" if enabled.given(asked) or both(default, gae).given(asked) else ""
 
 
-def _other_estimator(asked: Combination) -> str:
-    return flag(ESTIMATOR, off="group_norm").given(Combination(flags=Flags(asked.flags.given)))
-
-
 PERTURBATION = part("perturbation", counts=lambda made: made.active)
-REPLAYED = Feature("--perturbation NAME or --sampling.correct_mask", _replayed)
+MASK = sampling("correct_mask")
+REPLAYED = Feature(
+    "--perturbation NAME or --sampling.correct_mask", lambda asked: PERTURBATION.given(asked) or MASK.given(asked)
+)
 DENSITY = density()
 SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
 TOKENLESS = density("at whose positions no token is drawn", lambda made: not made.draws_token)
 TOKENLESS_SCORE = density("without ratio and token", lambda made: made.score_only and not made.draws_token)
 DRAWING = density("of the draws that choose the text", lambda made: made.draws_text)
 UNSAMPLED = Feature("--perturbation NAME whose text is not drawn from the policy", _unsampled)
-FROZEN_INPUT = Feature("--perturbation.freeze embedding or both", _frozen_input)
+FROZEN_INPUT = part("perturbation", "with freeze embedding or both", lambda made: made.freeze in ("embedding", "both"))
 PARAMETERS = part("perturbation", "with parameters of its own", lambda made: made.has_parameters)
 
 GSPO = flag(LOSS, only="gspo")
 WEIGHTS = flag(CORRECTION, off="off")
-NO_WEIGHTS = Feature(f"{CORRECTION} off", lambda asked: "" if WEIGHTS.given(asked) else f"{CORRECTION} off")
+NO_WEIGHTS = when(f"{CORRECTION} off", lambda asked: not WEIGHTS.given(asked))
 BOUNDS_WITHOUT_ONE = Feature(f"{BOUNDS} that excludes 1", _bounds_without_one)
 # The settings under which OpenRLHF 0.11.2 weighs each token's loss by a bounded π / π_rollout.
 TOKEN_WEIGHTS = {
@@ -334,12 +286,9 @@ TOKEN_WEIGHTS = {
 }
 SMALL_BATCH = Feature("--train.batch_size below the samples of a rollout", _small_batch)
 KL_TERM = Feature(f"{KL} above 0", _kl_term)
-ONE_ANSWER = Feature(
-    "--rollout.n_samples_per_prompt 1",
-    lambda asked: "--rollout.n_samples_per_prompt 1" * (asked.value("--rollout.n_samples_per_prompt") == "1"),
-)
-LATE_REWARD = Feature("a reward model", _without_reward)
-EVAL_AT_START = Feature("--eval.at_start", lambda asked: "--eval.at_start" * asked.run.eval_at_start)
+ONE_ANSWER = when(f"{SIZES[1]} 1", lambda asked: asked.value(SIZES[1]) == "1")
+LATE_REWARD = when("a reward model", lambda asked: not (asked.flags.value("--reward.remote_url") or asked.run.task))
+EVAL_AT_START = when("--eval.at_start", lambda asked: asked.run.eval_at_start)
 
 NOISE, SCHEDULE = part("policy_noise"), part("sampling_schedule")
 NOISE_BY_WEIGHTS = part("policy_noise", "that follows the divergence", lambda made: made.follows_divergence)
@@ -351,33 +300,35 @@ SECOND_ROUND = part("second_round")
 FULL_GROUPS = part("second_round", "with group=all", lambda made: made.group == "all")
 
 ADVANTAGE = part("advantage")
-NO_ADVANTAGE = Feature("no --advantage", lambda asked: "" if asked.part("advantage") else "no --advantage")
-OTHER_ESTIMATOR = Feature(f"{ESTIMATOR} other than group_norm", _other_estimator)
+NO_ADVANTAGE = when("no --advantage", lambda asked: asked.part("advantage") is None)
+OTHER_ESTIMATOR = Feature(
+    f"{ESTIMATOR} other than group_norm",
+    lambda asked: flag(ESTIMATOR, off="group_norm").given(Combination(flags=Flags(asked.flags.given))),
+)
 VERIFIED = part("advantage", "of right and wrong answers", lambda made: isinstance(made, VerifiedAdvantage))
 BEYOND_REWARDS = part(
     "advantage", "that needs more than rewards", lambda made: made.counted or made.leaves_out_overlong
 )
 CHANGING = part("advantage", "that changes over the run", lambda made: made.changes_over_run)
 
+_ATTENTION = "--ds.attn_implementation"
 FLASH_ATTENTION = Feature(
-    "--ds.attn_implementation with flash",
-    lambda asked: flag("--ds.attn_implementation").given(asked) * ("flash" in asked.value("--ds.attn_implementation")),
+    f"{_ATTENTION} with flash", lambda asked: flag(_ATTENTION).given(asked) * ("flash" in asked.value(_ATTENTION))
 )
 # transformers 5.15 takes a kernel from the hub in the place of flash-attn where the package `kernels` is there.
-FLASH_ATTENTION_2 = Feature(
-    "--ds.attn_implementation flash_attention_2",
-    lambda asked: (
-        flag("--ds.attn_implementation", only="flash_attention_2").given(asked) * ("kernels" in asked.missing)
-    ),
-)
-WITHOUT_FLASH_ATTN = Feature(
-    "an environment without flash-attn",
-    lambda asked: "an environment without flash-attn" * (asked.hardware == "cuda" and "flash-attn" in asked.missing),
+_FLASH_2 = flag(_ATTENTION, only="flash_attention_2")
+FLASH_ATTENTION_2 = Feature(_FLASH_2.name, lambda asked: _FLASH_2.given(asked) * ("kernels" in asked.missing))
+WITHOUT_FLASH_ATTN = when(
+    "an environment without flash-attn", lambda asked: asked.hardware == "cuda" and "flash-attn" in asked.missing
 )
 
 IN_ENGINE = part("perturbation")
 MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
-IN_VERL, IN_TRL = Feature("verl", lambda asked: "verl"), Feature("TRL", lambda asked: "TRL")
+IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)
+WITHOUT_VLLM = when("use_vllm=False", lambda asked: not getattr(asked.settings, "use_vllm", False))
+VLLM_SERVER = when("a vLLM server", lambda asked: getattr(asked.settings, "vllm_mode", "colocate") != "colocate")
+LIGER = when("use_liger_kernel", lambda asked: getattr(asked.settings, "use_liger_kernel", False))
+FILTERED_WEIGHTS = when("top_p, top_k or min_p with vllm_importance_sampling_correction", _filtered_weights)
 KL_IN_REWARD = Feature("a KL term in the reward", _kl_in_reward)
 CRITIC = Feature("a critic", _critic)
 VERL_ENGINES = tuple(f"actor_rollout_ref.{role}{of}" for role in ("actor", "ref") for of in (".fsdp_config", ""))

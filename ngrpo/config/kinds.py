@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of extension, a row for each: what `list`, `new`, `check`, the flags, the run and the docs go by.
+"""The kinds of extension, a row for each, for `list`, `new`, `check`, the flags, the run and the docs.
 
 A new kind is a row here and a folder: its registry, its contract in ``base.py`` and a file for each of its names.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from perturbations.testing import PerturbationError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """One kind of extension.
 
@@ -33,22 +33,22 @@ class Kind:
         flag: the flag that takes its names; options follow after a dot.
         about: what it is, for ``ngrpo new`` and ``ngrpo train --help``.
         page: the page of docs/ about it.
+        in_rollouts: whether it changes rollouts that no training follows as well, as `eval` and `diagnose` draw them.
         suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``; empty for none.
         error_context: what depends on its contract, for messages.
-        templates: the package whose folder ``templates`` holds what ``ngrpo new`` writes.
-        in_rollouts: whether it changes rollouts that no training follows as well, as `eval` and `diagnose` draw them.
         make: creates an object by name; the registry's own ``create`` where it is None.
+        templates: the package whose folder ``templates`` holds what ``ngrpo new`` writes.
     """
 
     registry: Registry
     flag: str
     about: str
-    page: str
+    page: str = "docs/exploration.md"
+    in_rollouts: bool = False
     suite: str = ""
     error_context: str = "rollout and replay rest"
-    templates: str = "ngrpo.commands"
-    in_rollouts: bool = False
     make: Callable[..., Any] | None = None
+    templates: str = "ngrpo.commands"
 
     @property
     def name(self) -> str:
@@ -59,12 +59,6 @@ class Kind:
     def part_of_perturbation(self) -> bool:
         """Whether its flag stands among the options of the perturbation."""
         return self.flag.startswith("--perturbation.")
-
-    @property
-    def needs(self) -> str:
-        """What its flag lacks where it stands alone."""
-        article = "an" if self.registry.kind[0] in "aeiou" else "a"
-        return f"{article} {self.registry.kind}'s name (see: ngrpo list)"
 
     def create(self, name: str, **options: object) -> Any:
         """An object of this kind; raises ``UsageError`` as :meth:`perturbations.registry.Registry.create`."""
@@ -79,10 +73,10 @@ class Kind:
         """
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            extension = (self.make or self.registry.create)(name, **options)
+            extension = self.create(name, **options)
         for part in (extension, getattr(extension, "gate", None)):
-            if part is not None and not is_in_tree(part):
-                _check_once(part)
+            if part is not None and not type(part).__module__.startswith(f"{part.registry.tree}."):
+                check_contract(part)
         return extension, tuple(str(warning.message) for warning in caught)
 
     def option_fields(self, name: str, options: Mapping[str, Any]) -> dict[str, tuple[type, dataclasses.Field]]:
@@ -106,69 +100,32 @@ class Kind:
         return (pkgutil.get_data(self.templates, path) or b"").decode()
 
 
-_SUITE = "perturbations.testing:inspect"
+_SUITE, _PAGE = "perturbations.testing:inspect", "docs/own_perturbation.md"
+_ADVANTAGE_SUITE = "ngrpo.config.advantage_check:inspect"
 
 ROWS = (
+    Kind(registry.perturbations, "--perturbation", "what the model is fed for a sampled token", _PAGE, suite=_SUITE),
+    Kind(registry.gates, "--perturbation.gate", "where a perturbation acts", _PAGE, suite=_SUITE),
+    Kind(registry.buffers, "--perturbation.replay_buffer", "where finished trajectories wait for the trainer", _PAGE),
     Kind(
-        registry=registry.perturbations,
-        flag="--perturbation",
-        about="what the model is fed in place of a sampled token",
-        page="docs/own_perturbation.md",
-        suite=_SUITE,
-    ),
-    Kind(
-        registry=registry.gates,
-        flag="--perturbation.gate",
-        about="where a perturbation acts",
-        page="docs/own_perturbation.md",
-        suite=_SUITE,
-    ),
-    Kind(
-        registry=registry.buffers,
-        flag="--perturbation.replay_buffer",
-        about="where finished trajectories wait for the trainer",
-        page="docs/own_perturbation.md",
-    ),
-    Kind(
-        registry=advantages.registry,
-        flag="--advantage",
-        about="what the rewards of one prompt's answers become",
-        page="docs/exploration.md",
-        suite="ngrpo.config.advantage_check:inspect",
+        advantages.registry,
+        "--advantage",
+        "what the rewards of one prompt's answers become",
+        suite=_ADVANTAGE_SUITE,
         error_context="the loss rests",
         make=advantages.create,
     ),
+    Kind(credits.registry, "--credit", "how an answer's advantage is shared among its tokens"),
+    Kind(policy_noises.registry, "--policy_noise", "noise on the weights that roll out", in_rollouts=True),
     Kind(
-        registry=credits.registry,
-        flag="--credit",
-        about="how an answer's advantage is shared among its tokens",
-        page="docs/exploration.md",
-    ),
-    Kind(
-        registry=policy_noises.registry,
-        flag="--policy_noise",
-        about="noise on the weights that roll out",
-        page="docs/exploration.md",
+        sampling_schedules.registry,
+        "--sampling.schedule",
+        "temperatures that change within an answer or over a run",
         in_rollouts=True,
     ),
-    Kind(
-        registry=sampling_schedules.registry,
-        flag="--sampling.schedule",
-        about="temperatures that change within an answer or over a run",
-        page="docs/exploration.md",
-        in_rollouts=True,
-    ),
-    Kind(
-        registry=second_rounds.registry,
-        flag="--second_round",
-        about="what is asked where all answers to a prompt are wrong",
-        page="docs/exploration.md",
-    ),
+    Kind(second_rounds.registry, "--second_round", "what is asked where all answers to a prompt are wrong"),
 )
-
 KINDS = {kind.name: kind for kind in ROWS}
-
-
 FLAGS = {kind.registry: kind.flag for kind in ROWS}
 
 
@@ -187,21 +144,11 @@ def run_level_kinds() -> list[Kind]:
     return [kind for kind in of_a_run() if kind.flag != "--perturbation"]
 
 
-def is_in_tree(extension: Options) -> bool:
-    """Whether this is one of ours, whose contract our own tests check."""
-    return type(extension).__module__.startswith(f"{extension.registry.tree}.")
-
-
 @lru_cache
-def _check_once(extension: Options) -> None:
+def check_contract(extension: Options) -> None:
+    """Raises ``UsageError`` for the first outcome of the conformance suite that is an error."""
     kind = of_registry(extension.registry)
-    if kind.suite:
-        check_contract(extension, kind.inspect(extension))
-
-
-def check_contract(extension: Options, outcomes: Iterable[tuple[str, PerturbationError | None]]) -> None:
-    """Raises ``UsageError`` for the first of the outcomes of a conformance suite that is an error."""
-    for _, error in outcomes:
+    for _, error in kind.inspect(extension) if kind.suite else ():
         if error is not None:
             name = extension.registry.address(type(extension))
             raise UsageError(

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command line, and the files that it names, made into a :class:`ngrpo.config.run.RunConfig`."""
+"""Reads a command line with its files into a :class:`ngrpo.config.run.RunConfig`; the flags of each preset."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, run_level_kinds
-from ngrpo.config.run import SETTINGS, RunConfig
-from ngrpo.config.sampling import create
+from ngrpo.config.run import OF_OPENRLHF, SETTINGS, RunConfig, Sampling
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.openrlhf_parser import value_of
 from perturbations.errors import UsageError
 from perturbations.options import coerce, kinds, nearest
+
+if TYPE_CHECKING:
+    from ngrpo.methods.advantages.base import Advantage
 
 PERTURBATION = "--perturbation"
 SAMPLING = "--sampling"
@@ -37,70 +40,98 @@ OPTION_GROUPS = {
 # Of several of these flags the last one counts, as of OpenRLHF's.
 _LAST_COUNTS = ("--model", "--preset", "--task", "--hardware", "--run-dir", "--log-file")
 _CORRECT_MASK = f"{SAMPLING}.correct_mask"
-_NEEDS = {kind.flag: kind.needs for kind in KINDS.values()}
 # What vLLM 0.26 to 0.31 gives engines that are made as OpenRLHF makes them.
 _VLLM_LIMITS = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
 
-
-class Command(NamedTuple):
-    """A run, and the words after ``--dry-run`` and ``--print``, None without them."""
-
-    run: RunConfig
-    dry_run: str | None
-    print_for: str | None
-
-
-def read_command(argv: Sequence[str]) -> Command:
-    """Reads a command line with its files; raises ``UsageError`` as :func:`run_config` and :func:`with_files`."""
-    words = with_files(argv)
-    flags = Flags(words)
-    return Command(run_config(words), flags.value(DRY_RUN), flags.value(PRINT))
+# Another flag that sets the same thing: where it is given, ours would override it without a word.
+_SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
+_OVERLONG = "--reward.overlong_buffer_len"
+_GRPO: dict[str, Default] = {
+    "--algo.advantage.estimator": "group_norm",
+    "--actor.policy_loss_type": "ppo",
+    "--actor.loss_agg_mode": "seq-mean-token-mean",
+    "--algo.kl.use_loss": None,
+    "--algo.kl.estimator": "k3",
+}
+PRESETS: dict[str, dict[str, Default]] = {
+    # Shao et al., arXiv 2402.03300: the mean over an answer's tokens, then over answers; k3 as a loss.
+    "grpo": _GRPO,
+    # Zheng et al., arXiv 2507.18071: the ratio is of the sequence, so its clip range is far narrower.
+    "gspo": {**_GRPO, "--actor.policy_loss_type": "gspo", "--actor.eps_clip_low_high": ("0.0003", "0.0004")},
+    # Yu et al., arXiv 2503.14476: clip-higher, dynamic sampling, token-mean loss, overlong penalty, no KL.
+    "dapo": {
+        "--algo.advantage.estimator": "group_norm",
+        "--actor.policy_loss_type": "ppo",
+        "--actor.loss_agg_mode": "token-mean",
+        "--actor.eps_clip_low_high": ("0.2", "0.28"),
+        "--algo.dynamic_filtering_enable": None,
+        "--algo.dynamic_filtering_range": ("0", "1"),
+        _OVERLONG: None,  # follows from the longest answer
+        "--reward.overlong_penalty_factor": "1",
+        "--algo.kl.init_coef": "0",
+    },
+}
 
 
 def run_config(argv: Sequence[str]) -> RunConfig:
-    """The run that a command line asks for.
-
-    Args:
-        argv: flags of ``ngrpo train``.
-
-    Returns:
-        The run, with the options of everything in it checked. Nothing has been loaded or written.
+    """The run that a command line of ``ngrpo train`` asks for, its options checked; nothing is loaded or written.
 
     Raises:
         UsageError: for a misspelt perturbation or option, a bad value, or a flag of ours without its value.
     """
-    ours, rest = split_flags(argv)
+    ours, rest = _split_flags(argv)
     origin, file = "", ours.pop(CONFIG, None)
     if file:
         lines = datafiles.read_yaml(file, flag=CONFIG, example="'name: neighbor' and 'rate: 0.1'")
         flags = {PERTURBATION if key == "name" else f"{PERTURBATION}.{key}": value for key, value in lines.items()}
         ours = {ALIASES.get(flag, flag): value for flag, value in flags.items()} | ours
         origin = f" (options from {file} and the command line)"
-    given = {flag: ours.pop(flag) for flag in SETTINGS if flag in ours}
     settings: dict[str, Any] = {
-        SETTINGS[flag].name: coerce(RunConfig, SETTINGS[flag], value, label=f"{flag} {value}")
-        for flag, value in given.items()
+        entry.name: coerce(RunConfig, entry, ours[flag], label=f"{flag} {ours[flag]}")
+        for flag, entry in SETTINGS.items()
+        if flag in ours
     }
-    _check_limits(settings)
-    kinds_asked = [kind for kind in KINDS.values() if kind.flag in (PERTURBATION, REPLAY_BUFFER)] + run_level_kinds()
+    answers, tokens = (settings.get(name) or default for name, default in _VLLM_LIMITS.items())
+    if answers > tokens:
+        raise UsageError(
+            f"--engine.max_num_seqs is {answers} and --engine.max_num_batched_tokens {tokens}: a step reads a token of"
+            " each answer, so that the latter must be at least as large."
+        )
     specs, notes = {}, []
-    for kind in kinds_asked:
-        specs[kind.name], told = _spec_of(kind, ours, origin if kind.flag == PERTURBATION else "")
+    for kind in (KINDS["perturbation"], KINDS["replay_buffer"], *run_level_kinds()):
+        made, told = _made(kind, ours, origin if kind.flag == PERTURBATION else "")
         notes += told if kind.flag == PERTURBATION else []
-    if specs["perturbation"] is None and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
+        if made is not None and getattr(made, "active", True):
+            specs[kind.name] = made.spec()
+    if "perturbation" not in specs and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
-    if specs["replay_buffer"] and not specs["perturbation"] and not {PERTURBATION, _CORRECT_MASK} & ours.keys():
+    if "replay_buffer" in specs and not {PERTURBATION, _CORRECT_MASK} & ours.keys():
         raise UsageError(f"{REPLAY_BUFFER} is given, but nothing is recorded. Add {PERTURBATION} NAME.")
     model, actor = _MODEL_NAMES
     if model in ours and Flags(rest).has(actor):
         raise UsageError(f"{model} and {actor} are the same setting; give one of them.")
     return RunConfig(
-        specs={name: spec for name, spec in specs.items() if spec is not None},
-        sampling=create(**_options(ours, SAMPLING)),
+        specs=specs,
+        sampling=sampling_of(_options(ours, SAMPLING)),
         openrlhf=(*((actor, ours[model]) if model in ours else ()), *rest),
         notes=tuple(notes),
         **settings,
     )
+
+
+def sampling_of(options: Mapping[str, Any]) -> Sampling:
+    """The options of ``--sampling``; ``UsageError`` for an unknown one or a value out of range."""
+    known = [*(field.name for field in dataclasses.fields(Sampling)), "schedule"]
+    for name in options:
+        if name in OF_OPENRLHF:
+            raise UsageError(f"{SAMPLING}.{name}: that is OpenRLHF's own flag; give {OF_OPENRLHF[name]}.")
+        if name not in known:
+            raise UsageError(
+                f"unknown flag '{SAMPLING}.{name}'.{nearest(name, known)} Available:"
+                f" {', '.join(f'{SAMPLING}.{each}' for each in known)}; OpenRLHF's own:"
+                f" {', '.join(OF_OPENRLHF.values())}."
+            )
+    return Sampling(**options)
 
 
 def with_files(argv: Sequence[str]) -> list[str]:
@@ -113,28 +144,22 @@ def with_files(argv: Sequence[str]) -> list[str]:
         UsageError: for a file that cannot be read.
     """
     flags = Flags(argv)
-    files = [value for flag in flags if flag.name == CONFIG_FILE for value in flag.values or ("",)]
-    if not files:
-        return list(argv)
     of_files = Flags()
-    for file in files:
-        of_files = override(of_files, _flags_of_file(file))
+    for file in (value for flag in flags if flag.name == CONFIG_FILE for value in flag.values or ("",)):
+        if not file:
+            raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
+        example = "'perturbation: neighbor' and 'rollout.batch_size: 64'"
+        lines = datafiles.read_yaml(file, flag=CONFIG_FILE, example=example)
+        try:
+            words = datafiles.words(lines)
+        except UsageError as error:
+            raise UsageError(f"{CONFIG_FILE} {file}: {error}") from None
+        if CONFIG_FILE in words:
+            raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give both as flags.")
+        of_files = override(of_files, Flags(words))
     rest = flags.without(CONFIG_FILE)
     off = {flag.name for flag in of_files if flag.values == ("false",) and not _is_ours(flag.name)}
     return [*override(of_files, rest).without(*off - {flag.name for flag in rest}).argv]
-
-
-def _flags_of_file(file: str) -> Flags:
-    if not file:
-        raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
-    lines = datafiles.read_yaml(file, flag=CONFIG_FILE, example="'perturbation: neighbor' and 'rollout.batch_size: 64'")
-    try:
-        argv = datafiles.words(lines)
-    except UsageError as error:
-        raise UsageError(f"{CONFIG_FILE} {file}: {error}") from None
-    if CONFIG_FILE in argv:
-        raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give both as flags.")
-    return Flags(argv)
 
 
 def override(earlier: Flags, later: Flags) -> Flags:
@@ -152,21 +177,52 @@ def override(earlier: Flags, later: Flags) -> Flags:
     return Flags([*earlier.without(*names).argv, *later.argv])
 
 
+def check_preset(name: str) -> None:
+    """Raises ``UsageError`` for an unknown preset, with the nearest name."""
+    if name not in PRESETS:
+        raise UsageError(f"unknown preset {name!r}.{nearest(name, PRESETS)} Available: {', '.join(PRESETS)}.")
+
+
+def with_preset(flags: Flags, name: str | None, advantage: Advantage | None = None) -> Flags:
+    """Adds the flags of ``--preset`` and ``--advantage``; where both set one, the advantage's wins.
+
+    Args:
+        flags: OpenRLHF's flags so far, which win over both.
+        name: a preset, or None.
+        advantage: that of ``--advantage``, or None.
+
+    Raises:
+        UsageError: for an unknown preset, or flags that it or the advantage cannot go with.
+    """
+
+    def added() -> Flags:
+        return flags.with_defaults({k: v for k, v in defaults.items() if not flags.has(_SAME_SETTING.get(k, k))})
+
+    defaults: dict[str, Default] = {}
+    if name is not None:
+        check_preset(name)
+        defaults |= PRESETS[name]
+    if _OVERLONG in defaults and not flags.has(_OVERLONG):
+        # Where --rollout.max_new_tokens is not given, --data.max_len bounds an answer.
+        longest = flags.value("--rollout.max_new_tokens") or value_of(flags, "--data.max_len")
+        if not longest.isdecimal() or int(longest) < 1:
+            raise UsageError(
+                f"--preset dapo: the longest answer is {longest!r}, not a whole number of tokens of at least 1. Give"
+                " --rollout.max_new_tokens, from which the buffer of the overlong penalty follows."
+            )
+        # A fifth of the longest answer, as in DAPO's own setting (4,096 of 20,480 tokens).
+        defaults[_OVERLONG] = str(max(1, int(longest) // 5))
+    if advantage is not None:
+        defaults |= advantage.flags(added())
+    return added()
+
+
 def replace_model_names(flags: Flags, replace: Callable[[str], str]) -> Flags:
     """Applies a function to each name in each ``*model_name_or_path`` flag; several may stand with commas."""
     return flags.replaced(MODEL_FLAG, lambda value: ",".join(replace(name.strip()) for name in value.split(",")))
 
 
-def output_flags(run: Path) -> dict[str, Default]:
-    """OpenRLHF's output flags for a run's folder."""
-    return {
-        "--ckpt.output_dir": str(run / "model"),
-        "--ckpt.path": str(run / "checkpoints"),
-        "--logger.tensorboard_dir": str(run / "tensorboard"),
-    }
-
-
-def split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def _split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Our flags with their values, None for a flag of an option that stood alone, and OpenRLHF's words."""
     ours: dict[str, Any] = {}
     rest: list[str] = []
@@ -188,9 +244,12 @@ def split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             raise UsageError(f"{SAMPLING} needs an option: {OPTION_GROUPS[SAMPLING]}.")
         value = flag.values[0] if flag.values else None
         switch = name == _CORRECT_MASK or (name in SETTINGS and bool in kinds(RunConfig, SETTINGS[name].name))
-        option = _group_of(name) in _NEEDS and name not in (*_NEEDS, CONFIG)
+        kind = next((kind.registry.kind for kind in KINDS.values() if kind.flag == name), None)
+        option = kind is None and _group_of(name) in FLAGS.values() and name != CONFIG
         if not value and not switch and not option:
-            raise UsageError(f"{name} needs {_NEEDS.get(name, 'a value (see: ngrpo train --help)')}.")
+            article = "an" if kind and kind[0] in "aeiou" else "a"
+            needed = f"{article} {kind}'s name (see: ngrpo list)" if kind else "a value (see: ngrpo train --help)"
+            raise UsageError(f"{name} needs {needed}.")
         ours[name] = "true" if value is None and switch else value
     return ours, rest
 
@@ -223,18 +282,8 @@ def _refuse_near_miss(name: str) -> None:
             raise UsageError(f"unknown flag {name!r}. Did you mean {setting!r}? (See: ngrpo train --help.)")
 
 
-def _check_limits(settings: Mapping[str, Any]) -> None:
-    """Raises ``UsageError`` where a step of an engine reads fewer tokens than it draws answers."""
-    answers, tokens = (settings.get(name) or default for name, default in _VLLM_LIMITS.items())
-    if answers > tokens:
-        raise UsageError(
-            f"--engine.max_num_seqs is {answers} and --engine.max_num_batched_tokens {tokens}: a step reads a token of"
-            " each answer, so that the latter must be at least as large."
-        )
-
-
-def _spec_of(kind: Kind, ours: Mapping[str, Any], origin: str) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-    """The spec of what is named of a kind, None for none, and its warnings."""
+def _made(kind: Kind, ours: Mapping[str, Any], origin: str) -> tuple[Any, tuple[str, ...]]:
+    """The extension that is named of a kind, None for none, and its warnings."""
     flag, name, options = kind.flag, ours.get(kind.flag), _options(ours, kind.flag)
     if name is None or (name == "none" and flag != PERTURBATION):
         if options:
@@ -251,7 +300,6 @@ def _spec_of(kind: Kind, ours: Mapping[str, Any], origin: str) -> tuple[dict[str
             raise UsageError(f"{flag}.{option} needs a value (see: ngrpo train --help).")
         options[option] = True
     try:
-        made, notes = kind.checked(str(name), options)
+        return kind.checked(str(name), options)
     except UsageError as error:
         raise UsageError(f"{error}{origin}") from None
-    return (made.spec() if getattr(made, "active", True) else None), notes

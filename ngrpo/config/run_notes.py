@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings about a run that may start as it is: its scores and advantages, batches, sampling, labels and gap."""
+"""Warnings about a run that may start: its scores and advantages, batches, sampling, labels and gap."""
 
 from __future__ import annotations
 
@@ -15,28 +15,19 @@ from perturbations.errors import UsageError
 
 
 def notes(complete: Flags, run: RunConfig) -> list[str]:
-    """All warnings.
-
-    Args:
-        complete: OpenRLHF's flags with those of presets and methods.
-        run: what is asked for.
-    """
+    """All warnings, from OpenRLHF's flags with those of presets and methods, and the run."""
     given = Flags(run.openrlhf)
     told = [note for made in (run.advantage, run.sampling) if made is not None for note in made.notes(given)]
-    told += [*_labels(given), *batch_notes(complete), *gap_notes(run), *loss_notes(complete, run)]
+    for name in ("--data.prompt_dataset", "--eval.dataset"):
+        with suppress(UsageError):  # which a rule raises
+            told += [note] if (note := label_note(name, given)) is not None else []
+    told += [*batch_notes(complete), *gap_notes(run), *loss_notes(complete, run)]
     if run.reproducible and complete.has("--algo.dynamic_filtering_enable"):
         told.append(
             "--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: OpenRLHF requests more"
             " prompts in the order in which responses finish."
         )
     return told
-
-
-def _labels(flags: Flags) -> Iterator[str]:
-    for name in ("--data.prompt_dataset", "--eval.dataset"):
-        with suppress(UsageError):  # which a rule raises
-            if (note := label_note(name, flags)) is not None:
-                yield note
 
 
 def batch_notes(flags: Flags) -> Iterator[str]:
@@ -49,7 +40,7 @@ def batch_notes(flags: Flags) -> Iterator[str]:
 
 
 def gap_notes(run: RunConfig) -> Iterator[str]:
-    """A warning about a run whose gap says nothing of the replay (`experience_maker.judge`)."""
+    """A warning about a run whose gap does not measure the replay (`experience_maker.judge`)."""
     if run.perturbation is not None and run.sampling_schedule is not None:
         strict = ", and --perturbation.strict does nothing" if run.strict else ""
         yield (
@@ -59,16 +50,11 @@ def gap_notes(run: RunConfig) -> Iterator[str]:
 
 
 def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
-    """Warnings about a perturbation's entry in the loss.
-
-    Advantages that do not sum to zero meet a score whose mean is not zero, or a density weighs rollouts of another
-    policy.
-    """
-    perturbation = run.perturbation
+    """Warnings about a perturbation's entry in the loss: a score with another mean than 0, an off-policy density."""
+    perturbation, unbalanced = run.perturbation, None
     if perturbation is None:
         return
     subject = f"--perturbation {perturbation.name}"
-    unbalanced = None
     if run.advantage is not None:
         unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
     elif value_of(flags, ESTIMATOR) not in GROUP_BASELINES:

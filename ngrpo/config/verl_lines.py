@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run as overrides of verl's command line: `ngrpo train … --print verl`.
-
-What OpenRLHF and verl both have under another name is translated; what else OpenRLHF's flags say is named beside it and
-has verl's default.
-"""
+"""A run as overrides of verl's command line, `ngrpo train … --print verl`, with the flags that have no translation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ngrpo.config import compatibility
-from ngrpo.config.features import Combination
+from ngrpo.config.features import ESTIMATOR, KL, LOSS, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -36,34 +32,22 @@ _SAME = {
     "--actor.loss_agg_mode": f"{_ACTOR}.loss_agg_mode",
     "--vllm.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
 }
-_TRANSLATED = {
-    *_SAME,
-    "--algo.advantage.estimator",
-    "--actor.policy_loss_type",
-    "--algo.kl.init_coef",
-    "--algo.kl.use_loss",
-    "--algo.kl.estimator",
-    "--actor.eps_clip",
-    "--actor.eps_clip_low_high",
-    "--train.batch_size",
-}
+_CLIP, _CLIPS, _BATCH = "--actor.eps_clip", "--actor.eps_clip_low_high", "--train.batch_size"
+_KL_LOSS, _KL_KIND = "--algo.kl.use_loss", "--algo.kl.estimator"
+_TRANSLATED = {*_SAME, ESTIMATOR, LOSS, KL, _KL_LOSS, _KL_KIND, _CLIP, _CLIPS, _BATCH}
 _OWN = ("--ckpt.", "--logger.")  # of each trainer
-_LOSSES = {"ppo": "vanilla", "gspo": "gspo"}
-_KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-_ESTIMATOR, _KL_COEFFICIENT = "--algo.advantage.estimator", "--algo.kl.init_coef"
 _UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl has not
 
 
 def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
-    """The overrides of a run, and the flags that have none. What OpenRLHF has as a default and verl has not is written.
+    """The overrides of a run, with OpenRLHF's defaults that verl lacks, and the flags without an override.
 
     Args:
-        run: what is asked for.
-        flags: OpenRLHF's, the preset's among them.
+        run: the run.
+        flags: OpenRLHF's, those of the preset among them.
 
     Raises:
-        UsageError: for what only OpenRLHF's trainer has, for an estimator or a loss that verl has not, and for what
-            would make another advantage of ours.
+        UsageError: for methods, estimators and losses that verl lacks, and for flags that would change our advantage.
     """
     of_openrlhf = [kind.flag for kind in run_level_kinds() if kind.name in run.specs and kind.name != "advantage"]
     of_openrlhf += [f"--sampling.{name}" for name in run.sampling.given() if name != "top_k"]
@@ -75,30 +59,30 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         overrides[f"{_ROLLOUT}.top_k"] = run.sampling.top_k
     compatibility.check(compatibility.VERL_ADVANTAGE, Combination(run=run, flags=flags))
     if run.advantage is None:
-        estimator = value_of(flags, _ESTIMATOR)
+        estimator = value_of(flags, ESTIMATOR)
         if estimator != "group_norm":
-            default = "" if flags.has(_ESTIMATOR) else " (OpenRLHF's default)"
+            default = "" if flags.has(ESTIMATOR) else " (OpenRLHF's default)"
             raise UsageError(
-                f"--print verl: {_ESTIMATOR} {estimator}{default} is not translated; group_norm is. Set it, or take"
+                f"--print verl: {ESTIMATOR} {estimator}{default} is not translated; group_norm is. Set it, or take"
                 " --preset grpo or an --advantage."
             )
         overrides["algorithm.adv_estimator"] = "grpo"
-    loss = _one_of(flags, "--actor.policy_loss_type", _LOSSES, "vanilla")
-    if loss != "vanilla":
-        overrides[f"{_ACTOR}.policy_loss.loss_mode"] = loss
-    if flags.has("--train.batch_size"):  # OpenRLHF counts answers, verl prompts
-        answers, each = (int(flags.value(f) or 1) for f in ("--train.batch_size", "--rollout.n_samples_per_prompt"))
+    if _one_of(flags, LOSS, {"ppo": "vanilla", "gspo": "gspo"}) == "gspo":
+        overrides[f"{_ACTOR}.policy_loss.loss_mode"] = "gspo"
+    if flags.has(_BATCH):  # OpenRLHF counts answers, verl prompts
+        answers, each = (int(flags.value(f) or 1) for f in (_BATCH, "--rollout.n_samples_per_prompt"))
         overrides[f"{_ACTOR}.ppo_mini_batch_size"] = max(answers // each, 1)
-    low, high = _clip(flags)
-    if low is not None:
-        overrides |= {f"{_ACTOR}.clip_ratio_low": low, f"{_ACTOR}.clip_ratio_high": high}
-    coefficient = float(value_of(flags, _KL_COEFFICIENT))
-    if coefficient:
-        kind = _one_of(flags, "--algo.kl.estimator", _KL, "kl")
-        as_loss = flags.has("--algo.kl.use_loss")
+    clips = [(flags.value(_CLIP),) * 2, *(flag.values for flag in flags if flag.name == _CLIPS)][-1]
+    if len(clips) != 2:
+        raise UsageError(f"{_CLIPS} {' '.join(clips)}".rstrip() + ": must be two numbers, the lower one first.")
+    if clips[0] is not None:
+        overrides |= dict(zip((f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"), clips))
+    if coefficient := float(value_of(flags, KL)):
+        kind = _one_of(flags, _KL_KIND, {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}) or "kl"
         keys = (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")
-        in_reward = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
-        overrides |= dict(zip(keys if as_loss else in_reward, (True, coefficient, kind)))
+        if not flags.has(_KL_LOSS):
+            keys = ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty")
+        overrides |= dict(zip(keys, (True, coefficient, kind)))
     lines = [f"{key}={hydra(value)}" for key, value in overrides.items()]
     if run.advantage is not None:
         spec = dict(run.specs["advantage"])
@@ -144,20 +128,9 @@ def hydra(value: object) -> str:
     return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _clip(flags: Flags) -> tuple[str | None, ...]:
-    name = "--actor.eps_clip_low_high"
-    if flags.has(name):
-        values = [flag.values for flag in flags if flag.name == name][-1]
-        if len(values) != 2:
-            raise UsageError(f"{name} {' '.join(values)}".rstrip() + ": must be two numbers, the lower one first.")
-        return values
-    return (flags.value("--actor.eps_clip"),) * 2
-
-
-def _one_of(flags: Flags, name: str, allowed: Mapping[str, str], default: str) -> str:
+def _one_of(flags: Flags, name: str, allowed: Mapping[str, str]) -> str | None:
+    """The translation of a flag's value; None where the flag is absent."""
     value = flags.value(name)
-    if value is None:
-        return default
-    if value not in allowed:
+    if value is not None and value not in allowed:
         raise UsageError(f"--print verl: {name} {value} is not translated; {', '.join(allowed)} are.")
-    return allowed[value]
+    return None if value is None else allowed[value]

@@ -91,10 +91,9 @@ class AttachedPerturbation:
             )
         self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
-        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, (self._vocabulary, self._hidden))
-        gate = BoundGate(
-            perturbation, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device
-        )
+        embedding = self._vocabulary, self._hidden
+        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, embedding, perturbation.has_parameters)
+        gate = BoundGate(perturbation, tokenizer.token_bytes, self._vocabulary, store.slots, runner.device)
         self.module = _module(perturbation, self._hidden, runner)
         for hook in self._hooks:
             hook.remove()
@@ -218,9 +217,11 @@ class _LazyTokenizer:
         revision, trusted = config.tokenizer_revision, config.trust_remote_code
         return AutoTokenizer.from_pretrained(config.tokenizer, revision=revision, trust_remote_code=trusted)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens added around it."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token, also of one that is part of a character."""
+        from xgrammar import TokenizerInfo  # which vLLM installs; transformers decodes such a token to U+FFFD
+
+        return TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=len(self._tokenizer)).decoded_vocab
 
     def vocabulary(self) -> list[str]:
         """The decoded text of each token."""

@@ -35,7 +35,6 @@ from perturbations.errors import require
 from perturbations.gates.default import BoundGate
 from perturbations.replay.trajectory import SamplingMask
 from perturbations.step import Positions, Step
-from perturbations.verdict import selected
 
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
 REPLAY_CHUNK = 1024
@@ -232,7 +231,7 @@ class RolloutPerturber:
         store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)
-        gated = selected(self._gate, at, within & store.perturbed[batch.slots])
+        gated = self._gate.selected(at, within & store.perturbed[batch.slots])
         perturbed = [gated, batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], STREAMS)]
         parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, batch.sampled, *perturbed]
         keys, positions, sampled, *of_gated = self._upload_all(parts)
@@ -275,7 +274,7 @@ class RolloutPerturber:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def opened(self, name: str) -> None:
+    def opened(self, name: str, prompt: Sequence[int] = ()) -> None:
         """A request has its slot: the row's state starts afresh."""
         slot = self._store.live[name].slot
         if self._store.slots > len(self._row_of_slot):
@@ -286,7 +285,7 @@ class RolloutPerturber:
                 self._masks.grow(self._store.slots)
             self._gate.grow(self._store.slots)
         self._last_position[slot] = -1
-        self._gate.reset(slot)
+        self._gate.reset(slot, prompt)
         if self._masks is not None:
             self._masks.clear(slot)
 

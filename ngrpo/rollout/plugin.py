@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     from ngrpo.rollout.attach import AttachedPerturbation
 
+Worker = Any
+"""A worker of vLLM, whose ``perturbation`` is set when its model is loaded."""
+
 logger = logging.getLogger("ngrpo.rollout")
 
 
@@ -95,7 +98,7 @@ def hash_without_seed(original: Callable[..., str]) -> Callable[..., str]:
 
 def attached(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def load_model(self: Any, *args: object, **kwargs: object) -> None:
+    def load_model(self: Worker, *args: object, **kwargs: object) -> None:
         from ngrpo.rollout import runner_marker, settings
 
         original(self, *args, **kwargs)
@@ -145,15 +148,15 @@ def answers_of_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
 def with_procedures(worker: type) -> type:
     """vLLM's ``WorkerBase`` with the remote procedures of every worker, called with ``collective_rpc`` by name."""
 
-    def fingerprint(self: Any) -> str:
+    def fingerprint(self: Worker) -> str:
         found = getattr(self, "perturbation", None)
         return found.fingerprint() if found else ""
 
-    def drift(self: Any) -> tuple[int, ...] | None:
+    def drift(self: Worker) -> tuple[int, ...] | None:
         counts = self.perturbation.drift()
         return None if counts is None else dataclasses.astuple(counts)
 
-    def replace(self: Any, spec: dict[str, Any]) -> None:
+    def replace(self: Worker, spec: dict[str, Any]) -> None:
         from perturbations import registry
 
         self.perturbation.replace(registry.create(**spec))
@@ -173,6 +176,6 @@ def with_procedures(worker: type) -> type:
     return worker
 
 
-def runner_version(worker: Any) -> str:
+def runner_version(worker: Worker) -> str:
     """Which of vLLM's model runners a worker has."""
     return "V2" if worker.use_v2_model_runner else "V1"

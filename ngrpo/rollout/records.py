@@ -133,7 +133,7 @@ def check_installed(fingerprints: Sequence[str], expected: str | None = None) ->
     for rank, fingerprint in enumerate(fingerprints):
         if not fingerprint:
             raise RuntimeError(
-                f"vLLM worker {rank} runs unperturbed: this engine has no perturbation: build it with"
+                f"vLLM worker {rank} runs unperturbed: this engine has no perturbation, or has 'none'. Build it with"
                 " additional_config={'perturbation': {'name': 'neighbor'}} where ngrpo is installed (pip install"
                 " ngrpo), so that vLLM finds its plugin; VLLM_PLUGINS, if set, must name ngrpo_perturbation."
             )

@@ -156,7 +156,7 @@ class RunningRequests:
         if len(self._names) > self._names_most:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])
             self._names_most = 2 * len(self._names) + 1024
-        self._perturber.opened(new.req_id)
+        self._perturber.opened(new.req_id, new.prompt_token_ids or ())
 
     def _extract(self, name: str) -> FinishedTrajectory:
         mask = self._perturber.sampling_mask(self._store.live[name].slot)

@@ -22,7 +22,6 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import Summary, log_total
 from perturbations.step import Step
-from perturbations.verdict import verdict
 
 STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 """Their keys are computed on the host for all gated rows at once: on the device each takes three dozen operations."""
@@ -180,7 +179,7 @@ class StepKernels:
         allowed = (logits.scaled if drawable is None else drawable)[gated.rows, proposal.tokens] > -torch.inf
         likeliest = None if greedy is None else picked(greedy)
         slots, prompts = picked(tokens.slots), picked(tokens.prompts)
-        opened, fed = verdict(self._gate, step, proposal, slots, prompts, allowed, likeliest)
+        opened, fed = self._gate.verdict(step, proposal, slots, prompts, allowed, likeliest)
         chosen = torch.where(opened, proposal.tokens, sampled)
         parts = {
             "fed": fed,
@@ -211,7 +210,7 @@ class StepKernels:
         self, slots: Tensor, positions: Tensor, sampled: Tensor, tokens: Tensor, counted: Tensor, log_total: Tensor
     ) -> Tensor:
         if self._gate.tracks_tokens:
-            self._gate.observe(slots, positions, tokens, self._gate.ending(slots, positions), sampled > 0)
+            self._gate.observe(slots, positions, tokens, self._gate.matched(slots, positions), sampled > 0)
         return counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - log_total
 
     # --- compilation ---------------------------------------------------------------------------------------------

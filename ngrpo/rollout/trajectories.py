@@ -122,10 +122,15 @@ class Trajectory:
 class TrajectoryStore:
     """Slots of live trajectories, written by whole batches."""
 
-    def __init__(self, slots: int, max_model_len: int, embedding: tuple[int, int] | None = None) -> None:
-        """slots: alive at once, more when needed; embedding: (V, D), which tells the model's records, or None."""
+    def __init__(
+        self, slots: int, max_model_len: int, embedding: tuple[int, int] | None = None, module: bool = False
+    ) -> None:
+        """slots: alive at once, more when needed; embedding: (V, D), which tells the model's records, or None.
+
+        module: whether inputs pass the perturbation's learned module.
+        """
         self.length, self.slots, self._embedding = max_model_len, slots + _SPARE, embedding
-        self._model = 0 if embedding is None else model_fingerprint(*embedding)
+        self._model = 0 if embedding is None else model_fingerprint(*embedding, module)
         self.live: dict[str, Trajectory] = {}
         self.seeds, self.prompts, self.training_steps = (np.zeros(self.slots, dtype=np.int64) for _ in range(3))
         self.answers = np.zeros((self.slots, 2), dtype=np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs as tests write them, and one of them as the current one of a test's process."""
+"""Runs as tests write them, one of them as the current one of a test's process, and refused input."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import yaml
 
 from ngrpo.config import compatibility, rules, run
 from ngrpo.config.features import Combination
 from ngrpo.config.kinds import KINDS
-from ngrpo.config.run import RunConfig
-from ngrpo.config.sampling import Sampling
+from ngrpo.config.run import RunConfig, Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from tests.conftest import ROOT
+
+
+def refused(section: str) -> list[list[Any]]:
+    """Rows of tests/data/refused.yaml: an input, and parts of its message."""
+    return yaml.safe_load((ROOT / "tests/data/refused.yaml").read_text(encoding="utf-8"))[section]
 
 
 def run_of(*, sampling: Mapping[str, Any] | None = None, **values: Any) -> RunConfig:

@@ -98,6 +98,6 @@ def test_one_of_the_users_own_is_checked_before_anything_starts(monkeypatch: pyt
     words = ["--model", "m", "--advantage", f"{__name__}:Centered"]
     assert parse.run_config(words).specs.get("advantage")["scale"] == 1.0
     monkeypatch.setattr(Centered, "formula", FORMULAS["over_the_batch"][0])
-    kinds._check_once.cache_clear()  # a class does not change while a command runs
+    kinds.check_contract.cache_clear()  # a class does not change while a command runs
     with pytest.raises(UsageError, match=r"advantage '.*Centered' breaks its contract: .*row 0 alone"):
         parse.run_config(words)

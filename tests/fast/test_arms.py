@@ -10,6 +10,7 @@ import pytest
 from ngrpo.config.arms import parse_arms
 from perturbations import create
 from perturbations.errors import UsageError
+from tests.fast.run import refused
 
 DAMP = """
 from dataclasses import dataclass
@@ -119,36 +120,10 @@ def test_notes_are_the_perturbations_warnings() -> None:
     assert "greedy decoding" in strategy.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("nieghbor",), "Did you mean 'neighbor'"),
-        (("none,",), "a name is missing"),
-        ((None,), "no strategy is given"),
-        (("neighbor:rate=2",), r"must be in \[0, 1\]"),
-        (("neighbor:raet=0.2",), "Did you mean 'rate'"),
-        (("neighbor:sigma=1",), "belongs to perturbation gaussian"),
-        (("neighbor:rate=0.1:rate=0.2",), "given twice"),
-        (("neighbor:rate=0.1:k",), "rate='0.1:k': a number is needed"),
-        ((None, (), ["neighbor rate=0.1 k"]), "must be option=value"),
-        ((None, (), ["neighbor --rollout.temperature=1.2"]), "is for a training"),
-        ((None, (), ["neighbor base=gspo"]), "is for a training"),
-        (("neighbor", ["perturbation.rate=0.1,0.1"]), "given twice"),
-        (("neighbor", ["perturbation.metrc=l1"]), "Did you mean 'metric'"),
-        (("neighbor", ["perturbation.gate.length=4"]), "none of neighbor has this option"),
-        (("neighbor:gate=bursts", ["perturbation.gate.lenght=4"]), "Did you mean 'gate.length'"),
-        (("neighbor", ["rate=0.1"]), "must be perturbation.OPTION=VALUE"),
-        (("neighbor", ["perturbation.rate=0.1,"]), "must be perturbation.OPTION=VALUE"),
-        (("neighbor", ["perturbation.rate=0.1", "perturbation.rate=0.2"]), "given twice"),
-        (("none", ["perturbation.rate=0.1"]), "allows only one"),
-        ((None, ["perturbation.rate=0.1"], ["neighbor"]), "sweeps apply to --perturbations"),
-        ((None, (), [""]), "a name is needed"),
-        ((None, (), ["neighbor 'rate=0.1"]), "No closing quotation"),
-    ],
-)
-def test_errors_say_what_to_do(args: tuple[object, ...], message: str) -> None:
+@pytest.mark.parametrize(("names", "sweeps", "lines", "message"), refused("arms"))
+def test_errors_say_what_to_do(names: str | None, sweeps: list[str], lines: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_arms(*args)  # type: ignore[arg-type]
+        parse_arms(names, sweeps, lines)
 
 
 def test_a_perturbation_that_breaks_its_contract_is_refused_at_once(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config import compatibility, parse, rules
-from ngrpo.config.compatibility import TABLE
 from ngrpo.config.features import Combination
 from ngrpo.machine.upstream import versions
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
+from tests.fast.run import refused
 
 pytestmark = pytest.mark.skipif(versions.installed("openrlhf") is None, reason="needs OpenRLHF")
 
@@ -111,102 +111,14 @@ def test_trl_s_weights_are_of_the_whole_distribution(settings: dict[str, Any], r
         compatibility.check(compatibility.TRL, asked)
 
 
-GAUSSIAN = "--perturbation gaussian --perturbation.base soft --perturbation.density gaussian"
-GUMBEL = "--perturbation gumbel --perturbation.density gumbel"
-LOPE = "--second_round lope"
-WARMUP = "--sampling.correction_warmup 50"
-BOUNDS = "--algo.advantage.is_correction_threshold"
-OFF = "--algo.advantage.is_correction_level off"
-RING = "--ds.ring_attn_size 2"
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("--perturbation soft --vllm.pipeline_parallel_size 2", "pipeline_parallel_size 2 cannot be used with --pert"),
-        (
-            "--perturbation soft --vllm.speculative_config={}",
-            "speculative_config {} cannot be used with --perturbation",
-        ),
-        ("--perturbation soft --vllm.draft_model m", "draft_model m cannot be used with --perturbation soft"),
-        (f"--perturbation soft {RING}", f"{RING} cannot be used with --perturbation soft"),
-        (f"--sampling.top_k 2 --sampling.correct_mask {RING}", f"{RING} cannot be used with --sampling.correct_mask"),
-        ("--perturbation soft --train.partial_rollout_enable", "partial_rollout_enable cannot be used with --perturb"),
-        ("--perturbation soft --ds.lora.rank 8", "--ds.lora.rank 8 cannot be used with --perturbation soft"),
-        ("--train.enable_ema --ds.zero_stage 3", "--train.enable_ema cannot be used with --ds.zero_stage 3"),
-        (f"{GAUSSIAN} --train.max_epochs 2", "set --train.max_epochs 1, or add --perturbation.density token"),
-        (f"{GAUSSIAN} --train.batch_size=16", "16, fewer than the 32 samples of a rollout (--rollout.batch_size 8 ×"),
-        (f"{GAUSSIAN} --train.async_enable", "--train.async_enable cannot be used with the density"),
-        (
-            f"{GUMBEL} --rollout.top_p 0.9",
-            "--rollout.top_p 0.9 cannot be used with the density of --perturbation gumbel",
-        ),
-        (f"{GUMBEL} --sampling.top_k 4", "--sampling.top_k 4 cannot be used with the density of --perturbation gumbel"),
-        (
-            f"{GUMBEL} --sampling.min_p 0.1",
-            "--sampling.min_p 0.1 cannot be used with the density of --perturbation gum",
-        ),
-        (f"{GUMBEL} --sampling.schedule ead", "--sampling.schedule ead cannot be used with the density of --perturb"),
-        ("--policy_noise psn --train.async_enable", "--train.async_enable cannot be used with --policy_noise psn: an"),
-        ("--policy_noise psn --ds.zero_stage 3", "--ds.zero_stage 3 cannot be used with --policy_noise psn: under"),
-        (f"--policy_noise psn --policy_noise.adaptive {OFF}", "leave --algo.advantage.is_correction_level at token"),
-        ("--policy_noise psn --actor.policy_loss_type gspo", "cannot be used with --policy_noise psn: GSPO"),
-        (f"--sampling.schedule e3 {OFF}", "it follows the rollouts' log-probabilities"),
-        ("--sampling.schedule ead --actor.policy_loss_type gspo", f"or add {OFF}"),
-        (
-            "--sampling.schedule ead --sampling.schedule.evaluation --eval.temperature 0",
-            "cannot be used with --eval.temperature 0",
-        ),
-        ("--sampling.schedule e3 --train.async_enable", "async_enable cannot be used with --sampling.schedule e3"),
-        (WARMUP, f"cannot be used with {OFF}"),
-        (
-            f"{WARMUP} --algo.advantage.is_correction_level token",
-            "cannot be used with --algo.advantage.is_correction_m",
-        ),
-        (f"{WARMUP} {WEIGHTS} {BOUNDS} 2 5", f"give {BOUNDS} 0 10"),
-        (f"{WARMUP} {WEIGHTS} {BOUNDS} 0.5", f"cannot be used with {BOUNDS} 0 0.5: its weights begin at 1"),
-        (LOPE, "add --advantage group_norm, or --second_round.group kept"),
-        (f"{LOPE} --advantage copo", "--advantage copo cannot be used with --second_round lope: it looks at more"),
-        (f"{LOPE} --advantage group_norm --advantage.overlong exclude", "--advantage group_norm cannot be used with"),
-        (f"{LOPE} --perturbation soft", "--perturbation soft cannot be used with --second_round lope"),
-        (f"{LOPE} --sampling.top_k 5 --sampling.correct_mask", "--sampling.correct_mask cannot be used with --second"),
-        (f"{LOPE} --train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot be used with --second"),
-        (f"{LOPE} --rollout.n_samples_per_prompt 1", "--rollout.n_samples_per_prompt 1 cannot be used with"),
-        ("--credit top_entropy --actor.policy_loss_type gspo", "the ratio is of the whole answer"),
-        (f"--credit simko {RING}", f"{RING} cannot be used with --credit simko"),
-        (
-            "--credit simko --perturbation latent --perturbation.density latent",
-            "--credit simko cannot be used with the density of --perturbation latent: no token is drawn",
-        ),
-        ("--perturbation latent --actor.gradient_checkpointing_reentrant", "reentrant cannot be used with --perturb"),
-        ("--advantage psr --algo.advantage.estimator rloo", "estimator rloo cannot be used with --advantage psr"),
-        ("--advantage nsr --preset dapo", "--reward.overlong_buffer_len 409 cannot be used with --advantage nsr"),
-        ("--advantage nsr --reward.stop_properly_penalty_coef -1", "stop_properly_penalty_coef -1 cannot be used with"),
-        ("--eval.at_start --train.async_enable", "--eval.at_start cannot be used with --train.async_enable"),
-        ("--train.dynamic_batch_enable --data.max_images_per_prompt 2", "dynamic batches are packed"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), refused("pairs"))
 def test_a_refusal_names_value_reason_and_fix(words: str, told: str) -> None:
     error = outcome(words)
     assert told in error
     assert all(" cannot be used with " in line and ". Fix: " in line for line in error.splitlines())
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--perturbation soft --ds.ring_attn_size=1 --ds.lora.rank=0",
-        "--ds.zero_stage 3",
-        f"{GAUSSIAN} --train.batch_size 64",
-        f"{GUMBEL} --rollout.top_p 1",
-        "--perturbation gumbel --rollout.top_p 0.9",
-        "--perturbation multiplex --perturbation.density joint --rollout.top_p 0.9 --sampling.top_k 4",
-        f"--policy_noise psn --actor.policy_loss_type gspo {OFF}",
-        f"--policy_noise psn {GUMBEL} {OFF}",
-        "--sampling.schedule ead --perturbation soft --eval.temperature 0.6",
-        "--perturbation latent --perturbation.freeze head --actor.gradient_checkpointing_reentrant",
-    ],
-)
+@pytest.mark.parametrize("words", refused("but_not"))
 def test_what_goes_together(words: str) -> None:
     assert outcome(words) == ""
 
@@ -217,11 +129,6 @@ def test_the_page_is_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert cli.main(["list", "compatibility"]) == 0
     assert capsys.readouterr().out.strip() == compatibility.page().strip()
-
-
-def test_no_pair_has_two_rows() -> None:
-    pairs = [(row.what.name, row.other.name) for rows in TABLE.values() for row in rows]
-    assert len(set(pairs)) == len(pairs)
 
 
 def test_an_engine_is_told_of_all_problems() -> None:

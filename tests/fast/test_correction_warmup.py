@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.config import parse, rules
-from ngrpo.trainers.common.importance import with_strength
+from ngrpo.trainers.common.mismatch import with_strength
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
 from tests.fast.openrlhf_doubles import maker
@@ -97,8 +97,3 @@ def test_bounds_that_are_none_are_the_parser_s_to_refuse(bounds: list[str]) -> N
     words = ["--sampling.correction_warmup", "50", *WEIGHTS, "--algo.advantage.is_correction_threshold", *bounds]
     with pytest.raises(UsageError, match="is_correction_threshold"):
         rules.checked(parse.run_config(["--model", "m", "--task", "arithmetic", *words]))
-
-
-def test_no_step_is_no_warmup() -> None:
-    with pytest.raises(UsageError, match="correction_warmup='0': must be at least 1"):
-        parse.run_config(["--sampling.correction_warmup", "0"])

@@ -99,19 +99,16 @@ def test_what_is_refused(llm: MadeUp, tmp_path: Path) -> None:
     run(llm, tmp_path)
     with pytest.raises(UsageError, match=r"other settings.*dataset was"):
         run(llm, tmp_path, dataset="others")
-    held = (tmp_path / "finished.jsonl").read_text()
-    (tmp_path / "finished.jsonl").write_text(held.replace('"rate": 0.1', '"rate": 0.2'))
+    finished = tmp_path / "finished.jsonl"
+    rows = [json.loads(line) for line in finished.read_text().splitlines()]
+    finished.write_text(finished.read_text().replace('"rate": 0.1', '"rate": 0.2'))
     with pytest.raises(UsageError, match=r"finished.jsonl: line \d is damaged"):
         run(llm, tmp_path)
-    rows = [json.loads(line) for line in held.splitlines()]
     for row in rows:
         del row["checksum"]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).replace('"rate": 0.1', '"rate": 0.2')
-    (tmp_path / "finished.jsonl").write_text(lines)
+    finished.write_text("".join(json.dumps(row) + "\n" for row in rows).replace('"rate": 0.1', '"rate": 0.2'))
     with pytest.raises(UsageError, match="'neighbor' was sampled there with other options"):
         run(llm, tmp_path)
-    with pytest.raises(UsageError, match="group=1: must be at least 2"):
-        GroupSampling(group=1)
 
 
 class Continued:
@@ -163,22 +160,16 @@ def test_a_comparison_that_goes_on_diagnoses_what_is_new(continued: Continued) -
     assert continued.rows("--perturbations", "gumbel") == ["gumbel"] and continued.made == 4
 
 
-def test_a_comparison_that_goes_on_with_other_settings_of_its_diagnosis_makes_it_again(
-    continued: Continued, capsys: pytest.CaptureFixture[str]
+MAPS = [(), ("--diagnose.embedding-map",), ("--diagnose.embedding-map", "--diagnose.tokens", "sum")]
+
+
+@pytest.mark.parametrize(("changes", "sampled"), [([(), ("--diagnose.seed", "3")], [1, 2]), (MAPS, [1, 1, 1])])
+def test_a_comparison_that_goes_on_with_other_settings_makes_what_is_missing(
+    changes: list[tuple[str, ...]], sampled: list[int], continued: Continued, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ("--perturbations", "none")
-    changes: list[tuple[str, ...]] = [(), ("--diagnose.seed", "3")]
-    for times, words in enumerate(changes, start=1):
+    for times, (words, samples) in enumerate(zip(changes, sampled), start=1):
         for _ in range(2):
-            continued.rows(*names, *words)
-            assert (continued.made, len(continued.llm.asked)) == (times, times)
-    assert "diagnosing the strategies again: its settings are others than before\n" in capsys.readouterr().out
-
-
-def test_a_comparison_that_goes_on_makes_the_map_that_is_asked_for(continued: Continued) -> None:
-    names = ("--perturbations", "none")
-    changes = [(), ("--diagnose.embedding-map",), ("--diagnose.embedding-map", "--diagnose.tokens", "sum")]
-    for times, words in enumerate(changes, start=1):
-        for _ in range(2):
-            continued.rows(*names, *words)
-            assert (continued.made, continued.llm.asked) == (times, ["none"])
+            continued.rows("--perturbations", "none", *words)
+            assert (continued.made, len(continued.llm.asked)) == (times, samples)
+    again = "diagnosing the strategies again: its settings are others than before\n"
+    assert (again in capsys.readouterr().out) == (changes is not MAPS)

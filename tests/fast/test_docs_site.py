@@ -71,12 +71,6 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
         assert "https://arxiv.org/abs/" in page
 
 
-def test_a_name_among_others_is_seen_and_no_other() -> None:
-    row = r"`--advantage psr\|nsr\|w_reinforce`: r; r − 1"
-    assert method_pages.names(row, "--advantage", "nsr") and not method_pages.names(row, "--advantage", "ns")
-    assert not method_pages.names("--perturbation gumbel", "--perturbation", "gum")
-
-
 def test_pictures_are_whole_and_say_what_they_show() -> None:
     pictures = list((DOCS / "pictures").glob("*.svg"))
     assert len(pictures) >= 3

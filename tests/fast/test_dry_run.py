@@ -29,39 +29,6 @@ def args_of(more: str = "") -> dict[str, Any]:
     return openrlhf_parser.resolved([*BASE.split(), *more.split()])
 
 
-def groups_of(more: str) -> list[tuple[str, tuple[str, ...]]]:
-    return [(group.name, group.models) for group in placement.groups(args_of(more))]
-
-
-ENGINES = ("vLLM engines",)
-
-
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ("", [("GPU 0-1", ENGINES), ("GPU 2-5", ("actor",)), ("GPU 6-9", ("reference",))]),
-        ("--algo.kl.init_coef 0", [("GPU 0-1", ENGINES), ("GPU 2-5", ("actor",))]),
-        ("--train.colocate_actor_ref", [("GPU 0-3", ("actor", "reference")), ("GPU 4-5", ENGINES)]),
-        (
-            "--train.colocate_all --vllm.tensor_parallel_size 2",
-            [("GPU 0-3", ("actor", "reference", "vLLM engines"))],
-        ),
-        ("--train.colocate_all --train.async_enable", [("GPU 0-3", ("actor", "reference")), ("GPU 4-5", ENGINES)]),
-        (
-            "--algo.advantage.estimator gae --critic.num_gpus_per_node 1",
-            [("GPU 0-1", ENGINES), ("GPU 2-5", ("actor",)), ("GPU 6-9", ("reference",)), ("GPU 10", ("critic",))],
-        ),
-        (
-            "--algo.advantage.estimator gae --train.colocate_all --vllm.num_engines 4",
-            [("GPU 0-3", ("actor", "reference", "critic", "vLLM engines"))],
-        ),
-        ("--actor.num_nodes 2 --ref.num_nodes 2 --train.colocate_actor_ref", [("GPU 0-7", ("actor", "reference"))]),
-    ],
-)
-def test_placement(more: str, expected: list) -> None:
-    assert groups_of(more)[: len(expected)] == expected
-
-
 class Bundles:
     """A placement group: GPUs that were asked for together, and who is on them."""
 
@@ -127,14 +94,6 @@ def test_placement_is_that_of_openrlhfs_own_program(
     given = [*without.split(), *words.split()]
     found = [(group.gpus, tuple(sorted(group.models))) for group in placement.groups(openrlhf_parser.resolved(given))]
     assert found == as_openrlhf_asks(given)
-
-
-def test_critic_and_reward_model_share_where_asked_to() -> None:
-    args = args_of("--algo.advantage.estimator gae --train.colocate_critic_reward --reward.num_gpus_per_node 8")
-    args["reward.remote_url"] = None
-    assert [group.models for group in placement.groups(args)][-1] == ("critic", "reward model")
-    args["train.colocate_critic_reward"] = False
-    assert [group.models for group in placement.groups(args)][-2:] == [("critic",), ("reward model",)]
 
 
 # 1000 parameters; a layer keeps 16·4 + 4·4 + 4·2 + 8·6 = 136 bytes of each token.
@@ -223,20 +182,6 @@ def test_published_numbers_of_parameters() -> None:
     for name, parameters in published.items():
         found = architecture.size_of(name)
         assert found is not None and found.parameters == parameters
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("kind", ["gemma2", "granite", "mistral", "mixtral", "olmo2", "phi3", "qwen3_moe", "smollm3"])
-def test_any_type_of_transformers_has_a_size(kind: str, tmp_path: Path) -> None:
-    """Without weights and memory, from a folder that holds config.json alone."""
-    transformers = pytest.importorskip("transformers")
-    widths = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.AutoConfig.for_model(kind, num_hidden_layers=2, vocab_size=100, pad_token_id=0, **widths)
-    config.save_pretrained(tmp_path)
-    found = architecture.size_of(str(tmp_path))
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    assert found is not None and found.parameters == sum(each.numel() for each in model.parameters())
-    assert (found.layers, found.hidden, found.kv_heads, found.vocabulary) == (2, 64, 2, 100)
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "of_no_release"}, {"model_type": "llama", "hidden_size": "x"}])
@@ -342,10 +287,6 @@ class TestCommand:
         assert text.count("warning: ") == 2
         assert "--sampling.correct_mask" in text
         assert "greedy" in text
-
-    def test_a_task_that_cannot_be_made_is_a_check_that_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
-        text = self.run("--task math:none.jsonl --model some/model", capsys, code=1)
-        assert "WRONG  dataset and reward" in text and "none.jsonl: there is no such file" in text
 
     def test_a_check_that_fails_stops_no_other(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--data.prompt_dataset ./none.jsonl --model Qwen/Qwen3-1.7B-Base", capsys, code=1)

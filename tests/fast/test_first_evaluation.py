@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ngrpo.config import parse, preflight
+from ngrpo.config import parse, rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations.errors import UsageError
-from tests.fast.run import check_pairs, run_with
+from tests.fast.run import run_with
 
 
 class Trainer:
@@ -45,18 +45,6 @@ def test_the_flag() -> None:
     assert command.eval_at_start and command.openrlhf == ("--eval.steps", "4")
     assert command.conditions == ("eval_at_start",)
     assert not parse.run_config(["--eval.at_start", "false"]).eval_at_start
-    with pytest.raises(UsageError, match="is given twice"):
-        parse.run_config(["--eval.at_start", "--eval.at_start"])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [([], "needs problems"), (["--eval.dataset", "e.jsonl", "--train.async_enable"], "--train.async_enable")],
-)
-def test_what_it_needs(words: list[str], said: str) -> None:
-    settings = parse.run_config(["--eval.at_start"])
-    with pytest.raises(UsageError, match=said):
-        preflight.check_eval_at_start(Flags(words), settings)
-        check_pairs(words, settings)
-    preflight.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), settings)
-    preflight.check_eval_at_start(Flags(words), parse.run_config([]))
+    with pytest.raises(UsageError, match="needs problems"):
+        rules.check_eval_at_start(Flags(), command)
+    rules.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), command)

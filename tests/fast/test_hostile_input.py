@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ngrpo import cli
-from ngrpo.config import parse, preflight
+from ngrpo.config import parse, rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.workbench.compare.plan import read_plan
@@ -101,7 +101,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         "ngrpo.workbench.compare.runs.command",
     ):
         monkeypatch.setattr(name, started)
-    monkeypatch.setattr(preflight, "check_stack", lambda: None)
+    monkeypatch.setattr(rules, "check_stack", lambda: None)
     # The last step before an engine: whatever is right until there ends there.
     monkeypatch.setattr(packaged, "resolve", stopped)
     monkeypatch.setattr(packaged, "check_on_hub", stopped)

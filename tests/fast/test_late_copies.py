@@ -79,7 +79,7 @@ class Worker:
         torch.manual_seed(0)
         self.embedding = nn.Embedding(V, D).requires_grad_(False)
         self.store = TrajectoryStore(3, 512, (V, D))
-        gate = BoundGate(perturbation, lambda _: [1], lambda: ["a"] * V, V, self.store.slots, device)
+        gate = BoundGate(perturbation, lambda: [b"a", b"</think>", *[b"a"] * (V - 2)], V, self.store.slots, device)
         self.perturber = RolloutPerturber(
             perturbation, self.store, gate, matrix_embeddings(self.embedding.weight),
             InputOverride(self.embedding, 512, D, torch.float32, device), device,

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.config import parse, sampling
+from ngrpo.config import parse
+from ngrpo.config.run import Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.common.conversation import Conversation
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, with_overrides
-from ngrpo.trainers.common.side_inputs import unpack
+from ngrpo.trainers.common.engine_records import Conversation
+from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
@@ -174,11 +173,6 @@ def test_what_cannot_be_corrected_is_an_error() -> None:
     assert torch.equal(hooked(logits, labels), log_probs_of(logits, labels))  # outside: untouched
 
 
-def test_a_sample_carries_its_mask() -> None:
-    (with_mask, without) = unpack([carried({3: [1, 2]}), carried(None)])
-    assert [ids.tolist() for ids in with_mask.sampling_mask.left()] == [[1, 2]] and without.sampling_mask is None
-
-
 def test_the_turns_of_a_trajectory_are_joined() -> None:
     """The masks of earlier turns stay, also where the last turn cut nothing."""
     conversation = Conversation({})
@@ -204,7 +198,7 @@ class TestFlags:
 
     @pytest.mark.parametrize("args", [[], ["--rollout.top_p", "1.0"]])
     def test_no_warning_without_truncation(self, args: list[str]) -> None:
-        assert sampling.create().notes(Flags(args)) == []
+        assert Sampling().notes(Flags(args)) == []
 
     def test_a_warning_with_it(self) -> None:
         for options, args, named in (
@@ -212,9 +206,9 @@ class TestFlags:
             ({"min_p": 0.1}, [], "min_p 0.1"),
             ({}, ["--rollout.top_p", "0.9"], "top_p 0.9"),
         ):
-            (note,) = sampling.create(**options).notes(Flags(args))
+            (note,) = Sampling(**options).notes(Flags(args))
             assert named in note and "--sampling.correct_mask" in note
-            assert sampling.create(**options, correct_mask=True).notes(Flags(args)) == []
+            assert Sampling(**options, correct_mask=True).notes(Flags(args)) == []
 
     def test_what_it_does_not_go_with(self) -> None:
         model = ["--actor.model_name_or_path", "m"]

@@ -14,6 +14,7 @@ from ngrpo import cli
 from ngrpo.config.kinds import FLAGS
 from tests.conftest import ROOT
 from tests.fast.own_files import clean
+from tests.fast.run import refused
 
 __all__ = ["clean"]  # each test in a folder of its own, and what it registers is gone after it
 
@@ -55,24 +56,7 @@ def test_what_it_writes_is_clean() -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("gat mine", "unknown kind. Did you mean 'gate'?"),
-        ("gate", "takes a name and at most a folder"),
-        ("gate mine here there", "got 'mine here there'"),
-        ("gate My-Gate", "Write 'my_gate'?"),
-        ("gate MyGate", "Write 'my_gate'?"),
-        ("gate 2nd", "begin with a letter"),
-        ("gate class", "no word of Python's."),
-        ("gate test_mine", "begins as a test's file does"),
-        ("gate ../mine", "Write 'mine'?"),
-        ("gate top_margin", "there is a gate of this name"),
-        ("perturbation neighbor", "there is a perturbation of this name"),
-        ("perturbation torch", "is that of a Python module"),
-        ("perturbation statistics", "is that of a Python module"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), refused("new"))
 def test_bad_words_are_refused_and_nothing_is_written(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

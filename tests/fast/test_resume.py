@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import preflight
+from ngrpo.config import rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.step_advantages import Visits
 from ngrpo.trainers.openrlhf.trainer import generate_samples_actor
@@ -24,6 +24,7 @@ class Trainer:
     """As OpenRLHF's PPOTrainer: a checkpoint is what it was last given."""
 
     saved: Any = None
+    tensorboard_logger = None
 
     def __init__(self) -> None:
         self.samples_generator, self.experience_maker = SimpleNamespace(), makers_state()
@@ -87,14 +88,14 @@ def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
 def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     """Whole runs: tests/pipeline/test_resume.py, whose folder DeepSpeed writes."""
     flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
-    assert preflight.first_step(Flags(["--ckpt.path", str(tmp_path)])) is None
-    preflight.check_loaded(flags, run_of())
-    line = preflight.first_step(flags)
+    assert rules.first_step(Flags(["--ckpt.path", str(tmp_path)])) is None
+    rules.check_loaded(flags, run_of())
+    line = rules.first_step(flags)
     assert line is not None and line.startswith("warning: ") and "starts at step 0" in line
     folder = tmp_path / "_actor"
     (folder / "global_step40").mkdir(parents=True)
     with pytest.raises(UsageError, match=f"no checkpoint in {folder} is complete"):
-        preflight.check_loaded(flags, run_of())
+        rules.check_loaded(flags, run_of())
     (folder / "latest").write_text("global_step40")
-    preflight.check_loaded(flags, run_of())
-    assert preflight.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"
+    rules.check_loaded(flags, run_of())
+    assert rules.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"

@@ -113,7 +113,7 @@ def test_the_conformance_suite_sees_a_text_that_is_not_sampled() -> None:
         check_perturbation(Liar)
 
 
-# --- the preflight ----------------------------------------------------------------------------------------------
+# --- the rules -------------------------------------------------------------------------------------------------
 
 
 def check(schedule: str, spec: dict[str, Any], *words: str) -> None:

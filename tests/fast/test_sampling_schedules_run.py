@@ -151,6 +151,8 @@ def test_a_round_is_a_batch_that_has_prompts(monkeypatch: pytest.MonkeyPatch) ->
 class Trainer:
     """As OpenRLHF's, with three training steps whose entropies are given."""
 
+    tensorboard_logger = None
+
     def __init__(self, states: dict[str, Any], entropies: list[float]) -> None:
         self.states, self.entropies, self.saved, self.temperatures = states, entropies, [], []
         self.samples_generator = SimpleNamespace(temperature_factor=1.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import surface
-from ngrpo.machine.upstream.sources import definition
+from ngrpo.machine.upstream.patch import definition
 from ngrpo.patches import VLLM
 
 ROLLOUT = Path(__file__).resolve().parents[2] / "ngrpo" / "rollout"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo import cli
 from ngrpo.config import parse
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -76,10 +75,6 @@ def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: P
     assert (command.spec["k"], command.spec["rate"]) == (2, 0.2), "the same one keeps them"
 
 
-def test_without_a_file_nothing_changes() -> None:
-    assert parse.with_files(["--model", "m"]) == ["--model", "m"]
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -94,12 +89,3 @@ def test_bad_files(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--config") as error:
         parsed(tmp_path, text)
     assert said in str(error.value)
-
-
-def test_a_misspelt_key_is_a_misspelt_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("perturbaton: neighbor\n")
-    assert cli.main(["train", "--config", str(file)]) == 2
-    assert "Did you mean '--perturbation'?" in capsys.readouterr().err
-    assert cli.main(["train", "--config"]) == 2
-    assert "--config needs a file" in capsys.readouterr().err

@@ -10,8 +10,6 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config.verl_lines import hydra
-from ngrpo.methods import advantages
-from ngrpo.methods.advantages import Advantage
 from ngrpo.trainers.verl.overrides import register_advantage
 from perturbations.errors import UsageError
 
@@ -102,13 +100,6 @@ def test_what_an_advantage_can_go_with(capsys: pytest.CaptureFixture[str]) -> No
     assert printed["actor_rollout_ref.actor.use_kl_loss"] == "true" and "algorithm.use_kl_in_reward" not in printed
 
 
-class Fading(advantages.registry.get("group_norm")):  # type: ignore[misc]
-    """A user's own, of which nobody knows which option changes it."""
-
-    def at_step(self, step: int) -> Advantage:
-        return self
-
-
 @pytest.mark.parametrize(
     ("name", "options", "kl_in_reward", "said"),
     [
@@ -123,11 +114,6 @@ def test_what_verls_estimators_refuse(name: str, options: dict[str, object], kl_
         register_advantage(name, options, kl_in_reward=kl_in_reward)
     assert said in str(caught.value)
     register_advantage("grpo", {}, kl_in_reward=True)  # verl's own business
-
-
-def test_an_advantage_says_whether_it_changes_over_the_run() -> None:
-    assert Fading().changes_over_run and not advantages.create("rs_grpo").changes_over_run
-    assert [advantages.create("pkpo", k_end=k).changes_over_run for k in (None, 2)] == [False, True]
 
 
 @pytest.mark.parametrize(

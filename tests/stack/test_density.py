@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import with_overrides
+from ngrpo.trainers.common.log_probs import densities, with_overrides
 from perturbations import create, streams
 from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample

@@ -82,7 +82,7 @@ def train_router(stage: int, rank: int) -> None:
     import torch
     from transformers.integrations import HfDeepSpeedConfig
 
-    from ngrpo.trainers.common.densities import densities
+    from ngrpo.trainers.common.log_probs import densities
     from ngrpo.trainers.openrlhf.model_actors import replay_scope
     from perturbations import ReplayRecord, create, parameters
     from tests.fast.density_model import hooked
