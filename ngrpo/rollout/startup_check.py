@@ -40,11 +40,7 @@ _ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on o
 
 
 class CheckFailure(UsageError):
-    """An override does not land where it belongs; ``is_certain`` is False where the model's output cannot tell."""
-
-    def __init__(self, message: str, is_certain: bool) -> None:
-        super().__init__(message)
-        self.is_certain = is_certain
+    """An override does not land where it belongs, or the model's output cannot tell."""
 
 
 # ---- texts and judgement ----------------------------------------------------------------------------------------
@@ -119,23 +115,17 @@ def check_texts(
     model: str,
 ) -> None:
     """Compares up to three texts, until one tells where overrides land; raises :class:`CheckFailure` otherwise."""
+    least = 0.0
     for attempt in range(_ATTEMPTS):
-        try:
-            comparisons = compare(texts_of_check(vocabulary, longest, attempt))
-            return _judge(comparisons, half_precision=half_precision, where=where, model=model)
-        except CheckFailure as error:
-            if error.is_certain or attempt == _ATTEMPTS - 1:
-                raise
-
-
-def _judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str, model: str) -> None:
-    least = min(comparison.effect for comparison in comparisons)
-    if not least >= _LEAST_EFFECT[half_precision]:
+        comparisons = compare(texts_of_check(vocabulary, longest, attempt))
+        least = min(comparison.effect for comparison in comparisons)
+        if least >= _LEAST_EFFECT[half_precision]:
+            break
+    else:
         raise CheckFailure(
             f"{where} cannot be proven right for {model}: another token in its text changes log-probabilities by"
             f" {least:.1g} on average, and {_LEAST_EFFECT[half_precision]:g} is needed to see where an override lands."
-            " Is it a trained model, and are its weights loaded?",
-            is_certain=False,
+            " Is it a trained model, and are its weights loaded?"
         )
     limits = [(each.allowed or _ROUNDING[half_precision]) * each.effect for each in comparisons]
     lines = "\n".join(
@@ -147,8 +137,7 @@ def _judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: st
         raise CheckFailure(
             f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
             f" in the text changes it by {least:.2g}:\n{lines}\nNothing was started, since its inputs cannot be"
-            " trusted. Use a model of docs/models.md, or report this one with the lines above.",
-            is_certain=True,
+            " trusted. Use a model of docs/models.md, or report this one with the lines above."
         )
 
 

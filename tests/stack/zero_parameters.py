@@ -80,9 +80,9 @@ def train_router(stage: int, rank: int) -> None:
     import deepspeed
     import numpy as np
     import torch
-    from ngrpo.trainers.common.densities import densities
     from transformers.integrations import HfDeepSpeedConfig
 
+    from ngrpo.trainers.common.log_probs import densities
     from ngrpo.trainers.openrlhf.model_actors import replay_scope
     from perturbations import ReplayRecord, create, parameters
     from tests.fast.density_model import hooked
