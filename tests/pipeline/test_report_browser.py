@@ -203,12 +203,6 @@ def test_chart_values_and_legend(browser: Chromium, pages: dict[str, str]) -> No
     assert browser.complaints() == []
 
 
-def test_without_javascript_nothing_is_lost(browser: Chromium, pages: dict[str, str]) -> None:
-    browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1], scripts=False)
-    assert browser.evaluate(EMPTY_DRAWINGS) == 0 and browser.evaluate(BARE_SECTIONS) == []
-    assert browser.evaluate("document.querySelectorAll('.tok[tabindex=\"-1\"]').length") == 0  # Scripts were off.
-
-
 def test_the_browser_would_notice(browser: Chromium, tmp_path: Path) -> None:
     """The checks above can fail: a page with an error, a request and a wide element is caught."""
     page = tmp_path / "bad.html"
@@ -257,3 +251,9 @@ def test_groups(browser: Chromium, pages: dict[str, str]) -> None:
         assert browser.evaluate(TIP_FITS)
         assert browser.evaluate("document.documentElement.scrollWidth") <= window[0]
         assert browser.complaints() == [] and browser.requests() == [pages["groups"]]
+
+
+def test_without_javascript_nothing_is_lost(browser: Chromium, pages: dict[str, str]) -> None:
+    browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1], scripts=False)
+    assert browser.evaluate(EMPTY_DRAWINGS) == 0 and browser.evaluate(BARE_SECTIONS) == []
+    assert browser.evaluate("document.querySelectorAll('.tok[tabindex=\"-1\"]').length") == 0  # Scripts were off.
