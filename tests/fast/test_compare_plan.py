@@ -196,7 +196,7 @@ def test_a_run_is_another_when_a_file_of_it_changes(tmp_path: Path) -> None:
 
     def seen(*more: str) -> str:
         words = ["--model", str(tmp_path / "model"), f"--reward.remote_url={reward}", "--eval.data", str(held), *more]
-        words += ["--data.prompt_dataset", f"{first},{second}"]
+        words += ["--task", "arithmetic", "--data.prompt_dataset", f"{first},{second}"]
         made = read_plan(["--strategy", f"{own}:Reading directions={directions}", *words])[0]
         return identity(made, made.runs()[0])
 
