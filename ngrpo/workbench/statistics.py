@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimators over the responses to a problem, bootstrap intervals over problems, and tests over seeds.
 
-A trained model's score is one number for each seed, and seeds are few. Student's t over them keeps its 95%, where the
-bootstrap over five seeds covers about 85% (`python -m benchmarks.coverage`). An interval over seeds covers the
-evaluated problems only. With one seed the problems are resampled instead; ``over`` names which of the two it is.
+Student's t over seeds keeps its 95%, where the bootstrap over five covers about 85% (`python -m benchmarks.coverage`).
+An interval over seeds covers the evaluated problems only; with one seed the problems are resampled instead.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ Interval = dict[str, Any]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k responses, drawn without replacement from n of which c are right, is right.
+    """The chance that of k responses, drawn without replacement from n of which c are right, at least one is right.
 
-    The unbiased estimator 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), exact up to the
-    rounding of one division.
+    1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), exact up to the rounding of one division.
 
     Raises:
         ValueError: unless n is at least 1, c in [0, n] and k in [1, n], all whole numbers.
@@ -46,10 +44,9 @@ def mean_at_n(n: int, c: int) -> float:
 
 
 def cover_at(n: int, c: int, tau: float) -> bool:
-    """Whether at least the fraction τ of the responses is right, τ in (0, 1]; n and c as in :func:`pass_at_k`.
+    """Whether at least the fraction τ in (0, 1] of the responses is right; n and c as in :func:`pass_at_k`.
 
-    Cover@τ is the fraction of such problems. Dragoi et al. 2025 (arXiv 2510.08325) define it by the chance that a
-    response is right; c / n estimates that chance.
+    Cover@τ is the fraction of such problems; c / n estimates the chance that Dragoi et al. 2025 (arXiv 2510.08325) use.
     """
     _check_counts(n, c)
     if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0.0 < tau <= 1.0:
@@ -86,11 +83,9 @@ def with_noise(difference: Interval) -> Interval:
 
 
 def interval(table: np.ndarray) -> Interval:
-    """Mean and interval of one arm's table, seeds × problems or seeds × 1.
+    """``value``, ``low`` and ``high`` of one arm's table, seeds × problems or seeds × 1.
 
-    Returns:
-        ``value``, ``low``, ``high``, and ``over``: ``seeds``; ``problems`` for one seed; None for a single number,
-        which has no interval.
+    ``over``: ``seeds``; ``problems`` for one seed; None for a single number, which has no interval.
     """
     table = np.atleast_2d(np.asarray(table, dtype=np.float64))
     value, (seeds, problems) = float(table.mean()), table.shape
@@ -108,26 +103,18 @@ def interval(table: np.ndarray) -> Interval:
 
 
 def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
-    """Mean paired difference, its interval, and the paired t test over seeds.
-
-    Both tables are seeds × problems, with the same seeds and problems in the same order.
+    """Mean paired difference of two tables, seeds × problems in the same order, and the paired t test over seeds.
 
     Returns:
-        As :func:`interval`, and:
-
-        ``p``: two-sided, of no difference; None for one seed, and for equal differences in all seeds, which leave a t
-        test no spread.
-        ``spread``: the standard deviation of the differences over ``seeds``; None for one seed.
-        ``within_noise``: whether the difference may be chance, by ``p``; :func:`correct` corrects it. With one seed:
-        whether the interval over problems contains 0.
+        As :func:`interval`, with ``p``: two-sided, of no difference, and ``spread``: the standard deviation over
+        ``seeds``; both None for one seed, ``p`` also for equal differences in all seeds, which leave no spread.
+        ``within_noise``: by ``p``, before :func:`correct`; with one seed, whether the interval contains 0.
 
     Raises:
         ValueError: for tables of different shapes.
     """
     if np.shape(ours) != np.shape(baseline):
-        raise ValueError(
-            f"tables of {np.shape(ours)} and {np.shape(baseline)}: pairs need the same seeds and problems."
-        )
+        raise ValueError(f"{np.shape(ours)} and {np.shape(baseline)}: pairs need the same seeds and problems.")
     table = np.atleast_2d(np.asarray(ours, dtype=np.float64) - np.asarray(baseline, dtype=np.float64))
     estimate = interval(table)
     if estimate["over"] != "seeds":
@@ -146,7 +133,7 @@ def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
 
 
 def correct(differences: Sequence[Interval]) -> None:
-    """Corrects paired differences of several arms in one measure, in place; those without a p-value stay as they are.
+    """Corrects several arms' paired differences in one measure, in place; those without a p-value stay as they are.
 
     Adds ``p_corrected`` (Holm's), ``comparisons`` (their number) and ``detectable``, the smallest true difference that
     four of five repetitions find, and updates ``within_noise``.
@@ -161,8 +148,7 @@ def correct(differences: Sequence[Interval]) -> None:
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for their number by Holm's step-down method (Scandinavian Journal of Statistics 6, 1979).
 
-    The chance that any true null hypothesis has a corrected value below α is at most α, for any dependence. The i-th
-    smallest of m (i from 0) is multiplied by m − i; none is below a smaller one's, and none above 1.
+    The i-th smallest of m (i from 0) is multiplied by m − i; none is below a smaller one's, and none above 1.
     """
     corrected, largest = [0.0] * len(p_values), 0.0
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -187,8 +173,8 @@ def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) 
     freedom = tasks * (pairs - 1)
     critical = float(stats.t.isf((1 - LEVEL) / (2 * comparisons), freedom))
 
+    # The power at a true difference of ``shift`` standard errors, in its own direction, less what is wanted.
     def missing(shift: float) -> float:
-        """The power at a true difference of ``shift`` standard errors, in its own direction, less ``POWER``."""
         return float(stats.nct.sf(critical, freedom, shift)) - POWER
 
     shift: Any = optimize.brentq(missing, 0.0, 3 * critical + 10)

@@ -265,3 +265,8 @@ def test_runs_above_a_threshold_are_counted() -> None:
     assert rows[0]["verdict"].endswith("the baseline; 0 of 5 runs end above 0.8")
     assert "5 of 5 runs end above 0.8, of none 0 of 5 (Fisher's exact p 0.0079, 0.016 corrected" in rows[1]["verdict"]
     assert all("above" not in row for row in results.summarise(runs, ["none", "away", "some"], "none"))
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(CannotWrite, match=r"GiB are free.*make room"):
+        ComparisonFolder(tmp_path).need(1 << 60)

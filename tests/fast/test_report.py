@@ -251,3 +251,15 @@ def test_files_that_are_no_result(
     error = capsys.readouterr().err
     assert re.search(said, error) and str(file) in error
     assert not (tmp_path / "report.html").exists()
+
+
+def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    for words, said in (
+        ([str(tmp_path)], "has neither results.json nor diagnosis.json nor summary.json"),
+        ([], "takes one folder or file, got 0"),
+        ([str(file), "--out", str(file)], "is the result itself"),
+        ([str(file), "--out", str(tmp_path / "no" / "r.html")], "cannot be written: No such file or directory"),
+    ):
+        assert cli.main(["report", *words]) == 2 and said in capsys.readouterr().err
+        file.write_text(json.dumps(example(steps=1)))

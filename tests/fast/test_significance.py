@@ -160,3 +160,8 @@ def test_quarters_of_a_learning_curve() -> None:
     found = results._rewards({"steps": [{"reward": reward} for reward in rewards]})
     assert (found["reward_first"][""], found["reward_last"][""]) == pytest.approx((0.05, 0.65))
     assert results._rewards({"steps": [{"reward": 0.25}]})["reward_change"] == {"": 0.0}
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="same seeds and problems"):
+        statistics.paired(np.zeros((2, 3)), np.zeros((2, 4)))

@@ -28,11 +28,11 @@ PERTURBED = {
 }
 
 
-def write_log(folder: Path, rewards: list[float], extra: dict[str, float]) -> None:
+def write_log(folder: Path, rewards: list[float], extra: dict[str, float], first: int = 1) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(log_dir=str(folder / "ppo_run"))
-    for step, reward in enumerate(rewards, start=1):
+    for step, reward in enumerate(rewards, start=first):
         logged = {
             "rollout/reward_mean": reward,
             "rollout/response_length_mean": 10.0,
@@ -48,8 +48,8 @@ def write_log(folder: Path, rewards: list[float], extra: dict[str, float]) -> No
     writer.close()
 
 
-def finish(folder: Path, began: float = 0.0, spec: dict | None = None, flags: tuple[str, ...] = ()) -> tuple[str, dict]:
-    args = ["--logger.tensorboard_dir", str(folder / "tb"), "--ckpt.output_dir", "m", "--train.seed", "7", *flags]
+def finish(folder: Path, began: float = 0.0, spec: dict | None = None, *more: str) -> tuple[str, dict]:
+    args = ["--logger.tensorboard_dir", str(folder / "tb"), "--ckpt.output_dir", "m", "--train.seed", "7", *more]
     text = summary.finish(folder, run_of(perturbation=spec, openrlhf=tuple(args), hardware="cpu"), began=began)
     return text, json.loads((folder / "summary.json").read_text())
 
@@ -91,10 +91,22 @@ def test_logs_of_earlier_runs_are_left_out(tmp_path: Path) -> None:
     assert [row["reward"] for row in finish(tmp_path, began)[1]["steps"]] == [pytest.approx(0.1)]
 
 
+def test_a_resumed_run_keeps_its_history(tmp_path: Path) -> None:
+    """Killed after step 3, resumed from the checkpoint of step 1; then resumed again when it was finished."""
+    write_log(tmp_path / "tb", [0.25, 0.5, 0.5], {})
+    for file in (tmp_path / "tb").rglob("events*"):
+        os.utime(file, (1000, 1000))
+    began = time.time()
+    write_log(tmp_path / "tb", [0.75, 1.0, 0.25], {}, first=2)
+    for start in (began, began + 100.0):
+        _, found = finish(tmp_path, start, None, "--ckpt.load_enable")
+        assert [(row["step"], row["reward"]) for row in found["steps"]] == [(1, 0.25), (2, 0.75), (3, 1.0), (4, 0.25)]
+
+
 def test_no_steps(tmp_path: Path) -> None:
     text, found = finish(tmp_path)
     assert "no training step was logged: are there fewer prompts" in text and found["steps"] == []
-    text, _ = finish(tmp_path, flags=("--algo.dynamic_filtering_enable",))
+    text, _ = finish(tmp_path, 0.0, None, "--algo.dynamic_filtering_enable")
     assert "no training step was logged: all prompts were filtered out" in text
 
 

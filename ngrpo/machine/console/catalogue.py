@@ -22,11 +22,9 @@ from perturbations.registry import Registry
 
 
 def listing(width: int | None = None) -> str:
-    """One table of all perturbations, gates, replay buffers, advantages, credits and so on.
+    """One table of everything registered: perturbations, gates, replay buffers, advantages, credits and so on.
 
-    Args:
-        width: columns of the terminal. Where a line would be longer, descriptions are printed below their rows. None:
-            one line for each, for `grep`.
+    Descriptions are below their rows where a line would be longer than ``width``; None: a line for each, for `grep`.
     """
     rows: list[tuple[str, ...]] = []  # name, rate, source, paper, description
     for kind_registry in FLAGS:
@@ -42,7 +40,7 @@ def listing(width: int | None = None) -> str:
                 continue
             rate = f"{cls.rate:g}" if has_rate else ""
             rows.append((name, rate, source, getattr(cls, "paper", ""), _first_line(cls)))
-    rows = rows[1:]
+    del rows[0]
     lines = text_table(rows, left=5)
     if width is not None and max(map(len, lines)) > width:
         wrap = textwrap.TextWrapper(width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
@@ -52,10 +50,7 @@ def listing(width: int | None = None) -> str:
 
 
 def described(name: str) -> str:
-    """Paper, description, and options with ranges and defaults of one name.
-
-    Args:
-        name: as on the command line; where several kinds have it, each is described.
+    """Paper, description, and options of one name as on the command line, for each kind that has it.
 
     Raises:
         UsageError: where no kind has the name, or it cannot be loaded.
@@ -127,7 +122,7 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
 
     Args:
         usage: the text before them; ``{kinds}`` in it becomes the flags of each kind.
-        argv: the rest of the command line; a perturbation or gate that it names by file or module is listed too.
+        argv: the rest of the command line; a user's method that it names is listed too.
 
     Raises:
         UsageError: where such a file or module cannot be loaded.

@@ -292,9 +292,6 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
 def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
     """The two-sided p-value of Fisher's exact test (J. R. Stat. Soc. 85, 1922) of two counts, each of its runs.
 
-    Given the sum of both counts, each side's is hypergeometric where there is no difference. The p-value is the chance
-    of all tables that are no likelier than the observed one; 1 where a side is empty.
-
     Raises:
         ValueError: for more successes than runs, or a negative number of them.
     """

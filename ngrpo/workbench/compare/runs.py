@@ -119,19 +119,10 @@ def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 
 
 def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> dict[str, Any]:
-    """Trains and evaluates, and writes how it ended; the child processes keep the folder's lock while they live.
+    """Trains and evaluates; returns the content of ``run.json``, or raises :class:`CannotWrite` where the disk is full.
 
-    Args:
-        plan: the comparison.
-        run: one of its runs.
-        folder: the comparison's.
-        on_step: called with each training step and the number of prompts of the whole run, if known.
-
-    Returns:
-        The content of ``run.json``.
-
-    Raises:
-        CannotWrite: where the disk is full; the run is left pending.
+    ``on_step`` gets each training step and the number of prompts of the whole run, if known. The child processes keep
+    the folder's lock while they live.
     """
     run_folder, began = folder.fresh(run), time.time()
     log = run_folder / "train.log"

@@ -77,9 +77,8 @@ def write_report(data: Mapping[str, Any], path: Path) -> None:
     Raises:
         UsageError: where the file cannot be written.
     """
-    kind = _kind(data)
+    kind, name = _kind(data), str(values.dig(data, "perturbation", "name") or "none")
     if kind == "training run":
-        name = str(values.dig(data, "perturbation", "name") or "none")
         run = {"strategy": name, "status": "done", **{key: data.get(key) for key in ("seed", "steps", "groups")}}
         data = {**data, "strategies": [{"id": name, "perturbation": data.get("perturbation")}], "runs": [run]}
     series, runs = all_series(data), values.rows(data, "runs")
@@ -97,7 +96,7 @@ def write_report(data: Mapping[str, Any], path: Path) -> None:
         ("results", "Results", table),
         ("learning", "Learning curves", None if kind == "diagnosis" else charts.learning(data, series)),
         ("pass-at-k", "Pass@k", charts.pass_at_k(data, series)),
-        ("cost", "Cost", table if kind == "comparison" and table["listed"] else None),
+        ("cost", "Cost", table if kind == "comparison" and table and table["listed"] else None),
         ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
         ("samples", "Sample answers", responses.samples(diagnosis, series)),
         ("groups", "Groups", responses.groups(runs, series)),

@@ -20,18 +20,16 @@ _MOST_BARS = 10
 
 def samples(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """One block per problem: question, reference, and each strategy's answer in a column."""
-    problems = []
+    problems: list[dict[str, Any]] = []
     for sample in rows(diagnosis, "samples"):
-        answers = []
+        problems.append({**sample, "short": shortened(sample.get("problem") or ""), "answers": []})
         for answer in rows(sample, "by_strategy"):
             name, tokens = str(answer.get("strategy")), rows(answer, "tokens")
             changed = sum(bool(one.get("perturbed")) for one in tokens)
             reward = format_number(answer.get("reward"), 2)
             facts = f"reward {reward} · {changed} of {plural(len(tokens), 'token')} perturbed"
             marked = [_marked(one) for one in tokens]
-            answers.append({"name": name, "series": series.get(name), "facts": facts, "tokens": marked})
-        question, short = sample.get("problem"), shortened(sample.get("problem") or "")
-        problems.append({"short": short, "question": question, "answer": sample.get("answer"), "answers": answers})
+            problems[-1]["answers"].append({"name": name, "series": series.get(name), "facts": facts, "tokens": marked})
     return {"problems": problems} if problems else None
 
 
@@ -97,7 +95,7 @@ def _step(line: Mapping[str, Any]) -> dict[str, Any]:
         """The last bar that begins at or below a reward."""
         return None if reward is None or not begins else max(bisect_right(begins, reward) - 1, 0)
 
-    groups = []
+    groups: list[dict[str, Any]] = []
     for group in rows(line, "groups"):
         prompt, answers = (
             group.get("prompt"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.config.kinds import run_level_kinds
+from ngrpo.config.rules import LOAD
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
@@ -31,7 +32,8 @@ RUNNERS = "model_runner"
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
-_TRAINED = ("trained_groups", "trained_responses", "optimizer_steps")
+# The first is OpenRLHF's mean over groups: 0 where none has anything to learn.
+_AS_LOGGED = ("group_reward_std", "trained_groups", "trained_responses", "optimizer_steps")
 _ROWS = 14
 
 # Heading, key in a step, format.
@@ -55,14 +57,15 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
     Args:
         folder: the run's folder.
         run: as it was started.
-        began: Unix time of the start; older logs in the same folder are not this run's.
+        began: Unix time of the start; older logs in the same folder are this run's only where it was resumed.
 
     Returns:
         The table for the screen.
     """
     flags = Flags(run.openrlhf)
     log = Path(flags.value("--logger.tensorboard_dir") or folder / "tensorboard")
-    scalars = read_scalars(log, began) if log.is_dir() else {}
+    since = 0.0 if flags.has(LOAD) else began
+    scalars = read_scalars(log, since) if log.is_dir() else {}
     place = folder / "summary.json"
     summary: dict[str, Any] = {
         "format": 1,
@@ -102,18 +105,15 @@ def steps(scalars: Series) -> list[dict[str, float]]:
         at = {tag: values[step] for tag, values in train.items() if step in values}
         row: dict[str, float] = {"step": step, "reward": reward}
         for tag, value in at.items():
-            if tag.startswith(_PERTURBATION):
-                row[tag.removeprefix(_PERTURBATION)] = value
-            elif tag.startswith(_PARTS):
+            if tag.startswith(_PARTS):
                 row[tag.replace("/", "_")] = value
+            elif tag.startswith(_PERTURBATION) or tag in _AS_LOGGED:
+                row[tag.removeprefix(_PERTURBATION)] = value
         if "anchor_agreement" in row:
             row["anchor_differs"] = 1.0 - row["anchor_agreement"]
         seconds = at.get("timing/generation", 0.0)
         if seconds > 0.0 and "rollout/response_length_mean" in at and "rollout/num_samples" in at:
             row["tokens_per_second"] = at["rollout/response_length_mean"] * at["rollout/num_samples"] / seconds
-        if "group_reward_std" in at:  # OpenRLHF's mean over groups: 0 where none has anything to learn from
-            row["group_reward_std"] = at["group_reward_std"]
-        row |= {key: at[key] for key in _TRAINED if key in at}
         if "timing/step_total" in at:
             row["step_seconds"] = at["timing/step_total"]
         rows.append(row)
