@@ -17,8 +17,8 @@ Finished runs are kept: the same command continues where it stopped.
                             repeatable
   --base P,Q                base algorithms: grpo, gspo, dapo
   --seeds 0,1,2             seeds [0]
-  --baseline ID             the strategy that all others are compared with [none,
-                            or the first one]
+  --baseline ID             the strategy to compare the others with [none, or
+                            the first one]
   --threshold SCORE         count the runs that end with a higher Mean@n, and
                             test the counts: for tasks that a run either solves
                             or does not
