@@ -165,9 +165,7 @@ class Decoding:
         draws = torch.Generator().manual_seed(0)
         embedding = nn.Embedding(vocabulary, hidden).requires_grad_(False).to(device)
         store = TrajectoryStore(batch, 1 << 15)
-        gate = BoundGate(
-            perturbation, lambda _: [1, 2, 3], lambda: ["a"] * vocabulary, vocabulary, store.slots, torch.device(device)
-        )
+        gate = BoundGate(perturbation, lambda: [b"a"] * vocabulary, vocabulary, store.slots, torch.device(device))
         override = InputOverride(embedding, batch, hidden, torch.float32, torch.device(device))
         # HRPO's gate was never among what is counted here; a router is a part of the draw.
         module = perturbation.module(hidden) if perturbation.reads_hidden else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This project's scorers and other graders on the pairs of tests/fast/scorer_pairs.py.
+"""This project's scorers and other graders on the pairs of tests/data/scorer_pairs.jsonl.
 
 pip download verl --no-deps && unzip verl-*.whl -d verl-wheel
 python -m benchmarks.graders [--verl verl-wheel] [--show]

@@ -26,7 +26,7 @@ def train(strategy: str, seed: int, steps: int) -> dict[str, Any]:
     """One run; its summary.json."""
     folder = ROOT / "runs" / "learning" / f"{strategy}-{seed}-{steps}"
     summary = folder / "summary.json"
-    if not summary.exists():
+    if not summary.exists() or len(json.loads(summary.read_text())["steps"]) < steps:
         env = {**os.environ, "PERTURBATION": strategy, "DEMO_STEPS": str(steps)}
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
         script = ROOT / "examples" / "train_neighbor_cpu.sh"

@@ -33,8 +33,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from benchmarks.machine import describe
 from ngrpo.machine.models.packaged import resolve
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
-from ngrpo.rollout.tokens_left import TokensLeft
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from perturbations import ReplayRecord
 from tests.stack.harness import Rollout, build_engine, chat_prompts, sample_with_masks, trainer_log_probs
 
@@ -73,7 +72,7 @@ def generate_rollouts(folder: str, model: Any) -> Draw:
             )
             store = SamplingMaskStore(out.scores[0].shape[-1], COPIES, len(prompt) + TOKENS)
             for t, scores in enumerate(out.scores):
-                left = TokensLeft(scores, lambda part: part)
+                left = SamplingSupport(scores, lambda part: part)
                 left.ask()
                 store.write(range(COPIES), [len(prompt) + t] * COPIES, *left.read(None))
             length = len(prompt) + TOKENS

@@ -146,8 +146,7 @@ def table() -> None:
 
 def gradient(model: Any, perturbation: Perturbation, rollouts: list[Any], signs: Tensor) -> Tensor:
     """The gradient of Σ A · entry over the rollouts, all parameters in one vector, float64."""
-    from ngrpo.trainers.common.densities import densities
-    from ngrpo.trainers.common.log_probs import with_overrides
+    from ngrpo.trainers.common.log_probs import densities, with_overrides
     from perturbations.replay.scope import ReplayScope
 
     def log_probs(logits: Tensor, labels: Tensor) -> Tensor:

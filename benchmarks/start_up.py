@@ -53,7 +53,7 @@ def started(model: str, name: str, clock: str) -> dict[str, float]:
     llm.chat(messages, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     times = {"start": ready - began, "first": seconds() - ready, "probe": sum(proofs), "synced": 0.0}
     if proofs:
-        llm.llm_engine.engine_core.engine_core.collective_rpc("perturbation_probe")
+        llm.llm_engine.engine_core.engine_core.collective_rpc("perturbation_check")
         times["synced"] = proofs[-1]
     return times
 
@@ -62,10 +62,10 @@ def _timed_proofs(seconds: Any) -> list[float]:
     """A list to which each of the engine's proofs adds what it took; a checkout from before them has none."""
     proofs: list[float] = []
     try:
-        from ngrpo.rollout import engine_probe
+        from ngrpo.rollout import startup_check
     except ImportError:
         return proofs
-    prove = engine_probe.prove
+    prove = startup_check.check_core
 
     def timed(core: Any) -> Any:
         began = seconds()
@@ -73,7 +73,7 @@ def _timed_proofs(seconds: Any) -> list[float]:
         proofs.append(seconds() - began)
         return result
 
-    engine_probe.prove = timed
+    startup_check.check_core = timed
     return proofs
 
 

@@ -16,8 +16,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from ngrpo.machine.upstream.install import Patch
-from ngrpo.machine.upstream.sources import Definition, definition, source_of
+from ngrpo.machine.upstream.patch import Definition, Patch, definition, source_of
 from ngrpo.patches import VLLM
 
 

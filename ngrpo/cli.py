@@ -101,8 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as error:
-        ended = isinstance(error, processes.Terminated)
+    except KeyboardInterrupt:
+        ended = processes.SIGTERM_CAME.is_set()
         print(f"ngrpo: {'terminated' if ended else 'interrupted'}", file=sys.stderr)
         return 143 if ended else 130
     except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head

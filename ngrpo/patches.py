@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 
-from ngrpo.machine.upstream.install import Patch, place
-from ngrpo.machine.upstream.sources import IMPORT, source_of
+from ngrpo.machine.upstream.patch import IMPORT, Patch, place, source_of
 from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS
 from perturbations.errors import UsageError
 
@@ -170,40 +169,40 @@ VLLM: tuple[Patch, ...] = (
         "the spec and its combinations are checked in the caller's process, before any model loads", IN_VLLM),
     _vllm("vllm.config.vllm", "VllmConfig.compute_hash", "plugin:hash_without_seed", "(self...)",
         "engines with different seeds share their compiled graphs"),
-    _vllm("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", "plugin:checked_request",
+    _vllm("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", "request_arguments:checked_request",
         "(self, request_id, prompt, params, ..., resumable...)", "a bad argument is the caller's error"),
-    _vllm("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params", "plugin:numbered_children",
-        "(self, index)", "each of n samples is another trajectory"),
+    _vllm("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params",
+        "request_arguments:numbered_children", "(self, index)", "each of n samples is another trajectory"),
     _vllm("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", "async_scheduling:keep_length",
         "(self, req_state)", "only the front end sees where a response ends at a stop string"),
-    _vllm("vllm.v1.engine.llm_engine", "LLMEngine.__init__", "plugin:with_lengths", "(self, ...)",
+    _vllm("vllm.v1.engine.llm_engine", "LLMEngine.__init__", "async_scheduling:with_lengths", "(self, ...)",
         "the front end of an engine that perturbs keeps these lengths"),
-    _vllm("vllm.v1.engine.async_llm", "AsyncLLM.__init__", "plugin:with_lengths", "(self, ...)", "likewise"),
-    _vllm("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", "plugin:drop_aborted", "(self, request_ids, ...)",
+    _vllm("vllm.v1.engine.async_llm", "AsyncLLM.__init__", "async_scheduling:with_lengths", "(self, ...)", "likewise"),
+    _vllm("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", "records:drop_aborted", "(self, request_ids, ...)",
         "the records of aborted requests are dropped"),
-    _vllm("vllm.v1.engine.async_llm", "AsyncLLM.abort", "plugin:drop_aborted_async", "(self, request_id, ...)",
+    _vllm("vllm.v1.engine.async_llm", "AsyncLLM.abort", "records:drop_aborted_async", "(self, request_id, ...)",
         "likewise"),
     _vllm("vllm.v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", "plugin:answers_of_every_rank",
         "(self, method)", "vLLM returns the first data-parallel rank's answers only"),
     _vllm("vllm.v1.engine.core_client", "AsyncMPClient._call_utility_async", None, "(self, method, engine)",
         "asks one rank"),
     # ---- an engine's core ---------------------------------------------------------------------------
-    _vllm(_CORE, "EngineCore.__init__", "plugin:checked_core", "(self, vllm_config, ...)",
+    _vllm(_CORE, "EngineCore.__init__", "startup_check:checked_core", "(self, vllm_config, ...)",
         "the start-up check runs at its end; the scheduler's block hashes are in its process"),
-    _vllm(_CORE, "EngineCore.add_request", "plugin:checked_first", "(self, ...)",
+    _vllm(_CORE, "EngineCore.add_request", "startup_check:checked_first", "(self, ...)",
         "the first request after a weight sync follows the check that is due"),
-    _vllm(_CORE, "EngineCore.collective_rpc", "plugin:with_calls_of_core", "(self, method, ...)",
+    _vllm(_CORE, "EngineCore.collective_rpc", "startup_check:with_calls_of_core", "(self, method, ...)",
         "calls that concern the core and not its workers"),
     _vllm(_CORE, "EngineCore.preprocess_add_request", None, "(self, request)", "the check makes requests of its own"),
     _vllm(_CORE, "EngineCore.post_step", None, "(self, model_executed)", "and runs them by step_fn and post_step"),
     _vllm(_CORE, "EngineCore.reset_prefix_cache", None, "(self, ...)", "and leaves no block behind"),
     _vllm("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state", None, "(self, pause_state)",
         "a paused engine is checked too"),
-    _vllm("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", "prefix_cache:with_trajectory_keys",
+    _vllm("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", "request_arguments:with_trajectory_keys",
         "(request, start_token_idx, end_token_idx, start_mm_idx)", "perturbed blocks belong to their trajectory",
         IN_PERTURBED_CORE),
-    _vllm("vllm.v1.core.block_pool", "generate_block_hash_extra_keys", "prefix_cache:with_trajectory_keys", "import",
-        "holds the function under a name of its own", IN_PERTURBED_CORE),
+    _vllm("vllm.v1.core.block_pool", "generate_block_hash_extra_keys", "request_arguments:with_trajectory_keys",
+        "import", "holds the function under a name of its own", IN_PERTURBED_CORE),
     # ---- a worker and its weights -------------------------------------------------------------------
     _vllm("vllm.v1.worker.worker_base", "WorkerBase", "plugin:with_procedures", "class",
         "gains the remote procedures perturbation_*"),
@@ -219,7 +218,7 @@ VLLM: tuple[Patch, ...] = (
         "the output matrix, where a model has one of its own"),
     _vllm("vllm.model_executor.layers.logits_processor", "LogitsProcessor.forward", None,
         "(self, lm_head, hidden_states, ...)", "receives the last hidden states"),
-    # ---- the two model runners, whose bound methods runner_v1.py and runner_v2.py replace -----------
+    # ---- the two model runners, whose bound methods runners.py replaces --------------------
     _vllm(_RUNNER_V1, "GPUModelRunner._update_states", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V1, "GPUModelRunner._preprocess", None, "(self, scheduler_output, ...)", "inputs are laid out"),
     _vllm("vllm.v1.sample.sampler", "Sampler.sample", None, "(self, logits, sampling_metadata, logprobs_mode_override)",

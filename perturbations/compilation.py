@@ -30,10 +30,7 @@ def twice(part: Tensor) -> Tensor:
 
 
 class Compiled:
-    """A function of tensors compiled as a whole; uncompiled (``plain``) once the compiler has failed.
-
-    ``purpose`` names the function in that warning.
-    """
+    """A function of tensors compiled as a whole; uncompiled (``plain``) once the compiler has failed."""
 
     def __init__(self, function: Callable[..., Any], purpose: str) -> None:
         self.plain, self._purpose, self._failed = function, purpose, False
@@ -51,12 +48,8 @@ class Compiled:
             return self._fast(*args)
         except (TorchDynamoException, InductorError) as error:
             self._failed = True
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            logger.warning(
-                "%s: torch.compile does not take it (%s), so it runs uncompiled, from many more kernels.",
-                self._purpose,
-                reason,
-            )
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            logger.warning("%s: torch.compile does not take it (%s), so it runs uncompiled.", self._purpose, reason)
         finally:
             torch._dynamo.config.recompile_limit = limit
         return self.plain(*args)

@@ -18,8 +18,7 @@ from perturbations import streams
 from perturbations.compilation import Compiled, on_gpu, twice
 from perturbations.errors import require
 
-Mixer = Callable[[Tensor, Tensor], Tensor]
-"""A perturbation's module: the input, from the first candidate and the mixture, (N, D) each."""
+Mixer = Callable[[Tensor, Tensor], Tensor]  # a perturbation's module, of the first candidate and the mixture
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,11 @@ class InputEdit:
     """The inputs at B positions, which replace the tokens' own embeddings.
 
     Attributes:
-        ids: candidates c, (B, K) int64. A candidate that is not used repeats another with weight 0.
-        weights: w, (B, K) float32; each row sums to 1, except with vectors or a module.
-        sigma: noise scale σ, (B,) float32, or None for no noise.
-        vectors: v, (B, D) float32, or None: 4·D bytes of record per position. Replay feeds them as constants.
-        normalizer: the factor that normalising the weights divided out, (B,) float32, where a density needs the raw
-            draws; else None.
+        ids: candidates c. A candidate that is not used repeats another with weight 0.
+        weights: w, float32; each row sums to 1, except with vectors or a module.
+        sigma: noise scale σ, or None for no noise.
+        vectors: v, float32, or None: 4·D bytes of record per position. Replay feeds them as constants.
+        normalizer: the factor that normalising the weights divided out, where a density needs the raw draws; else None.
     """
 
     ids: Int64[Tensor, "rows candidates"]
@@ -51,7 +49,7 @@ def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: 
         candidates: e, the candidates' embeddings, (N, K, D), any float dtype.
         edit: N positions; its ids are not used.
         noise_keys: (N,) int64 keys of :data:`perturbations.streams.Stream.NOISE`; needed with σ.
-        module: the perturbation's module, which makes the input of the first candidate and the mixture; or None.
+        module: the perturbation's module, or None.
     """
     parts = edit.weights, edit.sigma, edit.vectors, noise_keys, module
     if torch.compiler.is_compiling() or not on_gpu(candidates.device) or not len(candidates):
@@ -82,7 +80,7 @@ def _mixed(
 
 
 class _Rounded(torch.autograd.Function):
-    """The gradient of a mixture at a value that differs from it by rounding alone."""
+    """The gradient of a mixture, at a value that differs by rounding."""
 
     @staticmethod
     def forward(ctx: object, mixture: Tensor, value: Tensor) -> Tensor:
@@ -114,10 +112,7 @@ _mixed_rows = Compiled(
 def realise(
     edit: InputEdit, lookup: Callable[[Tensor], Tensor], noise_keys: Tensor | None, module: Mixer | None = None
 ) -> Tensor:
-    """The vectors of an edit, (B, D) in the embedding's dtype; ``lookup`` takes ids of any shape to shape + (D,).
-
-    ``noise_keys`` and ``module`` as of :func:`mix`.
-    """
+    """The vectors of an edit, (B, D) in the embedding's dtype; further arguments as of :func:`mix`."""
     candidates = lookup(edit.ids.reshape(-1))
     return mix(candidates.view(*edit.ids.shape, candidates.shape[-1]), edit, noise_keys, module)
 
@@ -132,7 +127,6 @@ def dense_edit(tokens: Tensor, vectors: Tensor) -> InputEdit:
     """The edit that feeds vectors (B, D) float32 alone; ``tokens`` (B,) int64 are any, with weight 0.
 
     Its record takes 4·D bytes per perturbed position (2.3 KB at D = 576), and no gradient reaches the embedding there.
-    Prefer a mixture where one is equal.
     """
     ids = tokens.unsqueeze(-1)
     return InputEdit(ids, torch.zeros_like(ids, dtype=torch.float32), None, vectors)

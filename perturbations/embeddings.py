@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a perturbation may ask of the model: embeddings, their scale, and neighbors. Refreshed after a weight sync.
+"""The model's embeddings, their scale and neighbors, as perturbations see them.
 
-Within ``torch.compile`` scale and neighbors are two operators, which the compiler does not look into: their caches and
-their refresh stay Python's.
+Within ``torch.compile`` scale and neighbors are two opaque operators: caches and refresh stay Python's.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,8 @@ class ModelEmbeddings:
             lookup: ids of any shape to their input embeddings, shape + (D,).
             input_matrix: gives the input embedding matrix E, (V, D), or the shard of a tensor-parallel rank.
             output_matrix: gives the output embedding matrix; None where the model ties the two.
-            special_ids: gives the special and never-trained tokens, which some options leave out.
-            token_texts: gives the text of each token, which says which tokens are the same word; rows of the embedding
-                beyond them are words of their own.
+            special_ids: gives the special and never-trained tokens.
+            token_texts: gives the text of each token, for words; rows beyond them are words of their own.
         """
         self.lookup = lookup
         self._matrices = {"input": input_matrix, "output": output_matrix or input_matrix}
@@ -67,8 +66,8 @@ class ModelEmbeddings:
             return _rms(Shard.of(self._matrices["input"]()).rows, self._number)
         if self._rms is None:
             shard = Shard.of(self._matrices["input"]())
-            # A block at a time: E in float32 would be twice its size in bfloat16.
             nothing = torch.zeros((), dtype=torch.float64, device=shard.rows.device)
+            # A block at a time: E in float32 would be twice its size in bfloat16.
             squares = sum((block.double().square().sum() for block in shard.real.split(_ROWS)), nothing)
             total = shard.gather(squares.view(1)).sum()
             self._rms = (total / (shard.size * shard.rows.shape[1])).sqrt().float()
@@ -79,23 +78,13 @@ class ModelEmbeddings:
         metric: str,
         space: str = "input",
         skip_special: bool = False,
-        *,
         kind: str = "exact",
         skip_same_word: bool = False,
         refresh: str = "every_sync",
     ) -> NeighborIndex:
-        """The neighbor index over the input or output embeddings, built on first use.
+        """The neighbor index over the input or output embeddings, built on first use; arguments: `neighbor`'s options.
 
-        Args:
-            metric: cosine, l2, l1 or dot.
-            space: ``input`` or ``output``.
-            skip_special: leave special and never-trained tokens out of the neighbors.
-            kind: ``exact`` or ``hnsw``.
-            skip_same_word: leave out neighbors that are the same word as the token.
-            refresh: when the sets are computed anew: ``every_sync``, ``never``, or every so many weight syncs.
-
-        Raises:
-            ValueError: for a bad value, or ``skip_same_word`` where the token's texts are not known.
+        ``ValueError`` for ``skip_same_word`` without texts.
         """
         key = (metric, space, skip_special, kind, skip_same_word, refresh)
         if torch.compiler.is_compiling():
@@ -105,7 +94,7 @@ class ModelEmbeddings:
 
             def make(embedding: Shard, probe: bool) -> TableIndex:
                 words = self._word_numbers(embedding.size) if skip_same_word else None
-                # A graph is not built for a look at a few tokens.
+                # No graph is built to look at a few tokens.
                 return create_index(embedding, "exact" if probe else kind, metric, exclude, words, probe or None)
 
             made = Neighborhood(make, self._matrices[space], Refresh.parse(refresh), metric)
@@ -121,21 +110,18 @@ class ModelEmbeddings:
 
     def _word_numbers(self, size: int) -> Tensor:
         if self._token_texts is None:
-            raise ValueError("skip_same_word: this embeddings does not know its tokens' texts; pass token_texts to it.")
+            raise ValueError("skip_same_word: needs the tokens' texts; pass token_texts.")
         if size not in self._words:
             self._words[size] = word_numbers(self._token_texts(), size)
         return self._words[size]
 
     def refresh(self) -> None:
-        """The weights have changed: each value is computed anew on its next use, neighbor sets as their policy says.
-
-        Several calls with nothing asked in between count as one weight sync.
-        """
+        """The weights have changed; several calls without a query in between count as one weight sync."""
         self._syncs += 1
         self._rms = None
 
     def drift(self) -> Drift | None:
-        """What the latest weight sync changed, over all indices asked since the sync before; None where nothing was."""
+        """Changes by the latest weight sync, over all indices queried since the sync before; None without queries."""
         total = None
         for key, (index, sync) in self._indices.items():
             if index.is_queried:
@@ -155,13 +141,7 @@ def matrix_embeddings(embedding: Tensor, special_ids: Sequence[int] = (), texts:
 
 
 def nearest_tokens(vectors: Tensor, matrix: Tensor, own: Tensor) -> Tensor:
-    """The token of largest cosine to each vector, (N,) int64, without waiting for the device.
-
-    Args:
-        vectors: (N, D), any float dtype.
-        matrix: E, (V, D).
-        own: (N,) int64, the token that wins a tie.
-    """
+    """The token of largest cosine to each vector (N, D) in the matrix (V, D): (N,) int64; ``own`` (N,) wins a tie."""
     normal = nn.functional.normalize(vectors.float(), dim=-1)
     best = torch.full((len(vectors),), -torch.inf, device=vectors.device)
     tokens = torch.zeros_like(own)
@@ -175,7 +155,7 @@ def nearest_tokens(vectors: Tensor, matrix: Tensor, own: Tensor) -> Tensor:
 
 
 class _TracedIndex(NeighborIndex):
-    """A neighbor index as the compiler sees it: the embeddings' number and the key of :meth:`ModelEmbeddings.index`."""
+    """A neighbor index for the compiler: the embeddings' number and the key of :meth:`ModelEmbeddings.index`."""
 
     def __init__(self, embeddings: int, key: tuple[str | bool, ...]) -> None:
         self._embeddings, self._key = embeddings, key
@@ -190,21 +170,8 @@ class _TracedIndex(NeighborIndex):
     schema="(Tensor tokens, int k, int embeddings, str metric, str space, bool skip_special, str kind,"
     " bool skip_same_word, str refresh) -> (Tensor, Tensor)",
 )
-def _neighbors(
-    tokens: Tensor,
-    k: int,
-    embeddings: int,
-    metric: str,
-    space: str,
-    skip_special: bool,
-    kind: str,
-    skip_same_word: bool,
-    refresh: str,
-) -> tuple[Tensor, Tensor]:
-    index = _known[embeddings].index(
-        metric, space, skip_special, kind=kind, skip_same_word=skip_same_word, refresh=refresh
-    )
-    ids, scores = index.query(tokens, k)
+def _neighbors(tokens: Tensor, k: int, embeddings: int, *key: str | bool) -> tuple[Tensor, Tensor]:
+    ids, scores = _known[embeddings].index(*cast(Any, key)).query(tokens, k)
     return ids.contiguous(), scores.contiguous()
 
 

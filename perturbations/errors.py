@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one error of bad input, so that a command line can tell it from a bug, and the hint that its messages share."""
+"""The one error of bad input, which a command line tells from a bug."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Value = TypeVar("_Value")
 
 
 class UsageError(ValueError):
-    """A value, name or file that the user gave cannot be used; the message says what is allowed and how to fix it."""
+    """A value, name or file of the user's cannot be used; the message says what is allowed and how to fix it."""
 
 
 def require(value: _Value | None, what: str) -> _Value:

@@ -33,12 +33,10 @@ def option(
     Args:
         default: the paper's value.
         help: one line for a list of the options.
-        low: smallest allowed value.
-        high: largest allowed value.
+        low, high: smallest and largest allowed value.
         above: the value must be greater than this.
         choices: the only allowed values.
-        registry: the value has options of its own: given by its name in this
-            :class:`perturbations.registry.Registry`, as a mapping with a name, or ready made.
+        registry: of a value with options of its own, given by name, as a mapping with a name, or ready made.
     """
     limits = {"low": low, "high": high, "above": above, "choices": choices}
     return dataclasses.field(default=default, metadata={"help": help, **limits, "registry": registry})
@@ -48,8 +46,8 @@ def option(
 class Options:
     """Base of everything that is configured. Subclasses are frozen dataclasses whose fields come from :func:`option`.
 
-    An instance converts and checks its values. A class names its :class:`perturbations.registry.Registry` in
-    :attr:`registry`; its instances then have their address in :meth:`spec` and are pickled as their spec.
+    An instance converts and checks its values. Instances of a class with a :attr:`registry` have their address in
+    :meth:`spec` and are pickled as their spec.
     """
 
     kind: ClassVar[str] = "settings"
@@ -81,7 +79,7 @@ class Options:
         return spec | nested
 
     def fingerprint(self) -> str:
-        """The spec as canonical JSON, texts of files as their hashes; compared between processes."""
+        """The spec as canonical JSON, with hashes of files, for comparison between processes."""
         from perturbations import user_files
 
         spec = self.spec()
@@ -109,7 +107,7 @@ class Options:
                 raise UsageError(f"{owner} has no option {name!r}.{nearest(name, own_names)} {its}")
 
     def __reduce__(self) -> Any:
-        """Pickled as its spec, so that a process without the class's file can make it."""
+        """Its spec, so that a process without the class's file can make it."""
         if self.registry is None:
             return super().__reduce__()
         return self.registry.base_class().from_spec, (self.spec(),)
@@ -125,10 +123,9 @@ def kinds(owner: type, name: str) -> tuple[type, ...]:
 
 def allowed(field: dataclasses.Field) -> str:
     """The allowed values of a field in words: ``in [0, 1]``, ``one of cosine, l2``."""
-    meta = field.metadata
-    if meta.get("choices"):
-        return "one of " + ", ".join(meta["choices"])
-    low, high, above = meta.get("low"), meta.get("high"), meta.get("above")
+    low, high, above, choices = (field.metadata.get(limit) for limit in ("low", "high", "above", "choices"))
+    if choices:
+        return "one of " + ", ".join(choices)
     # A whole number is written in full: 9.22e18 is no seed that anyone could give.
     low, high, above = (f"{limit:g}" if isinstance(limit, float) else limit for limit in (low, high, above))
     if above is not None:
@@ -144,18 +141,23 @@ def coerce(
     """Brings a value of the command line or a YAML file to its field's type and checks its range.
 
     Args:
-        owner: the class that has the option.
-        field: one of its fields.
+        owner: the class of the field.
         value: a string from the command line, or a YAML scalar.
-        what: the word for the owner in messages.
-        label: what messages begin with, in place of the owner and the option.
+        what: the word for the owner in messages, unless a ``label`` begins them.
 
     Raises:
-        UsageError: with the value, what is allowed and how to fix it.
+        UsageError: with the value and the allowed ones.
     """
-    label = label or f"{what} option {field.name}={value!r}"
-    if field.metadata.get("registry") is not None:
-        return _made(field.metadata["registry"], label, field.name, value)
+    label, registry = label or f"{what} option {field.name}={value!r}", field.metadata.get("registry")
+    if registry is not None:
+        if value is None or isinstance(value, registry.base_class()):
+            return value
+        if isinstance(value, str):
+            return None if value.lower() == "none" else registry.create(value)
+        if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+            return registry.create(**value)
+        names, what = ", ".join(registry.available()), field.name
+        raise UsageError(f"{label}: must be a {what}'s name ({names}), 'none', or a {what}.")
     accepted = kinds(owner, field.name)
     if value is None or (isinstance(value, str) and value.lower() == "none" and type(None) in accepted):
         if type(None) in accepted:
@@ -167,19 +169,16 @@ def coerce(
         want = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
         limits = f" ({allowed(field)})" if allowed(field) else ""
         raise UsageError(f"{label}: {want} is needed{limits}, for example {field.default!r}.")
-    _check_range(label, field, converted)
+    low, high, above, choices = (field.metadata.get(limit) for limit in ("low", "high", "above", "choices"))
+    if choices and converted not in choices:
+        raise UsageError(f"{label}: must be {allowed(field)}.{nearest(str(converted), choices)}")
+    if (
+        (low is not None and converted < low)
+        or (high is not None and converted > high)
+        or (above is not None and converted <= above)
+    ):
+        raise UsageError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")
     return converted
-
-
-def _made(registry: Registry, label: str, name: str, value: object) -> object:
-    """The object of an option with a registry, from None, a name, a mapping with a name and options, or itself."""
-    if value is None or isinstance(value, registry.base_class()):
-        return value
-    if isinstance(value, str):
-        return None if value.lower() == "none" else registry.create(value)
-    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
-        return registry.create(**value)
-    raise UsageError(f"{label}: must be a {name}'s name ({', '.join(registry.available())}), 'none', or a {name}.")
 
 
 def _convert(kind: type, value: object) -> bool | int | float | str | None:
@@ -198,18 +197,3 @@ def _convert(kind: type, value: object) -> bool | int | float | str | None:
     if not math.isfinite(number) or (kind is int and not number.is_integer()):
         return None
     return kind(number)
-
-
-def _check_range(label: str, field: dataclasses.Field, value: bool | int | float | str) -> None:
-    meta = field.metadata
-    if meta.get("choices") and value not in meta["choices"]:
-        hint = nearest(str(value), meta["choices"])
-        raise UsageError(f"{label}: must be {allowed(field)}.{hint}")
-    low, high, above = meta.get("low"), meta.get("high"), meta.get("above")
-    outside = (
-        (low is not None and value < low)
-        or (high is not None and value > high)
-        or (above is not None and value <= above)
-    )
-    if outside:
-        raise UsageError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations with learned parameters: the contract of their module, and its place in a model.
 
-`Perturbation.module(hidden_size)` gives a module that maps the first candidate's embedding e and the mixture
-r = Σ_k w_k E[c_k] + σ ε, both (N, D) float32, to the input e', (N, D) float32. It must
+`Perturbation.module(hidden_size)` maps the first candidate's embedding e and the mixture r = Σ_k w_k E[c_k] + σ ε,
+both (N, D) float32, to the input e', (N, D) float32. It must
 - start the same in every process: trainer, reference and each rollout worker make their own, with other seeds;
 - treat each of the N rows alone, and N may be 0;
-- compute in float32 whatever the dtype of its parameters: the trainer holds them in the policy's, often bfloat16;
-- have parameters, and no buffers that matter: only parameters are trained, saved and synced.
+- compute in float32 whatever the dtype of its parameters;
+- have no buffers that matter: only parameters are trained, saved and synced.
 """
 
 from __future__ import annotations
@@ -19,33 +19,22 @@ from torch import Tensor, nn
 
 from perturbations.base import Perturbation
 
-NAME = "perturbation"
-"""The module's name as a submodule of the policy: its parameters are ``perturbation.…`` there."""
+NAME = "perturbation"  # of the module as a submodule of the policy
 PREFIX = NAME + "."
 
 
 class CausalModel(Protocol):
     """A model, as Hugging Face's causal ones."""
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The module that looks tokens up."""
-        ...
+    def get_input_embeddings(self) -> nn.Module: ...
 
-    def get_output_embeddings(self) -> nn.Module | None:
-        """The module that makes logits, or None."""
-        ...
+    def get_output_embeddings(self) -> nn.Module | None: ...
 
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As :meth:`torch.nn.Module.add_module`."""
-        ...
+    def add_module(self, name: str, module: nn.Module | None) -> None: ...
 
 
 def attach(model: CausalModel, perturbation: Perturbation) -> nn.Module | None:
-    """Makes the perturbation's module, if any, a submodule of a model, on its device and in its dtype.
-
-    Raises:
-        ValueError: where the model has something else of that name.
-    """
+    """Makes the perturbation's module, if any, a submodule of a model, on its device and in its dtype."""
     if type(perturbation).module is Perturbation.module:
         return None
     embedding = model.get_input_embeddings()
@@ -54,10 +43,7 @@ def attach(model: CausalModel, perturbation: Perturbation) -> nn.Module | None:
     if module is None:
         return None
     if hasattr(model, NAME):
-        raise ValueError(
-            f"{type(model).__name__} already has a submodule {NAME!r}: its parameters would be taken for those of"
-            f" perturbation {perturbation.name!r}. Attach one perturbation, once."
-        )
+        raise ValueError(f"{type(model).__name__} already has a submodule {NAME!r}. Attach one perturbation, once.")
     weight = next(embedding.parameters())
     module.to(device=weight.device, dtype=weight.dtype)
     model.add_module(NAME, module)
@@ -65,27 +51,20 @@ def attach(model: CausalModel, perturbation: Perturbation) -> nn.Module | None:
 
 
 def freeze(model: CausalModel, perturbation: Perturbation) -> None:
-    """Takes the embedding, the head or both out of training, as the perturbation's ``freeze`` says.
+    """Takes the embedding, the head or both out of training, by the perturbation's ``freeze``.
 
-    A matrix that both share is frozen in either case.
-
-    Raises:
-        ValueError: where the head is to be frozen and the model names none.
+    A matrix that both share is frozen in either case. ``ValueError`` where the model names no head to freeze.
     """
-    parts = {
-        "none": (),
-        "embedding": (model.get_input_embeddings,),
-        "head": (model.get_output_embeddings,),
-        "both": (model.get_input_embeddings, model.get_output_embeddings),
-    }[perturbation.freeze]
-    for part in (get() for get in parts):
-        if part is None:
+    if perturbation.freeze in ("embedding", "both"):
+        model.get_input_embeddings().requires_grad_(False)
+    if perturbation.freeze in ("head", "both"):
+        head = model.get_output_embeddings()
+        if head is None:
             raise ValueError(
                 f"perturbation option freeze={perturbation.freeze!r}: {type(model).__name__} names no output embedding"
                 " (get_output_embeddings() is None). Take freeze='embedding' or 'none'."
             )
-        for parameter in part.parameters():
-            parameter.requires_grad_(False)
+        head.requires_grad_(False)
 
 
 def attached(model: object) -> nn.Module | None:
@@ -94,7 +73,7 @@ def attached(model: object) -> nn.Module | None:
 
 
 def split(tensors: Iterable[tuple[str, Tensor]], own: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Passes the model's tensors on and puts the module's into ``own``, under their names in the module."""
+    """Passes the model's tensors on and puts the module's into ``own``, by their names in the module."""
     for name, tensor in tensors:
         if name.startswith(PREFIX):
             own[name[len(PREFIX) :]] = tensor
@@ -104,19 +83,16 @@ def split(tensors: Iterable[tuple[str, Tensor]], own: dict[str, Tensor]) -> Iter
 
 @torch.no_grad()
 def load(module: nn.Module, tensors: Mapping[str, Tensor], *, whole: bool = True) -> None:
-    """Copies values, by name and of any dtype and device, into a perturbation's module.
+    """Copies values by name, of any dtype and device; ``ValueError`` where a name or shape is not the module's.
 
     ``whole``: every parameter must be there; a weight sync may bring them one at a time.
-
-    Raises:
-        ValueError: for names or shapes that are not the module's.
     """
     own = dict(module.named_parameters())
     unknown, missing = sorted(set(tensors) - set(own)), sorted(set(own) - set(tensors)) if whole else []
     if unknown or missing:
         raise ValueError(
             f"these are not the parameters of {type(module).__name__}: unknown {unknown or 'none'}, missing"
-            f" {missing or 'none'}. Load them with the perturbation that they were saved with."
+            f" {missing or 'none'}. Load them with the perturbation that saved them."
         )
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:

@@ -37,10 +37,10 @@ class Registry:
         """
         Args:
             kind: the word for one, in messages.
-            base: ``package:Name`` under which users import the class that all derive from; loaded when first needed.
-            tree: the package that holds one module per name, besides ``base.py`` and ``default.py``.
+            base: ``package:Name`` under which users import the base class; loaded when first needed.
+            tree: the package with one module per name, besides ``base.py`` and ``default.py``.
             group: entry point group of installed packages.
-            families: modules of the tree that hold several names.
+            families: modules of the tree with several names.
         """
         self.kind, self.base, self.tree, self.group, self.families = kind, base, tree, group, families or {}
         self.registered: dict[str, type[Options]] = {}
@@ -77,21 +77,17 @@ class Registry:
         return {point.name: point for point in entry_points(group=self.group)}
 
     def available(self) -> dict[str, str]:
-        """All names and where each comes from: the tree, an installed package, or this process."""
-        sources = {}
-        for name, cls in self.registered.items():
-            source = user_files.origin(cls.__module__)
-            sources[name] = cls.__module__ if source is None else source.filename
-        sources.update({name: point.value for name, point in self.installed().items()})
-        sources.update(self.in_tree())
-        return dict(sorted(sources.items()))
+        """All names and the module, file or entry point of each."""
+        origins = {name: (cls.__module__, user_files.origin(cls.__module__)) for name, cls in self.registered.items()}
+        here = {name: module if file is None else file.filename for name, (module, file) in origins.items()}
+        points = {name: point.value for name, point in self.installed().items()}
+        return dict(sorted((here | points | self.in_tree()).items()))
 
     def get(self, name: str, source: str | None = None) -> type:
         """The class of a name.
 
         Args:
-            name: a registered name, ``./file.py:Name`` (``:Name`` may be left out where the file holds one), or
-                ``package.module:Name``.
+            name: a registered name, ``./file.py:Name`` (``./file.py`` where it holds one), or ``package.module:Name``.
             source: the file's text as :meth:`source` packs it, which replaces the file.
 
         Raises:
@@ -103,9 +99,7 @@ class Registry:
         if file is not None:
             return self._from_file(name, *file, source)
         if source is not None:
-            raise UsageError(
-                f"{self.kind} {name!r}: 'source' belongs to a name of the form file.py:Name. Leave it out."
-            )
+            raise UsageError(f"{self.kind} {name!r}: 'source' belongs to a name such as file.py:Name. Leave it out.")
         if ":" in name:
             return self._from_module(name, name)
         tree = self.in_tree()
@@ -127,17 +121,25 @@ class Registry:
 
         Args:
             name: as in :meth:`get`.
-            options: its options; the rest keep their defaults. ``gate.margin`` is an option of the option ``gate``;
-                ``source`` is the file's text that a spec carries.
+            options: the rest keep their defaults. ``gate.margin`` is an option of the option ``gate``; ``source`` is
+                the file's text of a spec.
 
         Raises:
-            UsageError: for an unknown name or option, or a value out of range, with what is allowed.
+            UsageError: for an unknown name or option, or a value out of range.
         """
         source = options.pop("source", None)
         cls = self.get(name, None if source is None else str(source))
         for field in dataclasses.fields(cls):
-            if field.metadata.get("registry") is not None:
-                self._make_nested(field, field.metadata["registry"], options)
+            nested, prefix = field.metadata.get("registry"), f"{field.name}."
+            own = [key for key in options if key.startswith(prefix)]
+            if nested is not None and own:
+                chosen = options.get(field.name, field.default)
+                if not isinstance(chosen, str) or chosen.lower() == "none":
+                    raise UsageError(
+                        f"option {own[0]!r} is given, but no {nested.kind}'s name beside it. Name one as"
+                        f" option {field.name!r} (available: {', '.join(nested.available())})."
+                    )
+                options[field.name] = nested.create(chosen, **{key[len(prefix) :]: options.pop(key) for key in own})
         for unknown in (key for key in options if key not in cls.option_names()):
             owners = [other for other in self.in_tree() if unknown in self.get(other).option_names()]
             if owners:
@@ -150,48 +152,31 @@ class Registry:
         return cls(**options)
 
     def check_complete(self, cls: type, name: str, options: Iterable[str] = ()) -> None:
-        """Refuses a user's class that cannot be made, with ``name`` as it was given and the names of its ``options``.
+        """Raises ``UsageError`` for a user's class, given as ``name`` with ``options``, that cannot be made.
 
-        Raises:
-            UsageError: for an abstract class, one that declares options and is no dataclass, or an option that has no
-                default and is not given.
+        So are an abstract class, one that declares options and is no dataclass, and an option without any value.
         """
         label, written = f"{self.kind} {name!r}: {cls.__qualname__}", "@dataclass(frozen=True, kw_only=True)"
         missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
         if missing:
             raise UsageError(
                 f"{label} does not define {missing}, which {self._base_name} leaves to it. Write it; `ngrpo new`"
-                " writes a file with all that is needed."
+                " writes a file with every method."
             )
         own = vars(cls)
         declared = [hint for hint in own.get("__annotations__", {}).values() if "ClassVar" not in str(hint)]
         if "__dataclass_fields__" not in own and ("__init__" in own or declared):
             raise UsageError(
                 f"{label} is not a dataclass, so its options are not seen. Write {written} above the class, and each"
-                ' option as a field: share: float = option(0.5, "what it is").'
+                ' option as a field: share: float = option(0.5, "help").'
             )
         for field in dataclasses.fields(cls):
             has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
             if field.init and not has_default and field.name not in options:
                 raise UsageError(f"{label} has no default for its option {field.name!r}. Give it one.")
 
-    @staticmethod
-    def _make_nested(field: dataclasses.Field, registry: Registry, options: dict[str, Any]) -> None:
-        """Replaces a name such as ``gate`` and the options ``gate.…`` by an object."""
-        name = field.name
-        own = {key: options.pop(key) for key in list(options) if key.startswith(f"{name}.")}
-        if not own:
-            return
-        chosen = options.get(name, field.default)
-        if not isinstance(chosen, str) or chosen.lower() == "none":
-            raise UsageError(
-                f"option {next(iter(own))!r} is given, but no {registry.kind}'s name beside it. Name one as option"
-                f" {name!r} (available: {', '.join(registry.available())})."
-            )
-        options[name] = registry.create(chosen, **{key[len(name) + 1 :]: value for key, value in own.items()})
-
     def address(self, cls: type) -> str:
-        """The name under which another process finds the class, with :meth:`source` where there is one."""
+        """The name by which another process finds the class, with :meth:`source` where there is one."""
         source = user_files.origin(cls.__module__)
         if source is not None:
             return f"{source.filename}:{cls.__qualname__}"
@@ -253,7 +238,7 @@ class Registry:
         return pkgutil.resolve_name(self.base)
 
     def base_of_package(self, name: str) -> type:
-        """The ``__getattr__`` of a tree package that offers the base class, loaded on first use."""
+        """The ``__getattr__`` of a tree package with the base class, loaded on first use."""
         package, _, base = self.base.partition(":")
         if name != base:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -282,7 +267,16 @@ def _same(one: type, two: type) -> bool:
     return names[0] == names[1]
 
 
-perturbations = Registry("perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations")
+_METHODS = {
+    "latent": ("latent", "lepo"),
+    "neighbor": ("neighbor", "orthogonal"),
+    "soft": ("moi", "selar", "soft"),
+    "soft_grpo": ("dirichlet", "gumbel", "normal"),
+    "token_draws": ("cuts", "multiplex", "none"),
+}
+perturbations = Registry(
+    "perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations", _METHODS
+)
 _GATES = {"further": ("bursts", "first", "top_margin")}
 gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates", _GATES)
 buffers = Registry(

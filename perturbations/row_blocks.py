@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of logits in blocks of 64: log Σ exp, entropy and the k largest of a row without further passes over memory.
 
-The draw of the token reads all logits of a row in any case, and leaves two numbers for each block. The k largest are
-then within the k blocks whose maxima are largest.
+The draw of the token leaves two numbers for each block. The k largest are within the k blocks of largest maxima.
 """
 
 from __future__ import annotations
@@ -20,21 +19,14 @@ _MANY, _PART = 64, 8
 
 @dataclass(frozen=True)
 class Summary:
-    """Sums and maxima of B rows of logits.
+    """Of B rows of logits: maximum and log Σ exp of each block, (B, V / 64), and log Σ exp of each row, (B,), float32.
 
-    Attributes:
-        maxima: the largest of each block, (B, V / 64) float32.
-        log_totals: log Σ exp of each block, (B, V / 64) float32, -inf for a block without a possible token.
-        log_total: log Σ exp of each row, (B,) float32.
+    A block without a possible token has -inf.
     """
 
     maxima: Tensor
     log_totals: Tensor
     log_total: Tensor
-
-    def at(self, rows: Tensor) -> Summary:
-        """Of some rows, (G,) int64."""
-        return Summary(self.maxima[rows], self.log_totals[rows], self.log_total[rows])
 
 
 def blocks(logits: Tensor) -> Tensor:
@@ -79,18 +71,10 @@ def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
 
 
 def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The k largest of each row (B, V) float32, largest first, as ``torch.topk``, which reads a long row repeatedly.
+    """The k largest of each row (B, V) float32, largest first: values (B, k) float32 and ids (B, k) int64.
 
     Of equal logits the lower id comes first, in any batch. On a CPU the order is that of ``torch.topk``, and the lowest
-    id for k = 1.
-
-    Args:
-        logits: (B, V) float32.
-        k: at most V.
-        maxima: :attr:`Summary.maxima`, where they are known.
-
-    Returns:
-        values (B, k) float32 and ids (B, k) int64.
+    id for k = 1. ``maxima``: :attr:`Summary.maxima`, where they are known.
     """
     maxima = blocks(logits).amax(dim=-1) if maxima is None else maxima
     if logits.device.type != "cpu":
@@ -103,7 +87,7 @@ def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tenso
 
 
 def _most(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As ``torch.topk``; for k = 1 the first of equal values, as ``torch.argmax``."""
+    """``torch.topk``; for k = 1 the first of equal values, as ``torch.argmax``."""
     return values.max(dim=-1, keepdim=True) if k == 1 else values.topk(k, dim=-1)
 
 
@@ -128,10 +112,8 @@ def _tokens(logits: Tensor, parts: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _first(values: Tensor, ids: Tensor, k: int, ordered: bool) -> Tensor:
-    """The ids (B, at most k) of the k largest values (B, n); of equal ones, those of the lower ids.
-
-    One integer has both: a float32's bits, as an integer that rises with it, above the complement of the id.
-    """
+    """The ids (B, at most k) of the k largest values (B, n); of equal ones, the lower ids."""
+    # One integer has both: a float32's bits, as an integer that rises with it, above the complement of the id.
     bits = (values + 0.0).view(torch.int32)  # −0 and 0 are equal
     rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     keys = (rising << 32) | (0x7FFFFFFF - ids)

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every seed of a run is `trajectory_seed` of what it belongs to: the same draws in every run and on every machine.
-
-A trajectory's seed is made of its engine's seed (:func:`of_engine`), its prompt (:func:`of_prompt`, or the seed that
-the request gives) and the number of the response (:class:`AnswerNumbers`; :class:`PromptCounts` where the request gives
-none). The draws made from it: `streams.py`.
+"""Every seed of a run is `trajectory_seed` of its engine's seed, its prompt (or the request's seed) and the number of
+the response. The draws made from it: `streams.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +19,7 @@ _PROMPTS_KNOWN = 1 << 20
 
 
 def trajectory_seed(*parts: int | str | bytes) -> int:
-    """Hashes identifying parts to one seed in [0, 2^48); their order and boundaries matter.
-
-    Two of a million trajectories share a seed with probability 0.002, and a record needs only six bytes for it.
-    """
+    """Hashes identifying parts to one seed in [0, 2^48); their order and boundaries matter."""
     digest = hashlib.blake2b(digest_size=SEED_BYTES)
     for part in parts:
         data = part if isinstance(part, bytes) else str(part).encode()
@@ -34,29 +28,28 @@ def trajectory_seed(*parts: int | str | bytes) -> int:
 
 
 def of_engine(perturbation: int, engine: int) -> int:
-    """The perturbation's seed in one of several engines, in [0, 2^31), from OpenRLHF's seed of that engine."""
+    """The perturbation's seed in one of several engines, in [0, 2^31), from that engine's seed."""
     return trajectory_seed(perturbation, engine) & 0x7FFFFFFF
 
 
 def of_prompt(tokens: Sequence[int], pictures: bytes = b"") -> int:
-    """The identity of a prompt: of its token ids and its pictures' identity, empty for none."""
+    """The identity of a prompt, from its token ids and its pictures' identity, empty for none."""
     return trajectory_seed(*filter(None, [np.asarray(tokens, dtype=np.int64).tobytes(), pictures]))
 
 
 def of_row_and_prompt(tokens: Sequence[int], row: int) -> int:
-    """The seed of a dataset's row that may lack a number of its own: of its token ids and what is known of the row."""
+    """The seed of a dataset's row that may lack a number of its own."""
     return trajectory_seed(np.asarray(tokens, dtype=np.int64).tobytes(), row)
 
 
 class AnswerNumbers:
-    """Numbers the responses to each prompt of a training: the same ones in every run, resumed or not."""
+    """Numbers the responses to each prompt of a training: the same in every run, resumed or not."""
 
     def __init__(self) -> None:
         self._round = 0
         self._asked: Counter[str] = Counter()
 
     def next(self, prompt: str, round_: int) -> int:
-        """The number of the next response to a prompt in a round."""
         if round_ != self._round:
             self._round, self._asked = round_, Counter()
         number = self._asked[prompt]
@@ -65,10 +58,7 @@ class AnswerNumbers:
 
 
 class PromptCounts:
-    """Numbers the responses to prompts without a seed, so that a run repeats and the members of a group differ.
-
-    Each data-parallel rank counts in a range of its own.
-    """
+    """Numbers the responses to prompts without a seed; each data-parallel rank counts in a range of its own."""
 
     def __init__(self, rank: int = 0) -> None:
         self._first = rank << 32
@@ -78,7 +68,6 @@ class PromptCounts:
         return len(self._asked)
 
     def next(self, prompt: int) -> int:
-        """The number of the next response to a prompt, given its identity."""
         times = self._asked[prompt] = self._asked.pop(prompt, 0) + 1
         if len(self._asked) > _PROMPTS_KNOWN:
             self._asked.popitem(last=False)

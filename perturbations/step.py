@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,19 +23,19 @@ class Step:
     """The B positions that the gate's draw selected, as one batch on one device.
 
     Attributes:
-        logits: z̃ = z / temperature, (B, V) float32, before any top-k, top-p or min-p.
-        sampled: the tokens that the request's sampling chose, (B,) int64.
-        temperature: the sampling temperature, (B,) float32; 1 for a greedy request.
-        seeds: trajectory seeds, (B,) int64.
-        positions: the tokens' positions in their trajectories, (B,) int64.
+        logits: z̃ = z / temperature, before any top-k, top-p or min-p.
+        sampled: the tokens that the request's sampling chose.
+        temperature: the sampling temperature; 1 for a greedy request.
+        seeds: trajectory seeds.
+        positions: the tokens' positions in their trajectories.
         embeddings: the model's embeddings and neighbor indices.
-        drawable: the logits, -inf at what top-k, top-p, min-p and the rest of the request exclude, (B, V) float32; None
-            where nothing is excluded. ``sampled`` was drawn from these.
-        keys: the keys of streams at these positions, (B,) int64 each, that were computed before.
-        summary: of ``logits``, from the draw of the tokens; without it :meth:`top`, :meth:`log_total` and
-            :meth:`entropy` read the logits.
-        hidden: the last hidden states, (B, D) in the model's dtype, with ``reads_hidden``; else None.
-        module: the perturbation's learned parameters, with ``reads_hidden``; else None.
+        drawable: the logits, -inf where the request excludes a token; None where it excludes none. ``sampled`` was
+            drawn from these.
+        keys: the streams' keys at these positions that were computed before.
+        summary: of ``logits``, from the draw of the tokens; saves :meth:`top`, :meth:`log_total` and :meth:`entropy`
+            reading all logits.
+        hidden: the last hidden states, in the model's dtype; None without ``reads_hidden``.
+        module: the perturbation's learned parameters; None without ``reads_hidden``.
     """
 
     logits: Float[Tensor, "rows vocabulary"]
@@ -50,15 +50,14 @@ class Step:
     hidden: Float[Tensor, "rows hidden"] | None = None
     module: nn.Module | None = None
 
-    def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64.
+    stream: ClassVar[streams.Stream] = streams.Stream.WEIGHTS  # of the draws
 
-        Reads little more than the blocks that hold them; on a GPU equal logits are in the order of their ids.
-        """
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """The k largest logits and their tokens, largest first: values (B, k) float32 and ids (B, k) int64."""
         return row_blocks.largest(self.logits, k, None if self.summary is None else self.summary.maxima)
 
     def log_total(self, scale: Tensor | None = None) -> Tensor:
-        """log Σ exp(scale · z̃), (B,) float32, from the summary if there is one; ``scale`` > 0 (B, 1), None for 1."""
+        """log Σ exp(scale · z̃), (B,) float32; ``scale`` > 0 (B, 1), None for 1."""
         known, looks = self.summary, self.logits.device.type == "cpu" and not torch.compiler.is_compiling()
         if scale is None or (looks and (scale.numpy() == 1.0).all()):
             return row_blocks.log_total(self.logits) if known is None else known.log_total
@@ -71,22 +70,22 @@ class Step:
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
 
-        ``n``: draws per position; or token ids (B, n), which tie each draw to its token. Noise on ranked candidates
-        must be tied: two near-equal logits swap ranks under float rounding.
+        ``n``: draws per position; or token ids (B, n), to which draws on ranked candidates must be tied: near-equal
+        logits swap ranks.
         """
-        return streams.uniform(self._own_keys(), n)
+        return streams.uniform(self.keys_of(self.stream), n)
 
     def gumbel(self, n: int | Tensor) -> Tensor:
         """(B, n) Gumbel(0, 1) draws; ``n`` as in :meth:`uniform`."""
-        return streams.gumbel(self._own_keys(), n)
+        return streams.gumbel(self.keys_of(self.stream), n)
 
     def normal(self, n: int | Tensor) -> Tensor:
         """(B, n) standard normal draws; ``n`` as in :meth:`uniform`."""
-        return streams.normal(self._own_keys(), n)
+        return streams.normal(self.keys_of(self.stream), n)
 
     def log_gamma(self, ids: Tensor, shape: Tensor) -> Tensor:
         """(B, n) logarithms of Gamma(shape, 1) draws, tied to the tokens ``ids`` (B, n); ``shape`` (B, n)."""
-        return streams.log_gamma(self._own_keys(), ids, shape)
+        return streams.log_gamma(self.keys_of(self.stream), ids, shape)
 
     def keys_of(self, stream: streams.Stream) -> Tensor:
         """The keys of a stream at these positions, (B,) int64."""
@@ -94,52 +93,42 @@ class Step:
         return streams.keys(self.seeds, self.positions, stream) if known is None else known
 
     def draws(self, n: int, distinct: bool = False) -> Tensor:
-        """(B, n) further tokens, each drawn independently as ``sampled`` was, among those that the request allows.
+        """(B, n) further tokens, each drawn as ``sampled`` was, among those that the request allows.
 
-        With ``distinct`` without replacement, also of ``sampled``, which is repeated where no other token is left. The
-        draws are functions of seed and position, stable under float rounding; a greedy request's have temperature 1.
+        With ``distinct`` without replacement, also of ``sampled``, which is repeated where no other token is left.
         """
         # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
         # more than all the rest of a step.
-        logits, keys = self.logits if self.drawable is None else self.drawable, self._own_keys()
+        logits, keys = self.logits if self.drawable is None else self.drawable, self.keys_of(self.stream)
         blocks = row_blocks.blocks(logits)
         summary = self.summary if self.drawable is None else None
         totals = blocks.logsumexp(dim=-1) if summary is None else summary.log_totals
         count = totals.shape[1]
         each, places = (torch.arange(size, device=logits.device) for size in (count, BLOCK))
 
-        def one(j: int) -> Tensor:
-            first = j * (count + count * BLOCK)  # counters of this draw: one for each block, one for each token
-            chosen = _race(totals, keys, first + each)
-            tokens = chosen.unsqueeze(-1) * BLOCK + places
-            inside = blocks.gather(1, chosen.view(-1, 1, 1).expand(-1, 1, BLOCK)).squeeze(1)
-            return chosen * BLOCK + _race(inside, keys, first + count + tokens)
-
-        def rest(chosen: Tensor, taken: Tensor) -> tuple[Tensor, Tensor]:
+        def without(taken: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
             """The logits of some blocks (B, m), without the tokens taken (B, t), and their ids: (B, m, 64) each."""
             tokens = chosen.unsqueeze(-1) * BLOCK + places
             inside = blocks.gather(1, chosen.unsqueeze(-1).expand(-1, -1, BLOCK))
-            gone = (tokens.unsqueeze(-1) == taken[:, None, None]).any(dim=-1)
-            return torch.where(gone, -torch.inf, inside), tokens
+            if distinct:
+                gone = (tokens.unsqueeze(-1) == taken[:, None, None]).any(dim=-1)
+                inside = torch.where(gone, -torch.inf, inside)
+            return inside, tokens
 
-        def another(j: int, taken: Tensor) -> Tensor:
-            first, affected = j * (count + count * BLOCK), taken // BLOCK
-            # Sums anew and not by difference, which would round a small rest away.
-            left = totals.scatter(1, affected, rest(affected, taken)[0].logsumexp(dim=-1))
-            chosen = _race(left, keys, first + each)
-            inside, tokens = rest(chosen.unsqueeze(1), taken)
-            winners = chosen * BLOCK + _race(inside[:, 0], keys, first + count + tokens[:, 0])
-            return torch.where(left.amax(dim=-1) > -torch.inf, winners, self.sampled)
-
-        if not distinct:
-            return torch.stack([one(j) for j in range(n)], dim=-1)
-        taken = self.sampled.unsqueeze(-1)
+        drawn = self.sampled.unsqueeze(-1)
         for j in range(n):
-            taken = torch.cat([taken, another(j, taken).unsqueeze(-1)], dim=-1)
-        return taken[:, 1:]
-
-    def _own_keys(self) -> Tensor:
-        return self.keys_of(streams.Stream.WEIGHTS)
+            first = j * (count + count * BLOCK)  # counters of this draw: one for each block, one for each token
+            left = totals
+            if distinct:  # sums anew and not by difference, which would round a small rest away
+                affected = drawn // BLOCK
+                left = totals.scatter(1, affected, without(drawn, affected)[0].logsumexp(dim=-1))
+            chosen = _race(left, keys, first + each)
+            inside, tokens = without(drawn, chosen.unsqueeze(1))
+            token = chosen * BLOCK + _race(inside[:, 0], keys, first + count + tokens[:, 0])
+            if distinct:
+                token = torch.where(left.amax(dim=-1) > -torch.inf, token, self.sampled)
+            drawn = torch.cat([drawn, token.unsqueeze(-1)], dim=-1)
+        return drawn[:, 1:]
 
 
 def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
@@ -149,31 +138,26 @@ def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GateStep(Step):
-    """The input of a gate: a :class:`Step` with draws of its own.
-
-    Attributes:
-        generated: the number of earlier tokens of each answer, (B,) int64.
-    """
+    """The input of a gate: a :class:`Step` with draws of its own, and the number of earlier tokens of each answer."""
 
     generated: Int64[Tensor, " rows"]
+
+    stream = streams.Stream.GATE_OPEN
 
     @classmethod
     def of(cls, step: Step, generated: Tensor) -> GateStep:
         """A gate's view of a perturbation's step."""
-        return cls(**{f.name: getattr(step, f.name) for f in dataclasses.fields(step)}, generated=generated)
-
-    def _own_keys(self) -> Tensor:
-        return self.keys_of(streams.Stream.GATE_OPEN)
+        return cls(**{f.name: getattr(step, f.name) for f in fields(step)}, generated=generated)
 
 
 @dataclass(frozen=True)
 class Positions:
-    """N positions of any trajectories, on the host, before there are logits.
+    """N positions of any trajectories, on the host, before there are logits: (N,) int64 each.
 
     Attributes:
-        seeds: of the trajectories, (N,) int64.
-        first: first generated positions of the trajectories (the prompts' lengths), (N,) int64.
-        positions: (N,) int64, none below ``first``.
+        seeds: of the trajectories.
+        first: first generated positions of the trajectories (the prompts' lengths).
+        positions: none below ``first``.
     """
 
     seeds: np.ndarray
@@ -181,7 +165,6 @@ class Positions:
     positions: np.ndarray
 
     def keys(self, stream: streams.Stream) -> np.ndarray:
-        """The keys of a stream, (N,) int64."""
         return streams.of_stream(self.mixed, stream)
 
     @cached_property
@@ -195,13 +178,10 @@ class Positions:
         return self.positions - self.first
 
     def where(self, mask: np.ndarray) -> Positions:
-        """Those of the positions where ``mask`` (N,) is True."""
+        """The positions where ``mask`` (N,) is True."""
         return Positions(self.seeds[mask], self.first[mask], self.positions[mask])
 
     def uniform(self, n: int, at: np.ndarray | None = None) -> np.ndarray:
-        """(N, n) uniform draws in (0, 1), float32, the same whenever the position is computed.
-
-        ``at``: other positions (N,) whose draws are used; positions of a trajectory with one ``at`` share its draws.
-        """
+        """(N, n) uniform draws in (0, 1), float32; ``at``: other positions (N,) whose draws are used."""
         keys = streams.keys(self.seeds, self.positions if at is None else at, streams.Stream.GATE_PLAN)
         return streams.uniform(torch.from_numpy(keys), n).numpy()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counter-based random streams: each draw is a pure function of (trajectory seed, position, stream, index).
 
-No state, so a draw does not depend on batch order, batch size, chunking, preemption or device. The mixing
-function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in wrapping int64 arithmetic, which
-is exact everywhere; only log, cos and exp may differ between devices, in the last bits of a float.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), exact on every device; only
+log, cos and exp may differ, in the last bits of a float.
 """
 
 from __future__ import annotations
@@ -56,27 +55,23 @@ def _mix(integers: _Integers) -> _Integers:
 
 
 def of_positions(seeds: _Integers, positions: _Integers) -> _Integers:
-    """One key for each (trajectory, position), from which :func:`of_stream` makes those of the streams."""
+    """One key for each (trajectory, position), for :func:`of_stream`."""
     return _mix(_mix(seeds + _GOLDEN) + positions * _POSITION)
 
 
 def of_stream(mixed: _Integers, stream: Stream) -> _Integers:
-    """The keys of a stream at what :func:`of_positions` gave."""
     return _mix(mixed + _OFFSETS[stream])
 
 
 def of_streams(mixed: np.ndarray, streams: Sequence[Stream]) -> np.ndarray:
-    """The keys of several streams at what :func:`of_positions` gave: (N,) int64 to (streams, N)."""
+    """The keys of several streams: (N,) int64 of :func:`of_positions` to (streams, N)."""
     return _mix(mixed + np.array([[_OFFSETS[stream]] for stream in streams]))
 
 
 def keys(seeds: _Integers, positions: _Integers, stream: Stream) -> _Integers:
     """One int64 key for each (trajectory, position) of a stream.
 
-    Args:
-        seeds: trajectory seeds, int64, any shape; a tensor, or a numpy array of at least one dimension.
-        positions: positions in the trajectory (prompt included), int64, broadcastable to ``seeds``.
-        stream: what the draws are for.
+    ``seeds`` have any shape, but a numpy array at least one dimension; ``positions`` count the prompt, and broadcast.
     """
     return of_stream(of_positions(seeds, positions), stream)
 
@@ -97,11 +92,9 @@ def _bits(keys_: Tensor, n: int | Tensor) -> Tensor:
 
 
 def uniform(keys_: Tensor, n: int | Tensor) -> Tensor:
-    """Uniform draws in the open interval (0, 1), on a grid of 2^-24: (…, n) float32.
+    """Uniform draws in the open interval (0, 1), on a grid of 2^-24: (…, n) float32 for keys (…,).
 
-    Args:
-        keys_: (…,) int64 from :func:`keys`.
-        n: draws per key; or which of a key's draws, (…, n) int64 of at least 0, for example token ids.
+    ``n``: draws per key; or which of a key's draws, (…, n) int64 of at least 0, for example token ids.
     """
     return _shift_right(_bits(keys_, n), 41).float() * 2.0**-23 + 2.0**-24
 
@@ -140,14 +133,9 @@ _GAMMA_ROUNDS = 7
 def log_gamma(keys_: Tensor, ids: Tensor, shape: Tensor) -> Tensor:
     """Logarithms of Gamma(shape, 1) draws, by Marsaglia and Tsang (ACM TOMS 26, 2000) with their boost below 1.
 
-    Seven rounds without a loop, so that nothing waits for the device: a round accepts with probability at least 0.95,
-    and the one draw in 10^9 that no round accepts is the mode. Logarithms, because one of 80 draws of shape 0.05 is
-    below float32's smallest number.
-
-    Args:
-        keys_: (…,) int64 from :func:`keys`.
-        ids: which of a key's draws, (…, n) int64 of at least 0, for example token ids.
-        shape: a > 0, (…, n) float32, as the result.
+    ``ids``: which of a key's draws, as :func:`uniform`; ``shape`` > 0: (…, n) float32, as the result. Seven rounds, as
+    nothing may wait for the device: a round accepts with probability at least 0.95, and the one draw in 10^9 that no
+    round accepts is the mode. One of 80 draws of shape 0.05 is below float32's smallest number, hence logarithms.
     """
     rounds = torch.arange(_GAMMA_ROUNDS, device=ids.device)
     counters = ids.unsqueeze(-1) * (2 * _GAMMA_ROUNDS + 1)

@@ -18,11 +18,7 @@ from perturbations.step import Step
 def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tuple[Tensor, Tensor]:
     """The k most likely tokens after top-p, with their probabilities renormalised.
 
-    Args:
-        step: B positions.
-        k: how many at most.
-        top_p: as of :func:`within_top_p`.
-        top_p_of: the whole: ``top_k``, the probability of the k most likely tokens, or ``vocabulary``.
+    ``top_p_of``: the share is of the ``top_k``'s probability, or of the ``vocabulary``'s.
 
     Returns:
         ids (B, k), most likely first, and probabilities (B, k) that sum to 1. The first id, with probability 0,
@@ -39,11 +35,13 @@ def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tupl
     return ids, probabilities / probabilities.sum(dim=-1, keepdim=True)
 
 
-def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
-    """Which tokens, most likely first, are in the smallest set that holds ``top_p``, (B, n) bool; all of them at 1.
+def winners(ids: Tensor, scores: Tensor) -> Tensor:
+    """The token of each row's largest score: (B, k) each to (B,)."""
+    return ids.gather(-1, scores.argmax(dim=-1, keepdim=True)).squeeze(-1)
 
-    At least one, and no further token once those before it hold exactly ``top_p``.
-    """
+
+def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
+    """Which tokens, most likely first, are in the smallest set that holds ``top_p``, (B, n) bool; all of them at 1."""
     # At 1 nothing is cut, though a float32 sum may reach 1 before the last token.
     held = probabilities.cumsum(dim=-1) < (top_p if top_p < 1.0 else torch.inf)
     # Counted rather than shifted by one: a shift would keep a GPU from doing it all in one kernel.
@@ -52,10 +50,7 @@ def within_top_p(probabilities: Tensor, top_p: float) -> Tensor:
 
 
 def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:
-    """Raises ``UsageError`` where option ``k``, at least ``low``, exceeds the vocabulary or a record's candidates.
-
-    A record may hold the sampled token in front of the k.
-    """
+    """Raises ``UsageError`` where option ``k`` exceeds the vocabulary or a record's candidates, the token included."""
     most = min(vocabulary, MOST_CANDIDATES - 1)
     if k > most:
         why = "the model's vocabulary"
@@ -71,7 +66,6 @@ class LikeliestTokens(Perturbation):
     k: int = option(5, "number of tokens mixed at most", low=1)
 
     def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
         check_top_k(self.k, vocabulary, type(self).__dataclass_fields__["k"].metadata["low"])
 
 
@@ -87,5 +81,5 @@ class TopTokens(LikeliestTokens):
     )
 
     def top(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Ids and probabilities as :func:`truncated` gives them."""
+        """Ids and probabilities of :func:`truncated`."""
         return truncated(step, self.k, self.top_p, self.top_p_of)

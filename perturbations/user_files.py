@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's single Python file, and its text on the way to other processes.
+"""A user's single Python file in other processes, which may not have it.
 
-A vLLM worker or a Ray actor on another node does not have the file. So the spec carries its text, of which every
-process makes a module whose name holds the text's hash: the same class everywhere.
+The spec carries its text, and every process makes a module of it, with the text's hash in the name: one class in all.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import sys
 import traceback
 import zlib
 from dataclasses import dataclass
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 
@@ -31,13 +31,7 @@ _MAIN = ("__main__", "__mp_main__")  # the latter: a script, imported again by a
 
 @dataclass(frozen=True)
 class UserFile:
-    """A file's text and name, and the text as the spec carries it.
-
-    Attributes:
-        filename: without its folder, e.g. ``damp.py``.
-        text: decoded, with newlines as ``\\n``.
-        packed: the text compressed, as ASCII.
-    """
+    """A file: its name without the folder, its text with newlines as ``\\n``, and the text compressed as ASCII."""
 
     filename: str
     text: str
@@ -77,21 +71,24 @@ def origin(module: str) -> UserFile | None:
 
 
 def from_file(path: str, label: str) -> ModuleType:
-    """The module of a file, by its path; the same text is the same module.
+    """The module of a file, by its path (``~`` allowed); the same text is the same module.
 
-    Args:
-        path: absolute or relative, ``~`` allowed.
-        label: what is loaded, for messages: ``perturbation './damp.py'``.
-
-    Raises:
-        UsageError: where there is no such file, or it does not run, with the line of the user's file.
+    ``label``: begins messages, such as ``perturbation './damp.py'``. ``UsageError`` where there is no such file, or
+    it does not run, with the line of the user's file.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         known = next((s for s in _loaded.values() if s.filename == path), None)
         if known is not None:  # its short name, as specs have it
             return sys.modules[known.module]
-        raise UsageError(f"{label}: there is no file {path!r}{_beside(file)}")
+        folder, beside = file.parent, ": it is a folder. Name the Python file in it."
+        if not folder.is_dir():
+            beside = f": there is no folder {str(folder)!r} either."
+        elif not file.is_dir():
+            there = sorted(path.name for path in folder.glob("*.py"))
+            listing = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
+            beside = f".{nearest(file.name, there)} Python files in {str(folder.resolve())!r}: {listing or 'none'}."
+        raise UsageError(f"{label}: there is no file {path!r}{beside}")
     text = _decode(file, label)
     _refuse_siblings(text, file, label)
     return _module(_packed(file.name, text, label), str(file.resolve()), label)
@@ -108,7 +105,7 @@ def fault(error: BaseException) -> str | None:
 
 
 def from_text(filename: str, packed: str, label: str) -> ModuleType:
-    """The module of a text (:attr:`UserFile.packed`) that came with a spec; ``UsageError`` if damaged or failing."""
+    """The module of a text (:attr:`UserFile.packed`) in a spec; ``UsageError`` if damaged or failing."""
     filename = Path(filename).name
     source = UserFile(filename, _unpack(packed, label), packed)
     return _module(source, f"<{filename}, from the spec>", label)
@@ -150,15 +147,12 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
 
 
 def _refuse_siblings(text: str, file: Path, label: str) -> None:
-    """A module beside the file would be found here and missed by a worker elsewhere: say so now."""
+    """Raises ``UsageError`` for the import of a module beside the file, which workers elsewhere do not have."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
         return  # reported with its line when the file is run
-    fix = (
-        "The file travels alone to the workers: put both into one file, or into a package that is installed"
-        " on every node, and name it package.module:Name."
-    )
+    fix = "Workers get this file alone: use one file, or a package on every node, named package.module:Name."
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             dots = "." * node.level + (node.module or "")
@@ -166,33 +160,12 @@ def _refuse_siblings(text: str, file: Path, label: str) -> None:
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-        for name in filter(None, names):
+        for name in names:
             top = name.partition(".")[0]
             beside = (file.parent / f"{top}.py", file.parent / top / "__init__.py")
-            if any(path.is_file() for path in beside) and not _installed(top):
-                raise UsageError(
-                    f"{label}: line {node.lineno} of {file.name} imports {name!r}, which lies beside it. {fix}"
-                )
-
-
-def _installed(package: str) -> bool:
-    """Whether a top-level name is of the standard library or an installed distribution."""
-    from importlib.metadata import packages_distributions
-
-    ours = ("perturbations", "ngrpo")
-    return package in ours or package in sys.stdlib_module_names or package in packages_distributions()
-
-
-def _beside(file: Path) -> str:
-    """The end of the message about a missing file: what there is in its folder."""
-    folder = file.parent
-    if not folder.is_dir():
-        return f": there is no folder {str(folder)!r} either."
-    if file.is_dir():
-        return ": it is a folder. Name the Python file in it."
-    there = sorted(path.name for path in folder.glob("*.py"))
-    listing = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
-    return f".{nearest(file.name, there)} Python files in {str(folder.resolve())!r}: {listing or 'none'}."
+            installed = {"perturbations", "ngrpo"} | sys.stdlib_module_names
+            if any(path.is_file() for path in beside) and top not in installed | packages_distributions().keys():
+                raise UsageError(f"{label}: line {node.lineno} of {file.name} imports {name!r} from its folder. {fix}")
 
 
 def _decode(file: Path, label: str) -> str:
@@ -206,8 +179,8 @@ def _packed(filename: str, text: str, label: str) -> UserFile:
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     if len(packed) > _LONGEST:
         raise UsageError(
-            f"{label}: {filename} is too long to travel with every spec ({len(packed):,} bytes compressed, at most"
-            f" {_LONGEST:,}): make it a package that is installed on every node, and name it package.module:Name."
+            f"{label}: {filename} is too long for a spec ({len(packed):,} bytes compressed, at most {_LONGEST:,}): make"
+            " it a package, installed on every node, and name it package.module:Name."
         )
     return UserFile(filename, text, packed)
 
@@ -217,8 +190,8 @@ def _unpack(packed: str, label: str) -> str:
         return zlib.decompress(base64.b64decode(packed, validate=True)).decode()
     except (binascii.Error, zlib.error, UnicodeDecodeError, TypeError, ValueError):
         raise UsageError(
-            f"{label}: its 'source' is not a file's text as spec() packs it. Leave 'source' out where the file is at"
-            " hand, or take the whole spec from spec()."
+            f"{label}: its 'source' is not the text of a file as spec() packs it. Leave 'source' out where there is the"
+            " file, or take the whole spec from spec()."
         ) from None
 
 

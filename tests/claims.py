@@ -19,7 +19,7 @@ CLAIMS = {
     "tests/stack/test_sampling_mask.py": "The trainer's corrected log-probability is that of the masked draw.",
     "tests/stack/test_custom.py": "A user's own perturbation and gate reach the engines' processes.",
     "tests/stack/test_gradients.py": "The gradient through a replayed position is the plain one.",
-    "tests/stack/test_replay_probe.py": "A wrong replay is named, for each way in which an architecture embeds.",
+    "tests/stack/test_replay_check.py": "A wrong replay is named, for each way in which an architecture embeds.",
     "tests/stack/test_config.py": "What a perturbed engine is not combined with is refused before a model loads.",
     "tests/pipeline/test_training.py": "A whole training replays in actor and reference, and writes its report.",
     "tests/pipeline/test_compare.py": "A comparison survives a kill, and equal arms come out equal.",
@@ -28,7 +28,15 @@ CLAIMS = {
 
 
 _ROOT = Path(__file__).resolve().parents[1]
-LONGEST = ("test_gpu_script", "test_v2", "test_interpreted", "test_exactness", "test_models")
+LONGEST = (
+    "test_diagnose",
+    "test_neighbors_real",
+    "test_exactness",
+    "test_eval",
+    "test_models",
+    "test_v2",
+    "test_piecewise",
+)
 _WHOLLY_SLOW = re.compile(r"^pytestmark = .*slow|^pytestmark = \[\n    pytest.mark.slow", re.MULTILINE)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -60,11 +59,9 @@ class Page(HTMLParser):
         return [attrs for tag, attrs in self.tags if tag == name]
 
 
-def written(
-    tmp_path: Path, data: dict[str, Any], write: Callable[[dict[str, Any], Path], None] = write_report
-) -> tuple[str, Page]:
+def written(tmp_path: Path, data: dict[str, Any]) -> tuple[str, Page]:
     path = tmp_path / "report.html"
-    write(data, path)
+    write_report(data, path)
     text = path.read_text(encoding="utf-8")
     return text, Page(text)
 

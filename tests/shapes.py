@@ -29,8 +29,8 @@ DATACLASSES = (
     "ngrpo.methods.credits.base:LossTokens",
 )
 METHODS = (
-    "ngrpo.trainers.common.densities:Densities.override",
-    "ngrpo.trainers.common.densities:Densities.for_policy_loss",
+    "ngrpo.trainers.common.log_probs:Densities.override",
+    "ngrpo.trainers.common.log_probs:Densities.for_policy_loss",
     "ngrpo.trainers.common.policy_loss:CreditInLoss.__call__",
     "ngrpo.trainers.common.policy_loss:TwoRoundsLoss.__call__",
 )

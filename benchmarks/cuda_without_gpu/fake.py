@@ -164,7 +164,7 @@ class FakeDecoding:
         embedding = nn.Embedding(vocabulary, hidden, dtype=dtype, device=device).requires_grad_(False)
         store = TrajectoryStore(batch, 1 << 15)
         texts = ["a"] * vocabulary
-        gate = BoundGate(perturbation, lambda _: [1, 2, 3], lambda: texts, vocabulary, store.slots, device)
+        gate = BoundGate(perturbation, lambda: [b"a"] * vocabulary, vocabulary, store.slots, device)
         override = InputOverride(embedding, max(batch, 64), hidden, dtype, device)
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(hidden)
@@ -175,7 +175,7 @@ class FakeDecoding:
             if hasattr(module, "lambda_start"):
                 module.lambda_start = torch.empty_like(module.lambda_start, device=device)
         self.perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, device, module)
-        notes = self.perturber._notes
+        notes = self.perturber.notes
         notes._write = _on_host(notes._write)
         self.perturber._download = lambda part: _arrived(part.to("cpu", non_blocking=True))
         perturbation.prepare(embeddings)
@@ -234,11 +234,12 @@ def decode_step(
         def compiled(self: Compiled, *args: Any) -> Any:
             with torch.utils._python_dispatch._disable_current_modes(), contextlib.ExitStack() as inner:
                 inner.enter_context(mode)
-                for part in args:
+                parts = tree_leaves(args)  # of named tuples too
+                for part in parts:
                     if isinstance(part, Tensor):
                         torch._dynamo.maybe_mark_dynamic(part, 0)
                 name = self.plain.__name__
-                key = (name, *known, *(part.dtype if isinstance(part, Tensor) else None for part in args))
+                key = (name, *known, *(part.dtype if isinstance(part, Tensor) else None for part in parts))
                 if name in ("_edited", "_realised") or key not in _SHARED:
                     _SHARED[key] = region(self.plain, *args)
                 entry = cost.regions[name] = _SHARED[key]

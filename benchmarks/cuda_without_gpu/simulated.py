@@ -23,7 +23,7 @@ from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_c
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import FinishedTrajectory, registry
 from perturbations.base import Perturbation
@@ -106,7 +106,8 @@ class _Engine:
         embedding._parameters["weight"] = self.up(matrix.to(plan.dtype))
         self.embedding, self.store = embedding, TrajectoryStore(plan.batch, 4096, size)
         texts = ["1" if i % 5 == 0 else "b" for i in range(plan.vocabulary)]
-        gate = BoundGate(perturbation, lambda _: [3, 5], lambda: texts, plan.vocabulary, self.store.slots, self.device)
+        pieces = [text.encode() for text in texts]
+        gate = BoundGate(perturbation, lambda: pieces, plan.vocabulary, self.store.slots, self.device)
         override = InputOverride(embedding, 512, HIDDEN, plan.dtype, self.device)
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(HIDDEN)

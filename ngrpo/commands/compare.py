@@ -17,8 +17,8 @@ Finished runs are kept: the same command continues where it stopped.
                             repeatable
   --base P,Q                base algorithms: grpo, gspo, dapo
   --seeds 0,1,2             seeds [0]
-  --baseline ID             the strategy to compare the others with [none, or
-                            the first one]
+  --baseline ID             the strategy that all others are compared with
+                            [none, or the first one]
   --threshold SCORE         count the runs that end with a higher Mean@n, and
                             test the counts: for tasks that a run either solves
                             or does not
@@ -79,7 +79,7 @@ from ngrpo.config import parse, rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
-from ngrpo.workbench.compare import results, runs, screen
+from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan, read_plan
 from ngrpo.workbench.compare.runs import ComparisonFolder
 from perturbations.errors import UsageError
@@ -148,7 +148,7 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
     took = [record["seconds"] for record in records if record["status"] == "done"]
     batch = "--rollout.batch_size"
-    view = screen.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
+    view = runs.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
     if took:
         print(f"{len(took)} of {len(everything)} runs are finished and kept", flush=True)
     model = packaged.resolve(plan.model, report=report)
@@ -165,7 +165,9 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     final = results.collect(plan, folder, command, created)
     results.write(final, folder)
     sys.stdout.flush()
-    print(f"\n{screen.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}")
+    print(
+        f"\n{results.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}"
+    )
     failed = [run for run in final["runs"] if run["status"] == "failed"]
     for run in failed:
         report(f"{run['id']} failed: {run['log']}")

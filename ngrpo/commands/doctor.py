@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300
+_CHECK_FAILURE = "CheckFailure: "
 
 
 class Finding(NamedTuple):
@@ -210,7 +211,7 @@ def _self_test(model: str) -> Finding:
         if not target.exists():
             lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
             # An engine's process tells why it ended before the one that started it does.
-            cause = next((number for number, line in enumerate(lines) if "ProbeFailure: " in line), None)
+            cause = next((number for number, line in enumerate(lines) if _CHECK_FAILURE in line), None)
             ending = "\n".join(lines[-15:] if cause is None else lines[cause:][:10])
             return Finding(subject, f"ended with status {status}", f"read the lines that it ended with:\n{ending}")
         measures = json.loads(target.read_text())

@@ -45,8 +45,7 @@ examples
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again."""
-    from ngrpo.workbench.evaluate.evaluation import check_rescore_flags, evaluate, rescore
-    from ngrpo.workbench.evaluate.outcome import table
+    from ngrpo.workbench.evaluate.evaluation import check_rescore_flags, evaluate, rescore, table
     from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     args, asked, engine_options = _read(argv)
@@ -127,7 +126,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str,
 def _drawing(args: argparse.Namespace, asked: RunConfig) -> tuple[Sampling, RolloutPolicy]:
     """The checked settings of the draws, with the model's name."""
     from ngrpo.workbench.evaluate.engine import Sampling
-    from ngrpo.workbench.evaluate.outcome import checked_ks
+    from ngrpo.workbench.evaluate.evaluation import checked_ks
     from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     checked_model(args)

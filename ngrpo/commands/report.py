@@ -52,14 +52,14 @@ def run(argv: list[str], report: Callable[[str], None]) -> int:
         return 0
     if of_samples:
         raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {args.results[0]} is none.")
-    from ngrpo.workbench.report.page import load, write_diagnosis, write_report, write_training
+    from ngrpo.workbench.report.page import load, write_report
 
-    kind, data, file = load(Path(args.results[0]).expanduser())
+    data, file = load(Path(args.results[0]).expanduser())
     target = Path(args.out).expanduser() if args.out else file.parent / "report.html"
     if target.is_dir():
         target = target / "report.html"
     if target.resolve() == file.resolve():
         raise UsageError(f"--out {args.out} is the result itself. Name another file.")
-    {"comparison": write_report, "diagnosis": write_diagnosis, "training run": write_training}[kind](data, target)
+    write_report(data, target)
     report(f"report of {file}: {target}")
     return 0

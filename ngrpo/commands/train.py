@@ -100,6 +100,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ngrpo.commands.dry_run import dry_run
 from ngrpo.config import parse, rules, run_notes, verl_lines
@@ -110,11 +111,10 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.rollout import used_runner
+from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench import tasks
-from ngrpo.workbench.report import summary
-from ngrpo.workbench.report.page import write_training
+from ngrpo.workbench.report import summary, write_report
 from perturbations.errors import UsageError
 
 
@@ -142,29 +142,40 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         asked = replace(asked, run_dir=str(folder))
         complete = _prepare(asked, folder, report)
         asked.write(folder / FILE)
-    return _train(replace(asked, openrlhf=tuple(complete.argv), run_dir=str(folder.absolute())), folder, report)
+        return _train(replace(asked, openrlhf=tuple(complete.argv), run_dir=str(folder.absolute())), folder, report)
 
 
 def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
-    """Launches a run with complete flags, and writes its summary and report."""
+    """Launches a run with complete flags. A run that was stopped or failed leaves its summary and report too."""
     began = time.time()
-    used_runner.watch(folder / summary.RUNNERS)
+    runner_marker.watch(folder / summary.RUNNERS)
     run = replace(run, hardware=profile_of_run(run.hardware).name)
     try:
         with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
             launch.launch(run)
     except launch.TrainingFailed as error:
         report(f"training failed: {error}")
+        _conclude(folder, run, began)
         return 1
-    text = summary.finish(folder, run, began=began)
-    written = read_json(folder / "summary.json")
-    write_training(written, folder / "report.html")
-    print(text, flush=True)
+    except KeyboardInterrupt:
+        _conclude(folder, run, began)
+        report(f"stopped; {folder} has the steps so far. --ckpt.load_enable continues from the last checkpoint.")
+        raise
+    written = _conclude(folder, run, began)
     updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
     if updates and not any(updates):
         report("training failed: no step updated the weights; the warnings above say why.")
         return 1
     return 0
+
+
+def _conclude(folder: Path, run: RunConfig, began: float) -> dict[str, Any]:
+    """Writes the summary and the report, and prints the summary's table."""
+    text = summary.finish(folder, run, began=began)
+    written = read_json(folder / "summary.json")
+    write_report(written, folder / "report.html")
+    print(text, flush=True)
+    return written
 
 
 def _print_for(trainer: str, run: RunConfig) -> int:

@@ -1,32 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deals with asynchronous scheduling: a step is scheduled, and may run, before the last one's tokens are known.
+"""Asynchronous scheduling: a step is scheduled, and may run, before the last one's tokens are known.
 
-Three things follow, on a GPU and wherever vLLM schedules ahead:
-
-- What a step drew is still on its way to the host when the next ones run. It waits in :class:`Notes`.
-- The scheduler tells of a request's end after further steps have run, and its last copies may still be on their way
-  then. Its slot stays its own until they are there (`ngrpo.rollout.requests`).
-- A worker has computed further tokens by the time that an answer's end is seen, any number while a stop string found by
-  vLLM's front end is on its way to it. The front end alone knows how long an answer is (:func:`keep_length`); what a
-  worker hands over is cut to that (:func:`cut_to_answer`).
+- A step's draws are still on their way to the host when the next steps run. They wait in :class:`Notes`.
+- A request's slot stays its own until its last copies have arrived (`ngrpo.rollout.requests`).
+- A worker computes further tokens before an answer's end is seen, any number where vLLM's front end finds a stop
+  string. Only the front end knows how long an answer is (:func:`keep_length`); a worker's trajectory is cut to that.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
-from ngrpo.rollout.tokens_left import TokensLeft
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
+from ngrpo.rollout.settings import read
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 # Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
 LENGTHS = "perturbation_lengths"
@@ -39,10 +40,10 @@ _LENGTHS_KEPT = 1 << 20
 
 @dataclass(frozen=True)
 class Note:
-    """What a step left for the trajectory store; on CUDA its tensors are still being copied to the host.
+    """A step's draws, whose tensors are still being copied from a CUDA device.
 
-    Row ``rows[i]`` of the batch (i, where that is None) drew the token at ``slots[i]``, ``positions[i]``; edit j is of
-    the slot and position ``edited[0][j]`` and ``edited[1][j]``.
+    Row ``rows[i]`` (i where that is None) drew the token at ``slots[i]``, ``positions[i]``; ``edited``: slots and
+    positions of the edits.
     """
 
     ready: torch.cuda.Event | None
@@ -50,20 +51,16 @@ class Note:
     positions: np.ndarray
     rows: np.ndarray | None
     log_probs: Tensor
-    left: TokensLeft | None
+    support: SamplingSupport | None
     edited: tuple[np.ndarray, np.ndarray]
     edits: dict[str, Tensor]
 
 
 class Notes:
-    """A queue of notes in the order of their steps.
+    """A queue of notes in the order of their steps: ``taken`` so far, of which ``written`` are whole in the stores.
 
     Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is asked for only then,
     since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
-
-    Attributes:
-        taken: notes taken so far.
-        written: how many of them are in the stores with all that they have.
     """
 
     def __init__(
@@ -72,12 +69,7 @@ class Notes:
         masks: SamplingMaskStore | None,
         event: Callable[[], torch.cuda.Event | None],
     ) -> None:
-        """
-        Args:
-            store: of tokens and edits.
-            masks: of the tokens that sampling left, None where these are not recorded.
-            event: tells when all copies made so far have arrived, None where they have.
-        """
+        """store: of tokens and edits; event: tells when all copies made so far have arrived, None where they have."""
         self._store, self._masks, self._event = store, masks, event
         self._coming: deque[Note] = deque()
         self._masked: deque[Note] = deque()
@@ -100,8 +92,8 @@ class Notes:
         self._drain_edits(until)
         while self._masked and _arrived(self._masked[0], wait=self.written < until):
             note = self._masked.popleft()
-            masks, left = require(self._masks, "the store of masks"), require(note.left, "the tokens left")
-            masks.write(note.slots, note.positions, *left.read(note.rows))
+            masks, support = require(self._masks, "the store of masks"), require(note.support, "the support")
+            masks.write(note.slots, note.positions, *support.read(note.rows))
             self.written += 1
 
     def drain_slot(self, slot: int) -> None:
@@ -111,24 +103,21 @@ class Notes:
     def _drain_edits(self, until: int) -> None:
         while self._coming and _arrived(self._coming[0], wait=self._stored < until):
             note = self._coming.popleft()
-            self._write(note)
+            log_probs = note.log_probs.numpy() if note.rows is None else note.log_probs.numpy()[note.rows]
+            self._store.write_tokens(note.slots, note.positions, log_probs)
+            if note.edits:
+                parts = {name: part.numpy() for name, part in note.edits.items()}
+                fed, (slots, positions) = parts.pop("fed"), note.edited
+                if not fed.all():
+                    parts = {name: part[fed] for name, part in parts.items()}
+                    slots, positions = slots[fed], positions[fed]
+                self._store.write_edits(slots, positions, parts)
             self._stored += 1
-            if note.left is None:
+            if note.support is None:
                 self.written += 1
             else:
-                note.left.ask()
+                note.support.ask()
                 self._masked.append(replace(note, ready=self._event()))
-
-    def _write(self, note: Note) -> None:
-        log_probs = note.log_probs.numpy() if note.rows is None else note.log_probs.numpy()[note.rows]
-        self._store.write_tokens(note.slots, note.positions, log_probs)
-        if note.edits:
-            parts = {name: part.numpy() for name, part in note.edits.items()}
-            fed, (slots, positions) = parts.pop("fed"), note.edited
-            if not fed.all():
-                parts = {name: part[fed] for name, part in parts.items()}
-                slots, positions = slots[fed], positions[fed]
-            self._store.write_edits(slots, positions, parts)
 
 
 def _arrived(note: Note, wait: bool) -> bool:
@@ -143,14 +132,22 @@ def _arrived(note: Note, wait: bool) -> bool:
 # --- answers that end before what was computed does ----------------------------------------------------------------
 
 
-def keep_lengths_in(front: Any) -> None:
-    """Has the ``output_processor`` of an engine that perturbs keep the lengths of its answers."""
-    vars(front)[LENGTHS] = {}
+def with_lengths(original: Callable[..., None]) -> Callable[..., None]:
+    """``LLMEngine`` and ``AsyncLLM``, whose front end keeps the lengths of its responses where the engine perturbs."""
+
+    @functools.wraps(original)
+    def __init__(self: LLMEngine | AsyncLLM, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        if read(self.vllm_config.additional_config) is not None:
+            vars(self.output_processor)[LENGTHS] = {}
+
+    return __init__
 
 
 def keep_length(original: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens an answer has, until it is taken."""
+    """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens a response has, until it is taken."""
 
+    @functools.wraps(original)
     def finish_request(self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
         original(self, req_state, *args, **kwargs)
         lengths = vars(self).get(LENGTHS)
@@ -163,20 +160,10 @@ def keep_length(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def taken_length(front: Any, name: str) -> int | None:
-    """How many tokens a finished answer has, asked once; None where the front end has not been told.
-
-    Args:
-        front: the engine's ``output_processor``.
-        name: internal request id.
-    """
+    """How many tokens a finished answer has, by its internal id; the engine's ``output_processor`` tells it once."""
     return vars(front).get(LENGTHS, {}).pop(name, None)
 
 
 def cut_to_answer(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
-    """What a worker handed over, without what it computed beyond the answer.
-
-    Args:
-        trajectory: of one turn.
-        generated: tokens of the answer; None for all that were computed.
-    """
+    """A turn's trajectory without the tokens beyond the answer's ``generated`` ones; None for all."""
     return trajectory if generated is None else trajectory.truncate(trajectory.record.prompt_tokens + generated)

@@ -1,32 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches the perturber to a vLLM worker: what its two model runners have in common.
+"""Attaches the perturber to a vLLM worker: everything that its two model runners have in common.
 
-The embedding's override is in place before anything is compiled, and each way of loading weights refreshes what was
-computed from them. Requests, inputs and sampling differ: :mod:`runner_v1` and :mod:`runner_v2` beside this file.
+The embedding's override is there before anything is compiled. Requests, inputs and sampling differ between the runners:
+:mod:`ngrpo.rollout.runners`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ngrpo.machine.storage.parameters_file import load_saved
-from ngrpo.rollout import new_weights, output_layer, runner_v1, runner_v2
-from ngrpo.rollout.input_override import (
-    InputOverride,
-    find_input_embedding,
-    language_model,
-    tables_of_text,
-)
-from ngrpo.rollout.override_probe import reads_tokens_elsewhere
+from ngrpo.rollout import new_weights, runners
+from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
+from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations.base import Perturbation
 from perturbations.embeddings import ModelEmbeddings
@@ -39,7 +35,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    from ngrpo.rollout.vllm_objects import Runner
     from perturbations.neighbors import Drift
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
@@ -49,22 +44,24 @@ _VOCABULARY_PADDING = 64
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
 
-    _asleep = False
+    asleep = False
+    """While the engine sleeps, the addresses of its weights lead nowhere, and reading them ends the process."""
     _hooks: Sequence[RemovableHandle] = ()
 
     def __init__(self, runner: Any, perturbation: Perturbation, buffer: ReplayBuffer) -> None:
-        """
-        Args:
-            runner: vLLM's V1 or V2 model runner; its model is loaded and not yet compiled.
-            perturbation: an active perturbation.
-            buffer: where records of finished requests wait to be taken.
-        """
+        """runner: vLLM's V1 or V2 model runner, its model loaded and not yet compiled; buffer: of finished records."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
         self._runner, self._buffer = runner, buffer
         # The state that only V2 keeps; its class cannot be imported where Triton is missing.
         self.runner_version = "V2" if hasattr(runner, "req_states") else "V1"
         config, model = runner.model_config, runner.get_model()
-        embedding = find_input_embedding(model)
-        self._override = _override(embedding, runner)
+        embedding: Any = find_input_embedding(model)
+        # The matrix's own dtype: a row must be what the model would have looked up.
+        rows, dtype = runner.max_num_tokens, embedding.weight.dtype
+        self._override = InputOverride(
+            embedding, rows, embedding.embedding_dim, dtype, runner.device, VocabParallelEmbedding
+        )
         self._hidden = embedding.embedding_dim
         self.reads_tokens = reads_tokens_elsewhere(tables_of_text(model), embedding)
         """Whether a table beside the input embedding follows the token in the text, whatever is fed in its place."""
@@ -75,16 +72,17 @@ class AttachedPerturbation:
         self._ahead = runner.device.type != "cpu"
         self.schedule = read_schedule(runner.vllm_config.additional_config)
         self.replace(perturbation)
-        (runner_v2 if self.runner_version == "V2" else runner_v1).attach(runner, self)
-        self._leave_encoders_alone()
+        (runners.attach_v2 if self.runner_version == "V2" else runners.attach_v1)(runner, self)
+        # An encoder of pictures or sound runs between the layout of a step and its forward.
+        encoders = (runner, "_execute_mm_encoder"), (getattr(runner, "model_state", None), "execute_mm_encoder")
+        for owner, name in encoders:
+            if hasattr(owner, name):
+                # contextmanager's object is a decorator that makes a new one for each call.
+                setattr(owner, name, self._override.suspended()(getattr(owner, name)))
         new_weights.follow(runner, self)
 
     def replace(self, perturbation: Perturbation) -> None:
-        """Puts another perturbation in place, between requests.
-
-        Raises:
-            UsageError: while requests are running, or for a perturbation that does not fit the model.
-        """
+        """Exchanges the perturbation between requests; UsageError while some run, or where it does not fit."""
         runner, tokenizer = self._runner, self._tokenizer
         running = self.requests.running if hasattr(self, "requests") else 0
         if running:
@@ -93,12 +91,15 @@ class AttachedPerturbation:
             )
         self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
-        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, (self._vocabulary, self._hidden))
-        gate = BoundGate(
-            perturbation, tokenizer.encode, tokenizer.vocabulary, self._vocabulary, store.slots, runner.device
-        )
+        embedding = self._vocabulary, self._hidden
+        store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, embedding, perturbation.has_parameters)
+        gate = BoundGate(perturbation, tokenizer.token_bytes, self._vocabulary, store.slots, runner.device)
         self.module = _module(perturbation, self._hidden, runner)
-        self._follow_hidden(perturbation)
+        for hook in self._hooks:
+            hook.remove()
+        # No perturbation pays for the hidden states but one that reads them.
+        reads = perturbation.reads_hidden
+        self._hooks = _follow_output_layer(runner.get_model(), lambda h: self.perturber.computed(h)) if reads else ()
         self.perturbation = perturbation
         config = runner.vllm_config.additional_config
         masks = None
@@ -112,16 +113,8 @@ class AttachedPerturbation:
         self.requests = RunningRequests(perturbation, store, self.perturber, self._buffer, rank)
         self.prepare()
 
-    def _follow_hidden(self, perturbation: Perturbation) -> None:
-        """Shows the perturber what the output layer is given, where the perturbation reads it: no other pays for it."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if perturbation.reads_hidden:
-            self._hooks = output_layer.follow(self._runner.get_model(), lambda found: self.perturber.computed(found))
-
     def fingerprint(self) -> str:
-        """What this worker does to its rollouts, to be compared with what a run asked for."""
+        """Of the perturbation and the schedule that this worker has."""
         return fingerprint(self.perturbation, self.schedule)
 
     def warm_up(self) -> None:
@@ -137,7 +130,7 @@ class AttachedPerturbation:
         self.requests.take(None)
 
     def prepare(self) -> None:
-        """Computes what the perturbation needs of the weights at hand; a weight sync ends with this."""
+        """Computes everything that the perturbation needs of the weights; a weight sync ends with this."""
         self._check_awake("perturbation_prepare: nothing can be computed of the weights")
         if self._ahead:
             self.perturbation.prepare(self.embeddings)
@@ -147,16 +140,8 @@ class AttachedPerturbation:
         self._check_awake("perturbation_drift: neighbors cannot be looked for")
         return self.embeddings.drift()
 
-    def weights_left(self) -> None:
-        """The engine sleeps: the addresses of its weights lead nowhere, and reading them ends the process."""
-        self._asleep = True
-
-    def weights_back(self) -> None:
-        """The engine has its weights in memory again."""
-        self._asleep = False
-
     def _check_awake(self, what: str) -> None:
-        if self._asleep:
+        if self.asleep:
             raise UsageError(
                 f"{what} while the engine sleeps and its weights are not in memory. Wake it first, at least with"
                 " wake_up(tags=['weights'])."
@@ -164,24 +149,8 @@ class AttachedPerturbation:
 
     def weights_changed(self) -> None:
         """All new weights are in place."""
-        self.perturber.weights_changed()
+        self.embeddings.refresh()
         self.prepare()
-
-    def _leave_encoders_alone(self) -> None:
-        """An encoder of pictures or sound runs between the layout of a step and its forward."""
-        for owner, name in (
-            (self._runner, "_execute_mm_encoder"),
-            (getattr(self._runner, "model_state", None), "execute_mm_encoder"),
-        ):
-            if hasattr(owner, name):
-                setattr(owner, name, self._suspending(getattr(owner, name)))
-
-    def _suspending(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def encode(*args: object, **kwargs: object) -> Any:
-            with self._override.suspended():
-                return original(*args, **kwargs)
-
-        return encode
 
 
 def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
@@ -194,14 +163,6 @@ def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module |
     module.to(device=runner.device, dtype=config.dtype).requires_grad_(False)
     load_saved(module, perturbation, config.model, config.revision)
     return module
-
-
-def _override(embedding: Any, runner: Runner) -> InputOverride:
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    # The matrix's own dtype: a row must be what the model would have looked up.
-    rows, hidden, dtype = runner.max_num_tokens, embedding.embedding_dim, embedding.weight.dtype
-    return InputOverride(embedding, rows, hidden, dtype, runner.device, VocabParallelEmbedding)
 
 
 def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabParallelEmbedding | None:
@@ -247,29 +208,44 @@ class _LazyTokenizer:
 
     def __init__(self, model_config: ModelConfig) -> None:
         self._config = model_config
-        self._loaded: Any = None
 
-    def _get(self) -> Any:
-        if self._loaded is None:
-            from transformers import AutoTokenizer
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
 
-            self._loaded = AutoTokenizer.from_pretrained(
-                self._config.tokenizer,
-                revision=self._config.tokenizer_revision,
-                trust_remote_code=self._config.trust_remote_code,
-            )
-        return self._loaded
+        config = self._config
+        revision, trusted = config.tokenizer_revision, config.trust_remote_code
+        return AutoTokenizer.from_pretrained(config.tokenizer, revision=revision, trust_remote_code=trusted)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens added around it."""
-        return self._get().encode(text, add_special_tokens=False)
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token, also of one that is part of a character."""
+        from xgrammar import TokenizerInfo  # which vLLM installs; transformers decodes such a token to U+FFFD
+
+        return TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=len(self._tokenizer)).decoded_vocab
 
     def vocabulary(self) -> list[str]:
         """The decoded text of each token."""
-        tokenizer = self._get()
-        return tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+        return self._tokenizer.batch_decode([[i] for i in range(len(self._tokenizer))])
 
     def special_ids(self, size: int) -> list[int]:
         """Special tokens, and rows of the embedding that no token uses."""
-        tokenizer = self._get()
-        return sorted({*tokenizer.all_special_ids, *range(len(tokenizer), size)})
+        return sorted({*self._tokenizer.all_special_ids, *range(len(self._tokenizer), size)})
+
+
+def _follow_output_layer(model: nn.Module, take: Callable[[Tensor], None]) -> list[RemovableHandle]:
+    """Hands over the last hidden states (B, D) each time a model computes logits, by its `LogitsProcessor`'s input.
+
+    The input is that of Hugging Face's output embedding, and is outside of compiled or captured graphs.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    def before(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        take(inputs[1] if len(inputs) > 1 else named["hidden_states"])
+
+    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if not found:
+        raise UsageError(
+            f"perturbation: {type(model).__name__} has no LogitsProcessor, so the last hidden states that this"
+            " perturbation reads are not known. Use another model, or a perturbation that reads logits alone."
+        )
+    return [module.register_forward_pre_hook(before, with_kwargs=True) for module in found]

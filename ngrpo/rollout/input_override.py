@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,15 +36,10 @@ class InputOverride:
         device: torch.device,
         bare: type[nn.Module] | None = None,
     ) -> None:
-        """
-        Args:
-            module: the model's input embedding.
-            max_tokens: rows of the largest forward.
-            hidden: D.
-            dtype: of the embedding's output.
-            device: of the model.
-            bare: the class among the module's bases whose forward gives rows of the matrix; the module's own class
-                by default. Gemma's embedding in vLLM's Transformers backend multiplies what that one gives.
+        """module: the model's input embedding; max_tokens: rows of the largest forward.
+
+        bare: the class among the module's bases whose forward gives rows of the matrix; its own by default. Gemma's
+        embedding in vLLM's Transformers backend multiplies these.
         """
         base = type(module)
         self._bare = base if bare is None else bare
@@ -62,24 +56,18 @@ class InputOverride:
         return self._bare.forward(self._module, ids)
 
     def clear(self, rewritten: np.ndarray | None = None) -> None:
-        """No row of the next forward is replaced, but for those that are put at once.
+        """No row of the next forward is replaced, but for ``rewritten`` (N,) int64, which :meth:`put` is given next.
 
-        Args:
-            rewritten: the rows that :meth:`put` is told next, (N,) int64, or None. Where they are those of the last
-                forward, as in a batch that goes on decoding, there is nothing to clear.
+        Where these are the rows of the last forward, as in a batch that goes on decoding, there is nothing to clear.
         """
         if self._flagged is None or (len(self._flagged) and not _equal(self._flagged, rewritten)):
             self._module.overridden.zero_()
             self._flagged = _NONE
 
     def put(self, rows: Tensor, vectors: Tensor, mask: Tensor | None = None, on_host: np.ndarray | None = None) -> None:
-        """Replaces rows of the next forward.
+        """Replaces rows of the next forward: rows (N,) int64, vectors (N, D), mask (N,) bool or None for all.
 
-        Args:
-            rows: (N,) int64.
-            vectors: (N, D).
-            mask: the rows that are replaced; the others are not, (N,) bool; None for all.
-            on_host: the same rows, where they are known there.
+        ``on_host``: the same rows, where they are known there.
         """
         self._module.override.index_copy_(0, rows, vectors)
         flags = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
@@ -123,13 +111,12 @@ def _subclass(base: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:
 
 
 def find_input_embedding(model: nn.Module) -> VocabParallelEmbedding:
-    """The table of a vLLM model that its text goes through.
+    """The table of a vLLM model that its text goes through, found by embedding tokens as the model does.
 
-    A model may hold several: per-layer embeddings, which follow the token in the text whatever is fed in its place,
-    or those of another modality's tower. Which is the one shows by looking tokens up as the model does.
+    A model may have others: per layer, which follow the token in the text, or in another modality's tower.
 
     Raises:
-        UsageError: where there is none, where it cannot be told, or where it is quantised.
+        UsageError: for no table, several, or a quantised one.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
@@ -178,25 +165,21 @@ def tables_of_text(model: nn.Module) -> list[nn.Module]:
 
 def _looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> tuple[list[str], str] | None:
     """Which tables the model's own way of embedding two tokens uses, and what that means; None where it has no way."""
-    for embed in _ways_to_embed(model):
-        used: list[str] = []
-        hooks = [module.register_forward_hook(partial(_note, used, name)) for name, module in tables.items()]
-        try:
-            with torch.inference_mode():
+    used: dict[str, None] = {}
+    hooks = [
+        table.register_forward_hook(lambda *_, name=name: used.update({name: None})) for name, table in tables.items()
+    ]
+    try:
+        for embed in _ways_to_embed(model):
+            with suppress(AttributeError, NotImplementedError, TypeError), torch.inference_mode():
                 embed(torch.zeros(2, dtype=torch.int32, device=next(model.parameters()).device))
-        except (AttributeError, NotImplementedError, TypeError):
-            continue
-        finally:
-            for hook in hooks:
-                hook.remove()
-        names = list(dict.fromkeys(used))
-        if names:
-            return names, f"and the embedding of a token is made of {len(names)} of them ({', '.join(names)})"
+                if used:
+                    return [*used], f"and the embedding of a token is made of {len(used)} of them ({', '.join(used)})"
+            used.clear()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return None
-
-
-def _note(used: list[str], name: str, *_: object) -> None:
-    used.append(name)
 
 
 def _ways_to_embed(model: nn.Module) -> Iterator[Callable[[Tensor], Any]]:

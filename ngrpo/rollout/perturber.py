@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: what happens to each step of a vLLM model runner when a perturbation is on.
 
-A step:
-
 1. ``begin``, before the forward: the edits drawn after the last step are written into the embedding's override;
    positions that are computed again, after a preemption or in a further turn, get theirs from the store.
 2. ``finish``, in place of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
-   The host knows these rows without logits, so there is no loop over requests and nothing waits for the device.
-3. note: what the step drew is copied to the host while further steps run (`async_scheduling.py`).
-4. ``drain``: copies that have arrived are written into the trajectory store, row by row of their slots.
+   The host knows these rows without logits, so nothing waits for the device.
+3. The draws are copied to the host while further steps run (`async_scheduling.py`), then written into the store.
 
-A slot is where a trajectory's state lies, in the store, in the gate and in the masks. It is opened with the request
-(``opened``: everything that the last owner left is reset), keeps its place while the request is preempted, and is
-written to by each step that computes it. When the scheduler tells of the request's end, the slot stays until its last
-note is in the store; then the trajectory goes into the replay buffer, and the slot is free (``closed``: an edit that
-was drawn for its next position is dropped). `requests.py` opens and closes slots.
+A slot holds a trajectory's state in the store, the gate and the masks, also while the request is preempted. After the
+request's end it stays until its last note is in the store; then the trajectory goes into the replay buffer.
+`requests.py` opens and closes slots.
 """
 
 from __future__ import annotations
@@ -29,9 +24,8 @@ from torch import Tensor, nn
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout.async_scheduling import Note, Notes
 from ngrpo.rollout.input_override import InputOverride
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
-from ngrpo.rollout.step_kernels import STREAMS, Rows, StepKernels
-from ngrpo.rollout.tokens_left import TokensLeft
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
+from ngrpo.rollout.step_kernels import STREAMS, Gated, Logits, Rows, StepKernels
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations import streams
 from perturbations.base import Perturbation
@@ -41,10 +35,9 @@ from perturbations.errors import require
 from perturbations.gates.default import BoundGate
 from perturbations.replay.trajectory import SamplingMask
 from perturbations.step import Positions, Step
-from perturbations.verdict import selected
 
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
-_AT_ONCE = 1024
+REPLAY_CHUNK = 1024
 
 
 @dataclass(frozen=True)
@@ -96,19 +89,15 @@ class RolloutPerturber:
         self._edits: Edits | None = None
         self._hidden: Tensor | None = None
         self._batch: Batch | None = None
-        self._at_once = _AT_ONCE
-        self._notes = Notes(store, masks, lambda: self._event())
+        self._at_once = REPLAY_CHUNK
+        self.notes = Notes(store, masks, lambda: self._event())
 
     # --- before the forward -------------------------------------------------------------------------------------
 
     def begin(self, names: Sequence[str], starts: np.ndarray, counts: np.ndarray, discard: np.ndarray) -> None:
-        """Prepares the override for a forward.
+        """Prepares the override for a forward of B requests from their first positions on, (B,) each.
 
-        Args:
-            names: request ids in batch order.
-            starts: first position computed of each request, (B,).
-            counts: positions computed of each request, (B,).
-            discard: requests whose prefill is not complete, so that their sample is thrown away, (B,) bool.
+        ``discard``: prefills that are not complete, so that their samples are thrown away, (B,) bool.
         """
         self._locate_rows(names)
         slots, ends = self._slots, starts + counts
@@ -152,7 +141,7 @@ class RolloutPerturber:
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
-        self._notes.drain_slot(slot)
+        self.notes.drain_slot(slot)
         edits = self._store.edits(slot, start, start + count)
         if not edits:
             return
@@ -181,22 +170,11 @@ class RolloutPerturber:
         return self._batch is not None
 
     def compile(self, logits: Tensor) -> Tensor:
-        """Compiles the parts of a step, with and without filters, so that no request waits for it.
-
-        Args:
-            logits: as the model computes them, (B, V), of any values.
-
-        Returns:
-            Tokens, (B,) int64.
-        """
+        """As :meth:`StepKernels.compile`."""
         return self._kernels.compile(logits)
 
     def rehearse(self, logits: Tensor) -> None:
-        """Does the work of a step and leaves nothing behind, so that an engine measures its memory with it.
-
-        Args:
-            logits: as the model computes them, (B, V), of any values.
-        """
+        """Does a step's work on logits (B, V) of any values, so that an engine measures its memory with it."""
         tokens = self.compile(logits)
         rows = torch.arange(len(logits), device=logits.device)
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
@@ -206,7 +184,7 @@ class RolloutPerturber:
         else:
             self._rehearse(scaled, tokens[:1].expand(len(rows)), rows)
         if self._masks is not None:
-            TokensLeft(scaled, self._download).rehearse()
+            SamplingSupport(scaled, self._download).rehearse()
         if self._schedule is not None:
             self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows, rows, rows + 1))
 
@@ -223,17 +201,7 @@ class RolloutPerturber:
             self._gate.open(torch.zeros_like(rows), step, rows)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
-        """What the temperatures of the step in flight are multiplied with.
-
-        Args:
-            scaled: logits at the temperatures that the requests ask for, (B, V).
-            temperature: these, (B,) float32.
-            greedy: as in :meth:`finish`.
-
-        Returns:
-            (B,) float32, 1 for greedy rows and for requests without a schedule; None where there is no schedule, or
-            none within an answer.
-        """
+        """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
         if self._schedule is None:
             return None
         # A prompt that is not complete yet draws a token that is thrown away.
@@ -248,16 +216,13 @@ class RolloutPerturber:
         return torch.where(applies, factor, 1.0)
 
     def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
-        """Draws the next tokens and the edits of the gated rows.
+        """Draws the next tokens, (B,) int64, and the edits of the gated rows.
 
         Args:
             scaled: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
             temperature: (B,) float32, 1 for greedy rows.
             drawable: logits after top-k, top-p and min-p, (B, V) float32.
             greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
-
-        Returns:
-            The tokens, (B,) int64.
         """
         batch, self._batch = require(self._batch, "the batch of begin()"), None
         hidden, self._hidden = self._hidden, None
@@ -266,7 +231,7 @@ class RolloutPerturber:
         store = self._store
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)
-        gated = selected(self._gate, at, within & store.perturbed[batch.slots])
+        gated = self._gate.selected(at, within & store.perturbed[batch.slots])
         perturbed = [gated, batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], STREAMS)]
         parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, batch.sampled, *perturbed]
         keys, positions, sampled, *of_gated = self._upload_all(parts)
@@ -278,40 +243,26 @@ class RolloutPerturber:
         rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
         tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
-            tokens, vectors, edits = self._kernels.edit(
-                of_gated[0], of_gated[1:], rows, draw, scaled, temperature, filtered, greedy, hidden
-            )
+            logits = Logits(scaled, temperature, filtered, greedy, hidden)
+            tokens, vectors, edits = self._kernels.edit(Gated(*of_gated), rows, draw, logits)
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
         counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
-        log_probs = self._kernels.settle(rows, tokens, counted, draw.log_total)
-        left = None if self._masks is None else TokensLeft(drawable, self._download)
-        self._note(batch, within, log_probs, gated, edits, left)
-        return tokens
-
-    # --- the store ----------------------------------------------------------------------------------------------
-
-    def _note(
-        self,
-        batch: Batch,
-        within: np.ndarray,
-        log_probs: Tensor,
-        gated: np.ndarray,
-        edits: dict[str, Tensor],
-        left: TokensLeft | None,
-    ) -> None:
+        log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
+        support = None if self._masks is None else SamplingSupport(drawable, self._download)
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}
         ready = self._event()
-        slots, positions, rows = batch.slots, batch.next_positions, None
+        slots, at_next, kept = batch.slots, batch.next_positions, None
         if not within.all():
-            rows = within.nonzero()[0]
-            slots, positions = slots[rows], positions[rows]
+            kept = within.nonzero()[0]
+            slots, at_next = slots[kept], at_next[kept]
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
-        self._last_position[slots] = positions
-        at = batch.slots[gated], batch.next_positions[gated]
-        self._store.has_edits[at[0]] = True
-        self._notes.add(Note(ready, slots, positions, rows, log_probs, left, at, edits))
+        self._last_position[slots] = at_next
+        edited = batch.slots[gated], batch.next_positions[gated]
+        self._store.has_edits[edited[0]] = True
+        self.notes.add(Note(ready, slots, at_next, kept, log_probs, support, edited, edits))
+        return tokens
 
     def _event(self) -> torch.cuda.Event | None:
         """Tells when the copies made so far have arrived; None where they have."""
@@ -321,34 +272,20 @@ class RolloutPerturber:
         event.record()
         return event
 
-    @property
-    def noted(self) -> int:
-        """Steps whose outcome was noted so far."""
-        return self._notes.taken
-
-    @property
-    def written(self) -> int:
-        """How many of these are in the store."""
-        return self._notes.written
-
-    def drain(self, until: int = 0) -> None:
-        """Moves notes into the store: those that have arrived, and the first ``until`` ever taken, waited for."""
-        self._notes.drain(until)
-
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def opened(self, name: str) -> None:
+    def opened(self, name: str, prompt: Sequence[int] = ()) -> None:
         """A request has its slot: the row's state starts afresh."""
         slot = self._store.live[name].slot
         if self._store.slots > len(self._row_of_slot):
             self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
             self._last_position = grown(self._last_position, self._store.slots, -1)
-            self._notes.grow(self._store.slots)
+            self.notes.grow(self._store.slots)
             if self._masks is not None:
                 self._masks.grow(self._store.slots)
             self._gate.grow(self._store.slots)
         self._last_position[slot] = -1
-        self._gate.reset(slot)
+        self._gate.reset(slot, prompt)
         if self._masks is not None:
             self._masks.clear(slot)
 
@@ -360,10 +297,6 @@ class RolloutPerturber:
     def sampling_mask(self, slot: int) -> SamplingMask | None:
         """Which tokens sampling left at the positions of a request, None where that is not recorded."""
         return None if self._masks is None else self._masks.read(slot)
-
-    def weights_changed(self) -> None:
-        """New weights: neighbors and scales are computed again on their next use."""
-        self._embeddings.refresh()
 
     def _download(self, part: Tensor) -> Tensor:
         return part.to("cpu", non_blocking=True)

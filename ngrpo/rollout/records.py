@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
-from ngrpo.rollout.request_names import external_id
+from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.settings import read
 from perturbations import registry
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -17,29 +19,21 @@ from perturbations.replay.trajectory import FinishedTrajectory
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     from perturbations.neighbors import Drift
-
-_MISSING = (
-    "this engine has no perturbation: build it with additional_config={'perturbation': {'name': 'neighbor'}} in an"
-    " environment where ngrpo is installed (pip install ngrpo), so that vLLM finds its plugin; VLLM_PLUGINS, if set,"
-    " must name ngrpo_perturbation."
-)
 
 
 def take_records(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, ReplayRecord]:
     """Hands over the records of finished requests; each is handed over once.
 
     Args:
-        llm: a ``vllm.LLM`` with a perturbation.
+        llm: a ``vllm.LLM`` with a perturbation; RuntimeError without one.
         request_ids: ``RequestOutput.request_id`` of the requests wanted; None for all that have finished.
 
     Returns:
         ``request_id`` to record. With ``SamplingParams(n=…)`` above 1 the key of sample i is ``"{i}_{request_id}"``,
         as vLLM itself numbers them.
-
-    Raises:
-        RuntimeError: where the engine has no perturbation installed.
     """
     return {name: record for name, (record, _) in take_trajectories(llm, request_ids).items()}
 
@@ -53,21 +47,17 @@ def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dic
         Key to record and (generated,) float32.
     """
     front = llm.llm_engine.output_processor
-    unfinished = list(front.request_states)
     names = None if request_ids is None else list(request_ids)
-    trajectories = of_answers(front, _ask(llm, "take", names, unfinished))
+    trajectories = of_answers(front, _ask(llm, "take", names, list(front.request_states)))
     return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in trajectories.items()}
 
 
 def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:
-    """Trajectories that end where their answers do.
+    """Trajectories that end where their answers do, by key as of :func:`take_records`.
 
     Args:
         front: the engine's ``output_processor``.
         taken: internal request id to what a worker sent.
-
-    Returns:
-        By key, as of :func:`take_records`.
     """
     return {
         external_id(name): cut_to_answer(FinishedTrajectory.unpack(parts), taken_length(front, name))
@@ -89,13 +79,9 @@ def set_perturbation(llm: LLM, name: str, **options: object) -> None:
     """Gives a running engine another perturbation, between requests: to compare perturbations without loading twice.
 
     Args:
-        llm: a ``vllm.LLM`` built with a perturbation.
+        llm: a ``vllm.LLM`` built with a perturbation; RuntimeError without one.
         name: as in :func:`perturbations.create`; rate 0 is allowed here and draws as the engine does.
         options: as in :func:`perturbations.create`.
-
-    Raises:
-        ValueError: for a bad spec.
-        RuntimeError: where the engine has no perturbation installed.
     """
     _ask(llm, "replace", registry.create(name, **options).spec())
 
@@ -106,17 +92,9 @@ def model_runner(llm: LLM) -> str:
 
 
 def neighbor_drift(llm: LLM) -> Drift | None:
-    """How many neighbor sets the latest weight sync of an engine changed.
+    """How many neighbor sets of an engine's anchors the latest weight sync changed.
 
-    Args:
-        llm: a ``vllm.LLM`` with a perturbation.
-
-    Returns:
-        Counts over tokens that were used as anchors; None before the first sync, and for perturbations without
-        neighbors.
-
-    Raises:
-        RuntimeError: where the engine has no perturbation installed.
+    None before the first sync, and for perturbations without neighbors; RuntimeError without a perturbation.
     """
     from perturbations.neighbors import Drift
 
@@ -135,15 +113,7 @@ def _ask(llm: LLM, what: str, *args: object) -> Any:
 
 
 async def confirm(engine: AsyncLLM, expected: str) -> None:
-    """Has every worker of an asynchronous engine confirm what it runs.
-
-    Args:
-        engine: whose ``collective_rpc`` is awaited.
-        expected: `ngrpo.rollout.settings.fingerprint` of what was asked for.
-
-    Raises:
-        RuntimeError: where a worker runs unperturbed, or something else.
-    """
+    """Raises RuntimeError unless every worker of an asynchronous engine has the expected `settings.fingerprint`."""
     try:
         fingerprints = await engine.collective_rpc("perturbation_fingerprint")
     except Exception as error:
@@ -159,17 +129,48 @@ def _of_workers_without_hooks(error: Exception) -> list[str]:
 
 
 def check_installed(fingerprints: Sequence[str], expected: str | None = None) -> None:
-    """Raises ``RuntimeError`` unless every worker of an engine runs the same, expected perturbation.
-
-    Args:
-        fingerprints: one per worker, empty where a worker has none.
-        expected: the spec's fingerprint, or None for any.
-    """
+    """Raises RuntimeError unless every worker of an engine runs the same, expected perturbation; None for any."""
     for rank, fingerprint in enumerate(fingerprints):
         if not fingerprint:
-            raise RuntimeError(f"vLLM worker {rank} runs unperturbed: {_MISSING}")
+            raise RuntimeError(
+                f"vLLM worker {rank} runs unperturbed: this engine has no perturbation, or has 'none'. Build it with"
+                " additional_config={'perturbation': {'name': 'neighbor'}} where ngrpo is installed (pip install"
+                " ngrpo), so that vLLM finds its plugin; VLLM_PLUGINS, if set, must name ngrpo_perturbation."
+            )
         if expected is not None and fingerprint != expected:
             raise RuntimeError(
                 f"vLLM worker {rank} runs another perturbation than this run asked for: {fingerprint} instead"
                 f" of {expected}. Are all nodes on the same version of ngrpo?"
             )
+
+
+def drop_aborted(original: Callable[..., None]) -> Callable[..., None]:
+    """A caller's abort. (Requests that end at a stop string are aborted further inside; they keep their records.)"""
+
+    @functools.wraps(original)
+    def abort_request(self: LLMEngine, request_ids: Iterable[str], *args: object, **kwargs: object) -> None:
+        names = list(request_ids)
+        dropped = _with_internal_ids(self, names)
+        original(self, names, *args, **kwargs)
+        if read(self.vllm_config.additional_config) is not None:
+            self.collective_rpc("perturbation_drop", args=(dropped,))
+
+    return abort_request
+
+
+def drop_aborted_async(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    async def abort(self: AsyncLLM, request_id: str | Iterable[str], *args: object, **kwargs: object) -> None:
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        dropped = _with_internal_ids(self, names)
+        await original(self, names, *args, **kwargs)
+        if read(self.vllm_config.additional_config) is not None:
+            await self.collective_rpc("perturbation_drop", args=(dropped,))
+
+    return abort
+
+
+def _with_internal_ids(engine: LLMEngine | AsyncLLM, names: list[str]) -> list[str]:
+    """The names, and the internal ids of those unfinished, which an abort forgets: a parent's samples have its name."""
+    ids = engine.output_processor.external_req_ids
+    return [*names, *(internal for name in names for internal in ids.get(name, ()))]

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a worker: their seeds and slots while they run, and what is left of them when they have finished."""
+"""Requests of a worker: their names, their seeds and slots while they run, and their records afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ngrpo.rollout.perturber import RolloutPerturber
-from ngrpo.rollout.request_names import RequestNames
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import seeds
@@ -19,8 +18,70 @@ from perturbations.replay.buffers import ReplayBuffer
 from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+
+class RequestNames:
+    """Internal request ids, found by a caller's names without going through all of them.
+
+    vLLM appends ``-`` and eight characters to the caller's id, and calls the samples of one request ``0_<its internal
+    id>``, ``1_...``. Where several have one external id, they are in the order in which they came.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._all: set[str] = set()
+        self._found: dict[tuple[str, str], dict[str, None]] = {}
+        for name in names:
+            self.add(name)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, name: str) -> None:
+        """Takes in an internal id."""
+        self._all.add(name)
+        for key in self._keys(name):
+            self._found.setdefault(key, {})[name] = None
+
+    def discard(self, name: str) -> None:
+        """Forgets an internal id."""
+        self._all.discard(name)
+        for key in self._keys(name):
+            ids = self._found.get(key, {})
+            ids.pop(name, None)
+            if not ids:
+                self._found.pop(key, None)
+
+    def matching(self, requests: Iterable[str]) -> list[str]:
+        """The internal ids of these external or internal ones, each once."""
+        found: dict[str, None] = {}
+        for one in requests:
+            found |= self._found.get(("external", one), {})
+            if one in self._all:
+                found[one] = None
+        return list(found)
+
+    def with_samples(self, requests: Iterable[str]) -> list[str]:
+        """As :meth:`matching`, with all samples of a request of which one is asked for, or its own internal id is."""
+        requests = list(requests)
+        parents = dict.fromkeys(parent for one in requests for parent in (one, _parent(one)))
+        samples = (name for parent in parents for name in sorted(self._found.get(("parent", parent), ())))
+        return list(dict.fromkeys([*self.matching(requests), *samples]))
+
+    @staticmethod
+    def _keys(name: str) -> list[tuple[str, str]]:
+        parent = _parent(name)
+        return [("external", external_id(name)), *([("parent", parent)] if parent else [])]
+
+
+def external_id(name: str) -> str:
+    """The request id that the caller knows: vLLM appends '-' and eight characters to it inside the engine."""
+    stem, _, suffix = name.rpartition("-")
+    return stem if len(suffix) == 8 and stem else name
+
+
+def _parent(name: str) -> str:
+    return name.partition("_")[2]
 
 
 class RunningRequests:
@@ -37,10 +98,10 @@ class RunningRequests:
         self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
         self._counts = seeds.PromptCounts(rank)
         self._dropped: set[str] = set()
-        # Requests that the scheduler has told of as finished, whose last notes may still be on their way, and how many
-        # notes had been taken by then: so many must be in the stores.
+        # Requests that the scheduler has told of as finished, and how many notes had been taken by then: these must all
+        # be in the stores.
         self._ended: dict[str, int] = {}
-        # All alive and all in the buffer, and some that the buffer has dropped by itself, until there are as many.
+        # All alive, all in the buffer, and some that the buffer has dropped since, until there are as many.
         self._names, self._names_most = RequestNames([*buffer.names(), *store.live]), 1024
 
     @property
@@ -52,27 +113,40 @@ class RunningRequests:
         """Takes in one ``SchedulerOutput`` of vLLM, before the step runs, without waiting for the device."""
         for name in scheduler_output.finished_req_ids:
             if name in self._store.live:
-                self._ended[name] = self._perturber.noted
-        self._settle()
+                self._ended[name] = self._perturber.notes.taken
+        self._finish()
         for new in scheduler_output.scheduled_new_reqs:
             self._open(new)
 
-    def _settle(self, names: Iterable[str] = ()) -> None:
+    def _finish(self, names: Iterable[str] = ()) -> None:
         """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
-        self._perturber.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
-        for name in [name for name, noted in self._ended.items() if noted <= self._perturber.written]:
+        self._perturber.notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
+        for name in [name for name, noted in self._ended.items() if noted <= self._perturber.notes.written]:
             del self._ended[name]
-            self._finish(name)
+            slot = self._store.live[name].slot
+            if name in self._dropped:
+                self._dropped.discard(name)
+                self._names.discard(name)
+            else:
+                self._buffer.add(name, self._extract(name))
+            self._store.close(name)
+            self._perturber.closed(slot)
 
     def _open(self, new: NewRequestData) -> None:
-        self._settle([new.req_id])
+        self._finish([new.req_id])
         if new.req_id in self._store.live:
             return
         params, prompt = new.sampling_params, require(new.prompt_token_ids, "the prompt's tokens")
         arguments = request_arguments(params)
         earlier = ReplayRecord.from_bytes(arguments["record"]) if arguments.get("record") else None
-        # A further turn goes on with its trajectory's seed, so that one record covers all turns.
-        seed = earlier.seed if earlier is not None else self._seed(arguments, params, prompt)
+        given = arguments.get("seed", getattr(params, "seed", None))
+        if earlier is not None:  # a further turn keeps its trajectory's seed, so that one record covers all turns
+            seed = earlier.seed
+        elif given is not None:
+            seed = seeds.trajectory_seed(self._perturbation.seed, int(given), int(arguments.get("sample", 0)))
+        else:
+            prompt_seed = seeds.of_prompt(prompt)
+            seed = seeds.trajectory_seed(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
         step = max(int(arguments.get("training_step", 0)), 0) if arguments.get("scheduled", True) else -1
         answer = int(arguments.get("answer", 0)), int(arguments.get("answers", 1))
         trajectory = self._store.open(new.req_id, seed, len(prompt), bool(arguments.get("enabled", True)), step, answer)
@@ -82,42 +156,19 @@ class RunningRequests:
         if len(self._names) > self._names_most:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])
             self._names_most = 2 * len(self._names) + 1024
-        self._perturber.opened(new.req_id)
-
-    def _seed(self, arguments: dict[str, Any], params: SamplingParams | None, prompt: list[int]) -> int:
-        """The trajectory's seed: of what the request says of itself, or of how often its prompt has been asked."""
-        seed = arguments.get("seed", getattr(params, "seed", None))
-        if seed is not None:
-            return seeds.trajectory_seed(self._perturbation.seed, int(seed), int(arguments.get("sample", 0)))
-        prompt_seed = seeds.of_prompt(prompt)
-        return seeds.trajectory_seed(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
-
-    def _finish(self, name: str) -> None:
-        slot = self._store.live[name].slot
-        if name in self._dropped:
-            self._dropped.discard(name)
-            self._names.discard(name)
-        else:
-            self._buffer.add(name, self._extract(name))
-        self._store.close(name)
-        self._perturber.closed(slot)
+        self._perturber.opened(new.req_id, new.prompt_token_ids or ())
 
     def _extract(self, name: str) -> FinishedTrajectory:
         mask = self._perturber.sampling_mask(self._store.live[name].slot)
         return FinishedTrajectory(*self._store.record(name), mask)
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
-        """Hands over records, once.
+        """Hands over records, once: internal request id to the parts of its :class:`FinishedTrajectory`.
 
-        Args:
-            names: internal or external request ids; None for all but ``unfinished``.
-            unfinished: internal ids of requests still running, left alone.
-
-        Returns:
-            Internal request id to the bytes of its :class:`FinishedTrajectory`.
+        ``names``: internal or external ids, None for all but ``unfinished``, internal ids of requests still running.
         """
         ids = None if names is None else self._names.matching(names)
-        self._settle(self._ended if ids is None else ids)
+        self._finish(self._ended if ids is None else ids)
         if ids is None:
             ids = [*self._buffer.names(), *self._store.live]
         running, trajectories = set(unfinished or ()), {}
@@ -138,7 +189,7 @@ class RunningRequests:
             return None
         # The scheduler tells of the end only with the next step; the record must not come a second time.
         self._dropped.add(name)
-        self._perturber.drain(until=self._perturber.noted)
+        self._perturber.notes.drain(until=self._perturber.notes.taken)
         return self._extract(name)
 
     def drop(self, names: list[str]) -> None:

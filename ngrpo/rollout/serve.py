@@ -26,14 +26,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
-from ngrpo.rollout.request_check import checked_fields, with_record_read
+from ngrpo.rollout.request_arguments import checked_fields, with_record_read
 from ngrpo.rollout.settings import KEY
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from ngrpo.rollout.vllm_objects import FrontEnd
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 JsonObject = dict[str, Any]
 _PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -73,16 +72,25 @@ class PerturbationMiddleware:
 
 
 def _read(body: bytes) -> tuple[JsonObject, bool] | None:
-    """The request as vLLM gets it, and whether a record was asked for; None where it says nothing of a perturbation.
-
-    Raises:
-        UsageError: for a body that is no JSON object, and for wrong fields.
-    """
-    request = _json_object(body)
+    """vLLM's request, and whether a record was asked for; None without a perturbation; UsageError for wrong ones."""
+    needed = 'Send a JSON object, such as {"model": "NAME", "prompt": "Hello"}.'
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the request's body {reprlib.repr(body)} is not JSON: {error}. {needed}") from None
+    if not isinstance(request, dict):
+        raise UsageError(f"the request's body is {reprlib.repr(request)}: must be a JSON object. {needed}")
     arguments = request.pop(KEY, None)
     if arguments is None:
         return None
-    with_record = _record_wanted(arguments, request)
+    with_record = arguments.pop(_RETURN_RECORD, False) if isinstance(arguments, dict) else False
+    where = f"{KEY}.{_RETURN_RECORD}"
+    if not isinstance(with_record, bool):
+        raise UsageError(f"{where} is {with_record!r}: must be true or false.")
+    if with_record and request.get("stream"):
+        raise UsageError(f"{where} needs an answer that is not streamed. Leave one of them out.")
+    if with_record and request.get("use_beam_search"):
+        raise UsageError(f"{where} needs an answer that is sampled, and no beam search. Leave one of them out.")
     checked_fields(with_record_read(arguments, KEY), KEY, (_RETURN_RECORD,))
     others = {} if request.get(_XARGS) is None else request[_XARGS]
     if not isinstance(others, dict):
@@ -91,24 +99,8 @@ def _read(body: bytes) -> tuple[JsonObject, bool] | None:
     return request, with_record
 
 
-def _json_object(body: bytes) -> JsonObject:
-    """The body as a dictionary; UsageError where it is anything else."""
-    needed = 'Send a JSON object, such as {"model": "NAME", "prompt": "Hello"}.'
-    try:
-        request = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"the request's body {reprlib.repr(body)} is not JSON: {error}. {needed}") from None
-    if not isinstance(request, dict):
-        raise UsageError(f"the request's body is {reprlib.repr(request)}: must be a JSON object. {needed}")
-    return request
-
-
 def _lengthen_id(headers: MutableHeaders, request: JsonObject) -> str:
-    """Lengthens the id that a client gave its request: records are found by ids, and clients may give one id twice.
-
-    Returns:
-        What stands at the end of the id now; empty where the client gave none, so that vLLM makes up one of its own.
-    """
+    """Makes a client's request id unique, since records are found by ids; returns its new end, empty without an id."""
     added = f"-{uuid.uuid4().hex}"
     if _ID_HEADER in headers:  # which vLLM prefers to the field
         headers[_ID_HEADER] += added
@@ -119,7 +111,7 @@ def _lengthen_id(headers: MutableHeaders, request: JsonObject) -> str:
     return added
 
 
-async def _answer(held: _Held, engine: FrontEnd, added: str) -> Response:
+async def _answer(held: _Held, engine: AsyncLLM, added: str) -> Response:
     """The server's answer with records and with the client's own id, to which ``added`` was added."""
     headers = {name: value for name, value in held.headers.items() if name != "content-length"}
     if _ID_HEADER in headers:
@@ -133,7 +125,7 @@ async def _answer(held: _Held, engine: FrontEnd, added: str) -> Response:
     return JSONResponse({**answer, "id": answer["id"].removesuffix(added)}, headers=headers)
 
 
-async def _with_records(answer: JsonObject, engine: FrontEnd) -> JsonObject:
+async def _with_records(answer: JsonObject, engine: AsyncLLM) -> JsonObject:
     """The answer, each of its choices with its record; RuntimeError where one is not there."""
     check_installed(await engine.collective_rpc("perturbation_fingerprint"))
     choices = answer["choices"]
@@ -162,19 +154,6 @@ def _request_ids(answer: JsonObject, choices: int) -> list[tuple[str, ...]]:
         each = [(i // n, i % n, n) for n in range(1, choices + 1) if choices % n == 0]
         ids.append(tuple(f"{name}-{prompt}" if n == 1 else f"{sample}_{name}-{prompt}" for prompt, sample, n in each))
     return ids
-
-
-def _record_wanted(arguments: object, request: JsonObject) -> bool:
-    """Whether ``return_record`` stands in the field, which is taken out of it; UsageError where it cannot be had."""
-    with_record = arguments.pop(_RETURN_RECORD, False) if isinstance(arguments, dict) else False
-    where = f"{KEY}.{_RETURN_RECORD}"
-    if not isinstance(with_record, bool):
-        raise UsageError(f"{where} is {with_record!r}: must be true or false.")
-    if with_record and request.get("stream"):
-        raise UsageError(f"{where} needs an answer that is not streamed. Leave one of them out.")
-    if with_record and request.get("use_beam_search"):
-        raise UsageError(f"{where} needs an answer that is sampled, and no beam search. Leave one of them out.")
-    return with_record
 
 
 class _Held:

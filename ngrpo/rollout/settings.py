@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The perturbation of an engine, read from vLLM's ``additional_config``, and what it cannot be combined with."""
+"""The perturbation of an engine, read from vLLM's ``additional_config``, and what it cannot be combined with.
+
+The functions raise ``UsageError`` for invalid entries.
+"""
 
 from __future__ import annotations
 
@@ -19,67 +22,47 @@ from perturbations.replay.buffers import ReplayBuffer
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# Keys of ``additional_config``.
 KEY = "perturbation"
 REPLAY_BUFFER = "perturbation_replay_buffer"
-"""Key of ``additional_config``: the replay buffer of each worker, by name or as a dictionary with name and options."""
+"""The replay buffer of each worker, by name or as a dictionary with name and options."""
 SEEDED_DRAWS = "seeded_draws"
-"""Key of ``additional_config``: draw every token from a counter-based stream, also where nothing is perturbed.
+"""Draw every token from a counter-based stream, also where nothing is perturbed.
 
 An engine that perturbs does so anyway. (vLLM 0.29's own seeds per request fail on a CPU with chunked prefills.)
 """
-
 SAMPLING_MASKS = "sampling_masks"
-"""Key of ``additional_config``: record which tokens sampling left at each position; implies seeded draws."""
+"""Record which tokens sampling left at each position; implies seeded draws."""
+DEFERRED_CHECK = "deferred_check"
+"""The start-up check waits for ``collective_rpc("perturbation_check")``, or else for the first request.
 
-DEFERRED_PROBE = "deferred_probe"
-"""Key of ``additional_config``: the engine's probe waits for ``collective_rpc("perturbation_probe")``.
-
-Whoever asks gets its error, which is lost to them where an engine in a process of its own ends at its start. Without
-being asked, the engine proves itself before its first request.
+The caller gets its error, which would be lost where an engine in a process of its own ends at its start.
 """
-
 SAMPLING_MASK_GIB = "sampling_mask_gib"
-"""Key of ``additional_config``: the memory in GiB that the sampling masks of a worker's running requests may take."""
-
+"""The memory in GiB that the sampling masks of a worker's running requests may take."""
 SAMPLING_SCHEDULE = "sampling_schedule"
-"""Key of ``additional_config``: how temperatures change, a dictionary with name and options; implies seeded draws."""
+"""How temperatures change, a dictionary with name and options; implies seeded draws."""
 
 
 def read(additional_config: object) -> Perturbation | None:
-    """The perturbation that ``additional_config={"perturbation": {...}}`` names; None where nothing is to be done.
-
-    With ``"seeded_draws": True``, ``"sampling_masks": True`` or a ``"sampling_schedule"`` beside it, one that perturbs
-    nothing is returned too.
-
-    Raises:
-        UsageError: for anything that is not a valid spec.
-    """
-    config = additional_config if isinstance(additional_config, dict) else {}
-    spec, switches = config.get(KEY), {name: config.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS)}
+    """The perturbation of an engine: one that perturbs nothing for seeded draws alone, None where nothing is asked."""
+    config = _dictionary(additional_config)
+    switches = {name: config.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS)}
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise UsageError(f"additional_config[{name!r}]={value!r}: must be True or False.")
     read_mask_limit(config)
     seeded = any(switches.values()) or read_schedule(config) is not None
-    if spec is None and seeded:
-        spec = {"name": "none"}
+    spec = config.get(KEY)
     if spec is None:
-        return None
-    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{KEY!r}]={spec!r}: must be a dictionary with a 'name', for example"
-            " {'name': 'neighbor', 'rate': 0.1, 'k': 3}."
-        )
-    perturbation = registry.create(**spec)
+        return registry.create("none") if seeded else None
+    needed = "a dictionary with a 'name', for example {'name': 'neighbor', 'rate': 0.1, 'k': 3}"
+    perturbation = registry.create(**_named(KEY, spec, needed))
     return perturbation if perturbation.active or seeded else None
 
 
 def read_mask_limit(additional_config: Mapping[str, Any]) -> int | None:
-    """The bytes that ``additional_config={"sampling_mask_gib": 16}`` allows; None where it says nothing.
-
-    Raises:
-        UsageError: for anything that is not a positive number.
-    """
+    """The bytes that ``additional_config={"sampling_mask_gib": 16}`` allows; None where it says nothing."""
     value = additional_config.get(SAMPLING_MASK_GIB)
     if value is None:
         return None
@@ -89,72 +72,61 @@ def read_mask_limit(additional_config: Mapping[str, Any]) -> int | None:
 
 
 def read_schedule(additional_config: object) -> SamplingSchedule | None:
-    """The sampling schedule that ``additional_config={"sampling_schedule": {...}}`` names; None for none.
-
-    Raises:
-        UsageError: for anything that is not a valid spec.
-    """
-    spec = additional_config.get(SAMPLING_SCHEDULE) if isinstance(additional_config, dict) else None
+    """The sampling schedule that ``additional_config={"sampling_schedule": {...}}`` names; None for none."""
+    spec = _dictionary(additional_config).get(SAMPLING_SCHEDULE)
     if spec is None:
         return None
+    needed = (
+        f"a dictionary with a 'name' ({', '.join(sampling_schedules.available())} or ./file.py:Name) and options, for"
+        " example {'name': 'ead', 'tau_max': 1.2}"
+    )
+    return sampling_schedules.create(**_named(SAMPLING_SCHEDULE, spec, needed))
+
+
+def read_buffer(additional_config: object) -> ReplayBuffer:
+    """The replay buffer that ``additional_config`` names; one in the worker's memory where it names none."""
+    entry = _dictionary(additional_config).get(REPLAY_BUFFER)
+    spec = {"name": entry or "memory"} if entry is None or isinstance(entry, str) else entry
+    names = ", ".join(registry.buffers.available())
+    needed = f"a name ({names} or ./file.py:Name), or a dictionary with a 'name' and options"
+    return registry.buffers.create(**_named(REPLAY_BUFFER, spec, needed))
+
+
+def _dictionary(additional_config: object) -> dict[str, Any]:
+    return additional_config if isinstance(additional_config, dict) else {}
+
+
+def _named(key: str, spec: object, needed: str) -> dict[str, Any]:
     if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{SAMPLING_SCHEDULE!r}]={spec!r}: must be a dictionary with a 'name'"
-            f" ({', '.join(sampling_schedules.available())} or ./file.py:Name) and options, for example"
-            " {'name': 'ead', 'tau_max': 1.2}."
-        )
-    return sampling_schedules.create(**spec)
+        raise UsageError(f"additional_config[{key!r}]={spec!r}: must be {needed}.")
+    return spec
 
 
 def fingerprint(perturbation: Perturbation, schedule: SamplingSchedule | None) -> str:
-    """What must be the same in all processes of a run, of a perturbation and of a sampling schedule."""
+    """Of a perturbation and a sampling schedule: equal in all processes of a run."""
     return perturbation.fingerprint() + ("" if schedule is None else f" {schedule.fingerprint()}")
 
 
 def without_seed(additional_config: object) -> object:
-    """The ``additional_config`` of an engine that differs in nothing but the perturbation's seed."""
-    config = additional_config if isinstance(additional_config, dict) else {}
+    """The ``additional_config`` without the perturbation's seed."""
+    config = _dictionary(additional_config)
     spec = config.get(KEY)
     if not isinstance(spec, dict):
         return additional_config
     return {**config, KEY: {name: value for name, value in spec.items() if name != "seed"}}
 
 
-def read_buffer(additional_config: object) -> ReplayBuffer:
-    """The replay buffer that ``additional_config`` names; one in the worker's memory where it names none.
-
-    Raises:
-        UsageError: for anything that is not a valid name or spec.
-    """
-    entry = additional_config.get(REPLAY_BUFFER) if isinstance(additional_config, dict) else None
-    spec = {"name": entry or "memory"} if entry is None or isinstance(entry, str) else entry
-    if not isinstance(spec, dict) or not isinstance(spec.get("name"), str):
-        raise UsageError(
-            f"additional_config[{REPLAY_BUFFER!r}]={entry!r}: must be a name ({', '.join(registry.buffers.available())}"
-            " or ./file.py:Name), or a dictionary with a 'name' and options."
-        )
-    return registry.buffers.create(**spec)
-
-
 def request_arguments(params: object) -> dict[str, Any]:
-    """What a request says about its perturbation, in ``SamplingParams.extra_args["perturbation"]``.
+    """A request's ``SamplingParams.extra_args["perturbation"]``.
 
     ``seed`` and ``sample`` name the trajectory, ``enabled: False`` leaves it unperturbed, ``record`` is the record of
-    earlier turns; ``training_step`` is what a sampling schedule goes by, and ``scheduled: False`` leaves it out;
-    ``answer`` says which answer to its prompt it is, from 0, and ``answers`` of how many.
+    earlier turns; a sampling schedule goes by ``training_step``, and ``scheduled: False`` leaves it out; ``answer``
+    says which answer to its prompt it is, from 0, and ``answers`` of how many.
     """
     return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 
 
 def check_engine(config: VllmConfig, perturbation: Perturbation) -> None:
-    """Refuses what would silently change the result. docs/compatibility.md has the list.
-
-    Args:
-        config: a ``vllm.config.VllmConfig``.
-        perturbation: the engine's perturbation.
-
-    Raises:
-        UsageError: with the setting, the reason and the fix.
-    """
+    """Refuses, with a ``UsageError``, settings that would silently change the result (docs/compatibility.md)."""
     compatibility.check(compatibility.ENGINE, Combination(parts={"perturbation": perturbation}, settings=config))
     perturbation.check_model(config.model_config.get_vocab_size())

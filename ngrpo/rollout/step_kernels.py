@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step computes of its logits: the tokens, the edits of the gated rows, and what is noted of both.
+"""A step's computations from its logits: the tokens, the edits of the gated rows, and the records of both.
 
-Each of the three parts is compiled where the device is a GPU, so that a step takes a handful of kernels in place of a
-hundred operations. On a CPU, where an operation costs little and a compiler's start seconds, they run as they stand.
+On a GPU each part is compiled, so that a step takes a handful of kernels instead of a hundred operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,6 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import Summary, log_total
 from perturbations.step import Step
-from perturbations.verdict import verdict
 
 STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 """Their keys are computed on the host for all gated rows at once: on the device each takes three dozen operations."""
@@ -31,13 +29,9 @@ STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPE
 
 @dataclass(frozen=True)
 class Rows:
-    """The B rows of a step.
+    """The B rows of a step, (B,) int64 each: slots, first generated positions, positions of the next tokens.
 
-    Attributes:
-        slots: where the state of each row's trajectory lies, (B,) int64.
-        prompts: first generated position of each, (B,) int64.
-        positions: of the next tokens, (B,) int64.
-        sampled: 1 where the token is kept; that of a prompt that is not complete is thrown away: 0, (B,) int64.
+    ``sampled`` is 0 where a prompt is not complete, so that the token is thrown away.
     """
 
     slots: Tensor
@@ -46,19 +40,52 @@ class Rows:
     sampled: Tensor
 
 
+class Gated(NamedTuple):
+    """The G of B rows that the gate selects, (G,) int64 each, with the keys of :data:`STREAMS` in its order."""
+
+    rows: Tensor
+    positions: Tensor
+    seeds: Tensor
+    weights_keys: Tensor
+    noise_keys: Tensor
+    gate_keys: Tensor
+
+
+class Logits(NamedTuple):
+    """The sampler's inputs at the B rows of a step, as of :meth:`~ngrpo.rollout.perturber.RolloutPerturber.finish`.
+
+    ``drawable`` is None where no request filters; ``hidden`` (B, D) is there where the perturbation reads it.
+    """
+
+    scaled: Tensor
+    temperature: Tensor
+    drawable: Tensor | None
+    greedy: Tensor | None
+    hidden: Tensor | None = None
+
+
+class _Tokens(NamedTuple):
+    """Slots and prompts of the B rows, their draw and its summary."""
+
+    slots: Tensor
+    prompts: Tensor
+    tokens: Tensor
+    maxima: Tensor
+    log_totals: Tensor
+    log_total: Tensor
+
+
 @dataclass(frozen=True)
 class Drawn:
-    """The next tokens of B rows.
-
-    Attributes:
-        tokens: (B,) int64.
-        log_total: log Σ exp of the logits that log π is normalised over, (B,) float32.
-        summary: of z̃.
-    """
+    """The next tokens of B rows, (B,) int64; log Σ exp of the logits that log π is normalised over; summary of z̃."""
 
     tokens: Tensor
     log_total: Tensor
     summary: Summary
+
+
+def _doubled(part: Tensor | None) -> Any:
+    return None if part is None else twice(part)
 
 
 class StepKernels:
@@ -74,23 +101,14 @@ class StepKernels:
         module: nn.Module | None = None,
         masked: bool = False,
     ) -> None:
-        """
-        Args:
-            perturbation: what acts.
-            gate: its gate, whose state changes with each step.
-            embeddings: what the perturbation sees of the model.
-            lookup: ids of any shape to their embeddings, shape + (D,).
-            device: where logits are.
-            module: the perturbation's module, or None.
-            masked: whether log π is normalised over the tokens that filters left, and not over all.
-        """
+        """lookup: ids of any shape to shape + (D,); masked: log π is normalised over the tokens that filters left."""
         self._perturbation, self._gate, self._embeddings = perturbation, gate, embeddings
         self._lookup, self._module, self._masked = lookup, module, masked
         self.compiled = on_gpu(device)
         self._draw = self._part(self._drawn)
         self._edit = self._part(self._edited)
         self._realise = self._part(self._realised)
-        self._settle = self._part(self._settled)
+        self._token_log_probs = self._part(self._token_log_prob)
         self.candidates = 0  # of a position, where anything was compiled
         self._free = torch.zeros(0, dtype=torch.int64, device=device)
 
@@ -100,18 +118,11 @@ class StepKernels:
     # --- the parts, each a pure function of tensors but for the gate's state -----------------------------------
 
     def draw(self, scaled: Tensor, keys: Tensor, drawable: Tensor | None) -> Drawn:
-        """Draws the next tokens.
-
-        Args:
-            scaled: z̃, (B, V), float32 or the model's dtype.
-            keys: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
-            drawable: z̃ after the request's filters, (B, V) float32; None where there are none.
-        """
+        """Draws the next tokens; arguments as of :func:`~ngrpo.rollout.sample_tokens.sample_by_blocks`."""
         if len(scaled) > 1 or not self.compiled:
             tokens, total, *known = self._draw(scaled, keys, drawable)
-            return Drawn(tokens, total, Summary(*known))
-        parts = self._draw(twice(scaled), twice(keys), None if drawable is None else twice(drawable))
-        tokens, total, *known = (part[:1] for part in parts)
+        else:
+            tokens, total, *known = (part[:1] for part in self._draw(twice(scaled), twice(keys), _doubled(drawable)))
         return Drawn(tokens, total, Summary(*known))
 
     def _drawn(self, scaled: Tensor, keys: Tensor, drawable: Tensor | None) -> tuple[Tensor, ...]:
@@ -119,99 +130,56 @@ class StepKernels:
         total = known.log_total if drawable is None or not self._masked else log_total(drawable)
         return tokens, total, known.maxima, known.log_totals, known.log_total
 
-    def edit(
-        self,
-        gated: Tensor,
-        perturbed: Sequence[Tensor],
-        rows: Rows,
-        draw: Drawn,
-        scaled: Tensor,
-        temperature: Tensor,
-        drawable: Tensor | None,
-        greedy: Tensor | None,
-        hidden: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Proposes edits at the gated rows.
-
-        Args:
-            gated: these, (G,) int64.
-            perturbed: their positions, their seeds and their keys of :data:`STREAMS`, (G,) int64 each.
-            rows: all rows.
-            draw: their tokens.
-            scaled: as in :meth:`draw`.
-            temperature: (B,) float32.
-            drawable: as in :meth:`draw`.
-            greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
-            hidden: the last hidden states, (B, D), where the perturbation reads them.
-
-        Returns:
-            The tokens of all rows, (B,); the vectors to be fed, (G, D); and what is recorded, (G, …) by its name.
-        """
-        known = vars(draw.summary).values()
-        inputs = [rows.slots, rows.prompts, draw.tokens, scaled, temperature, drawable, greedy, hidden, *known]
-        count, batch = len(gated), len(scaled)
-        of_gated = [gated, *perturbed]
+    def edit(self, gated: Gated, rows: Rows, draw: Drawn, logits: Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The tokens of all rows, (B,); the vectors to be fed, (G, D); and the records' parts, (G, …) by name."""
+        count, batch = len(gated.rows), len(logits.scaled)
+        tokens = _Tokens(rows.slots, rows.prompts, draw.tokens, *vars(draw.summary).values())
         if self.compiled:
-            if greedy is None:  # one version for both
+            if logits.greedy is None:  # one version for both
                 if len(self._free) < batch:
-                    self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=scaled.device)
-                inputs[6] = self._free[:batch]
+                    self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=logits.scaled.device)
+                logits = logits._replace(greedy=self._free[:batch])
             if batch == 1:
-                inputs = [None if part is None else twice(part) for part in inputs]
+                tokens, logits = _Tokens(*map(_doubled, tokens)), Logits(*map(_doubled, logits))
             if count == 1:
-                of_gated = [twice(part) for part in of_gated]
-        chosen, parts = self._edit(*of_gated, *inputs)
-        noise_keys = of_gated[3 + STREAMS.index(streams.Stream.NOISE)]
+                gated = Gated(*map(twice, gated))
+        chosen, parts = self._edit(gated, tokens, logits)
         mixture = (parts[name] for name in ("ids", "weights"))
-        vectors = self._realise(*mixture, parts.get("sigma"), parts.get("vectors"), noise_keys)
+        vectors = self._realise(*mixture, parts.get("sigma"), parts.get("vectors"), gated.noise_keys)
         if len(chosen) > count:
+            gated = Gated(*(part[:1] for part in gated))
             chosen, vectors = chosen[:1], vectors[:1]
             parts = {name: part[:1] for name, part in parts.items()}
-        placed = chosen if count == batch else draw.tokens.index_copy_(0, gated, chosen)
+        placed = chosen if count == batch else draw.tokens.index_copy_(0, gated.rows, chosen)
         return placed, vectors, parts  # the gated rows stand in the order of the batch
 
-    def _edited(
-        self,
-        gated: Tensor,
-        positions: Tensor,
-        seeds: Tensor,
-        weights_keys: Tensor,
-        noise_keys: Tensor,
-        gate_keys: Tensor,
-        slots: Tensor,
-        prompts: Tensor,
-        tokens: Tensor,
-        scaled: Tensor,
-        temperature: Tensor,
-        drawable: Tensor | None,
-        greedy: Tensor | None,
-        hidden: Tensor | None,
-        *known: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        everything = not self.compiled and len(gated) == len(scaled)
+    def _edited(self, gated: Gated, tokens: _Tokens, logits: Logits) -> tuple[Tensor, dict[str, Tensor]]:
+        everything = not self.compiled and len(gated.rows) == len(logits.scaled)
+        drawable, greedy, hidden = logits.drawable, logits.greedy, logits.hidden
 
         def picked(part: Tensor) -> Tensor:
-            return part if everything else part.index_select(0, gated)
+            return part if everything else part.index_select(0, gated.rows)
 
-        sampled = picked(tokens)
+        sampled = picked(tokens.tokens)
         step = Step(
-            picked(scaled).float(),
+            picked(logits.scaled).float(),
             sampled,
-            picked(temperature),
-            seeds,
-            positions,
+            picked(logits.temperature),
+            gated.seeds,
+            gated.positions,
             self._embeddings,
             None if drawable is None else picked(drawable),
-            dict(zip(STREAMS, (weights_keys, noise_keys, gate_keys), strict=True)),
-            Summary(*map(picked, known)),
+            dict(zip(STREAMS, (gated.weights_keys, gated.noise_keys, gated.gate_keys), strict=True)),
+            Summary(picked(tokens.maxima), picked(tokens.log_totals), picked(tokens.log_total)),
             None if hidden is None else picked(hidden),
             None if hidden is None else self._module,
         )
         proposal = self._perturbation.propose(step)
         edit = proposal.edit
-        allowed = (scaled if drawable is None else drawable)[gated, proposal.tokens] > -torch.inf
+        allowed = (logits.scaled if drawable is None else drawable)[gated.rows, proposal.tokens] > -torch.inf
         likeliest = None if greedy is None else picked(greedy)
-        opened, fed = verdict(self._gate, step, proposal, picked(slots), picked(prompts), allowed, likeliest)
+        slots, prompts = picked(tokens.slots), picked(tokens.prompts)
+        opened, fed = self._gate.verdict(step, proposal, slots, prompts, allowed, likeliest)
         chosen = torch.where(opened, proposal.tokens, sampled)
         parts = {
             "fed": fed,
@@ -222,8 +190,7 @@ class StepKernels:
             "vectors": edit.vectors,
             "normalizer": edit.normalizer,
         }
-        parts = {name: part for name, part in parts.items() if part is not None}
-        return chosen, parts
+        return chosen, {name: part for name, part in parts.items() if part is not None}
 
     # A part of its own: within a larger one the compiler would round the mixture otherwise than the trainer's.
     def _realised(
@@ -232,41 +199,24 @@ class StepKernels:
         noise = None if sigma is None else noise_keys
         return realise(InputEdit(ids.long(), weights, sigma, vectors), self._lookup, noise, self._module)
 
-    def settle(self, rows: Rows, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
-        """Tells the gate which tokens were produced.
-
-        Args:
-            rows: all rows.
-            tokens: the tokens that stand in the texts, (B,) int64.
-            counted: the logits that log π is normalised over, (B, V).
-            log_total: their log Σ exp, (B,) float32.
-
-        Returns:
-            log π of the tokens, (B,) float32.
-        """
+    def token_log_probs(self, rows: Rows, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
+        """log π of all rows' tokens (B,) among the logits ``counted`` (B, V) with this log Σ exp; tells the gate."""
         parts = (rows.slots, rows.positions, rows.sampled, tokens, counted, log_total)
         if self.compiled and len(tokens) == 1:
-            return self._settle(*map(twice, parts))[:1]
-        return self._settle(*parts)
+            return self._token_log_probs(*map(twice, parts))[:1]
+        return self._token_log_probs(*parts)
 
-    def _settled(
+    def _token_log_prob(
         self, slots: Tensor, positions: Tensor, sampled: Tensor, tokens: Tensor, counted: Tensor, log_total: Tensor
     ) -> Tensor:
         if self._gate.tracks_tokens:
-            self._gate.observe(slots, positions, tokens, self._gate.ending(slots, positions), sampled > 0)
+            self._gate.observe(slots, positions, tokens, self._gate.matched(slots, positions), sampled > 0)
         return counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - log_total
 
     # --- compilation ---------------------------------------------------------------------------------------------
 
     def compile(self, logits: Tensor) -> Tensor:
-        """Has every version of every part compiled, so that no request waits for it; leaves the gate as it is.
-
-        Args:
-            logits: as the model computes them, (B, V), of any values.
-
-        Returns:
-            Tokens, (B,) int64.
-        """
+        """Compiles every version of every part for logits (B, V), so that no request waits for it; tokens (B,)."""
         # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
         example = logits[:1].repeat(count, 1)
@@ -295,22 +245,22 @@ class StepKernels:
         at = Rows(first, first.clone(), first.clone(), none)
         # Batch and gated rows vary by themselves, and so does the number of slots.
         of_rows = scaled, drawable, rows, temperature, greedy, first, at.prompts, at.positions, none
-        for part in (*of_rows, *self._gate.state):
-            if part is not None:
-                torch._dynamo.maybe_mark_dynamic(part, 0)
+        _mark_dynamic(*of_rows, *self._gate.state)
         draw = self.draw(scaled, rows, drawable)
-        for part in (draw.tokens, draw.log_total, *vars(draw.summary).values()):
-            torch._dynamo.maybe_mark_dynamic(part, 0)
         hidden = self.blank_hidden(len(rows))
-        if hidden is not None:
-            torch._dynamo.maybe_mark_dynamic(hidden, 0)
+        _mark_dynamic(draw.tokens, draw.log_total, *vars(draw.summary).values(), hidden)
         if self._perturbation.active:
             for count in (max(len(rows) - 1, 2), len(rows)):
-                gated = rows[:count].clone()
-                perturbed = [gated.clone() for _ in range(2 + len(STREAMS))]
-                for part in (gated, *perturbed):
-                    torch._dynamo.maybe_mark_dynamic(part, 0)
-                parts = self.edit(gated, perturbed, at, draw, scaled, temperature, drawable, greedy, hidden)[2]
+                gated = Gated(*(rows[:count].clone() for _ in Gated._fields))
+                _mark_dynamic(*gated)
+                parts = self.edit(gated, at, draw, Logits(scaled, temperature, drawable, greedy, hidden))[2]
             self.candidates = parts["ids"].shape[-1]
-        self.settle(at, draw.tokens, scaled if drawable is None or not self._masked else drawable, draw.log_total)
+        counted = scaled if drawable is None or not self._masked else drawable
+        self.token_log_probs(at, draw.tokens, counted, draw.log_total)
         return draw.tokens
+
+
+def _mark_dynamic(*parts: Tensor | None) -> None:
+    for part in parts:
+        if part is not None:
+            torch._dynamo.maybe_mark_dynamic(part, 0)

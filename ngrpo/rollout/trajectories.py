@@ -24,11 +24,7 @@ class Chunks:
     """
 
     def __init__(self, slots: int, longest: int) -> None:
-        """
-        Args:
-            slots: number of slots.
-            longest: rows of a slot at most.
-        """
+        """longest: rows of a slot at most."""
         self.counts = np.zeros(slots, dtype=np.int64)
         self._held = np.zeros(slots, dtype=np.int64)
         self._table = np.zeros((slots, -(-longest // _CHUNK)), dtype=np.int64)
@@ -42,20 +38,22 @@ class Chunks:
             setattr(self, name, grown(getattr(self, name), slots))
 
     def write(self, slots: np.ndarray, at: np.ndarray, parts: dict[str, np.ndarray]) -> None:
-        """Writes rows and makes each the last one of its slot; a loop only over slots that need another chunk.
+        """Writes N rows at indices ``at`` of their slots, ascending within a slot, and makes each the last one there.
 
-        Args:
-            slots: (N,).
-            at: index of each row in its slot, (N,); ascending within a slot.
-            parts: N values by name. An array that is missing here is 0 in these rows.
+        ``parts`` has N values by name; arrays that are missing in it are 0 in these rows.
         """
         chunks = at // _CHUNK
         short = chunks >= self._held[slots]
         if short.any():
             for i in short.nonzero()[0]:
                 while self._held[slots[i]] <= chunks[i]:
-                    self._table[slots[i], self._held[slots[i]]] = self._chunk()
+                    if not self._free:
+                        self._free.append(self._made)
+                        self._made += 1
+                    self._table[slots[i], self._held[slots[i]]] = self._free.pop()
                     self._held[slots[i]] += 1
+            while self._capacity < self._made:
+                self._capacity *= 2
         rows = self._table[slots, chunks] * _CHUNK + at % _CHUNK
         for name, part in parts.items():
             array = self._array(name, part)
@@ -73,10 +71,7 @@ class Chunks:
         return {name: array[rows] for name, array in self._arrays.items()} if len(at) else {}
 
     def find(self, slot: int, name: str, value: int) -> int:
-        """Index of a slot's first row whose ``name`` is not below a value; the array ascends along the slot.
-
-        Looked at are the first row of each chunk and the rows of one, however long the slot is.
-        """
+        """Index of a slot's first row whose ``name``, which ascends along the slot, is not below a value."""
         count = int(self.counts[slot])
         if not count:
             return 0
@@ -89,14 +84,6 @@ class Chunks:
         """Gives the chunks of a slot back."""
         self._free.extend(self._table[slot, : self._held[slot]].tolist())
         self._held[slot] = self.counts[slot] = 0
-
-    def _chunk(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if self._made == self._capacity:
-            self._capacity *= 2
-        self._made += 1
-        return self._made - 1
 
     def _array(self, name: str, part: np.ndarray) -> np.ndarray:
         """The array of a name, large and wide enough for every chunk and for these rows."""
@@ -123,11 +110,6 @@ def grown(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
     return np.concatenate([array, np.full((size - len(array), *array.shape[1:]), fill, dtype=array.dtype)])
 
 
-def _no_edits() -> dict[str, np.ndarray]:
-    ids = np.zeros((0, 1), dtype=np.int32)
-    return {"positions": ids[:, 0], "ids": ids, "weights": ids.astype(np.float32), "agreed": ids[:, 0].astype(bool)}
-
-
 @dataclass(frozen=True)
 class Trajectory:
     """What does not change while a request lives."""
@@ -140,15 +122,15 @@ class Trajectory:
 class TrajectoryStore:
     """Slots of live trajectories, written by whole batches."""
 
-    def __init__(self, slots: int, max_model_len: int, embedding: tuple[int, int] | None = None) -> None:
-        """
-        Args:
-            slots: trajectories alive at once; grows when needed.
-            max_model_len: positions of a trajectory.
-            embedding: (V, D) of the model's embedding matrix, by which its records are known; None for none.
+    def __init__(
+        self, slots: int, max_model_len: int, embedding: tuple[int, int] | None = None, module: bool = False
+    ) -> None:
+        """slots: alive at once, more when needed; embedding: (V, D), which tells the model's records, or None.
+
+        module: whether inputs pass the perturbation's learned module.
         """
         self.length, self.slots, self._embedding = max_model_len, slots + _SPARE, embedding
-        self._model = 0 if embedding is None else model_fingerprint(*embedding)
+        self._model = 0 if embedding is None else model_fingerprint(*embedding, module)
         self.live: dict[str, Trajectory] = {}
         self.seeds, self.prompts, self.training_steps = (np.zeros(self.slots, dtype=np.int64) for _ in range(3))
         self.answers = np.zeros((self.slots, 2), dtype=np.int64)
@@ -165,16 +147,7 @@ class TrajectoryStore:
         training_step: int = 0,
         answer: tuple[int, int] = (0, 1),
     ) -> Trajectory:
-        """Gives a new request a clean slot.
-
-        Args:
-            request_id: its name.
-            seed: of its draws.
-            prompt_tokens: length of its prompt.
-            perturbed: whether the perturbation acts.
-            training_step: that it is for; below 0 for a request without a sampling schedule.
-            answer: which answer to its prompt it is, from 0, and of how many.
-        """
+        """Gives a new request a clean slot; training_step below 0: no schedule; answer: which, from 0, of how many."""
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
             self.slots *= 2
@@ -203,15 +176,9 @@ class TrajectoryStore:
         self._edits.write(slots, self._edits.counts[slots], {"positions": positions.astype(np.int32), **parts})
 
     def load(self, trajectory: Trajectory, record: ReplayRecord, ahead: bool = False) -> None:
-        """Puts the record of earlier turns in place, to be replayed on the prompt's positions.
+        """Has the record of earlier turns replayed on a new request's prompt; ValueError for one of another model.
 
-        Args:
-            trajectory: of a new request.
-            record: of its prompt.
-            ahead: replay it on generated positions too, and mix rows alone: a probe's record.
-
-        Raises:
-            ValueError: for a record of another model.
+        ``ahead``: on generated positions too, and rows are mixed without the module: for a start-up check.
         """
         if self._embedding is not None:
             record.check_model(*self._embedding)
@@ -231,17 +198,12 @@ class TrajectoryStore:
         return self._edits.read(slot, *(self._edits.find(slot, "positions", at) for at in (start, stop)))
 
     def record(self, request_id: str) -> tuple[ReplayRecord, np.ndarray]:
-        """The record and the log-probabilities of the generated tokens so far.
-
-        Args:
-            request_id: a live request.
-
-        Returns:
-            The record, and log π of each generated token at the rollout, (generated,) float32.
-        """
+        """The record of a live request, and log π of each generated token so far, (generated,) float32."""
         t = self.live[request_id]
         log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
-        parts: dict[str, Any] = {"sigma": None, **(self._edits.read(t.slot) or _no_edits())}
+        ids = np.zeros((0, 1), dtype=np.int32)
+        none = {"positions": ids[:, 0], "ids": ids, "weights": ids.astype(np.float32), "agreed": ids[:, 0].astype(bool)}
+        parts: dict[str, Any] = {"sigma": None, **(self._edits.read(t.slot) or none)}
         length = t.prompt_tokens + len(log_probs)
         return ReplayRecord(t.seed, t.prompt_tokens, length, **parts, model=self._model), log_probs
 

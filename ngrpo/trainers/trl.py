@@ -32,15 +32,14 @@ _ROWS = "perturbation_record"
 
 
 class PerturbedGRPOTrainer(GRPOTrainer):
-    """TRL's trainer, whose training rollouts are perturbed and whose forwards see what the rollout saw.
+    """TRL's trainer: training rollouts are perturbed, and forwards replay their inputs.
+
+    ``perturbation_gap`` is the largest training–inference mismatch of the last rollout batch, in nats; also logged.
 
     Args:
-        perturbation: a spec as :func:`perturbations.create` takes it, ``{"name": "neighbor", "rate": 0.1}``.
+        perturbation: a spec for :func:`perturbations.create`, ``{"name": "neighbor", "rate": 0.1}``.
         vllm_options: further keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``.
         args, kwargs: TRL's own.
-
-    Attributes:
-        perturbation_gap: the largest training–inference mismatch of the last rollout batch, in nats; also logged.
 
     Raises:
         UsageError: for settings under which a rollout would not be replayed, such as a vLLM server or tools.
@@ -106,7 +105,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         batch_size: int | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """log π of the completions, (B, C), of the replayed history; other arguments and values as in TRL."""
+        """As TRL's: log π of the completions, (B, C), of the replayed history."""
         rows = range(len(input_ids)) if self._in_forward is None else self._in_forward
         records = [self._records[self.model.training][row] for row in rows]
         parts = []

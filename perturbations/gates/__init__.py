@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a perturbation acts: the contract of a gate, the default gate, and the further gates."""
+"""The contract of a gate."""
 
 from __future__ import annotations
 
@@ -16,38 +16,26 @@ from perturbations.step import GateStep, Positions
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Options):
-    """A gate with its options: it can close positions that the default gate left open.
+    """A gate with its options, which can close positions that the default gate left open.
 
-    Subclasses are frozen dataclasses whose fields come from :func:`perturbations.option`, and implement :meth:`plan`,
-    :meth:`open` or both. With the perturbation's ``rate`` at 1 the gate alone decides.
+    Subclasses are frozen dataclasses whose fields come from :func:`perturbations.option`. They implement :meth:`plan`,
+    :meth:`open` or both.
     """
 
     kind = "gate"
     registry = gates
 
     def plan(self, positions: Positions) -> np.ndarray:
-        """Which positions the gate leaves open, from seeds and positions alone; on the host.
+        """Which of N positions the gate leaves open, from seeds and positions alone; on the host: (N,) bool.
 
-        Must judge each position by itself: they are asked for one step at a time, those of all trajectories together.
-
-        Args:
-            positions: N positions that the default gate selected.
-
-        Returns:
-            (N,) bool.
+        Must judge each position alone: the positions are of one step, and of all trajectories together.
         """
         return np.ones(len(positions.positions), dtype=bool)
 
     def open(self, step: GateStep) -> Tensor:
-        """Which rows the gate leaves open, from the logits; on the device.
+        """Which of B rows, each of another trajectory, the gate leaves open, from the logits; on the device: (B,) bool.
 
-        Must be a function of each row alone, use no randomness but the step's, and not synchronise with the host: no
+        Must be a function of each row alone, with no randomness but the step's. Must not synchronise with the host: no
         ``.item()``, no ``if`` on a tensor.
-
-        Args:
-            step: B positions, each of another trajectory.
-
-        Returns:
-            (B,) bool. Elsewhere sampling and lookup are ordinary.
         """
         return torch.ones_like(step.sampled, dtype=torch.bool)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default gate: the rate's draw, the schedule, the end of thinking, entropy and protected tokens.
+"""The default gate and its verdict: which rows of a step are perturbed.
 
-A position is perturbed where all of these and the user's further gate, if any, agree. The host decides what depends on
-seed and position alone, the device what depends on logits or tokens; nothing here waits for the device.
+On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
+select the position. On the device: the request's sampling allows the proposed token, thinking goes on, the policy is
+uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed unless the
+token is protected or ends the thinking, or the perturbation does not act there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,10 +23,14 @@ from perturbations.gates import Gate
 from perturbations.options import Options, option
 from perturbations.registry import gates
 from perturbations.step import GateStep, Positions, Step
+from perturbations.stop_text import StopText
+
+if TYPE_CHECKING:
+    from perturbations.base import Proposal
 
 _NEVER = torch.iinfo(torch.int64).max
-# Tokens kept beyond the length of `until`, so that a position drawn again still finds the ones before it.
-_SLACK = 8
+# Latest positions whose state is kept, so that a position drawn again finds the one before it.
+_POSITIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +48,7 @@ class GateOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.until is not None and not self.until:
-            raise UsageError(
-                f"{self.kind} option until='': must be a text, for example '</think>', or 'none' for never."
-            )
+            raise UsageError(f"{self.kind} option until='': must be a text, such as '</think>', or 'none' for never.")
         protected_ids(self.protect)
 
     def selects(self, positions: Positions) -> np.ndarray:
@@ -60,15 +65,14 @@ class GateOptions(Options):
 class BoundGate:
     """A perturbation's gate in a rollout, for the trajectories of one worker.
 
-    Each trajectory has a row of state: its latest tokens by position, and the position where its thinking ended.
-    Telling or asking the same position twice gives the same answers, so a token may be drawn again.
+    Each trajectory has a row: the states of `StopText` after its latest positions, and where its thinking ended. A
+    position may be observed and drawn again. Only :meth:`selected` runs on the host; nothing waits for the device.
     """
 
     def __init__(
         self,
         options: GateOptions,
-        encode: Callable[[str], Sequence[int]],
-        texts: Callable[[], Sequence[str]],
+        token_bytes: Callable[[], Sequence[bytes]],
         vocabulary: int,
         rows: int,
         device: torch.device | str,
@@ -76,26 +80,19 @@ class BoundGate:
         """
         Args:
             options: of the perturbation.
-            encode: token ids of a text, without special tokens around it.
-            texts: gives the decoded text of every token, in the order of the ids.
+            token_bytes: gives the bytes of every token, in the order of the ids.
             vocabulary: V, the number of logits.
-            rows: number of trajectories held at once.
+            rows: trajectories held at once.
             device: of logits and tokens.
         """
         self._options = options
         # Where nothing is ever perturbed, no token needs to be seen.
-        until = list(encode(options.until)) if options.until is not None and options.rate > 0.0 else []
-        protected = protected_tokens(options.protect, texts, vocabulary)
+        until = options.until if options.rate > 0.0 else None
+        self._until = None if until is None else StopText(until, token_bytes(), vocabulary, device)
+        protected = protected_tokens(options.protect, token_bytes, vocabulary)
         self._protected = None if protected is None else protected.to(device)
-        ends = torch.tensor(until, dtype=torch.int64, device=device)
-        self._until = (ends[:-1], ends[-1]) if until else None
-        self._back = torch.arange(1 - max(len(until), 1), 0, device=device)
-        self._recent = torch.full((rows, len(until) + _SLACK), -1, dtype=torch.int64, device=device)
+        self._states = torch.zeros((rows, _POSITIONS), dtype=torch.int64, device=device)
         self._ended = torch.full((rows,), _NEVER, dtype=torch.int64, device=device)
-
-    def selects(self, positions: Positions) -> np.ndarray:
-        """As :meth:`GateOptions.selects`."""
-        return self._options.selects(positions)
 
     @property
     def tracks_tokens(self) -> bool:
@@ -108,25 +105,53 @@ class BoundGate:
         options = self._options
         return all(part is None for part in (self._until, self._protected, options.entropy_min, options.gate))
 
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The tensors that :meth:`observe` changes, each with a row for every trajectory."""
+        return self._ended, self._states
+
     def grow(self, rows: int) -> None:
         """Makes room for more trajectories; the state of the present ones stays."""
         more = rows - len(self._ended)
-        self._recent = torch.cat([self._recent, self._recent.new_full((more, self._recent.shape[1]), -1)])
+        self._states = torch.cat([self._states, self._states.new_zeros((more, _POSITIONS))])
         self._ended = torch.cat([self._ended, self._ended.new_full((more,), _NEVER)])
 
-    def reset(self, row: int) -> None:
-        """Starts a new trajectory in a row."""
-        self._ended[row] = _NEVER
-        self._recent[row] = -1
+    def reset(self, row: int, prompt: Sequence[int] = ()) -> None:
+        """Starts a new trajectory in a row. It has ended already where its prompt ends with the text of ``until``."""
+        state = 0 if self._until is None else self._until.after_prompt(prompt)
+        self._states[row] = state
+        self._ended[row] = -1 if self._until is not None and state == self._until.complete else _NEVER
 
-    def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
-        """Whether thinking goes on, the policy is uncertain enough and the further gate is open: (B,) bool.
+    def selected(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
+        """Which rows the host lets through, (G,) int64; ``eligible``: of requests to perturb, with tokens to keep."""
+        return (self._options.selects(at) & eligible).nonzero()[0]
+
+    def verdict(
+        self, step: Step, proposal: Proposal, rows: Tensor, first: Tensor, allowed: Tensor, greedy: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Whether the proposed token is in the text, and whether its input is fed, at G positions: (G,) bool each.
 
         Args:
-            rows: (B,) int64, the trajectories.
-            step: B positions.
-            first: first generated position of each trajectory, (B,) int64.
+            step: the positions.
+            proposal: the perturbation's answer.
+            rows: of the trajectories, (G,) int64.
+            first: first generated position of each, (G,) int64.
+            allowed: whether the request's filters leave the proposed token, (G,) bool.
+            greedy: argmax tokens of greedy rows, else -1, (G,) int64; None where no row is greedy.
         """
+        # What the request's own sampling excludes (at temperature 0 all but the likeliest token) is never in its text:
+        # such a position stays unperturbed.
+        opened = allowed
+        if greedy is not None:
+            opened = opened & ((greedy < 0) | (greedy == proposal.tokens))
+        fed = opened
+        if not self.always_open:
+            opened = opened & self.open(rows, step, first)
+            fed = opened & self.feeds(proposal.tokens, self.matched(rows, step.positions))
+        return opened, fed if proposal.acts is None else fed & proposal.acts
+
+    def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
+        """Whether thinking goes on, the policy is uncertain enough and the further gate is open: (B,) bool."""
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
             is_open = is_open & (step.entropy() >= self._options.entropy_min)
@@ -134,78 +159,61 @@ class BoundGate:
             is_open = is_open & self._options.gate.open(GateStep.of(step, step.positions - first))
         return is_open
 
-    def ending(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The token that would complete the end of thinking at each position (B,) int64, -1 where none would."""
-        if self._until is None:
-            return torch.full_like(rows, -1)
-        before = (positions.unsqueeze(-1) + self._back) % self._recent.shape[1]
-        beginning, last = self._until
-        matched = (self._recent[rows.unsqueeze(-1), before] == beginning).all(dim=-1)
-        return torch.where(matched, last, -1)
+    def matched(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The states of `StopText` before each position, (B,) int64."""
+        return self._states[rows, (positions - 1) % _POSITIONS]
 
-    def feeds(self, tokens: Tensor, ending: Tensor) -> Tensor:
-        """Which proposed tokens (B,) may be fed perturbed, (B,) bool, with ``ending`` of :meth:`ending`.
+    def feeds(self, tokens: Tensor, matched: Tensor) -> Tensor:
+        """Which proposed tokens (B,) may be fed perturbed, (B,) bool, with the states of :meth:`matched`.
 
-        Protected tokens and the one that completes the end of thinking stay in the text as proposed and are fed as
-        they are: another token instead would make them rarer than under the policy.
+        The others are fed as they are: another token in the text would make them rarer than under the policy.
         """
-        fed = tokens != ending
+        fed = torch.ones_like(tokens, dtype=torch.bool)
+        if self._until is not None:
+            fed = self._until.after(matched, tokens) != self._until.complete
         return fed if self._protected is None else fed & ~self._protected[tokens]
 
-    @property
-    def state(self) -> tuple[Tensor, ...]:
-        """The tensors that :meth:`observe` changes, each with a row for every trajectory."""
-        return self._ended, self._recent
-
     def observe(
-        self, rows: Tensor, positions: Tensor, tokens: Tensor, ending: Tensor, kept: Tensor | None = None
+        self, rows: Tensor, positions: Tensor, tokens: Tensor, matched: Tensor, kept: Tensor | None = None
     ) -> None:
-        """Takes the tokens (B,) that were produced, or those ``kept`` (B,), with ``ending`` of :meth:`ending`."""
+        """Takes the tokens (B,) that were produced, or those ``kept`` (B,), with the states of :meth:`matched`."""
         if self._until is None:
             return
-        before = self._ended[rows]
+        before, state = self._ended[rows], self._until.after(matched, tokens)
         # A position that is drawn again forgets its own end of thinking and any later one.
-        now = torch.where(tokens == ending, positions, _NEVER)
-        now, at = torch.where(before < positions, before, now), positions % self._recent.shape[1]
+        now = torch.where(state == self._until.complete, positions, _NEVER)
+        now, at = torch.where(before < positions, before, now), positions % _POSITIONS
         if kept is not None:
-            now, tokens = torch.where(kept, now, before), torch.where(kept, tokens, self._recent[rows, at])
+            now, state = torch.where(kept, now, before), torch.where(kept, state, self._states[rows, at])
         self._ended[rows] = now
-        self._recent[rows, at] = tokens
+        self._states[rows, at] = state
 
 
-def protected_tokens(protect: str | None, vocabulary: Callable[[], Sequence[str]], size: int) -> Tensor | None:
-    """The tokens that an option ``protect`` names (``digits``, ids separated by commas, None): (V,) bool, or None.
-
-    Args:
-        protect: the option; ``UsageError`` for anything else, or an id outside the vocabulary.
-        vocabulary: gives the decoded text of every token, in the order of the ids.
-        size: V, the number of logits.
-    """
+def protected_tokens(protect: str | None, token_bytes: Callable[[], Sequence[bytes]], size: int) -> Tensor | None:
+    """The tokens that an option ``protect`` names among V = ``size``: (V,) bool, or None where it is None."""
     if protect is None:
         return None
     ids = protected_ids(protect, size)
     if protect == "digits":
-        ids = [i for i, text in enumerate(vocabulary()[:size]) if any(c.isdigit() for c in text)]
+        texts = (each.decode(errors="ignore") for each in token_bytes()[:size])
+        ids = [i for i, text in enumerate(texts) if any(c.isdigit() for c in text)]
     mask = torch.zeros(size, dtype=torch.bool)
     mask[ids] = True
     return mask
 
 
 def protected_ids(protect: str | None, size: int | None = None) -> list[int]:
-    """The ids that an option ``protect`` lists, below V = ``size`` if given; none for ``digits``, as it needs texts."""
+    """The ids that an option ``protect`` lists, below V = ``size`` if given; none for ``digits``, which needs texts."""
     if protect is None or protect == "digits":
         return []
     parts = [part.strip() for part in protect.split(",")]
     wrong = next((part for part in parts if not (part.isascii() and part.isdecimal()) or len(part) > 18), None)
     if wrong is not None:
-        raise UsageError(
-            f"perturbation option protect={protect!r}: {wrong!r} is no token id. It must be 'digits', or token ids"
-            " separated by commas, for example 13,198."
-        )
+        allowed = "must be 'digits', or ids separated by commas, such as 13,198"
+        raise UsageError(f"perturbation option protect={protect!r}: {wrong!r} is no token id; {allowed}.")
     ids = [int(part) for part in parts]
     if size is not None and max(ids) >= size:
         raise UsageError(
-            f"perturbation option protect={protect!r}: token id {max(ids)} is outside [0, {size - 1}], the model's"
-            " vocabulary. Leave it out."
+            f"perturbation option protect={protect!r}: id {max(ids)} is not in the model's [0, {size - 1}]."
         )
     return ids

@@ -18,7 +18,7 @@ class First(Gate):
     length: int = option(64, "generated positions that are open", low=1)
 
     def plan(self, positions: Positions) -> np.ndarray:
-        """Fewer than ``length`` tokens are before the position, (N,) bool."""
+        """Fewer than ``length`` tokens are before the position."""
         return positions.generated < self.length
 
 
@@ -31,7 +31,7 @@ class Bursts(Gate):
     share: float = option(0.1, "probability that a stretch is open", low=0.0, high=1.0)
 
     def plan(self, positions: Positions) -> np.ndarray:
-        """One draw for each stretch, taken at its first position, (N,) bool."""
+        """One draw for each stretch, at its first position."""
         stretch = positions.positions - positions.generated % self.length
         return positions.uniform(1, at=stretch)[:, 0] < self.share
 
@@ -44,7 +44,7 @@ class TopMargin(Gate):
     margin: float = option(0.2, "largest difference of the two largest probabilities", low=0.0, high=1.0)
 
     def open(self, step: GateStep) -> Tensor:
-        """exp(z₁ - log Z) - exp(z₂ - log Z) ≤ margin, (B,) bool."""
+        """exp(z₁ - log Z) - exp(z₂ - log Z) ≤ margin."""
         best = step.top(2)[0]
         p = torch.exp(best - step.log_total().unsqueeze(-1))
         return p[:, 0] - p[:, 1] <= self.margin

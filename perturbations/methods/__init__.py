@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file per perturbation; the file's name is the perturbation's name."""
+"""The perturbations: a file each, named like it, or a file for a family (`perturbations.registry`)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perturbations import InputEdit, Perturbation, Proposal, Step, UsageError, option, register, streams
 from perturbations import density as densities
-from perturbations.base import Replayed
+from perturbations.base import Replayed, density_option
 from perturbations.edit import one_hot, realise
 from perturbations.errors import require
 from perturbations.top_tokens import check_top_k
@@ -22,33 +22,21 @@ class Gaussian(Perturbation):
 
     paper = "STHT, arXiv 2509.19170"
 
-    base: str = option(
-        "token", "what the noise is added to: sampled token, argmax, or mixture", choices=("token", "fuzzy", "soft")
-    )
+    base: str = option("token", "what gets noise: sampled token, argmax or mixture", choices=("token", "fuzzy", "soft"))
     sigma: float = option(0.33, "noise scale, relative to the root-mean-square element of sigma_of", low=0.0)
-    sigma_of: str = option(
-        "embedding", "what sigma is relative to: the matrix, or the vector at hand", choices=("embedding", "vector")
-    )
+    sigma_of: str = option("embedding", "sigma's scale: the matrix, or the vector", choices=("embedding", "vector"))
     tau: float = option(0.5, "temperature of the soft mixture (base=soft)", above=0.0)
     k: int = option(32, "tokens in the soft mixture (base=soft)", low=1)
-    density: str = option(
-        "token",
-        "what the loss weighs: the token's probability, or the Gaussian density of the input",
-        choices=("token", "gaussian"),
-    )
+    density: str = density_option("or the Gaussian density of the input", "gaussian")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.density == "gaussian" and self.sigma == 0.0:
-            raise UsageError(
-                "perturbation option sigma=0: density='gaussian' needs noise; the default is 0.33. Raise it, or take"
-                " density='token'."
-            )
+            raise UsageError("perturbation option sigma=0: density='gaussian' needs noise. The default is 0.33.")
         if self.density == "gaussian" and self.base == "fuzzy":
             warnings.warn(
                 "gaussian with base='fuzzy' and density='gaussian': the token in the text is the argmax, which is never"
-                " trained. Only the embedding learns from the density at perturbed positions. Set base='soft' to train"
-                " the probabilities as well.",
+                " trained. Only the embedding learns at perturbed positions. base='soft' trains the probabilities too.",
                 stacklevel=3,
             )
 
@@ -58,9 +46,8 @@ class Gaussian(Perturbation):
         τ divides the raw logits z, so the sampling temperature is multiplied back in.
         """
         tokens = step.top(1)[1].squeeze(-1) if self.base == "fuzzy" else step.sampled
-        if self.base != "soft":
-            mean = one_hot(tokens)
-        else:
+        mean = one_hot(tokens)
+        if self.base == "soft":
             values, ids = step.top(self.k)
             scale = step.temperature.unsqueeze(-1) / self.tau
             mean = InputEdit(ids, torch.softmax(values * scale, dim=-1))
@@ -73,8 +60,8 @@ class Gaussian(Perturbation):
     def log_density(self, replayed: Replayed) -> Tensor:
         """log N(e'; h(θ), σ² I) at the policy that drew e', with gradient to h(θ): its score is ε/σ · ∂h.
 
-        e' − h is σ ε as it was drawn, and not a difference of what rollout and trainer computed: in D dimensions
-        that of logits which differ by 0.03 is as long as the noise itself.
+        e' − h is σ ε as it was drawn, not a difference of what rollout and trainer computed: in D dimensions that of
+        logits which differ by 0.03 is as long as the noise itself.
         """
         edit, lookup = replayed.edit, replayed.lookup
         sigma, keys = require(edit.sigma, "edit.sigma"), require(replayed.noise_keys, "noise_keys")
@@ -93,24 +80,19 @@ class Gaussian(Perturbation):
 
     @property
     def density_of_vector(self) -> bool:
-        """The vector is what was drawn."""
         return self.has_density
 
     @property
-    def zero_mean_score(self) -> bool:
-        """Not of a fuzzy position's token, which is the argmax."""
-        return self.has_density or self.base != "fuzzy"
-
-    @property
     def draws_token(self) -> bool:
-        """Ordinary sampling draws it, beside the noise; a fuzzy position's token is the argmax."""
-        return self.base != "fuzzy"
+        return self.base != "fuzzy"  # a fuzzy position's token is the argmax
 
     @property
     def samples_text(self) -> bool:
-        """A fuzzy position's token is the argmax."""
         return self.draws_token
 
+    @property
+    def zero_mean_score(self) -> bool:
+        return self.has_density or self.draws_token
+
     def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary."""
         check_top_k(self.k if self.base == "soft" else 1, vocabulary)

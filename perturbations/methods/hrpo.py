@@ -26,9 +26,7 @@ class HRPO(LikeliestTokens):
     module_options = ("start",)
 
     k: int = option(32, "likeliest tokens in the mixture; the paper takes all", low=1)
-    start: float = option(
-        0.99, "smallest a at the start, of fully open gates; the largest is 0.999", above=0.0, high=0.999
-    )
+    start: float = option(0.99, "smallest a at the start, of open gates; the largest is 0.999", above=0.0, high=0.999)
     gate_lr: float | None = option(1e-4, "learning rate of W_r and W_i; none for the policy's", above=0.0)
     lambda_lr: float | None = option(1e-3, "learning rate of Λ; none for the policy's", above=0.0)
     perturb_eval: bool = option(True, "blend in evaluation too: the gate is a part of what was trained")
@@ -36,8 +34,7 @@ class HRPO(LikeliestTokens):
     def propose(self, step: Step) -> Proposal:
         """r = Σ_v p_v E[v] / ‖p‖ over the k likeliest tokens; the token in the text is the sampled one.
 
-        p / ‖p‖ does not change with p's scale, so the kept probabilities need no share of the others'. The sampled
-        token goes first with weight 0: the module takes its embedding as e.
+        The sampled token goes first with weight 0: the module takes its embedding as e.
         """
         values, ids = step.top(self.k)
         probabilities = torch.softmax(values, dim=-1)
@@ -46,11 +43,9 @@ class HRPO(LikeliestTokens):
         return Proposal(InputEdit(ids, nn.functional.pad(weights, (1, 0))), step.sampled)
 
     def module(self, hidden_size: int) -> nn.Module:
-        """The gate."""
         return HybridGate(hidden_size, self.start)
 
     def learning_rate(self, parameter: str) -> float | None:
-        """The gate learns faster than the policy, as in the paper's settings."""
         return self.lambda_lr if parameter == "lambda_shift" else self.gate_lr
 
 
@@ -58,16 +53,11 @@ class HybridGate(nn.Module):
     """a = exp(−c · softplus(Λ) · σ(W_r e)) with c = 8; e' = a ⊙ e + sqrt(1 − a²) ⊙ (σ(W_i e) ⊙ r).
 
     W_r and W_i start at zero (σ = ½ for every token) and Λ such that exp(−c · softplus(Λ)), which is a where
-    σ(W_r e) = 1, lies between ``start`` and 0.999. Λ is held as its start plus a shift that begins at 0: near
-    −7, where Λ starts, bfloat16 has steps of 0.03, near 0 it has none to speak of.
+    σ(W_r e) = 1, lies between ``start`` and 0.999. Λ is held as its start plus a shift that begins at 0: near −7, where
+    Λ starts, bfloat16 has steps of 0.03.
     """
 
     def __init__(self, hidden_size: int, start: float) -> None:
-        """
-        Args:
-            hidden_size: D.
-            start: smallest a at the start, in (0, 0.999].
-        """
         super().__init__()
         self.w_r = nn.Parameter(torch.zeros(hidden_size, hidden_size))
         self.w_i = nn.Parameter(torch.zeros(hidden_size, hidden_size))
@@ -78,7 +68,7 @@ class HybridGate(nn.Module):
         self.lambda_start = softplus.expm1().log().float()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridGate:
-        """Follows the parameters to their device, before the first step and not in it; the dtype stays."""
+        """Moves the start of Λ to its parameters' device; the dtype stays."""
         super()._apply(fn, recurse)
         if self.lambda_shift.device.type != "meta":
             self.lambda_start = self.lambda_start.to(self.lambda_shift.device)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent-GRPO: the largest of many noisy log-probabilities (arXiv 2604.27998, by its released code)."""
+"""Gumbel mixtures by their released code: Latent-GRPO (arXiv 2604.27998) and LEPO (arXiv 2604.17892)."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from perturbations import InputEdit, Proposal, Step, UsageError, option, register
+from perturbations import Gate, InputEdit, Proposal, Step, UsageError, option, register
 from perturbations import density as densities
-from perturbations.base import Replayed, input_gradient_option
-from perturbations.errors import require
-from perturbations.top_tokens import LikeliestTokens, within_top_p
+from perturbations.base import Replayed, density_option, freeze_option, input_gradient_option
+from perturbations.registry import gates
+from perturbations.top_tokens import LikeliestTokens, TopTokens, within_top_p
 
 
 @register("latent")
@@ -26,42 +26,26 @@ class Latent(LikeliestTokens):
     pool: int = option(256, "likeliest tokens that may take part at most; the paper takes the whole nucleus", low=1)
     scale: float = option(1.0, "s, factor of the noise", low=0.0)
     tau: float = option(1.0, "temperature of the mixture", above=0.0)
-    one_sided: bool = option(
-        True, "where Δ < 0 in an answer with A ≤ 0, the gradient in log p is exp(Δ) − 1, which is bounded"
-    )
-    density: str = option(
-        "token",
-        "what the loss weighs: the token's probability, the release's density, or that of the noise as it is drawn",
-        choices=("token", "latent", "exact"),
-    )
+    one_sided: bool = option(True, "where Δ < 0 and A ≤ 0, the gradient in log p is exp(Δ) − 1, which is bounded")
+    density: str = density_option("the release's density, or that of the noise as it is drawn", "latent", "exact")
     input_gradient: str = input_gradient_option("none")
-    freeze: str = option(
-        "both",
-        "what of the model does not train; tied matrices are one (its release: both)",
-        choices=("none", "embedding", "head", "both"),
-    )
+    freeze: str = freeze_option("both", " (its release: both)")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pool < self.k:
-            raise UsageError(
-                f"perturbation option pool={self.pool}: must be at least k={self.k}, the number of tokens mixed."
-            )
+            raise UsageError(f"perturbation option pool={self.pool}: must be at least k={self.k}, the tokens mixed.")
         if self.has_density and self.tau < 0.5:
             raise UsageError(
                 f"perturbation option tau={self.tau:g}: must be at least 0.5 with density={self.density!r} (the default"
-                " is 1): below, float32 weights are too small to hold the noise. Raise it, or take density='token'."
+                " is 1): below, float32 weights cannot hold the noise. Raise it, or take density='token'."
             )
         if self.density == "exact" and self.scale == 0.0:
-            raise UsageError(
-                "perturbation option scale=0: density='exact' needs noise; the default is 1. Raise it, or take"
-                " density='token'."
-            )
+            raise UsageError("perturbation option scale=0: density='exact' needs noise. Raise scale; the default is 1.")
 
     @property
     def zero_mean_score(self) -> bool:
-        """Only of the exact density: the release's is of other noise than is drawn."""
-        return self.density == "exact"
+        return self.density == "exact"  # the release's is of other noise than is drawn
 
     def propose(self, step: Step) -> Proposal:
         """y_i = log p_i + s (clamp(g_i, −1.5, 3) + 1.5); the k largest y; w = softmax(y / τ); the text: the largest.
@@ -71,13 +55,12 @@ class Latent(LikeliestTokens):
         scale = step.temperature.unsqueeze(-1)
         values, ids = step.top(min(self.pool, step.logits.shape[-1]))
         log_p = values * scale - step.log_total(scale).unsqueeze(-1)
-        nucleus = self._nucleus(log_p)
         low, high = densities.GUMBEL_RANGE
         scores = log_p + self.scale * (step.gumbel(ids).clamp(low, high) - low)
-        largest, at = torch.where(nucleus, scores, -torch.inf).topk(self.k, dim=-1)
+        largest, at = torch.where(self._nucleus(log_p), scores, -torch.inf).topk(self.k, dim=-1)
         normalizer = self.tau * torch.logsumexp(largest / self.tau, dim=-1) if self.has_density else None
         weights = torch.softmax(largest / self.tau, dim=-1)
-        weights = torch.where(weights < torch.finfo(torch.float32).tiny, 0.0, weights)
+        weights = torch.where(weights < densities.SMALLEST, 0.0, weights)
         mixed = ids.gather(-1, at)
         mixed = torch.where(weights > 0.0, mixed, mixed[:, :1])
         return Proposal(InputEdit(mixed, weights, normalizer=normalizer), mixed[:, 0])
@@ -91,14 +74,13 @@ class Latent(LikeliestTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over the tokens mixed of −Δ_i − exp(−Δ_i), Δ_i = y_i − log p_i(θ), p at temperature 1.
 
-        y_i = τ log w_i + normalizer. A token whose weight float32 lost takes no part. With ``one_sided`` and A ≤ 0 a
-        term with Δ_i < 0 has the gradient exp(Δ_i) − 1 in log p_i in the place of 1 − exp(−Δ_i), which has no bound.
-        ``exact`` is another: see :meth:`_exact`.
+        A token whose weight float32 lost takes no part. With ``one_sided`` and A ≤ 0 a term with Δ_i < 0 has the
+        gradient exp(Δ_i) − 1 in log p_i instead of 1 − exp(−Δ_i), which has no bound. ``exact`` is the log-density of
+        the k largest y, and of all others being smaller than the last of them.
         """
         edit = replayed.edit
         support = edit.weights > 0.0
-        normalizer = require(edit.normalizer, "edit.normalizer")
-        scores = self.tau * torch.where(support, edit.weights, 1.0).log() + normalizer.unsqueeze(-1)
+        scores = densities.unnormalised(edit.weights, edit.normalizer, self.tau)
         if self.density == "exact":
             return self._exact(replayed, scores, support)
         delta = torch.where(support, scores - replayed.log_probs(edit.ids, temperature=1.0), 0.0)
@@ -110,31 +92,52 @@ class Latent(LikeliestTokens):
         return torch.where(support, terms, 0.0).sum(dim=-1) / support.sum(dim=-1).clamp_min(1)
 
     def _exact(self, replayed: Replayed, scores: Tensor, support: Tensor) -> Tensor:
-        """The log-density of the k largest y, and of all others being smaller than the last of them.
+        """``exact``, of the scores (N, k) where there is ``support``: y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel.
 
-        y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel; noise that was clamped is known to lie beyond its bound, and that of
-        a token of the nucleus which was not mixed to lie below what would have made it the last one mixed.
-
-        Args:
-            replayed: N positions.
-            scores: y of the tokens mixed, (N, k).
-            support: which of these there are, (N, k) bool.
+        Clamped noise lies beyond its bound; that of a token of the nucleus which was not mixed, below what would have
+        made it the last one mixed.
         """
         low, high = densities.GUMBEL_RANGE
-
-        def noise(y: Tensor, log_p: Tensor) -> Tensor:
-            return (y - log_p) / self.scale + low
-
         ids, gumbels = replayed.edit.ids, replayed.gumbel(replayed.edit.ids)
         pool = replayed.top(min(self.pool, replayed.logits.shape[-1]))
         both = replayed.log_probs(torch.cat([ids, pool], dim=-1), temperature=1.0)
         own, log_p = both[:, : ids.shape[-1]], both[:, ids.shape[-1] :]
-        log_density = densities.censored_gumbel(noise(scores, own), gumbels <= low, gumbels >= high, support)
-        others = self._nucleus(log_p.detach()) & ~(
-            (pool.unsqueeze(-1) == ids.unsqueeze(-2)) & support.unsqueeze(-2)
-        ).any(-1)
+        noise = (scores - own) / self.scale + low
+        log_density = densities.censored_gumbel(noise, gumbels <= low, gumbels >= high, support)
+        mixed = ((pool.unsqueeze(-1) == ids.unsqueeze(-2)) & support.unsqueeze(-2)).any(-1)
         last = torch.where(support, scores, torch.inf).amin(dim=-1, keepdim=True)
-        beyond = noise(last, log_p)
+        beyond = (last - log_p) / self.scale + low
         # From the upper bound on it says nothing: no noise is larger.
-        others = others & (beyond.detach() < high)
+        others = self._nucleus(log_p.detach()) & ~mixed & (beyond.detach() < high)
         return log_density + densities.censored_gumbel(beyond, others, torch.zeros_like(others), others)
+
+
+@register("lepo")
+@dataclass(frozen=True, kw_only=True)
+class LEPO(TopTokens):
+    """Feeds a Gumbel-softmax mixture for the first tokens of an answer, and writes the likeliest into the text."""
+
+    paper = "LEPO, arXiv 2604.17892"
+
+    gate: str | Gate | None = option("first", "perturb only where this gate, too, is open: its name", registry=gates)  # noqa: RUF009
+    k: int = option(30, "number of tokens mixed at most", low=1)
+    tau: float = option(0.5, "temperature of the Gumbel-softmax, τ_g", above=0.0)
+    density: str = density_option("the weighted log-probabilities, or the weights' log-density", "lepo", "exact")
+    input_gradient: str = input_gradient_option("none")
+
+    @property
+    def zero_mean_score(self) -> bool:
+        return self.density == "exact"  # the token is the likeliest, and Σ w log π is no log-density
+
+    def propose(self, step: Step) -> Proposal:
+        """w = softmax((z̃ + g) / τ_g) over the tokens left; the text takes the likeliest, without the noise."""
+        ids, p = self.top(step)
+        noisy = torch.where(p > 0.0, p.log() + step.gumbel(ids), -torch.inf)
+        return Proposal(InputEdit(ids, torch.softmax(noisy / self.tau, dim=-1)), ids[:, 0])
+
+    def log_density(self, replayed: Replayed) -> Tensor:
+        """Σ_i w_i log π(i), π over the whole vocabulary; or the Gumbel-softmax density of w."""
+        weights, ids = replayed.edit.weights, replayed.edit.ids
+        if self.density == "exact":
+            return densities.concrete(weights, replayed.at(ids), self.tau, densities.distinct(ids))
+        return (weights * torch.where(weights > 0.0, replayed.log_probs(ids), 0.0)).sum(dim=-1)

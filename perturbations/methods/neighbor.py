@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N-GRPO: semantic neighbor mixing (Zhu et al., Findings of ACL 2026, arXiv 2606.10768)."""
+"""N-GRPO (Zhu et al., Findings of ACL 2026, arXiv 2606.10768): neighbor mixing; its release's orthogonal noise."""
 
 import warnings
 from dataclasses import dataclass
@@ -33,18 +33,14 @@ class Neighbor(LikeliestTokens):
     k: int = option(3, "size of the mixed set, the anchor included", low=2)
     metric: str = option("cosine", "similarity of embeddings", choices=("cosine", "l2", "l1", "dot"))
     variant: str = option("paper", "the method as written or as released", choices=("paper", "released"))
-    weights: str | None = option(
-        None, "softmax of the set's logits or of its probabilities", choices=("logits", "probs")
-    )
+    weights: str | None = option(None, "softmax of the set's logits or probabilities", choices=("logits", "probs"))
     realization: str | None = option(None, "the token in the text", choices=("anchor", "sampled"))
     space: str | None = option(None, "embeddings in which neighbors are near", choices=("input", "output"))
     mix_temperature: float = option(1.0, "divides the set's scores before the softmax", above=0.0)
     skip_special: bool = option(False, "leave special and never-trained tokens out of the neighbors")
     skip_same_word: bool = option(False, "leave out neighbors that differ in case, space or English inflection only")
     index: str = option("exact", "how neighbors are found; hnsw needs faiss", choices=("exact", "hnsw"))
-    refresh: str = option(
-        "every_sync", "when neighbor sets are computed anew: every_sync, never, or each n weight syncs"
-    )
+    refresh: str = option("every_sync", "when neighbor sets are recomputed: every_sync, never, or each n weight syncs")
 
     def __post_init__(self) -> None:
         if isinstance(self.refresh, int) and not isinstance(self.refresh, bool):
@@ -56,9 +52,8 @@ class Neighbor(LikeliestTokens):
                 object.__setattr__(self, part, value)
         if self.rate == 1.0 and self.gate is None and self.realization == "anchor":
             warnings.warn(
-                "neighbor with rate 1 and realization 'anchor' is greedy decoding: all answers of a group are the"
-                " same and every group-relative advantage is zero. Lower the rate. (With realization='sampled' or"
-                " variant='released' their texts differ, but not their inputs.)",
+                "neighbor with rate 1 and realization 'anchor' is greedy decoding: all answers of a group are the same"
+                " and every group-relative advantage is zero. Lower the rate, or take realization='sampled'.",
                 stacklevel=3,
             )
 
@@ -70,20 +65,20 @@ class Neighbor(LikeliestTokens):
         anchor = step.top(1)[1].squeeze(-1)
         neighbors, _ = self._neighbors(step.embeddings).query(anchor, self.k - 1)
         ids = torch.cat([anchor.unsqueeze(-1), neighbors], dim=-1)
-        if self.weights == "logits":
-            scores = step.logits.gather(-1, ids)
-        else:
+        scores = step.logits.gather(-1, ids)
+        if self.weights == "probs":
             # As released: the logits had been overwritten by probabilities, then divided by the temperature.
-            log_total = step.log_total().unsqueeze(-1)
-            scores = (step.logits.gather(-1, ids) - log_total).exp() / step.temperature.unsqueeze(-1)
+            scores = (scores - step.log_total().unsqueeze(-1)).exp() / step.temperature.unsqueeze(-1)
         mixture = torch.softmax(scores / self.mix_temperature, dim=-1)
-        tokens = anchor if self.realization == "anchor" else step.sampled
-        return Proposal(InputEdit(ids, mixture), tokens)
+        return Proposal(InputEdit(ids, mixture), anchor if self.realization == "anchor" else step.sampled)
 
     @property
     def zero_mean_score(self) -> bool:
-        """Not of the anchor, which is the likeliest token and was not drawn."""
-        return self.samples_text
+        return self.samples_text  # the anchor is the likeliest token, and was not drawn
+
+    @property
+    def samples_text(self) -> bool:
+        return self.realization == "sampled"
 
     def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex:
         return embeddings.index(
@@ -96,16 +91,42 @@ class Neighbor(LikeliestTokens):
         )
 
     def prepare(self, embeddings: ModelEmbeddings) -> None:
-        """The neighbors of all tokens."""
         self._neighbors(embeddings).precompute(self.k - 1)
 
-    @property
-    def samples_text(self) -> bool:
-        """Unless the text keeps the anchor."""
-        return self.realization == "sampled"
-
     def check_model(self, vocabulary: int) -> None:
-        """k cannot exceed the vocabulary, and a graph needs its library."""
         if self.index == "hnsw" and self.metric != "l1" and find_spec("faiss") is None:
             raise UsageError("perturbation option index='hnsw': needs faiss; pip install 'ngrpo[hnsw]', or take exact.")
         super().check_model(vocabulary)
+
+
+@register("orthogonal")
+@dataclass(frozen=True, kw_only=True)
+class Orthogonal(LikeliestTokens):
+    """Moves the most likely token's embedding along the other likely ones, orthogonally to itself."""
+
+    paper = "N-GRPO (release), arXiv 2606.10768"
+    mixture = "free"
+
+    rate: float = option(0.1, "probability that a position is perturbed (the gate)", low=0.0, high=1.0)
+    k: int = option(5, "number of likely tokens, the anchor included", low=2)
+    realization: str = option("sampled", "the token in the text", choices=("sampled", "anchor"))
+
+    def propose(self, step: Step) -> Proposal:
+        """e' = E[a] + Σ_j n_j o_j/‖o_j‖ with n_j ~ N(0, (w_j ‖o_j‖)²), o_j = E[c_j] − ⟨E[c_j], E[a]⟩/‖E[a]‖² E[a].
+
+        n_j = ε_j w_j ‖o_j‖ cancels the norm: e' = E[a] + Σ_j ε_j w_j o_j, which is a mixture of E[a] and the E[c_j].
+        w is the softmax of z̃ over the candidates without the anchor.
+        """
+        values, ids = step.top(self.k)
+        shares = torch.nan_to_num(torch.softmax(values[:, 1:], dim=-1))  # NaN where only one token is possible
+        noise = step.normal(ids[:, 1:]) * shares
+        vectors = step.embeddings.lookup(ids).float()
+        anchor, others = vectors[:, :1], vectors[:, 1:]
+        norm = anchor.square().sum(dim=-1).clamp_min(1e-12)
+        along = (others * anchor).sum(dim=-1) / norm
+        weights = torch.cat([1.0 - (noise * along).sum(dim=-1, keepdim=True), noise], dim=-1)
+        return Proposal(InputEdit(ids, weights), step.sampled if self.samples_text else ids[:, 0])
+
+    @property
+    def samples_text(self) -> bool:
+        return self.realization != "anchor"

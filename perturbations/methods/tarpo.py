@@ -32,9 +32,7 @@ class TARPO(LikeliestTokens):
     decision_weight: float = option(0.1, "weight of log π of the decision beside log π of the token", low=0.0)
     router_lr: float | None = option(1e-4, "learning rate of the router; none for the policy's", above=0.0)
     density: str = option(
-        "decision",
-        "in the loss: log π of token and decision; token: of the token alone, and the router stays as it is",
-        choices=("decision", "token"),
+        "decision", "what the loss weighs; token: without decision, so the router stays", choices=("decision", "token")
     )
     perturb_eval: bool = option(True, "route in evaluation too: the router is a part of what was trained")
 
@@ -42,7 +40,7 @@ class TARPO(LikeliestTokens):
         """Draws the decision d from softmax(W h + b); the token in the text is the sampled one.
 
         Fed is the token where d = 0, and Σ_v p_v E[v] / Σ_v p_v over the k likeliest tokens where d = 1. The sampled
-        token goes first, and its weight of 1 or 0 is the decision, which the density reads there.
+        token goes first; its weight, 1 or 0, is the decision, which the density reads.
         """
         hidden = require(step.hidden, _NO_HIDDEN)
         router = cast(Router, require(step.module, "the router"))
@@ -61,28 +59,20 @@ class TARPO(LikeliestTokens):
         return self.decision_weight * router.log_probs(hidden).gather(-1, decided).squeeze(-1)
 
     def module(self, hidden_size: int) -> nn.Module:
-        """The router."""
         return Router(hidden_size, self.bias)
 
     def learning_rate(self, parameter: str) -> float | None:
-        """The router learns faster than the policy, as in the release."""
         return self.router_lr
 
     @property
     def draws_token(self) -> bool:
-        """Token and decision are drawn independently, of the same hidden state."""
-        return self.has_density
+        return self.has_density  # token and decision are drawn independently
 
 
 class Router(nn.Module):
     """π(d) = softmax(W h + b) of the last hidden state h: d = 0 for the token, d = 1 for the mixture."""
 
     def __init__(self, hidden_size: int, bias: float) -> None:
-        """
-        Args:
-            hidden_size: D.
-            bias: b starts at (bias, 0).
-        """
         super().__init__()
         self.head = RouterHead(hidden_size, bias)
 
@@ -91,10 +81,8 @@ class Router(nn.Module):
         return torch.log_softmax(self.head(hidden), dim=-1)
 
     def forward(self, token: Tensor, mixture: Tensor) -> Tensor:
-        """The mixture as it is, (N, D): the decision is among its weights.
-
-        The head is asked of no rows, so that its parameters have a gradient, of zero, in every forward on every rank.
-        """
+        """The mixture as it is, (N, D): the decision is among its weights."""
+        # The head of no rows: its parameters then have a gradient, of zero, in every forward on every rank.
         return mixture + self.head(mixture[:0]).sum()
 
 
@@ -109,11 +97,7 @@ class RouterHead(nn.Module):
         self._bias = bias
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits of the two decisions, (N, 2) float32, of hidden states (N, D) in any dtype.
-
-        Raises:
-            UsageError: where D is not the embedding's.
-        """
+        """Logits of the two decisions, (N, 2) float32; ``UsageError`` for hidden states of another size."""
         if hidden.shape[-1] != self.weight.shape[-1]:
             raise UsageError(
                 f"perturbation 'tarpo': the last hidden state has {hidden.shape[-1]} dimensions, the input embedding"

@@ -42,15 +42,9 @@ def create_index(
     """An index with its default settings.
 
     Args:
-        embedding: (V, D), any float dtype, or a rank's shard of it; kept by reference.
-        kind: exact or hnsw; the exact one always serves metric l1, which a graph cannot.
-        metric: cosine, l2, l1 or dot.
-        exclude: ids that are never neighbors.
+        embedding, metric, exclude, lazy: as in :class:`ExactIndex`, whose errors it raises.
+        kind: exact or hnsw, or ``UsageError``; metric l1 always has the exact index.
         words: (V,) int64 numbers of the words, to skip neighbors that are the same word; None to keep them.
-        lazy: as in :class:`TableIndex`.
-
-    Raises:
-        UsageError: for an unknown kind, and as :class:`ExactIndex`.
     """
     if kind not in INDICES:
         raise UsageError(f"index={kind!r}: must be one of {', '.join(INDICES)}.{nearest(str(kind), INDICES)}")

@@ -34,16 +34,16 @@ class NeighborIndex(ABC):
         return None
 
     def follow(self) -> None:
-        """Keeps what an index of later weights can take over, where the index can. Called before any query."""
+        """Keeps its results for an index of later weights, where the index can. Called before any query."""
         return None
 
     def take_over(self, old: NeighborIndex) -> None:
-        """Takes what is still valid from an index of earlier weights that was told to follow; answers do not change."""
+        """Takes valid rows from an index of earlier weights that follows; answers do not change."""
         return None
 
 
 class TableIndex(NeighborIndex):
-    """Answers queries from a table, whose rows a subclass computes in :meth:`search`.
+    """Answers queries from a table of rows that a subclass computes in :meth:`search`.
 
     On a CPU rows are filled on first use. Elsewhere the first query computes the whole table, so that later queries
     are a gather without host synchronisation.
@@ -54,11 +54,8 @@ class TableIndex(NeighborIndex):
         Args:
             size: V.
             device: of the table.
-            exclude: ids that are never neighbors; they may still be queried.
+            exclude: ids that are never neighbors; they may still be queried. ``UsageError`` for one that is no token.
             lazy: fill rows on first use; None for the rule above.
-
-        Raises:
-            UsageError: for an excluded id that is no token.
         """
         bad = [i for i in exclude if not 0 <= i < size]
         if bad:
@@ -70,18 +67,13 @@ class TableIndex(NeighborIndex):
         self._lazy = device.type == "cpu" if lazy is None else lazy
         self._scratch = _SCRATCH_CPU if device.type == "cpu" else _SCRATCH_DEVICE
         self.width = 0
-        """The largest k that was asked for so far."""
+        """The largest k of a query."""
 
     @abstractmethod
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Computes rows, whatever the table holds.
+        """Computes rows: ids (Q, k) int64 and scores (Q, k) float32, best first, equal scores by rising id.
 
-        Args:
-            tokens: (Q,) int64; four (Q, V) float32 tensors fit into the scratch memory.
-            k: in [1, :attr:`most`].
-
-        Returns:
-            ids (Q, k) int64 and scores (Q, k) float32, best first, equal scores by rising id.
+        ``tokens``: (Q,) int64; four (Q, V) float32 tensors fit into the scratch memory. ``k``: in [1, :attr:`most`].
         """
 
     def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -94,12 +86,10 @@ class TableIndex(NeighborIndex):
             try:
                 is_filled = self._filled.index_select(0, token_ids)
             except (IndexError, RuntimeError):
-                bad = token_ids[(token_ids < 0) | (token_ids >= self._size)].tolist()
-                if not bad:
-                    raise
-                raise UsageError(
-                    f"token id {bad[0]}: must be in [0, {self._size - 1}], the embedding's rows."
-                ) from None
+                for bad in token_ids[(token_ids < 0) | (token_ids >= self._size)].tolist():
+                    what = f"token id {bad}: must be in [0, {self._size - 1}], the embedding's rows."
+                    raise UsageError(what) from None
+                raise
             if not is_filled.all():
                 self._fill(token_ids[~is_filled].unique())
         ids = self._ids.index_select(0, token_ids)[:, :k].long()
@@ -135,9 +125,6 @@ class TableIndex(NeighborIndex):
     def _fill(self, tokens: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for block in tokens.split(max(1, self._scratch // (_BYTES * self._size))) if len(tokens) else ():
-                self._fill_block(block)
-
-    def _fill_block(self, tokens: Tensor) -> None:
-        ids, scores = self.search(tokens, self.width)
-        self._ids[tokens], self._scores[tokens] = ids.int(), scores
-        self._filled[tokens] = True
+                ids, scores = self.search(block, self.width)
+                self._ids[block], self._scores[block] = ids.int(), scores
+                self._filled[block] = True

@@ -30,11 +30,9 @@ class HnswIndex(TableIndex):
 
     Token embeddings share a large common part. Tokens close to it are near everything, and hide the rest from a graph
     over the plain vectors. So the graph holds the vectors (for cosine normalised) less their mean, each divided by a
-    power of its length. The ``hubs`` tokens that are near everything (closest to the mean; for dot the longest) are
-    compared with every query by one matrix product.
+    power of its length. The ``hubs`` tokens closest to the mean (for dot the longest) are compared with every query.
 
-    One thread builds the graph in the order of the ids on the first query, in the host's memory: the same embedding
-    gives the same graph, on which the ranks of a tensor-parallel group must agree.
+    One thread builds the graph in the order of the ids on the first query: all ranks must have the same graph.
     """
 
     def __init__(
@@ -49,11 +47,9 @@ class HnswIndex(TableIndex):
         hubs: int = 2048,
         lazy: bool | None = None,
     ) -> None:
-        """
+        """As :class:`ExactIndex`; copies the embedding unless a CPU has all of it.
+
         Args:
-            embedding: as of :class:`ExactIndex`; copied unless a CPU has all of it.
-            metric: cosine, l2 or dot.
-            exclude, lazy: as in :class:`TableIndex`.
             m: links of a vector in the graph (twice as many at its base).
             ef_construction, ef: candidates compared with each vector while building, and in a search.
             rerank: candidates of a search that are scored.
@@ -78,10 +74,10 @@ class HnswIndex(TableIndex):
 
     @cached_property
     def _graph(self) -> Any:
-        """The graph; its vectors are in the order of ``_kept``."""
         return self._build()
 
     def _build(self) -> Any:
+        """Its vectors are in the order of ``_kept``."""
         faiss, settings = _library(), self._settings
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.cat([self._directions(part) for part in self._embedding.split(4096)])
@@ -133,7 +129,7 @@ class HnswIndex(TableIndex):
         return torch.cat([ids, self._hubs[near]], dim=-1)
 
     def _hub_scores(self, tokens: Tensor) -> Tensor:
-        """What orders the hubs for each token, (Q, hubs) float32; the token itself is last."""
+        """Ordered as the hubs of each token, (Q, hubs) float32; the token itself is last."""
         products = self._embedding[tokens].float() @ self._hub_rows.T
         norms = self._pairs.norms[self._hubs].float()
         if self.metric == "cosine":

@@ -39,12 +39,11 @@ def over_ranks(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class Shard:
-    """The rows of a (V, D) matrix E that this process holds; all of them where there is one rank.
+    """The rows of a (V, D) matrix E in this process; all of them where there is one rank.
 
     Attributes:
         rows: E[first : first + n], (n, D); n is the same on every rank, and rows from V on are padding.
         size: V.
-        first: the token of the first row.
         gather: concatenates each rank's tensor (m, ...) in the ranks' order, (ranks · m, ...). Every rank must call it.
     """
 
@@ -81,10 +80,7 @@ class Shard:
 class PairScores:
     """Cosine, dot product, or negative L2 or L1 distance: computed in float64, rounded to float32, for every index.
 
-    The cosine with a zero vector, which has no direction, is defined as -1.
-
-    Attributes:
-        norms: of all tokens, (V,) float64.
+    The cosine with a zero vector, which has no direction, is defined as -1. ``norms``: of all tokens, (V,) float64.
     """
 
     def __init__(self, shard: Shard, metric: str) -> None:
@@ -118,27 +114,24 @@ class PairScores:
         """Scores of N pairs of tokens, (N,) float32.
 
         Args:
-            tokens: (Q,) int64.
-            own: their embeddings, (Q, D).
-            pairs: which of ``tokens`` each pair has, (N,) int64.
+            tokens, own: (Q,) int64, and their embeddings, (Q, D).
+            pairs: the index into ``tokens`` of each pair, (N,) int64.
             others: the other token of each pair, one of this rank's, (N,) int64.
         """
-        scores = [
-            self._of_block(own[a].double(), self._shard.rows[b - self._shard.first].double(), tokens[a], b)
-            for a, b in zip(pairs.split(self.block), others.split(self.block))
-        ]
+        scores = []
+        for at, right in zip(pairs.split(self.block), others.split(self.block)):
+            a, b = own[at].double(), self._shard.rows[right - self._shard.first].double()
+            if self.metric == "l1":
+                score = -(a - b).abs().sum(dim=-1)
+            elif self.metric == "l2":
+                score = -(a - b).square().sum(dim=-1).sqrt()
+            else:
+                score = (a * b).sum(dim=-1)
+            if self.metric == "cosine":
+                scale = self.norms[tokens[at]] * self.norms[right]
+                score = torch.where(scale > 0.0, score / scale.clamp_min(torch.finfo(torch.float64).tiny), -1.0)
+            scores.append(score)
         return torch.cat(scores).float()
-
-    def _of_block(self, a: Tensor, b: Tensor, left: Tensor, right: Tensor) -> Tensor:
-        if self.metric == "l1":
-            return -(a - b).abs().sum(dim=-1)
-        if self.metric == "l2":
-            return -(a - b).square().sum(dim=-1).sqrt()
-        product = (a * b).sum(dim=-1)
-        if self.metric == "dot":
-            return product
-        scale = self.norms[left] * self.norms[right]
-        return torch.where(scale > 0.0, product / scale.clamp_min(torch.finfo(torch.float64).tiny), -1.0)
 
 
 def order(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A neighbor index through the weight syncs of a run: when it is computed anew, and how much the sets change."""
+"""A neighbor index over the weight syncs of a run: its refreshes, and the drift of its sets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WATCHED, _WATCHED_L1 = 128, 8  # an L1 row costs as much as some twenty others
 
 @dataclass(frozen=True)
 class Refresh:
-    """When neighbor sets are computed anew: at each n-th weight sync; None for never."""
+    """Neighbor sets are computed again at each n-th weight sync; None for never."""
 
     every: int | None = 1
 
@@ -38,13 +38,11 @@ class Refresh:
 
 @dataclass(frozen=True)
 class Drift:
-    """How many neighbor sets the latest weight sync changed, over tokens that were used as anchors.
+    """Neighbor sets that the latest weight sync changed, of tokens that were used as anchors.
 
     Attributes:
-        tokens: tokens whose sets are followed.
-        changed_since_start: of these, those with another set than when they were first followed.
-        compared: tokens whose set right before the sync is known.
-        changed: of these, those with another set now.
+        tokens, changed_since_start: followed tokens, and those with another set than at first.
+        compared, changed: tokens with a known set right before the sync, and those with another set now.
     """
 
     tokens: int
@@ -57,23 +55,20 @@ class Drift:
 
     def shares(self) -> dict[str, float]:
         """``neighbors_changed`` and ``neighbors_changed_since_start`` in [0, 1], each where it is known."""
-        shares = {}
-        if self.compared:
-            shares["neighbors_changed"] = self.changed / self.compared
-        if self.tokens:
-            shares["neighbors_changed_since_start"] = self.changed_since_start / self.tokens
-        return shares
+        shares = {"neighbors_changed": (self.changed, self.compared)}
+        shares["neighbors_changed_since_start"] = (self.changed_since_start, self.tokens)
+        return {name: part / whole for name, (part, whole) in shares.items() if whole}
 
 
 class Neighborhood(NeighborIndex):
-    """Answers from an index that it keeps or makes anew, as the refresh policy says, and follows the drift.
+    """Answers from an index that is made again by the refresh policy, and follows the drift.
 
-    Sets that outlive a weight sync are all of the same weights. On a CPU, where a row may be needed first later, the
-    index is made from a copy of the matrix. Elsewhere the table is complete before the weights change, and a larger k
-    computes all sets anew from the weights of that moment.
+    Sets that outlive a weight sync are all of the same weights. On a CPU, where rows are filled on first use, the index
+    is made from a copy of the matrix. Elsewhere the table is complete before the weights change, and a larger k
+    computes all sets again from the weights of that moment.
 
     At most 128 of the queried tokens (8 for L1) are followed, evenly spaced by id. At a sync their sets are computed
-    from the new weights, whether or not the policy takes these into use. A set is the k nearest, in any order.
+    from the new weights, used or not. A set is the k nearest, in any order.
     """
 
     def __init__(
@@ -86,9 +81,7 @@ class Neighborhood(NeighborIndex):
         """
         Args:
             make: makes the index; where its flag is True, a probe that answers for few tokens and is thrown away.
-            matrix: gives the embedding matrix, (V, D), or a rank's shard of it, as it is now.
-            refresh: the policy.
-            metric: the index's metric.
+            matrix: the present embedding matrix, (V, D), or a rank's shard of it.
         """
         self._make, self._refresh = make, refresh
         self._matrix = lambda: Shard.of(matrix())
@@ -119,7 +112,7 @@ class Neighborhood(NeighborIndex):
 
     @property
     def is_queried(self) -> bool:
-        """Whether anything was asked since the last sync."""
+        """Whether there was a query since the last sync."""
         return self._k > 0
 
     def weights_changed(self) -> None:
@@ -178,7 +171,7 @@ class Neighborhood(NeighborIndex):
 
 
 def rows_on_demand(matrix: Shard) -> bool:
-    """Whether an index of this matrix computes its rows as they are asked for, and not all before."""
+    """Whether an index of this matrix fills its rows on first use."""
     return matrix.rows.device.type == "cpu"
 
 

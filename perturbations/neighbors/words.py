@@ -21,7 +21,7 @@ _FURTHER = 8
 
 
 def word_key(text: str) -> str:
-    """The word that a token's text spells; two tokens with one key are the same word.
+    """The word of a token's text; two tokens with one key are the same word.
 
     Unicode NFKC, case folded, spaces and space markers around it stripped. English letters also lose the endings -'s,
     -s, -ed and -ing, a final e and a doubled final consonant, and y after a consonant becomes i: ``make, makes,
@@ -61,16 +61,10 @@ def _without_ed_or_ing(word: str) -> str:
 
 
 def word_numbers(texts: Sequence[str], size: int) -> Tensor:
-    """Numbers the words of a vocabulary: tokens with the same number are the same word.
+    """Numbers the words of a vocabulary, (V,) int64 with V = ``size``: tokens with one number are one word.
 
-    A token that holds part of a character decodes to U+FFFD, as many others do, and is a word of its own.
-
-    Args:
-        texts: the text of each token; rows beyond them are words of their own.
-        size: V.
-
-    Returns:
-        (V,) int64.
+    A token that holds part of a character decodes to U+FFFD, as many others do, and is a word of its own; so are rows
+    beyond the ``texts`` of the tokens.
     """
     numbers: dict[str, int] = {}
     of_texts = [i if _UNKNOWN in text else numbers.setdefault(word_key(text), i) for i, text in enumerate(texts[:size])]
@@ -85,11 +79,7 @@ class OtherWords(TableIndex):
     """
 
     def __init__(self, index: TableIndex, words: Tensor) -> None:
-        """
-        Args:
-            index: the source of the neighbors; its table is not used.
-            words: as of :func:`word_numbers`.
-        """
+        """``words``: as of :func:`word_numbers`; the table of ``index`` is not used."""
         super().__init__(index._size, index._device, index._excluded.nonzero().flatten().tolist(), index._lazy)
         self._index, self._words = index, words.to(index._device)
 

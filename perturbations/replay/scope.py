@@ -7,10 +7,12 @@ them: one lookup, in which the module's own hooks (ZeRO-3's gathering of paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -22,18 +24,100 @@ from perturbations.embeddings import nearest_tokens
 from perturbations.errors import UsageError
 from perturbations.parameters import CausalModel, attached
 from perturbations.replay import ReplayRecord
-from perturbations.replay.flat_records import FlatRecords, flat_rows, flatten
+
+
+@dataclass(frozen=True)
+class FlatRecords:
+    """The records of a batch, concatenated: N positions in all, (N,) int64 each.
+
+    Attributes:
+        sample: index in the batch.
+        position: position in the trajectory.
+        edit: the recorded inputs.
+        noise_keys: of the recorded noise; None where nothing is noisy.
+        seeds: each trajectory's seed.
+    """
+
+    sample: Tensor
+    position: Tensor
+    edit: InputEdit
+    noise_keys: Tensor | None
+    seeds: Tensor
+
+
+def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> FlatRecords:
+    """The records of a batch, one per row or None, concatenated on a device."""
+    present = [(i, r) for i, r in enumerate(records) if r is not None and len(r)]
+    if not present:
+        # Learned parameters and densities take part in the graph, with a gradient of zero, on every rank.
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        ids, floats = none.view(0, 1), none.float()
+        return FlatRecords(none, none, InputEdit(ids, ids.float(), floats, None, floats), none, none)
+
+    def joined(parts: Iterable[np.ndarray], dtype: type = np.float32) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype, copy=False)).to(device)
+
+    def optional(name: str) -> Tensor | None:
+        """Zeros where a record has none; None where no record has it."""
+        shape = next((p.shape[1:] for _, r in present if (p := getattr(r, name)) is not None), None)
+        if shape is None:
+            return None
+        parts = ((r, getattr(r, name)) for _, r in present)
+        return joined(np.zeros((len(r), *shape)) if part is None else part for r, part in parts)
+
+    def widened(part: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
+        """Narrower records have weight 0 on their own last candidate, which adds nothing to the sum."""
+        missing = width - part.shape[1]
+        return np.pad(part, ((0, 0), (0, missing)), mode=mode) if missing else part
+
+    width = max(r.ids.shape[1] for _, r in present)
+    ids = joined((widened(r.ids, "edge") for _, r in present), np.int64)
+    weights = joined(widened(r.weights, "constant") for _, r in present)
+    edit = InputEdit(ids, weights, *(optional(name) for name in ("sigma", "vectors", "normalizer")))
+    position = joined((r.positions for _, r in present), np.int64)
+    seeds = joined((np.full(len(r), r.seed, dtype=np.int64) for _, r in present), np.int64)
+    noise_keys = None if edit.sigma is None else streams.keys(seeds, position, streams.Stream.NOISE)
+    return FlatRecords(joined((np.full(len(r), i) for i, r in present), np.int64), position, edit, noise_keys, seeds)
+
+
+def flat_rows(
+    sample: Tensor, position: Tensor, shape: tuple[int, ...], attention_mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Rows of recorded positions in a forward's flattened input, and which exist (a trajectory may be cut): (N,) each.
+
+    Args:
+        shape: (B, T) for a padded batch, (1, total) for a packed one; ``ValueError`` for another.
+        attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
+    """
+    if attention_mask is None:
+        inside = (position < shape[1]) & (sample < shape[0])
+        return sample * shape[1] + position, inside
+    mask = attention_mask.bool()
+    lengths = mask.sum(dim=-1)
+    inside = position < lengths[sample]
+    if tuple(shape) == tuple(mask.shape):
+        first = mask.int().argmax(dim=-1)
+        return sample * shape[1] + first[sample] + position, inside
+    # One host synchronisation, in the packed layout only; unpadding itself needs the same one.
+    if shape[0] == 1 and shape[1] == int(lengths.sum()):
+        starts = torch.cumsum(lengths, dim=0) - lengths
+        return starts[sample] + position, inside
+    raise ValueError(
+        f"replay cannot place its records: the model was given {tuple(shape)} tokens, the attention mask is"
+        f" {tuple(mask.shape)} with {int(lengths.sum())} real tokens. Give padded batches (B, T) or packed ones"
+        " (1, total), no sequence-parallel slices (ring attention)."
+    )
 
 
 class LastHidden:
-    """Keeps the last hidden states, which a model's output layer is given, while it is called as a context."""
+    """Keeps the last hidden states, the input of a model's output layer, while it is called as a context."""
 
     def __init__(self, head: nn.Module | None) -> None:
         """``head``: of ``get_output_embeddings()``, from (…, D) to (…, V). ``UsageError`` where the model has none."""
         if head is None:
             raise UsageError(
-                "perturbation: the model names no output layer (get_output_embeddings() is None), so the last hidden"
-                " states that this perturbation reads are not known. Use another model, or another perturbation."
+                "perturbation: the last hidden states are not known, since the model names no output layer"
+                " (get_output_embeddings() is None). Use another model, or another perturbation."
             )
         self._head = head
         self._given: Tensor | None = None
@@ -51,31 +135,26 @@ class LastHidden:
         self._given = inputs[0]
 
     def at(self, rows: Int64[Tensor, " positions"], count: int) -> Float[Tensor, "positions hidden"]:
-        """The last hidden states of some rows of the latest flattened forward, in the model's dtype, with gradient.
-
-        Raises:
-            RuntimeError: where the output layer was not called with ``count`` rows, as many as the logits have.
-        """
+        """The last hidden states of some of a forward's ``count`` rows of logits, with gradient."""
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
             seen = "was not called" if given is None else f"was given {len(given)} rows"
             raise RuntimeError(
                 f"density: {type(self._head).__name__}, the model's output layer, {seen} in a forward of {count} rows"
-                " of logits. A fused or sliced output layer hides the last hidden states that this density reads."
+                " of logits. A fused or sliced output layer hides the last hidden states."
             )
         return given[rows]
 
 
 @dataclass
 class ReplayStats:
-    """What a replayed forward saw.
+    """Measures of the replayed forwards, on the model's device, a tensor for each forward.
 
     Attributes:
-        shifts: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, one (N,) tensor per forward, on the
-            model's device; 0 where a position was cut off.
-        inside: which recorded positions the forward had, (N,) bool per forward.
-        looked_at: how many of them were compared with the whole vocabulary, a scalar per forward.
-        left_anchor: how many of these lie nearer to another token than to their anchor, a scalar per forward.
+        shifts: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
+        inside: which recorded positions the forward had, (N,) bool.
+        looked_at: how many of them were compared with the whole vocabulary, a scalar.
+        left_anchor: how many of these lie nearer to another token than to their anchor, a scalar.
     """
 
     shifts: list[Tensor] = field(default_factory=list)
@@ -92,7 +171,7 @@ class ReplayStats:
         return int(sum(int(inside.sum()) for inside in self.inside))
 
     def mean_shift(self) -> float:
-        """Mean relative shift over all replayed positions, 0 where there were none."""
+        """Mean of the relative shifts, 0 without replayed positions."""
         return self.shift_sum() / max(self.count(), 1)
 
 
@@ -112,13 +191,11 @@ class ReplayScope:
         """
         Args:
             embedding: the input embedding module: ids of any shape to shape + (D,).
-            measure: collect :class:`ReplayStats`.
-            module: the perturbation's module beside the model (`perturbations.parameters.attached`), if any.
-            perturbation: the perturbation of the records, needed where it has a density.
-            look_up: for how many inputs of each forward, evenly spaced over the recorded positions, the nearest token
-                is looked up; none where the embedding's matrix is not whole (ZeRO-3).
-            device: of the forward; None for that of the embedding's parameters, which FSDP may take away.
-            hidden: of the model's output layer, needed where a density reads the last hidden states.
+            module: the perturbation's attached module (`perturbations.parameters.attached`), if any.
+            perturbation: of the records, needed where it has a density.
+            look_up: inputs of each forward whose nearest token is looked up, if the matrix is whole (no ZeRO-3).
+            device: of the forward; None for that of the embedding's parameters, which FSDP may move.
+            hidden: needed where a density reads the last hidden states.
         """
         self._embedding, self._module, self._hidden = embedding, module, hidden
         self.perturbation = perturbation
@@ -133,15 +210,13 @@ class ReplayScope:
     def __call__(self, records: Sequence[ReplayRecord | None], attention_mask: Tensor | None) -> Iterator[ReplayStats]:
         """Replays ``records``, in batch order, in every forward of the context.
 
-        Raises:
-            ValueError: for a record that cannot be of this model.
-            RuntimeError: at the end, where there were records and no forward went through the embedding.
+        ``ValueError`` for a record of another model, ``RuntimeError`` where no forward went through the embedding.
         """
         # Not the weight's shape, which is empty between forwards under ZeRO-3.
         vocabulary, size = (getattr(self._embedding, name, None) for name in ("num_embeddings", "embedding_dim"))
         for record in records:
             if record is not None and vocabulary is not None and size is not None:
-                record.check_model(vocabulary, size)
+                record.check_model(vocabulary, size, self._module is not None)
         device = next(self._embedding.parameters()).device if self._device is None else self._device
         # A batch without a perturbed position goes the same way: on several ranks all must gather and reduce alike.
         self._flat = flatten(records, device)
@@ -155,8 +230,7 @@ class ReplayScope:
             if not self._shape and any(record is not None for record in records):
                 raise RuntimeError(
                     f"replay of {len(records)} records did not happen: no forward went through"
-                    f" {type(self._embedding).__name__}, the module that get_input_embeddings() gives. A model that"
-                    " looks its tokens up elsewhere would be trained on inputs that the rollout did not see."
+                    f" {type(self._embedding).__name__}, the module that get_input_embeddings() gives."
                 )
         finally:
             before.remove()
@@ -167,16 +241,13 @@ class ReplayScope:
     def replayed(
         self, logits: Tensor, log_probs: Tensor, temperature: float, advantages: Tensor | None = None
     ) -> tuple[Replayed, Tensor]:
-        """The perturbed positions of the forward that was just replayed, for a density.
+        """The perturbed positions of the latest forward, for a density; and which exist (N,) bool, the others at row 0.
 
         Args:
             logits: z̃ of the forward, (R, V): one row per token, or ``RuntimeError``.
             log_probs: log π of the token after each row, (R,).
             temperature: that of z̃.
             advantages: of the last A tokens of each row of the batch, (B, A), or None.
-
-        Returns:
-            The positions, and which of them exist (N,) bool; those that were cut off have row 0.
         """
         if not self._shape or self._shape.numel() != len(logits):
             seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
@@ -210,7 +281,7 @@ class ReplayScope:
     def to_tokens(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
         """Values of the recorded positions, (N,), at their tokens in the last A of each padded row, with gradient.
 
-        ``shape``: (B, A) of the result, which is 0 at all other tokens. Positions before the last A are left out.
+        ``shape``: (B, A) of the result, which is 0 at all other tokens.
         """
         column, inside = self._columns(shape[1])
         target = torch.where(inside, self._flat.sample * shape[1] + column, shape[0] * shape[1])
@@ -225,13 +296,22 @@ class ReplayScope:
         return column, inside & (column >= 0)
 
     def _scaled(self) -> tuple[float, InputEdit]:
-        """An embedding's factor, as Gemma's has one, and the recorded edit with σ and vectors times it."""
-        scale, edit = _factor(self._embedding), self._flat.edit
+        """The factor of the embedding's rows, such as Gemma's, and the recorded edit with σ and vectors times it."""
+        embedding, edit, scale = self._embedding, self._flat.edit, 1.0
+        factors = [getattr(embedding, name, None) for name in ("scalar_embed_scale", "embed_scale")]
+        known = [float(factor) for factor in factors if factor is not None]
+        if known:
+            scale = known[0]
+        elif isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward:
+            raise ValueError(
+                f"replay cannot mix embeddings of {type(embedding).__name__}: its forward changes the rows of its"
+                " matrix. Use a model whose input embedding is a plain or a scaled table."
+            )
         sigma, vectors = (None if part is None else part * scale for part in (edit.sigma, edit.vectors))
         return scale, replace(edit, sigma=sigma, vectors=vectors)
 
     def lookup(self, ids: Tensor) -> Tensor:
-        """Embeddings of ids of any shape, with gradient and without a replay: shape + (D,)."""
+        """Embeddings of ids of any shape without a replay, with gradient: shape + (D,)."""
         self._bypassed = True
         try:
             return self._embedding(ids)
@@ -286,7 +366,7 @@ class ReplayScope:
         return output.index_copy(0, target, mixed)[:count].view(*self._shape, -1)
 
     def _compare_with_vocabulary(self, mixed: Tensor) -> None:
-        """Counts how many of a few inputs lie nearer to another token than to their anchor, the heaviest candidate."""
+        """Of a few inputs, how many lie nearer to another token than to their anchor, the heaviest candidate."""
         edit, matrix = self._flat.edit, getattr(self._embedding, "weight", None)
         count = min(self._look_up, len(edit.ids))
         if not count or matrix is None or matrix.dim() != 2 or matrix.shape[1] != mixed.shape[1]:
@@ -298,19 +378,6 @@ class ReplayScope:
         self.stats.left_anchor.append(((nearest_tokens(mixed[chosen], matrix, anchors) != anchors) & inside).sum())
 
 
-def _factor(embedding: nn.Module) -> float:
-    """The factor of an embedding's rows; ``ValueError`` for a module that changes them in another way."""
-    for name in ("scalar_embed_scale", "embed_scale"):
-        if getattr(embedding, name, None) is not None:
-            return float(getattr(embedding, name))
-    if isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward:
-        raise ValueError(
-            f"replay cannot mix embeddings of {type(embedding).__name__}: it changes the rows of its matrix otherwise"
-            " than by a factor. Use a model whose input embedding is a plain or a scaled table."
-        )
-    return 1.0
-
-
 @contextmanager
 def replaying(
     model: CausalModel,
@@ -318,19 +385,13 @@ def replaying(
     attention_mask: Tensor | None = None,
     perturbation: Perturbation | None = None,
 ) -> Iterator[ReplayStats]:
-    """Replays recorded inputs in a Hugging Face causal model's forward.
+    """Replays recorded inputs in a Hugging Face causal model's forward; yields statistics that fill as it runs.
 
     Args:
         model: anything with ``get_input_embeddings()``, with a perturbation's module attached if it has one.
-        records: one per row of the batch, in batch order; None for a row that was not perturbed.
+        records: one per row of the batch, in batch order (else ``ValueError``); None for an unperturbed row.
         attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
-        perturbation: that of the records, for its ``input_gradient``; None for "full".
-
-    Yields:
-        Statistics that fill as the model runs.
-
-    Raises:
-        ValueError: inside the forward, where records and batch do not fit.
+        perturbation: of the records, for its ``input_gradient``; None for "full".
     """
     embedding, module = model.get_input_embeddings(), attached(model)
     with ReplayScope(embedding, module=module, perturbation=perturbation)(records, attention_mask) as stats:

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rollout leaves of a trajectory: its record, sampling mask and log-probabilities, from the worker to the loss.
-
-A trajectory is rows in the worker's store (at first on their way from the device,
-`ngrpo.rollout.async_scheduling.Note`), then a `FinishedTrajectory`, its bytes between processes (`packing.py`), and
-positions of a batch where a forward replays it (`flat_records.py`).
-"""
+"""A trajectory after its rollout: record, sampling mask and log-probabilities, also as bytes between processes."""
 
 from __future__ import annotations
 
 import dataclasses
+import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,17 +12,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from perturbations.replay import packing
+from perturbations.seeds import SEED_BYTES
 
-# Bytes that a trajectory takes beside its numbers: its name, its objects and those of its arrays. Measured with Python
-# 3.11 and numpy 2 as the growth of a process that holds 50,000 answers of three tokens: 1,300 each.
+# Flags, the model and the seed. A short response's record is mostly header, so every byte counts.
+_HEADER = struct.Struct("<BH6s")
+_WEIGHTS, _SIGMA, _ONE_SIGMA, _WIDE_IDS, _VECTORS, _NORMALIZER = (1 << bit for bit in range(6))
+_RECORD_VERSION, _MASK_VERSION = 5, 2
+_TRAJECTORY_VERSION = 1  # of log-probabilities, counts and an unperturbed response
+_32_BITS = 0xFFFFFFFF
+
+# Bytes of a trajectory's name and objects: the growth of a process (Python 3.11, numpy 2) that holds 50,000 of them.
 OVERHEAD = 1300
-# A word of this value stands for so many tokens skipped, and for none that is named.
+# A word of this value skips so many tokens and names none.
 _SKIP = 0xFFFF
 
 
-def model_fingerprint(vocabulary: int, hidden: int) -> int:
-    """A hash of the embedding matrix's shape (V, D), in [1, 2^16): the weights change with every update."""
-    return zlib.crc32(f"{vocabulary} {hidden}".encode()) % 0xFFFF + 1
+def model_fingerprint(vocabulary: int, hidden: int, module: bool = False) -> int:
+    """A hash in [1, 2^16) of the embedding matrix's shape (V, D), and whether inputs pass a perturbation's module."""
+    return zlib.crc32(f"{vocabulary} {hidden}{' module' * module}".encode()) % 0xFFFF + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +38,12 @@ class ReplayRecord:
 
     Attributes:
         seed: the trajectory's seed, in [0, 2^48), from which noise is drawn again.
-        prompt_tokens: length of the prompt.
-        num_tokens: length of the trajectory, prompt included.
+        prompt_tokens, num_tokens: length of the prompt, and of the trajectory with it.
         positions: perturbed positions, ascending, counted from the first prompt token, (N,) int32.
         ids: candidates, (N, K) int32.
         weights: weights of the candidates, (N, K) float32.
         sigma: noise scales, (N,) float32, or None where nothing is noisy.
-        agreed: whether the token in the text is the ordinarily sampled one, (N,) bool.
+        agreed: whether the text has the token that was sampled without perturbation, (N,) bool.
         vectors: what was added to the mixture, (N, D) float32, or None: 4·D bytes per perturbed position.
         normalizer: what normalising the weights divided out, (N,) float32, or None where no density needs it.
         model: :func:`model_fingerprint` of the model whose tokens ``ids`` are; 0 where it is not known.
@@ -80,10 +82,19 @@ class ReplayRecord:
             self, prompt_tokens=min(self.prompt_tokens, num_tokens), num_tokens=num_tokens, **arrays
         )
 
-    def check_model(self, vocabulary: int, hidden: int) -> None:
-        """Raises ``ValueError`` unless the rollout's embedding matrix was (V, D) with a row for each candidate."""
+    def check_model(self, vocabulary: int, hidden: int, module: bool | None = None) -> None:
+        """Raises ``ValueError`` for a record of another model; ``module``: whether a perturbation's is attached here."""
         here = f"a model with {vocabulary} tokens and {hidden} dimensions"
-        if self.model not in (0, model_fingerprint(vocabulary, hidden)):
+        known = {model_fingerprint(vocabulary, hidden, given): given for given in (False, True)}
+        made_with = known.get(self.model, module)
+        if module is not None and made_with != module:
+            raise ValueError(
+                "replay record: its inputs passed the perturbation's learned module, and this model has none. Attach"
+                " it first: perturbations.parameters.attach(model, perturbation)."
+                if made_with
+                else "replay record: its inputs passed no learned module, and this model has one. Detach it."
+            )
+        if self.model and self.model not in known:
             raise ValueError(
                 f"replay record: it is of another model, and cannot be replayed in {here}. Rollout and replay must have"
                 " the same vocabulary and the same hidden size."
@@ -100,13 +111,87 @@ class ReplayRecord:
             raise ValueError(f"replay record: token id {wrong} is none of the model's: 0 to {vocabulary - 1}.")
 
     def to_bytes(self) -> bytes:
-        """As bytes, without loss: :func:`perturbations.replay.packing.record_bytes`."""
-        return packing.record_bytes(self)
+        """As bytes, without loss: per position K ids of 2 or 3 bytes, K float32 weights, mostly 1 byte of position.
+
+        Raises:
+            ValueError: for more than 4096 candidates, a token id of 2^24 or more, or a seed outside [0, 2^48).
+        """
+        if not 0 <= self.seed < 1 << 8 * SEED_BYTES:
+            raise ValueError(f"replay record: seed {self.seed} must be in [0, 2^48); take one of trajectory_seed().")
+        count, width = self.ids.shape
+        if width > packing.MOST_CANDIDATES:
+            raise ValueError(
+                f"replay record: {width} candidates of a position; there may be 1 to {packing.MOST_CANDIDATES}. Mix"
+                " fewer tokens: most perturbations call their number k."
+            )
+        largest = int(self.ids.max(initial=0))
+        if largest >= 1 << 24:
+            raise ValueError(f"replay record: token id {largest} is too large; ids below {1 << 24} are supported.")
+        size = 3 if largest >= 1 << 16 else 2
+        ids = np.ascontiguousarray(self.ids, "<u4").view(np.uint8).reshape(-1, 4)[:, :size]
+        # Modulo 2^32, where the first position is of an earlier turn.
+        steps = np.diff(self.positions.astype(np.int64), prepend=self.prompt_tokens) & _32_BITS
+        one_sigma = self.sigma is not None and count > 0 and bool((self.sigma == self.sigma[0]).all())
+        optional = {
+            _WEIGHTS: None if width == 1 and bool((self.weights == 1.0).all()) else self.weights,
+            _SIGMA: self.sigma[:1] if self.sigma is not None and one_sigma else self.sigma,
+            _NORMALIZER: self.normalizer,
+            _VECTORS: self.vectors,
+        }
+        present = {flag: part for flag, part in optional.items() if part is not None}
+        flags = sum(present) | (_ONE_SIGMA if one_sigma else 0) | (_WIDE_IDS if size == 3 else 0)
+        numbers = [width, self.prompt_tokens, self.num_tokens - self.prompt_tokens, count]
+        numbers += [] if self.vectors is None else [self.vectors.shape[1]]
+        head = [
+            _HEADER.pack(flags, self.model, self.seed.to_bytes(SEED_BYTES, "little")),
+            *map(packing.varint, numbers),
+        ]
+        parts = [packing.varints(2 * steps + self.agreed), ids.tobytes(), *map(packing.floats, present.values())]
+        return packing.sealed([*head, *parts], _RECORD_VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReplayRecord:
         """Reads what :meth:`to_bytes` wrote; ``ValueError`` for anything but a whole record of this version."""
-        return cls(*packing.record_fields(data))
+        reader = packing.unsealed(data, _RECORD_VERSION, "replay record")
+        flags, model, seed = _HEADER.unpack(reader.take(_HEADER.size))
+        width, prompt, generated, count = (reader.varint() for _ in range(4))
+        vectors = reader.varint() if flags & _VECTORS else 0
+        if width > packing.MOST_CANDIDATES or (count and not width):
+            raise ValueError(
+                f"replay record: {count} positions with {width} candidates each; there are 1 to"
+                f" {packing.MOST_CANDIDATES}."
+            )
+        numbers, length = reader.varints(count), prompt + generated
+        steps = numbers >> 1
+        steps[:1] = (steps[:1] + prompt) & _32_BITS
+        positions = np.cumsum(steps)
+        if not length < 1 << 31 or (count and (positions[-1] >= length or not (steps[1:] > 0).all())):
+            raise ValueError(f"replay record: positions that do not ascend, or that are outside of {length} tokens.")
+        size = 3 if flags & _WIDE_IDS else 2
+        raw = np.frombuffer(reader.take(count * width * size), dtype=np.uint8).reshape(-1, size)
+        ids = np.zeros((len(raw), 4), dtype=np.uint8)
+        ids[:, :size] = raw
+
+        def optional(flag: int, *shape: int) -> np.ndarray | None:
+            return reader.floats(*shape) if flags & flag else None
+
+        weights = optional(_WEIGHTS, count, width)
+        sigma = optional(_SIGMA, 1 if flags & _ONE_SIGMA else count)
+        record = cls(
+            seed=int.from_bytes(seed, "little"),
+            prompt_tokens=prompt,
+            num_tokens=length,
+            positions=positions.astype(np.int32),
+            ids=ids.view("<u4").astype(np.int32).reshape(count, width),
+            weights=np.ones((count, width), dtype=np.float32) if weights is None else weights,
+            sigma=np.repeat(sigma, count) if sigma is not None and flags & _ONE_SIGMA else sigma,
+            agreed=numbers % 2 == 1,
+            normalizer=optional(_NORMALIZER, count),
+            vectors=optional(_VECTORS, count, vectors),
+            model=model,
+        )
+        reader.finish()
+        return record
 
 
 def as_words(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -208,13 +293,21 @@ class SamplingMask:
         return SamplingMask(later.size, *(np.concatenate([getattr(part, name) for part in both]) for name in names))
 
     def to_bytes(self) -> bytes:
-        """As bytes, without loss: :func:`perturbations.replay.packing.mask_bytes`."""
-        return packing.mask_bytes(self)
+        """As bytes, without loss: two bytes an id, at most V bytes a position."""
+        numbers = [[self.size, len(self)], np.diff(self.positions, prepend=0), 2 * self.lengths + self.cut]
+        return packing.sealed(
+            [packing.varints(np.concatenate(numbers)), self.words.astype("<u2").tobytes()], _MASK_VERSION
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SamplingMask:
         """Reads what :meth:`to_bytes` wrote; ``ValueError`` where the bytes were cut or altered."""
-        return cls(**packing.mask_fields(data))
+        reader = packing.unsealed(data, _MASK_VERSION, "sampling mask")
+        size, count = reader.varints(2).tolist()
+        positions, packed = np.cumsum(reader.varints(count)), reader.varints(count)
+        words = np.frombuffer(reader.take(2 * int((packed // 2).sum())), "<u2").astype(np.uint16)
+        reader.finish()
+        return cls(size, positions, packed % 2 == 1, packed // 2, words)
 
 
 @dataclass(frozen=True)
@@ -272,16 +365,35 @@ class FinishedTrajectory:
         )
 
     def pack(self) -> dict[str, bytes]:
-        """As bytes by name, without loss: :func:`perturbations.replay.packing.trajectory_parts`."""
-        return packing.trajectory_parts(self)
+        """As plain bytes by name, without loss, which no trainer moves to a device."""
+        counts, answer = (self.dropped, self.prompted, self.cached), self.unperturbed
+        parts = {packing.LOG_PROBS: [packing.floats(self.log_probs)]}
+        if any(counts):
+            parts[packing.COUNTS] = [packing.varint(count) for count in counts]
+        if answer is not None:
+            tokens = [packing.varint(len(answer.tokens)), answer.tokens.astype("<i4").tobytes()]
+            parts[packing.UNPERTURBED] = [*tokens, packing.floats(answer.log_probs)]
+        packed = {name: packing.sealed(part, _TRAJECTORY_VERSION) for name, part in parts.items()}
+        if self.sampling_mask is not None:
+            packed[packing.MASK] = self.sampling_mask.to_bytes()
+        return {packing.RECORD: self.record.to_bytes(), **packed}
 
     @classmethod
     def unpack(cls, parts: Mapping[str, bytes]) -> FinishedTrajectory:
         """Reads what :meth:`pack` wrote; ``ValueError`` where bytes were cut or altered on their way."""
-        mask, answer = parts.get(packing.MASK), parts.get(packing.UNPERTURBED)
+
+        def reader(name: str) -> packing.Reader:
+            return packing.unsealed(parts[name], _TRAJECTORY_VERSION, name)
+
+        mask, answer = parts.get(packing.MASK), None
+        if packing.UNPERTURBED in parts:
+            rest = reader(packing.UNPERTURBED)
+            tokens = np.frombuffer(rest.take(4 * rest.varint()), "<i4").astype(np.int32)
+            answer = UnperturbedAnswer(tokens, rest.all_floats())
         return cls(
-            record=ReplayRecord.from_bytes(parts[packing.RECORD]),
-            sampling_mask=None if mask is None else SamplingMask.from_bytes(mask),
-            unperturbed=None if answer is None else UnperturbedAnswer(**packing.answer_fields(answer)),
-            **packing.trajectory_fields(parts),
+            ReplayRecord.from_bytes(parts[packing.RECORD]),
+            reader(packing.LOG_PROBS).all_floats(),
+            None if mask is None else SamplingMask.from_bytes(mask),
+            *(reader(packing.COUNTS).varints(3).tolist() if packing.COUNTS in parts else (0, 0, 0)),
+            unperturbed=answer,
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conformance suites of perturbations and gates, for ours and for a third party's: the checks, in order."""
+"""The conformance suites of perturbations and gates, ours and a third party's: the checks, in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from perturbations.testing.report import PerturbationError
 __all__ = ["PerturbationError", "check_gate", "check_perturbation", "inspect", "outcomes"]
 
 _Target = Options | type[Options] | str
-_Checks = Iterator[tuple[str, Callable[[], None]]]
+_Checks = Iterator[tuple[str, Callable[[], object]]]
 
 
 def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: object) -> None:
@@ -28,11 +28,11 @@ def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **
 
     Args:
         perturbation: a perturbation, its class, its registry name, ``./file.py:Name`` or ``package.module:Name``.
-        options: options to create it with; none where ``perturbation`` is already made.
+        options: of a class or a name.
 
     Raises:
         PerturbationError: for the first broken promise.
-        ValueError: where the options are not the perturbation's, or nothing has this name.
+        ValueError: for an unknown name or option.
     """
     _raise_first(inspect(perturbation, "perturbation", **options))
 
@@ -45,7 +45,7 @@ def check_gate(gate: Gate | type[Gate] | str, **options: object) -> None:
 def inspect(
     target: _Target, kind: str = "perturbation", **options: object
 ) -> Iterator[tuple[str, PerturbationError | None]]:
-    """Yields what was checked and what is wrong with it, or None; nothing follows where the class itself is wrong.
+    """Yields each check and its error, or None; nothing follows where the class itself is wrong.
 
     ``target`` and ``options`` as of :func:`check_perturbation`; ``kind``: ``perturbation`` or ``gate``.
     """
@@ -57,7 +57,13 @@ def outcomes(
     target: _Target, registry: Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
 ) -> Iterator[tuple[str, PerturbationError | None]]:
     """As :func:`inspect`, for any registry; ``own`` gives the checks of its kind beyond those of all options."""
-    cls, made = _class_of(target, registry, options)
+    cls, made = registry.get(target) if isinstance(target, str) else target, None
+    if not isinstance(cls, type):
+        cls, made = type(cls), cls
+        if options:
+            raise ValueError(
+                f"options {', '.join(options)} come too late: this {registry.kind} is already made. Pass its class."
+            )
     declared = _outcome(partial(declaration.check_class, registry, cls, registry.base_class()))
     yield "the class, and how its options are declared", declared
     if declared is not None:
@@ -73,26 +79,15 @@ def outcomes(
         yield title, _outcome(run)
 
 
-def _class_of(target: _Target, registry: Registry, options: dict[str, Any]) -> tuple[type[Options], Options | None]:
-    if isinstance(target, str):
-        return registry.get(target), None
-    if isinstance(target, type):
-        return target, None
-    if options:
-        raise ValueError(
-            f"options {', '.join(options)} come too late for a {registry.kind} that is already made: pass its class."
-        )
-    return type(target), target
-
-
 def _perturbation_checks(perturbation: Perturbation) -> _Checks:
-    fits = partial(proposal.check_model, perturbation)
-    yield "a small model that it fits", fits
-    if _outcome(fits) is not None:
+    yield "a small model that it fits", partial(proposal.check_model, perturbation)
+    try:
+        vocabulary = proposal.check_model(perturbation)
+    except PerturbationError:
         return
     if perturbation.has_parameters:
         yield "its learned parameters", partial(proposal.check_module, perturbation)
-    for label, step in proposal.steps(proposal.vocabulary_for(perturbation)):
+    for label, step in proposal.steps(vocabulary):
         yield f"proposals for {label}", partial(proposal.check_step, perturbation, label, step)
 
 
@@ -106,7 +101,7 @@ def _gate_checks(gate: Gate) -> _Checks:
 _SUITES = {"perturbation": (registry.perturbations, _perturbation_checks), "gate": (registry.gates, _gate_checks)}
 
 
-def _outcome(run: Callable[[], None]) -> PerturbationError | None:
+def _outcome(run: Callable[[], object]) -> PerturbationError | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,27 +31,19 @@ from perturbations.testing.report import (
 ROWS, _DIMENSION = 7, 8
 _SIZES = [64, 256, 1024, 4096, 1 << 14, 1 << 16, 1 << 18]
 _log = logging.getLogger(__name__)
-_Value = TypeVar("_Value")
 
 
-def check_model(perturbation: Perturbation) -> None:
-    """There is a small model that the perturbation fits."""
-    try:
-        perturbation.check_model(_SIZES[-1])
-    except ValueError as error:
-        raise PerturbationError(
-            f"{perturbation.name}: check_model refuses a vocabulary of {_SIZES[-1]:,} tokens: {error}",
-            "Refuse only a vocabulary that is too small for the options.",
-        ) from error
-
-
-def vocabulary_for(perturbation: Perturbation) -> int:
+def check_model(perturbation: Perturbation) -> int:
     """V of the synthetic model: the smallest that the perturbation fits."""
-    for size in _SIZES[:-1]:
-        with contextlib.suppress(ValueError):
+    refused: ValueError | None = None
+    for size in _SIZES:
+        try:
             perturbation.check_model(size)
             return size
-    return _SIZES[-1]
+        except ValueError as error:
+            refused = error
+    what = f"{perturbation.name}: check_model refuses a vocabulary of {_SIZES[-1]:,} tokens: {refused}"
+    raise PerturbationError(what, "Refuse only a vocabulary that is too small for the options.")
 
 
 def steps(vocabulary: int) -> list[tuple[str, Step]]:
@@ -100,10 +90,21 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
     where = f"{perturbation.name}, {label}:"
     if perturbation.reads_hidden:
         step = with_hidden(step, perturbation.module(_DIMENSION))
-    proposal = check_answers(where, "propose()", lambda some: _propose(perturbation, some, where), step)
+
+    def proposed(some: Step) -> Proposal:
+        proposal = answered(f"{where} propose()", lambda: perturbation.propose(some))
+        require(
+            isinstance(proposal, Proposal) and isinstance(proposal.edit, InputEdit),
+            f"{where} propose() returns {type(proposal).__name__}.",
+            "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token of the text.",
+        )
+        _check_proposal(perturbation, some, proposal, where)
+        return proposal
+
+    proposal = check_answers(where, "propose()", proposed, step)
     if label == "ordinary logits":
         other = dataclasses.replace(step, seeds=step.seeds + 1)
-        same = differing(proposal, _propose(perturbation, other, where), exact=True) is None
+        same = differing(proposal, proposed(other), exact=True) is None
         message = "draws no weights or tokens of its own" if same else "draws weights or tokens from the seed"
         _log.info("%s %s", perturbation.name, message)
     _check_record(step, proposal, where)
@@ -111,44 +112,52 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
         check_density(perturbation, step, proposal, where)
 
 
-def _propose(perturbation: Perturbation, step: Step, where: str) -> Proposal:
-    proposal = answered(f"{where} propose()", lambda: perturbation.propose(step))
-    require(
-        isinstance(proposal, Proposal) and isinstance(proposal.edit, InputEdit),
-        f"{where} propose() returns {type(proposal).__name__}.",
-        "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token that stands in the text.",
-    )
-    _check_proposal(perturbation, step, proposal, where)
-    return proposal
-
-
 def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:
     """Shapes, types, ranges and values of one proposal."""
     rows, vocabulary = step.logits.shape
-    edit, device = proposal.edit, step.logits.device
+    edit, weights, device = proposal.edit, proposal.edit.weights, step.logits.device
     width = edit.ids.shape[-1] if isinstance(edit.ids, Tensor) and edit.ids.dim() == 2 else 1
     check_tensor(f"{where} edit.ids", edit.ids, (rows, max(width, 1)), torch.int64, device)
-    check_tensor(f"{where} edit.weights", edit.weights, (rows, width), torch.float32, device)
+    check_tensor(f"{where} edit.weights", weights, (rows, width), torch.float32, device)
     check_tensor(f"{where} tokens", proposal.tokens, (rows,), torch.int64, device)
     for name, ids in (("edit.ids", edit.ids), ("tokens", proposal.tokens)):
-        outside = ids[(ids < 0) | (ids >= vocabulary)].tolist()
-        require(not outside, f"{where} {name} holds {_first(outside)}.", f"Token ids must be in [0, {vocabulary - 1}].")
-    broken = edit.weights[~torch.isfinite(edit.weights)].tolist()
+        _none_of(
+            ids, (ids < 0) | (ids >= vocabulary), f"{where} {name}", f"Token ids must be in [0, {vocabulary - 1}]."
+        )
     fix = "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan."
-    require(not broken, f"{where} edit.weights holds {_first(broken)}.", fix)
-    _check_weights(perturbation, edit, where)
-    if proposal.acts is not None:
-        _check_acts(proposal, proposal.acts, where)
-    _check_parts(step, edit, where)
-    ruled_out = proposal.tokens[step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()].tolist()
+    _none_of(weights, ~torch.isfinite(weights), f"{where} edit.weights", fix)
+    fix = "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'."
+    kind = perturbation.mixture
+    require(kind in ("convex", "affine", "free"), f"{where} mixture is {kind!r}.", fix)
+    fix = "Weights must not be negative. Where they are meant to be, say mixture = 'affine' or 'free' in the class."
+    _none_of(weights, (weights < 0.0) & (kind == "convex"), f"{where} edit.weights", fix)
+    sums = weights.double().sum(dim=-1)
+    worst = sums[(sums - 1.0).abs().argmax()].item()
+    replaced = edit.vectors is not None or perturbation.module(_DIMENSION) is not None
     require(
-        not ruled_out,
-        f"{where} token {_first(ruled_out)} stands in the text though its logit is -inf: it was ruled out.",
-        "Choose a possible token, for example step.sampled or the argmax of step.logits.",
+        kind == "free" or replaced or abs(worst - 1.0) <= CLOSE,
+        f"{where} the weights of a position sum to {worst:.6g}.",
+        "They must sum to 1, or the input's length would change: normalise them (divide by their sum), or say"
+        " mixture = 'free' in the class.",
     )
+    if proposal.acts is not None:  # where it does not act, the edit is the token alone
+        check_tensor(f"{where} acts", proposal.acts, (rows,), torch.bool, device)
+        alone = (weights * (edit.ids == proposal.tokens.unsqueeze(-1))).sum(dim=-1)
+        other = ((alone - 1.0).abs() > CLOSE) | (False if edit.sigma is None else edit.sigma != 0.0)
+        what = f"{where} a position where acts is False is fed something else than its token."
+        require(not other[~proposal.acts].any(), what, "Give the token weight 1 there, and no noise.")
+    for name, shape in (("sigma", (rows,)), ("vectors", (rows, _DIMENSION)), ("normalizer", (rows,))):
+        part, limits = getattr(edit, name), "finite and not negative" if name == "sigma" else "finite"
+        if part is not None:
+            check_tensor(f"{where} edit.{name}", part, shape, torch.float32, device)
+            wrong = ~torch.isfinite(part) | ((part < 0.0) & (name == "sigma"))
+            _none_of(part, wrong, f"{where} edit.{name}", f"It must be {limits}.")
+    ruled_out = step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()
+    fix = "Its logit is -inf. Choose a possible token, for example step.sampled or the argmax of step.logits."
+    _none_of(proposal.tokens, ruled_out, f"{where} tokens", fix)
     require(
         not perturbation.samples_text or torch.equal(proposal.tokens, step.sampled),
-        f"{where} samples_text is True, but another token than the sampled one stands in the text.",
+        f"{where} samples_text is True, but another token than the sampled one is in the text.",
         "Answer with step.sampled, or leave samples_text at False: importance weights would be wrong.",
     )
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
@@ -157,49 +166,9 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     require(finite, f"{where} the perturbed input is not finite.", "Check weights, sigma and vectors.")
 
 
-def _first(values: list[_Value]) -> _Value | None:
-    return values[0] if values else None
-
-
-def _check_acts(proposal: Proposal, acts: Tensor, where: str) -> None:
-    """Where it does not act, the edit is the token alone: whoever does not look at ``acts`` feeds the same."""
-    edit = proposal.edit
-    check_tensor(f"{where} acts", acts, (len(edit.ids),), torch.bool, edit.ids.device)
-    alone = (edit.weights * (edit.ids == proposal.tokens.unsqueeze(-1))).sum(dim=-1)
-    other = ((alone - 1.0).abs() > CLOSE)[~acts].any() or (edit.sigma is not None and edit.sigma[~acts].any())
-    what = f"{where} a position where acts is False is fed something else than its token."
-    require(not other, what, "Give the token weight 1 there, and no noise.")
-
-
-def _check_weights(perturbation: Perturbation, edit: InputEdit, where: str) -> None:
-    weights, kind = edit.weights, perturbation.mixture
-    fix = "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'."
-    require(kind in ("convex", "affine", "free"), f"{where} mixture is {kind!r}.", fix)
-    least = weights.min().item()
-    fix = "Weights must not be negative. Where they are meant to be, say mixture = 'affine' or 'free' in the class."
-    require(kind != "convex" or least >= 0.0, f"{where} edit.weights holds {least:g}.", fix)
-    sums = weights.double().sum(dim=-1)
-    worst = sums[(sums - 1.0).abs().argmax()].item()
-    replaced = edit.vectors is not None or perturbation.module(_DIMENSION) is not None
-    require(
-        kind == "free" or replaced or abs(worst - 1.0) <= CLOSE,
-        f"{where} the weights of a position sum to {worst:.6g}.",
-        "They must sum to 1, or the input's length would change: normalise them (divide by their sum). Where that"
-        " is meant, say mixture = 'free' in the class.",
-    )
-
-
-def _check_parts(step: Step, edit: InputEdit, where: str) -> None:
-    """What an edit may have beside ids and weights."""
-    rows = len(step.logits)
-    for name, shape in (("sigma", (rows,)), ("vectors", (rows, _DIMENSION)), ("normalizer", (rows,))):
-        part = getattr(edit, name)
-        if part is None:
-            continue
-        check_tensor(f"{where} edit.{name}", part, shape, torch.float32, step.logits.device)
-        limits = "finite and not negative" if name == "sigma" else "finite"
-        within = torch.isfinite(part).all() and (name != "sigma" or part.min() >= 0.0)
-        require(within, f"{where} edit.{name} holds {part.min().item()}.", f"It must be {limits}.")
+def _none_of(values: Tensor, wrong: Tensor, label: str, fix: str) -> None:
+    for value in values[wrong].tolist()[:1]:
+        raise PerturbationError(f"{label} holds {value:g}.", fix)
 
 
 def check_module(perturbation: Perturbation) -> None:
@@ -247,16 +216,13 @@ def _check_record(step: Step, proposal: Proposal, where: str) -> None:
     sigma, vectors, normalizer = (None if part is None else part.numpy() for part in parts)
     agreed = (proposal.tokens == step.sampled).numpy()
     record = ReplayRecord(1, 1, end, positions, ids, edit.weights.numpy(), sigma, agreed, vectors, normalizer)
-    again = ReplayRecord.from_bytes(record.to_bytes())
-    for name in ("positions", "ids", "weights", "sigma", "vectors", "normalizer", "agreed"):
-        one, two = getattr(record, name), getattr(again, name)
-        same = one is two if one is None or two is None else np.array_equal(one, two)
-        fix = "Please report this: the record format is ours."
+    for name, part in vars(ReplayRecord.from_bytes(record.to_bytes())).items():
+        same, fix = np.array_equal(getattr(record, name), part), "Please report this: the record format is ours."
         require(same, f"{where} {name} does not survive a replay record.", fix)
 
 
 def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
-    """What a trainer whose forward gave ``logits`` (B, V) would hand to the density of a proposal."""
+    """What a trainer would hand to the density of a proposal after a forward that gave ``logits`` (B, V)."""
     rows = torch.arange(len(logits), device=logits.device)
     return Replayed(
         logits,
@@ -281,11 +247,8 @@ def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, wh
     logits = step.logits.clone().requires_grad_()
     full = replayed(step, proposal, logits)
     density = answered(label, lambda: perturbation.log_density(full))
-    seen = f"{density.dtype} {tuple(density.shape)}" if isinstance(density, Tensor) else type(density).__name__
-    expected = f"torch.float32 ({len(logits)},)"
-    require(seen == expected, f"{label} returns {seen}.", f"It must be {expected}: a number per position.")
-    broken = density[~torch.isfinite(density)].tolist()
-    require(not broken, f"{label} holds {broken[:1]}.", "It must be finite.")
+    check_tensor(f"{label}: its result", density, (len(logits),), torch.float32, logits.device)
+    _none_of(density, ~torch.isfinite(density), label, "It must be finite.")
     if density.requires_grad:
         density.sum().backward()
         finite = logits.grad is None or torch.isfinite(logits.grad).all()

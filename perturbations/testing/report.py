@@ -27,19 +27,14 @@ EVERY_ROW = (
 
 
 class PerturbationError(AssertionError):
-    """A perturbation or a gate breaks its contract.
-
-    Attributes:
-        what: what is wrong, with what was seen.
-        fix: what to do about it.
-    """
+    """A perturbation or a gate breaks its contract: ``what`` is wrong, and the ``fix``."""
 
     def __init__(self, what: str, fix: str) -> None:
-        super().__init__(f"{what} {fix}")
+        super().__init__(what, fix)
         self.what, self.fix = what, fix
 
-    def __reduce__(self) -> tuple[type, tuple[str, str]]:
-        return type(self), (self.what, self.fix)
+    def __str__(self) -> str:
+        return f"{self.what} {self.fix}"
 
 
 def require(holds: object, what: str, fix: str) -> None:
@@ -49,7 +44,7 @@ def require(holds: object, what: str, fix: str) -> None:
 
 
 def check_tensor(label: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Raises where something is not a tensor of this shape, type and device; ``label`` names owner and tensor."""
+    """Raises unless it is a tensor of this shape, type and device; ``label`` names owner and tensor."""
     is_tensor = isinstance(tensor, Tensor)
     require(is_tensor, f"{label} is a {type(tensor).__name__}.", f"It must be a tensor of shape {shape}.")
     seen = tuple(tensor.shape)
@@ -60,7 +55,7 @@ def check_tensor(label: str, tensor: Tensor, shape: tuple[int, ...], dtype: torc
 
 
 def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must answer for any logits.") -> _Answer:
-    """What a call gives; raises in words where it fails. ``label`` names owner and method."""
+    """A call's result; raises :class:`PerturbationError` where it fails. ``label`` names owner and method."""
     try:
         return ask()
     except Exception as error:
@@ -68,7 +63,7 @@ def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must answer 
 
 
 def differing(one: object, two: object, exact: bool = False, name: str = "it") -> str | None:
-    """Where two tensors, or two dataclasses of tensors, differ, in words; None where they do not."""
+    """The first difference of two tensors, or of two dataclasses of tensors; None where there is none."""
     if dataclasses.is_dataclass(one) and two is not None:
         names = [(field.name, f"{name}.{field.name}".removeprefix("it.")) for field in dataclasses.fields(one)]
         differences = (differing(getattr(one, part), getattr(two, part), exact, label) for part, label in names)
@@ -108,12 +103,10 @@ def check_answers(
     """The answer to a step, which must be repeatable, each row's own, and leave step and global generators alone.
 
     Args:
-        where: owner and step, for messages.
-        method: its name, for messages.
+        where, method: owner with step, and name of the method, for messages.
         ask: gives the answer, a tensor or a dataclass of tensors, to a step.
-        step: what is asked about, a dataclass of 7 rows: a step, a gate's step, rewards.
-        prefix: what stands before the names of its parts, where it is used.
-        draws: how to draw where randomness is allowed, or what to do where it is not.
+        step: a dataclass of 7 rows: a step, a gate's step, rewards.
+        prefix, draws: for messages, what is before the names of the step's parts, and how to draw.
     """
     parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
     before = {name: part.clone() for name, part in parts.items() if isinstance(part, Tensor)}
@@ -141,6 +134,6 @@ def check_answers(
 
 
 def global_random_state() -> tuple[object, ...]:
-    """The generators that nothing here may draw from."""
+    """Of torch, numpy and Python, from which no perturbation may draw."""
     _, words, *rest = np.random.get_state(legacy=True)
     return torch.random.get_rng_state().numpy().tobytes(), np.asarray(words).tobytes(), rest, random.getstate()

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import with_overrides
+from ngrpo.trainers.common.log_probs import densities, with_overrides
 from perturbations.base import Perturbation, Step
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord

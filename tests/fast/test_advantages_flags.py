@@ -14,7 +14,7 @@ from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import PROFILE as CPU
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.advantages import create
-from ngrpo.trainers.openrlhf import launch, worker
+from ngrpo.trainers.openrlhf import launch
 from tests.fast.run import run_of
 
 
@@ -105,7 +105,7 @@ def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert launch.conditions_for(CPU, run_of()) == ("cpu", "without_flash_attn")
     monkeypatch.setattr(run, "_current", settings)  # put back after the test
     monkeypatch.setattr(patches, "install", lambda conditions: None)
-    here, hook = Path.cwd(), cloudpickle.dumps(worker.setup_hook(conditions, settings))
+    here, hook = Path.cwd(), cloudpickle.dumps(launch.setup_hook(conditions, settings))
     monkeypatch.chdir(tmp_path)  # as a worker of a cluster that was started elsewhere
     cloudpickle.loads(hook)()  # as Ray carries it
     assert Path.cwd() == here

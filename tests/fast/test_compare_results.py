@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from ngrpo.commands import compare as command
-from ngrpo.machine.storage.result_folder import CannotWrite, write_json
-from ngrpo.workbench.compare import results, runs, screen
+from ngrpo.machine.storage.result_folder import write_json
+from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan
 from ngrpo.workbench.compare.runs import ComparisonFolder, identity, status
 from perturbations.errors import UsageError
@@ -89,12 +89,6 @@ def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]
     assert "no seed has finished" in gumbel["verdict"]
     statuses = [run["status"] for run in found["runs"]]
     assert statuses == ["done", "done", "failed", "done", "done", "pending", "done", "done", "pending"]
-
-
-def test_evaluations_while_training_are_carried_by_step(
-    compared: tuple[Plan, ComparisonFolder, dict[str, Any]],
-) -> None:
-    _, _, found = compared
     expected = [{"step": 4, "mean_at_n": 0.25}, {"step": 8, "mean_at_n": 0.5}]
     assert found["runs"][0]["evaluations"] == expected and found["runs"][2]["evaluations"] == []
 
@@ -111,21 +105,8 @@ def test_rewards_alone_compare_nothing(tmp_path: Path) -> None:
     assert gumbel["difference"] == {"mean_at_n": None, "pass_at_k": {}}
     assert gumbel["reward_last"]["value"] > 0.9
     assert gumbel["verdict"].startswith("was not compared with none")
-    shown = screen.table(found)
+    shown = results.table(found)
     assert "0.100 → 0.500" in shown and "better" not in shown
-
-
-def test_equal_runs_come_out_as_equal(tmp_path: Path) -> None:
-    made, folder = plan("--perturbations", "none,none", "--seeds", "0,1"), empty(tmp_path / "out")
-    folder.claim(made.common())
-    for number in range(4):
-        leave(folder, made, number, [0, 2, 4, 2], reward=0.5)
-    found = results.collect(made, folder, [], "")
-    twin = found["summary"][1]
-    difference = twin["difference"]["mean_at_n"]
-    assert (difference["value"], difference["low"], difference["high"], difference["p"]) == (0.0, 0.0, 0.0, 1.0)
-    assert difference["within_noise"]
-    assert twin["verdict"] == "equal to none in Mean@4 with every seed"
 
 
 def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
@@ -158,18 +139,6 @@ def test_finished_runs_are_kept_and_changed_ones_run_again(
     (folder.run_folder(run) / "run.json").write_text('{"status": "do')
     with pytest.raises(UsageError, match=r"run\.json is damaged.*delete it"):
         status(made, run, folder)
-
-
-def test_finished_runs_of_other_files_or_versions_are_not_thrown_away(
-    compared: tuple[Plan, ComparisonFolder, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, folder, _ = compared
-    monkeypatch.setattr(runs, "identity", lambda plan, run: "of another release")
-    with pytest.raises(
-        UsageError, match=r"6 finished runs in .* are of .* other versions than now: none-seed0, .*\.\.\."
-    ):
-        command._work(made, folder, [], lambda line: None)
-    assert (folder.run_folder(made.runs()[0]) / "summary.json").is_file()
 
 
 def test_finished_runs_are_looked_at_again_before_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,11 +201,6 @@ def test_a_trained_model_is_discarded_once_it_is_evaluated(
     assert made.common() == plan("--perturbations", "none").common()
 
 
-def test_full_disk(tmp_path: Path) -> None:
-    with pytest.raises(CannotWrite, match=r"GiB are free.*make room"):
-        ComparisonFolder(tmp_path).need(1 << 60)
-
-
 def test_a_pair_that_lacks_a_run_is_no_difference() -> None:
     one = {"mean_at_n": {"p": 0.5}}
     assert results._judged([one, {}], [{}, one]) == {"mean_at_n": None, "pass_at_k": {}}
@@ -265,12 +229,9 @@ def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
         ((5, 5, 1, 5), 10 / 210),
         # 4 of 5 and 1 of 5: of 252, C(5, 4) C(5, 1) = 25 with 4 and with 1, 1 with 5 and with 0.
         ((4, 5, 1, 5), 52 / 252),
-        # Fisher's lady tasting tea, two-sided: 16 ways of 3 right, 1 of 4, the same at the other end, of 70.
-        ((3, 4, 1, 4), 34 / 70),
         # Sides of different length: 2 of 2 and 0 of 3; C(5, 2) = 10, ways 3 (0), 6 (1), 1 (2).
         ((2, 2, 0, 3), 1 / 10),
         ((3, 5, 3, 5), 1.0),
-        ((0, 5, 0, 5), 1.0),
         ((0, 0, 3, 5), 1.0),
     ],
 )
@@ -278,12 +239,6 @@ def test_fishers_exact_test(table: tuple[int, int, int, int], p: float) -> None:
     assert results.fisher(*table) == pytest.approx(p, rel=1e-12)
     ours, theirs = table[:2], table[2:]
     assert results.fisher(*theirs, *ours) == pytest.approx(p, rel=1e-12)
-
-
-@pytest.mark.parametrize("table", [(6, 5, 0, 5), (-1, 5, 0, 5), (0, 5, 6, 5)])
-def test_more_successes_than_runs(table: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="nonnegative"):
-        results.fisher(*table)
 
 
 def _run(strategy: str, seed: int, correct: int, status: str = "done") -> dict:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ngrpo.machine.console.progress import StepLine
-from ngrpo.workbench.compare.screen import Screen
+from ngrpo.workbench.compare.runs import Screen
 
 RUN = SimpleNamespace(arm=SimpleNamespace(id="none"), seed=3)
 

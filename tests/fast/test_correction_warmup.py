@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.config import parse, rules
-from ngrpo.trainers.common.importance import with_strength
+from ngrpo.trainers.common.mismatch import with_strength
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
 from tests.fast.openrlhf_doubles import maker

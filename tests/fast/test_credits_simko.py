@@ -16,7 +16,7 @@ from ngrpo.config import parse, rules
 from ngrpo.methods import credits
 from ngrpo.methods.credits import base
 from ngrpo.methods.credits.base import LossTokens, StepTokens
-from ngrpo.methods.credits.simko import quantiles
+from ngrpo.methods.credits.token_credits import quantiles
 from ngrpo.trainers.common.log_probs import with_overrides
 from ngrpo.trainers.common.policy_loss import rows_of_tokens
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer

@@ -88,20 +88,9 @@ def test_releases(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     profile_for("cuda").check(OFFLOAD)
 
 
-def test_minor_releases_of_cuda_12_mix(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import torch
-
-    monkeypatch.setattr(torch.version, "cuda", "12.6")
-    program(bare / "g++")
-    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "cuda", "12.8")))
-    profile_for("cuda").check(OFFLOAD)
-
-
-@pytest.mark.parametrize("header", cuda.HEADERS)
-def test_a_compiler_or_a_header_is_missing(
-    bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, header: str
-) -> None:
+def test_a_compiler_or_a_header_is_missing(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in an image that has nvcc and the runtime alone."""
+    header = cuda.HEADERS[-1]
     home = toolkit(tmp_path / "cuda", "13.0")
     monkeypatch.setenv("CUDA_HOME", str(home))
     assert "'g++' is not found" in refusal()

@@ -31,18 +31,6 @@ def test_gaussian_by_hand() -> None:
     assert got.item() == pytest.approx(-5.724171, abs=1e-6)
 
 
-def test_gaussian_integrates_to_1_on_a_grid() -> None:
-    """σ = 0.33, mean off the grid's centre; the trapezoidal rule over ±10 σ in one and two dimensions."""
-    sigma = torch.tensor([0.33], dtype=torch.float64)
-    axis = torch.linspace(-3.5, 3.5, 701, dtype=torch.float64)
-    mean = torch.tensor([[0.17]], dtype=torch.float64)
-    one = d.gaussian(axis.unsqueeze(-1), mean.expand(701, 1), sigma.expand(701))
-    assert torch.trapezoid(one.exp(), axis).item() == pytest.approx(1.0, abs=1e-9)
-    grid = torch.cartesian_prod(axis[::7], axis[::7])
-    two = d.gaussian(grid, double(0.17, -0.2).expand(101**2, 2), sigma.expand(101**2)).exp().view(101, 101)
-    assert torch.trapezoid(torch.trapezoid(two, axis[::7]), axis[::7]).item() == pytest.approx(1.0, abs=1e-9)
-
-
 def test_gaussian_of_nothing_drawn_is_0_with_a_finite_gradient() -> None:
     mean = double(1.0, 5.0).requires_grad_()
     got = d.gaussian(double(1.0, 5.0), mean, torch.zeros(1, dtype=torch.float64))
@@ -229,14 +217,6 @@ def test_noise_far_beyond_every_draw_has_a_density_and_a_gradient() -> None:
 # --- gradients in float64 -------------------------------------------------------------------------
 
 
-def test_gradient_of_the_gaussian() -> None:
-    x, mean = (torch.randn(3, 5, dtype=torch.float64, generator=generator(i)) for i in range(2))
-    sigma = torch.tensor([0.4, 0.7, 1.1], dtype=torch.float64)
-    for tensor in (x, mean, sigma):
-        tensor.requires_grad_()
-    assert torch.autograd.gradcheck(d.gaussian, (x, mean, sigma))
-
-
 EXACT = [
     create("gumbel", density="exact"),
     create("dirichlet", density="exact", alpha=4.0),
@@ -280,21 +260,6 @@ def test_gradient_of_the_normal_density_is_that_of_the_policy_that_drew() -> Non
     score, true = (torch.autograd.grad(f.sum(), logits)[0] for f in (by_kind(perturbation, step, logits), want))
     torch.testing.assert_close(score, true, rtol=1e-4, atol=1e-4)
     assert (true.abs().sum(-1) > 0.1).sum() > 30
-
-
-def test_gaussian_gradient_reaches_the_embedding_of_the_mean_but_not_of_the_action() -> None:
-    """d/dh of -‖e' - h‖²/(2σ²) is (e' - h)/σ² = ε/σ at the rollout's policy, times each token's weight."""
-    perturbation = create("gaussian", density="gaussian", base="soft", k=3, tau=1.0)
-    step = a_step(likely(1))
-    proposal = perturbation.propose(step)
-    matrix = step.embeddings.lookup(torch.arange(V)).clone().requires_grad_()
-    seen = replayed(step, proposal, step.logits)
-    seen = Replayed(**{**vars(seen), "lookup": lambda ids: nn.functional.embedding(ids, matrix)})
-    perturbation.log_density(seen).sum().backward()
-    noise = streams.normal(seen.noise_keys, D)[0]
-    want = torch.zeros(V, D)
-    want[proposal.edit.ids[0]] = proposal.edit.weights[0].unsqueeze(-1) * noise / proposal.edit.sigma[0]
-    torch.testing.assert_close(matrix.grad, want, rtol=1e-4, atol=1e-4)
 
 
 # --- perturbations: what was recorded is enough -------------------------------------------------------
@@ -405,17 +370,6 @@ def test_gaussian_fuzzy_follows_the_argmax() -> None:
     assert not matrix.grad[1:].any()
 
 
-def test_gaussian_on_the_token_does_not_depend_on_the_logits() -> None:
-    """The input's mean is E[x], in which the logits have no part: log N of the noise alone."""
-    perturbation = create("gaussian", density="gaussian", base="token")
-    step = a_step(likely(20))
-    noise = streams.normal(streams.keys(step.seeds, step.positions, streams.Stream.NOISE), D).double()
-    sigma = perturbation.propose(step).edit.sigma.double()
-    want = -0.5 * noise.square().sum(-1) - D * (sigma * math.sqrt(2 * math.pi)).log()
-    for logits in (step.logits, step.logits + torch.randn(20, V, generator=generator(2))):
-        torch.testing.assert_close(by_kind(perturbation, step, logits).double(), want, rtol=1e-5, atol=1e-4)
-
-
 def test_what_is_drawn_beside_the_input() -> None:
     """The token of `soft` and `token` is drawn on its own; `fuzzy`'s is the argmax, the others' follows the draws."""
     drawn = {base: create("gaussian", density="gaussian", base=base).draws_token for base in ("token", "soft")}
@@ -442,12 +396,6 @@ def test_what_is_drawn_beside_the_input() -> None:
 def test_options_that_do_not_go_together_are_refused(name: str, options: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         create(name, **options)
-
-
-@pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=lambda o: o.name)
-def test_default_density_is_the_token(perturbation: Perturbation) -> None:
-    plain = create(perturbation.name)
-    assert not plain.has_density and perturbation.has_density
 
 
 def test_a_perturbation_without_a_density_says_so() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor, reference_model_actor
 from perturbations.base import Perturbation, Replayed
-from perturbations.methods.gumbel import Gumbel
+from perturbations.methods.soft_grpo import Gumbel
 from perturbations.registry import create
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.density_model import batch, perturbed, run

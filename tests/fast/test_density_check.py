@@ -16,8 +16,7 @@ from torch import Tensor
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import available, create
 from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.methods.gumbel import Gumbel
-from perturbations.methods.normal import Normal
+from perturbations.methods.soft_grpo import Gumbel, Normal
 from perturbations.registry import get
 from perturbations.step import Step
 from perturbations.testing import PerturbationError, check_perturbation
@@ -68,7 +67,7 @@ def needing_one(self: Gumbel, replayed: Replayed) -> Tensor:
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        (dict(log_density=shifted), "a number per position"),
+        (dict(log_density=shifted), "one row for each position"),
         (dict(log_density=double), "torch.float64"),
         (dict(log_density=infinite), "must be finite"),
         (dict(log_density=centred), "another batch order"),

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import densities
 from perturbations import streams
 from perturbations.base import Perturbation, Replayed
 from perturbations.edit import InputEdit
-from perturbations.methods.gumbel import Gumbel
+from perturbations.methods.soft_grpo import Gumbel
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,14 +32,6 @@ def opened(path: Path, told: list[str] | None = None) -> Iterator[DiagnosisFolde
         yield folder
 
 
-def test_finished_strategies_are_kept(tmp_path: Path) -> None:
-    with opened(tmp_path / "out") as folder:
-        folder.keep("none", [sample("none", 0), sample("none", 1)], {"perturbation": None})
-    with opened(tmp_path / "out") as folder:
-        assert folder.finished == {"none": {"samples": 2, "perturbation": None}}
-        assert folder.samples()["none"] == [sample("none", 0), sample("none", 1)]
-
-
 def test_a_finished_strategy_whose_last_line_was_cut_is_sampled_again(tmp_path: Path) -> None:
     with opened(tmp_path) as folder:
         folder.keep("none", [sample("none", 0)], {"perturbation": None})
@@ -61,8 +52,9 @@ def test_what_an_interrupted_strategy_left_is_dropped(tmp_path: Path) -> None:
         file.write(json.dumps(sample("gumbel", 0).to_json()) + '\n{"strategy": "gumb')  # killed within a line
     told: list[str] = []
     with opened(tmp_path, told) as folder:
+        assert folder.finished == {"none": {"samples": 1, "perturbation": None}}
         folder.keep("gumbel", [sample("gumbel", 1)], {"perturbation": None})
-        assert folder.samples()["gumbel"] == [sample("gumbel", 1)]
+        assert folder.samples() == {"none": [sample("none", 0)], "gumbel": [sample("gumbel", 1)]}
     assert len((tmp_path / SAMPLES).read_text().splitlines()) == 2
     assert len(told) == 1 and "cut off half-way" in told[0]
 
@@ -93,35 +85,24 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert folder.samples() == {"none": [sample("none", 0)]}
 
 
-@pytest.fixture
-def error(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*words: str) -> str:
-        assert main(["diagnose", *words]) == 2
-        return capsys.readouterr().err
-
-    return run
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", "--help"]) == 0
-    assert "--embedding-map" in capsys.readouterr().out
-
-
-def test_bad_input(error: Any, tmp_path: Path) -> None:
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = ("--task", "arithmetic")
-    assert "no model" in error(*task)
-    assert "one of the two" in error("--model", "smollm2-135m")
-    assert "Did you mean '--group'" in error(*task, "--gruop", "4")
-    assert "at least 2" in error(*task, "--group", "1")
-    assert "at least 1" in error(*task, "--prompts", "0")
-    assert "in (0, 1]" in error(*task, "--top-p", "0")
-    assert "invalid int value" in error(*task, "--max-tokens", "many")
-    assert "--embedding-map" in error(*task, "--tokens", "sum")
-    assert "Did you mean 'neighbor'" in error(*task, "--perturbations", "nieghbor")
-    assert "a task has its own" in error(*task, "--scorer", "math")
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    assert "empty" in error("--model", "smollm2-135m", "--data", str(empty))
+    (tmp_path / "empty.jsonl").write_text("")
+    for words, said in (
+        (task, "no model"),
+        (("--model", "smollm2-135m"), "one of the two"),
+        ((*task, "--gruop", "4"), "Did you mean '--group'"),
+        ((*task, "--group", "1"), "at least 2"),
+        ((*task, "--prompts", "0"), "at least 1"),
+        ((*task, "--top-p", "0"), "in (0, 1]"),
+        ((*task, "--max-tokens", "many"), "invalid int value"),
+        ((*task, "--tokens", "sum"), "--embedding-map"),
+        ((*task, "--perturbations", "nieghbor"), "Did you mean 'neighbor'"),
+        ((*task, "--scorer", "math"), "a task has its own"),
+        (("--model", "smollm2-135m", "--data", str(tmp_path / "empty.jsonl")), "empty"),
+    ):
+        assert main(["diagnose", *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def test_what_a_filter_cut_is_never_proposed() -> None:
 
 
 def test_the_gate_hears_nothing_of_a_token_that_is_thrown_away() -> None:
-    """Of a prompt in chunks, whose sample is discarded: 1 is the first token of the end 1 2 3."""
-    decoding = Decoding(create("gumbel", until="x", rate=0.5), BATCH)
+    """Of a prompt in chunks, whose sample is discarded: each token is the a of ab."""
+    decoding = Decoding(create("gumbel", until="ab", rate=0.5), BATCH)
     for discard in (True, False):
         a_step(decoding, greedy=[1] * BATCH, discard=discard)
         assert (decoding.perturber._gate.state[1] == 1).any().item() is not discard

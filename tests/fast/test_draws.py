@@ -5,44 +5,11 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from perturbations import streams
-from perturbations.registry import create
-from perturbations.replay import ReplayRecord
-from perturbations.replay.scope import ReplayScope
-from tests.fast.density_model import record_of
-from tests.fast.density_steps import D, V, a_step, generator, likely
-
-
-def test_recorded_noise_is_that_of_its_seed_to_float32_rounding() -> None:
-    """Box-Muller over SplitMix64 in float64 numpy, from nothing but the record's bytes."""
-    perturbation = create("gaussian")
-    record = ReplayRecord.from_bytes(record_of(perturbation, a_step(likely(4), seed=123456789)).to_bytes())
-    mask = (1 << 64) - 1
-
-    def mixed(x: int) -> int:
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        return x ^ (x >> 31)
-
-    embedding = nn.Embedding(V, D)
-    tokens = torch.zeros(1, record.num_tokens, dtype=torch.int64)
-    with ReplayScope(embedding)([record], None):
-        fed = embedding(tokens)[0].detach().double().numpy()
-    for row, position in enumerate(record.positions.tolist()):
-        key = mixed((record.seed + 0x9E3779B97F4A7C15) & mask)
-        key = mixed((key + position * 0xD1342543DE82EF95) & mask)
-        key = mixed((key + 3 * 0xDA942042E4DD58B5) & mask)
-        bits = [mixed((key + (i + 1) * 0x9E3779B97F4A7C15) & mask) for i in range(D // 2)]
-        radius = [math.sqrt(-2 * math.log(((b >> 40) + 0.5) / 2**24)) for b in bits]
-        angle = [2 * math.pi * (b & 0xFFFFFF) / 2**24 for b in bits]
-        noise = [r * math.cos(a) for r, a in zip(radius, angle)] + [r * math.sin(a) for r, a in zip(radius, angle)]
-        plain = embedding.weight[int(record.ids[row, 0])].detach().double().numpy()
-        assert np.abs(fed[position] - plain - record.sigma[row] * np.array(noise)).max() < 2e-6
+from tests.fast.density_steps import generator
 
 
 @pytest.mark.gpu

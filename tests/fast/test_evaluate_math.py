@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Math answers: forms by hand, hundreds of MATH's references, time limits, threads."""
+"""Math answers: pairs with a person's verdict, hundreds of MATH's references, time limits, threads."""
 
 from __future__ import annotations
 
@@ -14,97 +14,17 @@ import pytest
 from ngrpo.workbench.evaluate import Verdict
 from ngrpo.workbench.scoring import answers
 from ngrpo.workbench.scoring.answers import check_math
-from tests.fast.scorer_pairs import MATH
+from tests.fast.scorer_pairs import MATH, MATH_CASES
 
 pytest.importorskip("math_verify")
 
 
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (r"\frac{1}{2}", "0.5"),
-        (r"\frac{1}{2}", r"$\dfrac12$"),
-        ("0.5", r"\boxed{\frac{1}{2}}"),
-        ("50", r"\boxed{50\%}"),
-        ("75,075", "So there are 75075 ways."),
-        ("12000", "Hence $x = 12,000$."),
-        (r"11\frac{2}{3}", r"\boxed{\frac{35}{3}}"),
-        (r"(1,4\sqrt{3})", r"The point is $\left(1, 4\sqrt{3}\right)$."),
-        ("x^2-1", r"\boxed{(x-1)(x+1)}"),
-        (r"\frac{\sqrt{5}}{5}", r"\boxed{\frac{1}{\sqrt{5}}}"),
-        (r"\text{Evelyn}", "The answer is Evelyn."),
-        (r"\mbox{Saturday}", r"\boxed{\text{Saturday}}"),
-        ("18.90", r"It costs \$18.90 in all. The answer is \$18.90."),
-        ("5", r"\boxed{5\text{ inches}}"),
-        ("5", "x = 5"),
-        ("12", "The answer is **12**.<|im_end|>"),
-        ("12", r"<think>Perhaps \boxed{3}</think>Therefore \boxed{12}"),
-        (r"\{1,2\}", r"\boxed{\{2, 1\}}"),
-        *(
-            ("12", text)
-            for text in (
-                "The sum is 12.",
-                "The result is 12",
-                "It is 12.",
-                "We get 12.",
-                "Result: 12",
-                "7 + 5 equals 12.",
-                "7 + 5 is 12.",
-                "7 + 5 = 12",
-                "The answer is: The sum is 12",
-                "So it is -3 + 15 = 12, that is 12.",
-                "USD 12",
-            )
-        ),
-        ("3/4", "The probability is 3/4."),
-        *(("1011_2", text) for text in ("1011_2", r"\boxed{1011_{2}}", "1011")),
-        ("-22", "2 - -3 * -8 = -22"),
-        ("300000", r"\boxed{3\times 10^{5}}"),
-        ("0.001", r"\boxed{10^{-3}}"),
-        (r"\frac{3}{2}", r"\boxed{1\frac{1}{2}}"),
-        ("x+1", "x + 1"),
-        (r"2+3\sqrt{2}", r"\boxed{2 + 3\sqrt{2}}"),
-    ],
-)
-def test_right(answer: str, text: str) -> None:
-    assert check_math(answer, text).correct
-
-
-@pytest.mark.parametrize(
-    ("answer", "text"),
-    [
-        (r"\frac{1}{2}", "2"),
-        (r"\frac{1}{2}", r"\boxed{0.51}"),
-        ("12", r"\boxed{12}, no: \boxed{13}"),
-        ("12", r"\boxed{12}, or rather \boxed{1"),
-        ("12", "112"),
-        ("12", "-12"),
-        ("(7,49)", r"\boxed{(49,7)}"),
-        (r"\text{Evelyn}", "The answer is Angela."),
-        ("12", "I do not know"),
-        ("12", ""),
-        ("12", r"\boxed{}"),
-        ("1011_2", r"\boxed{1011_3}"),
-        ("11_5", "11_6"),
-        # The question once more is no answer, though its value is the reference.
-        ("-22", "2 - -3 * -8"),
-        ("-22", r"\boxed{2 - -3 \cdot -8}"),
-        ("-15", "To calculate -5 * 9/3, follow these"),
-        ("-16", "The expression -8 + -5 - 3 is actually"),
-        ("21", "The product 3 × 7 is"),
-        ("6", "10 - 4"),
-        ("13", "It is 12."),
-    ],
-)
-def test_wrong(answer: str, text: str) -> None:
-    assert not check_math(answer, text).correct
-
-
 def test_pairs() -> None:
-    """No wrong response is accepted, and at most five right ones are refused."""
+    """No wrong response is accepted, at most five right ones of the pairs are refused, and none of the cases."""
     verdicts = [(pair, check_math(pair.gold, pair.response)) for pair in MATH]
     assert [pair for pair, verdict in verdicts if verdict.correct and not pair.right] == []
     assert len([pair for pair, verdict in verdicts if pair.right and not verdict.correct]) <= 5
+    assert [case for case in MATH_CASES if check_math(case["gold"], case["response"]).correct != case["right"]] == []
 
 
 @pytest.mark.more
@@ -117,15 +37,21 @@ def test_agrees_with_math_verify_where_it_is_right() -> None:
     assert disagreed == []
 
 
-def test_equal_answers_have_one_canonical_form() -> None:
-    forms = ["1/2", "0.5", r"\boxed{\frac{1}{2}}", r"The answer is $\tfrac{2}{4}$.", "Answer: 0.50", r"x=\frac12"]
-    assert {check_math("7", text).extracted for text in forms} == {"1/2"}
-    assert check_math("7", r"\boxed{x(x+1)}").extracted == check_math("7", r"\boxed{x+x^2}").extracted
-    assert (
-        check_math("7", r"\boxed{\frac{1}{\sqrt{2}}}").extracted
-        == check_math("7", r"\boxed{\frac{\sqrt{2}}{2}}").extracted
-    )
-    assert check_math("7", r"\boxed{1,2}").extracted == check_math("7", r"\boxed{2,1}").extracted
+@pytest.mark.parametrize(
+    "forms",
+    [
+        ["1/2", "0.5", r"\boxed{\frac{1}{2}}", r"The answer is $\tfrac{2}{4}$.", "Answer: 0.50", r"x=\frac12"],
+        [r"\boxed{x(x+1)}", r"\boxed{x+x^2}"],
+        [r"\boxed{\frac{1}{\sqrt{2}}}", r"\boxed{\frac{\sqrt{2}}{2}}"],
+        [r"\boxed{1,2}", r"\boxed{2,1}"],
+    ],
+)
+def test_equal_answers_have_one_canonical_form(forms: list[str]) -> None:
+    (form,) = {check_math("y", text).extracted for text in forms}
+    assert form
+
+
+def test_canonical_forms_that_differ_round_or_miss() -> None:
     assert check_math("7", r"\boxed{(1,2)}").extracted != check_math("7", r"\boxed{(2,1)}").extracted
     # Right up to rounding: the same answer as the reference.
     assert check_math(r"\frac{9}{7}", "1.285714286").extracted == "9/7"
@@ -150,13 +76,10 @@ def test_references_of_math(shared_data: Path, capsys: pytest.CaptureFixture[str
             f"\n{len(answers)} references of MATH, {len(damaged)} damaged: {refused} of {right} right forms refused,"
             f" {accepted} of {wrong} wrong ones accepted, {split} of {pairs} equal ones told apart"
         )
-    assert len(answers) == 300
-    assert right > 3000
-    assert wrong > 1800
-    assert len(damaged) <= 3
-    assert refused <= 5 * len(damaged)
+    assert len(answers) == 300 and len(damaged) <= 3
+    assert right > 3000 and wrong > 1800
+    assert refused <= 5 * len(damaged) and split <= 5 * len(damaged)
     assert accepted == 0
-    assert split <= 5 * len(damaged)
 
 
 def test_from_threads() -> None:
@@ -174,22 +97,18 @@ def test_a_time_out_is_a_verdict_of_its_own() -> None:
 
 
 def test_a_stopped_machine_is_no_time_out() -> None:
-    """The limit counts the processor's seconds, and not those of a clock."""
+    """The limit counts the processor's seconds, and not those of a clock; a child that died is replaced."""
     assert check_math("12", "12").correct
-    child = answers._child.pid
-    os.kill(child, signal.SIGSTOP)
+    child = answers._child
+    os.kill(child.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool:
         verdict = pool.submit(check_math, "12", r"\boxed{12}")
         time.sleep(0.3)
         assert not verdict.done()
-        os.kill(child, signal.SIGCONT)
+        os.kill(child.pid, signal.SIGCONT)
         assert verdict.result().correct
-
-
-def test_a_child_that_died_is_replaced() -> None:
-    assert check_math("12", "12").correct
-    answers._child.kill()
-    answers._child.wait()
+    child.kill()
+    child.wait()
     assert check_math("12", "12").correct
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 from pathlib import Path
@@ -136,19 +135,11 @@ def test_letters_listed_in_the_question(tmp_path: Path) -> None:
     assert (first.scorer, second.scorer) == ("choice", "math")
 
 
-@pytest.mark.parametrize("ending", ["csv", "json", "parquet", "jsonl"])
+@pytest.mark.parametrize("ending", ["csv", "json"])  # parquet and JSONL above
 def test_endings(tmp_path: Path, ending: str) -> None:
-    rows = [{"problem": "2 + 2?", "answer": "4"}, {"problem": "3 + 3?", "answer": "6"}]
     path = tmp_path / f"a.{ending}"
-    if ending == "csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, ["problem", "answer"])
-            writer.writeheader()
-            writer.writerows(rows)
-    elif ending == "json":
-        path.write_text(json.dumps(rows, indent=1))
-    else:
-        (parquet if ending == "parquet" else jsonl)(path, *rows)
+    rows = [{"problem": "2 + 2?", "answer": "4"}, {"problem": "3 + 3?", "answer": "6"}]
+    path.write_text(json.dumps(rows, indent=1) if ending == "json" else "problem,answer\n2 + 2?,4\n3 + 3?,6\n")
     assert [p.answer for p in load_problems(str(path))] == ["4", "6"]
     assert [p.id for p in load_problems(str(path), limit=1)] == ["a-0"]
 
@@ -177,27 +168,16 @@ def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
         load_problems(str(path))
 
 
-def test_all_unanswered_is_an_error_even_when_skipped(tmp_path: Path) -> None:
+def test_missing_answers_and_files(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "problems.jsonl", {"problem": "x", "answer": ""})
     with pytest.raises(UsageError, match="no row has an answer"):
-        load_problems(jsonl(tmp_path / "a.jsonl", {"problem": "x", "answer": ""}), skip_unanswered=True)
-
-
-def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
-    jsonl(tmp_path / "problems.jsonl", {"problem": "x", "answer": "1"})
+        load_problems(source, skip_unanswered=True)
     with pytest.raises(UsageError, match=r"no such file\. Did you mean 'problems\.jsonl'"):
         load_problems(str(tmp_path / "problem.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("aime2052", r"'aime2052' names no problems.*Did you mean 'aime2025'"),
-        ("notes.txt/x@y@z", "neither a benchmark nor a file"),
-    ],
-)
-def test_unknown_sources(source: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        load_problems(source)
+    with pytest.raises(UsageError, match=r"'aime2052' names no problems.*Did you mean 'aime2025'"):
+        load_problems("aime2052")
+    with pytest.raises(UsageError, match="neither a benchmark nor a file"):
+        load_problems("notes.txt/x@y@z")
 
 
 def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,32 +185,26 @@ def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked = []
+    plain = {"problem": "2 + 2?", "answer": "4", "solution": "s"}
     rows = {
-        "agentica-org/DeepScaleR-Preview-Dataset": {"problem": "2 + 2?", "answer": "4", "solution": ""},
-        "HuggingFaceH4/aime_2024": {"problem": "2 + 2?", "answer": "4", "solution": "", "year": "2024"},
-        "math-ai/aime25": {"problem": "p", "answer": "70", "id": "0"},
-        "math-ai/amc23": {"id": 0, "question": "p", "answer": "27.0", "url": "u"},
-        "HuggingFaceH4/MATH-500": {"problem": "p", "solution": "s", "answer": r"\frac{1}{2}", "unique_id": "u"},
-        "Idavidrein/gpqa": GPQA,
+        "agentica-org/DeepScaleR-Preview-Dataset@train": plain,
+        "HuggingFaceH4/aime_2024@train": plain,
+        "math-ai/aime25@test": {"problem": "p", "answer": "70", "id": "0"},
+        "math-ai/amc23@test": {"id": 0, "question": "p", "answer": "27.0", "url": "u"},
+        "HuggingFaceH4/MATH-500@test": plain,
+        "Idavidrein/gpqa:gpqa_diamond@train": GPQA,
+        "math-ai/aime25:default@train": plain,
     }
 
     def load_dataset(name: str, config: str | None, split: str | None) -> list[dict[str, Any]]:
-        asked.append((name, config, split))
-        return [rows[name]] * 2
+        asked.append(f"{name}:{config}@{split}" if config else f"{name}@{split}")
+        return [rows[asked[-1]]] * 2
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     scorers = {name: load_problems(name, limit=1)[0].scorer for name in BENCHMARKS}
     assert scorers == {**dict.fromkeys(BENCHMARKS, "math"), "gpqa_diamond": "choice"}
-    assert asked == [
-        ("agentica-org/DeepScaleR-Preview-Dataset", None, "train"),
-        ("HuggingFaceH4/aime_2024", None, "train"),
-        ("math-ai/aime25", None, "test"),
-        ("math-ai/amc23", None, "test"),
-        ("HuggingFaceH4/MATH-500", None, "test"),
-        ("Idavidrein/gpqa", "gpqa_diamond", "train"),
-    ]
     load_problems("math-ai/aime25:default@train")
-    assert asked[-1] == ("math-ai/aime25", "default", "train")
+    assert asked == list(rows)
 
 
 def test_hub_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,17 +220,6 @@ def test_hub_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         load_problems("owner/name")
 
 
-def test_an_unreachable_hub_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    def load_dataset(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(UsageError, match=r"cannot be loaded from the hub \(ConnectionError: .*give a local file"):
-        load_problems("aime2025")
-
-
 def test_a_hub_out_of_reach_is_one_message_within_seconds(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +230,7 @@ def test_a_hub_out_of_reach_is_one_message_within_seconds(
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
-    with pytest.raises(UsageError, match=r"--data math-ai/aime25: cannot be loaded from the hub"):
+    with pytest.raises(UsageError, match=r"--data math-ai/aime25: cannot be loaded from the hub \(.*give a local file"):
         load_problems("aime2025")
     assert time.monotonic() - began < 20
     assert "Retry" not in capfd.readouterr().err
@@ -299,8 +262,9 @@ def test_scorers_by_name(tmp_path: Path) -> None:
         load_problems(source, scorer=str(tmp_path / "reward.py"))
 
 
-def test_arithmetic_task() -> None:
-    problems = load_task("arithmetic", limit=3)
-    assert [p.id for p in problems] == ["arithmetic-0", "arithmetic-1", "arithmetic-2"]
-    assert {p.scorer for p in problems} == {"task:arithmetic"}
+def test_a_tasks_problems() -> None:
+    assert [(p.id, p.scorer) for p in load_task("arithmetic", limit=2)] == [
+        ("arithmetic-0", "task:arithmetic"),
+        ("arithmetic-1", "task:arithmetic"),
+    ]
     assert len(load_task("arithmetic")) == 16

@@ -14,70 +14,34 @@ from ngrpo.workbench.scoring.answers import (
     last_boxed,
     last_boxes,
     last_statement,
+    numbers,
     stated,
     visible,
 )
+from ngrpo.workbench.tasks import arithmetic
 from perturbations.errors import UsageError
-from tests.fast.scorer_pairs import CHOICE
+from tests.fast.scorer_pairs import CHOICE, LETTER_CASES
 
 
-def problem(answer: str, scorer: str, **meta: object) -> Problem:
-    return Problem("p", ({"role": "user", "content": "Which?"},), answer, scorer, dict(meta))
+def problem(answer: str, scorer: str) -> Problem:
+    return Problem("p", ({"role": "user", "content": "Which?"},), answer, scorer)
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
-        ("B", "B"),
-        ("(D)", "D"),
-        ("B.", "B"),
-        ("**C**", "C"),
-        ("Answer: B", "B"),
-        ("Answer: (b) is wrong, so\nAnswer: C", "C"),
-        ("**Answer:** D", "D"),
-        ("ANSWER: A", "A"),
-        ("The answer is B.", "B"),
-        ("The correct answer is option C because it is larger.", "C"),
-        ("the final answer is **(A)**", "A"),
-        ("The correct option is D) Neon", "D"),
-        (r"\boxed{C}", "C"),
-        (r"so $\boxed{\text{(B)}}$.", "B"),
-        (r"\boxed{b}", "B"),
-        (r"\boxed{A) Oxygen}", "A"),
-        (r"\boxed{Nitrogen}", "C"),
-        (r"\boxed{A} seemed right, but the answer is D.", "D"),
-        (r"The answer is A. On reflection: $\boxed{D}$", "D"),
-        ("First I thought the answer is A. But the answer is C.", "C"),
-        ("Answer: B. Options (A), (C) and (D) fail.", "B"),
-        ("Between (A) and (C), I take (C)", "C"),
-        ("Option B is correct.", "B"),
-        ("I would choose D.", "D"),
-        ("<think>The answer is A.</think>The answer is B.", "B"),
-        ("Let me see.\nC", "C"),
-        ("A gas is noble if it is inert.", None),
-        ("I think the answer is about right", None),
-        ("The answer is Neon", "B"),
-        ("The answer is E.", None),
-        ("", None),
-    ],
-)
-def test_letter(text: str, letter: str | None) -> None:
-    assert chosen_letter(text, ["Oxygen", "Neon", "Nitrogen", "Chlorine"]) == letter
-
-
-def test_pairs() -> None:
+def test_letters() -> None:
     """No wrong response is accepted, and no right one is refused."""
     wrong = [pair for pair in CHOICE if (chosen_letter(pair.response, pair.options) == pair.gold) != pair.right]
     assert wrong == []
+    gases = ["Oxygen", "Neon", "Nitrogen", "Chlorine"]
+    assert [case for case in LETTER_CASES if chosen_letter(case["response"], gases) != case["letter"]] == []
 
 
-def test_choice_verdict() -> None:
-    right = score(problem("B", "choice"), "Answer: B")
-    assert (right.reward, right.correct, right.extracted, right.parsed) == (1.0, True, "B", True)
-    wrong = score(problem("B", "choice"), "Answer: C")
-    assert (wrong.reward, wrong.correct, wrong.extracted) == (0.0, False, "C")
-    unread = score(problem("B", "choice"), "who knows")
-    assert (unread.correct, unread.extracted, unread.parsed) == (False, None, False)
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [("Answer: B", (1.0, True, "B", True)), ("Answer: C", (0.0, False, "C", True)), ("hm", (0.0, False, None, False))],
+)
+def test_choice_verdict(text: str, verdict: tuple[object, ...]) -> None:
+    found = score(problem("B", "choice"), text)
+    assert (found.reward, found.correct, found.extracted, found.parsed) == verdict
 
 
 @pytest.mark.parametrize(
@@ -111,14 +75,24 @@ def test_statements() -> None:
     assert last_boxes(r"\boxed{1}, so $\boxed{2}$ and $\boxed{3}$") == ["2", "3"]
 
 
-@pytest.mark.parametrize("text", ["12", "7 + 5 = 12", "It is 12.<|im_end|>", "13", "twelve", "12, not 13", "12.0", ""])
-def test_arithmetic_has_its_rewards_verdict(text: str) -> None:
-    from ngrpo.workbench.tasks import arithmetic
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("1,234.50 and 007 and 100", {"1234.5", "7", "100"}),
+        ("-7, 8-5, (-2), x-3 and 2(4)-1", {"-7", "8", "5", "-2", "3", "2", "4", "1"}),
+        ("x3 2x 3rd v1.2", set()),
+        ("12.5. 0.50, -0", {"12.5", "0.5", "0"}),
+    ],
+)
+def test_numbers_in_one_form(text: str, found: set[str]) -> None:
+    assert set(numbers(text, alone=True)) == found
 
-    for p in load_task("arithmetic"):
-        verdict = score(p, text)
-        assert verdict.reward == arithmetic.score(text, p.answer)
-        assert verdict.correct == (verdict.reward == 1.0)
+
+def test_a_task_has_its_rewards_verdict() -> None:
+    for text in ("12", "7 + 5 = 12", "It is 12.<|im_end|>", "13", "twelve", "12, not 13", "12.0", ""):
+        for p in load_task("arithmetic"):
+            verdict = score(p, text)
+            assert verdict.reward == arithmetic.score(text, p.answer) and verdict.correct == (verdict.reward == 1.0)
     assert score(problem("12", "task:arithmetic"), "12.0").extracted == "12"
 
 
@@ -145,8 +119,5 @@ def test_reward_file_that_fails(tmp_path: Path) -> None:
     file = reward_file(tmp_path, "raise KeyError('gold')")
     with pytest.raises(UsageError, match=r"reward\.py: reward_func failed on problem 'p' \(KeyError: 'gold'\)"):
         score(problem("7", file), "7")
-
-
-def test_unknown_scorer() -> None:
     with pytest.raises(UsageError, match=r"unknown scorer 'choise'\. Did you mean 'choice'"):
         score(problem("7", "choise"), "7")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A position at which one token is allowed: it is drawn, whatever its key."""
+"""Draws: the only token that is allowed, whatever its key; and among few tokens, the same in any batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,31 @@ import torch
 
 from ngrpo.rollout import sample_tokens as module
 from ngrpo.rollout.sample_tokens import exponentials, sample_by_blocks, sample_tokens
-from tests.fast.forced_key import _WORD, key_of
+
+_WORD = (1 << 32) - 1
+
+
+def _inverted(x: int) -> int:
+    """The number whose hash, lowbias32, is x: each of its steps undone."""
+    x ^= x >> 16
+    x = x * pow(0x846CA68B, -1, 1 << 32) & _WORD
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x7FEB352D, -1, 1 << 32) & _WORD
+    return x ^ x >> 16
+
+
+def key_of(token: int, hashed: int, first: int = 0) -> int:
+    """A key, as int64, under which ``token``'s hash is ``hashed``: mix(mix(token ^ first) + second)."""
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 16) * 0x7FEB352D & _WORD
+        x = (x ^ x >> 15) * 0x846CA68B & _WORD
+        return x ^ x >> 16
+
+    second = (_inverted(hashed) - mixed(token ^ first)) & _WORD
+    assert mixed((mixed(token ^ first) + second) & _WORD) == hashed
+    key = second << 32 | first
+    return key - (1 << 64) if key >> 63 else key
 
 
 @pytest.mark.parametrize("hashed", [_WORD, _WORD - 127, _WORD - 128, _WORD - 300, 1 << 31, 1, 0])
@@ -39,3 +63,40 @@ def test_the_largest_draw_is_the_least_likely_one_and_no_more() -> None:
     drawable = torch.full((1, 8), -torch.inf)
     drawable[0, token], drawable[0, rival] = 40.0, 0.0
     assert sample_tokens(drawable, None, key)[0] == token
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The vocabularies whose sums were asked of the compiled function."""
+    seen: list[int] = []
+
+    def sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(logits.shape[-1])
+        return module.block_sums(logits)
+
+    monkeypatch.setattr(module, "_fast_sums", sums)
+    monkeypatch.setattr(module, "_fast_least", module._least)
+    return seen
+
+
+def inputs(rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, tokens, generator=draw), torch.randint(0, 2**62, (rows,), generator=draw)
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_vocabulary_alone_decides(compiled: list[int], rows: int) -> None:
+    for tokens in (2, 155, module._COMPILED_FROM - 1, module._COMPILED_FROM):
+        logits, keys = inputs(rows, tokens)
+        module.sample_tokens(logits, None, keys)
+    assert compiled == [module._COMPILED_FROM]
+
+
+def test_a_row_is_the_same_in_any_batch() -> None:
+    logits, keys = inputs(37, 155)
+    tokens, known = module.sample_tokens(logits, None, keys)
+    for row in range(len(keys)):
+        alone = logits[row : row + 1]
+        token, of_row = module.sample_tokens(alone, None, keys[row : row + 1])
+        assert token.item() == tokens[row].item() and torch.equal(of_row.log_total, known.log_total[row : row + 1])
+    assert torch.allclose(known.log_total, logits.double().exp().sum(-1).log().float(), atol=1e-6)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,8 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
 from ngrpo.trainers.common.side_inputs import unpack
-from ngrpo.trainers.openrlhf import experience_maker
-from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS, ControlQuota
+from ngrpo.trainers.openrlhf import experience_maker, rollout_actor
+from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from perturbations import create
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
@@ -91,12 +92,22 @@ def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "right after perturbed inputs by 0.63 (at most 0.2), at plain positions by 0.67 (at most 0.1) on" in printed
 
 
-def test_the_first_answers_of_each_round_are_followed() -> None:
-    quota = ControlQuota()
-    assert [quota.next(1, True) for _ in range(CONTROLS + 2)] == [True] * CONTROLS + [False] * 2
-    assert not quota.next(2, perturbed=False)
-    assert quota.next(2, True)
-    assert not quota.next(0, True)
+def test_the_first_responses_of_each_round_have_a_control(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(monkeypatch, perturbation={"name": "neighbor"})
+    followed: list[bool] = []
+
+    class Executor:
+        async def execute(self, **kwargs: Any) -> None:
+            followed.append(rollout_actor._conversation.get().followed)
+            raise ValueError
+
+    executor = rollout_actor.RecordingExecutor(Executor())
+    rounds = [(1, True)] * (CONTROLS + 1) + [(2, False), (2, True), (0, True)]
+    for number, enabled in rounds:
+        params = SimpleNamespace(extra_args={"perturbation": {"round": number, "enabled": enabled}})
+        with pytest.raises(RuntimeError, match="ValueError"):
+            asyncio.run(executor.execute(prompt="p", sampling_params=params))
+    assert followed == [True] * CONTROLS + [False, False, True, False]
 
 
 ANSWER = UnperturbedAnswer(np.array([5, 6, 300_000, 8], np.int32), np.array([-0.5, -1.25], np.float32))
@@ -116,7 +127,7 @@ def test_an_answer_travels_with_its_sample() -> None:
     assert unpack([record(None).pack()])[0].unperturbed is None
     altered = bytearray(packed["unperturbed_answer"])
     altered[3] ^= 1
-    with pytest.raises(ValueError, match="unperturbed answer"):
+    with pytest.raises(ValueError, match="unperturbed_answer"):
         unpack([{**packed, "unperturbed_answer": bytes(altered)}])
 
 

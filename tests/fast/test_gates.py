@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import torch
 
 from perturbations import streams
 from perturbations.gates.default import BoundGate, GateOptions, protected_tokens
-from perturbations.seeds import trajectory_seed
-from perturbations.step import Positions
 from tests.fast.gate_steps import F, T, of_one, schedule, step_with
 
 
@@ -48,26 +45,6 @@ def test_schedule_by_hand(options: dict, want: list[int]) -> None:
     assert chosen(schedule(1.0, **options)) == want
 
 
-def test_nothing_is_planned_without_generated_positions() -> None:
-    assert chosen(schedule(1.0), first=15) == []
-    assert chosen(schedule(1.0), first=20) == []
-
-
-def test_rate_is_that_of_fair_coins() -> None:
-    """2,000 trajectories of 200 positions at ρ = 0.1, by totals, by position and by trajectory."""
-    rate, rows, length = 0.1, 2000, 200
-    seeds = np.repeat([trajectory_seed(7, i) for i in range(rows)], length)
-    at = np.tile(np.arange(length), rows)
-    plan = schedule(rate).selects(Positions(seeds, np.zeros_like(at), at)).reshape(rows, length)
-    spread = rate * (1 - rate)
-    assert plan.mean() == pytest.approx(rate, abs=4 * math.sqrt(spread / plan.size))
-    for axis, n, count in ((0, rows, length), (1, length, rows)):
-        chi = (((plan.sum(axis) - n * rate) ** 2) / (n * spread)).sum()  # chi-squared with `count` degrees
-        assert abs(chi - count) < 4 * math.sqrt(2 * count)
-    together = (plan[:, 1:] & plan[:, :-1]).mean()
-    assert together == pytest.approx(rate**2, abs=4 * math.sqrt(rate**2 / plan.size))
-
-
 def test_the_draw_is_the_gate_stream_at_absolute_positions() -> None:
     keys = streams.keys(torch.tensor(-9), torch.arange(60), streams.Stream.GATE)
     drawn = torch.nonzero(streams.uniform(keys, 1).flatten() < 0.4).flatten().tolist()
@@ -78,19 +55,6 @@ def test_the_draw_is_the_gate_stream_at_absolute_positions() -> None:
     assert chosen(schedule(0.4, every=2), -9, 20, 60) == [p for p in drawn if p >= 20 and p % 2 == 0]
 
 
-def test_positions_are_judged_one_by_one_whatever_they_are_asked_with() -> None:
-    gate = schedule(0.5, every=2)
-    seeds, first, at = np.array([3, 8, 3, 8]), np.array([4, 6, 4, 6]), np.array([9, 9, 12, 40])
-    together = gate.selects(Positions(seeds, first, at))
-    alone = [gate.selects(Positions(seeds[i : i + 1], first[i : i + 1], at[i : i + 1]))[0] for i in range(4)]
-    assert together.tolist() == alone
-
-
-def test_a_higher_rate_adds_positions_and_seeds_differ() -> None:
-    assert set(chosen(schedule(0.2), 1, 0, 500)) < set(chosen(schedule(0.5), 1, 0, 500))
-    assert chosen(schedule(0.5), 1, 0, 500) != chosen(schedule(0.5), 2, 0, 500)
-
-
 # --- until ----------------------------------------------------------------------------------------
 
 
@@ -98,8 +62,9 @@ class Conditions:
     """A bound gate that is asked and told of the next position of each row, as generation does."""
 
     def __init__(self, until=(), protect=None, entropy_min=None, rows: int = 1) -> None:
-        options = GateOptions(until="x" if until else None, protect=protect, entropy_min=entropy_min)
-        self.gate = BoundGate(options, lambda _: list(until), list, 10, rows, "cpu")
+        text = "".join(map(str, until)) or None
+        options = GateOptions(until=text, protect=protect, entropy_min=entropy_min)
+        self.gate = BoundGate(options, lambda: [str(i).encode() for i in range(10)], 10, rows, "cpu")
         self.next = torch.zeros(8, dtype=torch.int64)
 
     def opened(self, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -107,7 +72,7 @@ class Conditions:
         return self.gate.open(rows, step, torch.zeros_like(rows))
 
     def feeds(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.gate.feeds(tokens, self.gate.ending(rows, self.next[rows]))
+        return self.gate.feeds(tokens, self.gate.matched(rows, self.next[rows]))
 
     def passes(self, rows: torch.Tensor, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Which positions are fed perturbed: the gate is open, and the proposed token may be."""
@@ -115,12 +80,8 @@ class Conditions:
 
     def observe(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         positions = self.next[rows]
-        self.gate.observe(rows, positions, tokens, self.gate.ending(rows, positions))
+        self.gate.observe(rows, positions, tokens, self.gate.matched(rows, positions))
         self.next[rows] += 1
-
-
-def conditions(until=(), protect=None, entropy_min=None, rows: int = 1) -> Conditions:
-    return Conditions(until, protect, entropy_min, rows)
 
 
 def admitted(state: Conditions, tokens: list[int], row: int = 0) -> list[bool]:
@@ -147,12 +108,12 @@ def admitted(state: Conditions, tokens: list[int], row: int = 0) -> list[bool]:
     ],
 )
 def test_until_ends_at_the_token_that_completes_it(until: list[int], tokens: list[int], want: list[bool]) -> None:
-    assert admitted(conditions(until), tokens) == want
+    assert admitted(Conditions(until), tokens) == want
 
 
 def test_the_gate_stays_open_until_the_end_was_produced() -> None:
     """The token that completes the end stands in the text but is fed as it is; only then does the gate close."""
-    state = conditions([4])
+    state = Conditions([4])
     rows, end = torch.tensor([0]), torch.tensor([4])
     assert state.opened(rows, torch.zeros(1, 10))
     assert not state.feeds(rows, end)
@@ -165,7 +126,7 @@ def test_the_gate_stays_open_until_the_end_was_produced() -> None:
 
 
 def test_rows_are_independent_whatever_their_order() -> None:
-    state = conditions([7, 8], rows=3)
+    state = Conditions([7, 8], rows=3)
     state.observe(torch.tensor([2, 0, 1]), torch.tensor([7, 5, 7]))
     state.observe(torch.tensor([0, 1]), torch.tensor([8, 3]))
     passed = state.passes(torch.tensor([1, 2, 0, 2]), torch.tensor([8, 8, 8, 7]), torch.zeros(4, 10))
@@ -179,7 +140,7 @@ def test_rows_are_independent_whatever_their_order() -> None:
 
 
 def test_reset_starts_afresh() -> None:
-    state = conditions([7, 8], rows=2)
+    state = Conditions([7, 8], rows=2)
     assert admitted(state, [7, 8, 1]) == [T, F, F]
     state.gate.reset(0)
     assert admitted(state, [8, 7]) == [T, T]  # the old 7 is forgotten, too
@@ -188,8 +149,16 @@ def test_reset_starts_afresh() -> None:
     assert admitted(state, [1, 2], row=1) == [T, T]
 
 
+def test_a_prompt_that_ends_with_the_end_of_thinking_is_not_perturbed() -> None:
+    state = Conditions([7, 8])
+    state.gate.reset(0, [1, 7, 8])
+    assert admitted(state, [1, 2]) == [F, F]
+    state.gate.reset(0, [7, 8, 1])  # an earlier turn's
+    assert admitted(state, [1, 2]) == [T, T]
+
+
 def test_grow_keeps_the_state() -> None:
-    state = conditions([7, 8], rows=2)
+    state = Conditions([7, 8], rows=2)
     state.observe(torch.tensor([0, 1]), torch.tensor([7, 7]))
     state.observe(torch.tensor([1]), torch.tensor([8]))
     state.gate.grow(4)
@@ -198,16 +167,16 @@ def test_grow_keeps_the_state() -> None:
 
 
 def test_always_open_and_tracks_tokens() -> None:
-    assert conditions().gate.always_open and not conditions().gate.tracks_tokens
-    assert not conditions([1]).gate.always_open and conditions([1]).gate.tracks_tokens
-    for state in (conditions(entropy_min=0.0), conditions(protect="1")):
+    assert Conditions().gate.always_open and not Conditions().gate.tracks_tokens
+    assert not Conditions([1]).gate.always_open and Conditions([1]).gate.tracks_tokens
+    for state in (Conditions(entropy_min=0.0), Conditions(protect="1")):
         assert not state.gate.always_open and not state.gate.tracks_tokens
 
 
 @pytest.mark.parametrize("back", [1, 2, 3])
 def test_a_token_that_is_drawn_again_is_not_seen_twice(back: int) -> None:
     """After a reset the last positions are drawn again; the end 7 8 7 must not be found in 7 8 | 7 8."""
-    plain, again = conditions([7, 8, 7]), conditions([7, 8, 7])
+    plain, again = Conditions([7, 8, 7]), Conditions([7, 8, 7])
     tokens = [1, 7, 8, 8, 7, 8, 7, 2]
     row = torch.tensor([0])
     for count, token in enumerate(tokens):
@@ -223,7 +192,7 @@ def test_a_token_that_is_drawn_again_is_not_seen_twice(back: int) -> None:
 
 
 def test_an_end_that_is_drawn_otherwise_again_is_forgotten() -> None:
-    state, row = conditions([4]), torch.tensor([0])
+    state, row = Conditions([4]), torch.tensor([0])
     state.observe(row, torch.tensor([4]))
     assert not state.opened(row, torch.zeros(1, 10))
     state.next[0] = 0
@@ -232,15 +201,15 @@ def test_an_end_that_is_drawn_otherwise_again_is_forgotten() -> None:
 
 
 def test_a_token_that_is_not_kept_is_not_seen() -> None:
-    state, row, at = conditions([7, 8]), torch.tensor([0]), torch.tensor([4])
+    state, row, at = Conditions([7, 8]), torch.tensor([0]), torch.tensor([4])
     for token, kept in ((7, T), (3, F)):
-        state.gate.observe(row, at, torch.tensor([token]), state.gate.ending(row, at), torch.tensor([kept]))
-    assert state.gate.ending(row, at + 1).tolist() == [8]
+        state.gate.observe(row, at, torch.tensor([token]), state.gate.matched(row, at), torch.tensor([kept]))
+    assert state.gate.matched(row, at + 1).tolist() == [1], "7 of 7 8"
 
 
 def test_the_position_that_ended_thinking_is_drawn_again() -> None:
-    state, row, at = conditions([4]), torch.tensor([0]), torch.tensor([5])
-    state.gate.observe(row, at, torch.tensor([4]), state.gate.ending(row, at))
+    state, row, at = Conditions([4]), torch.tensor([0]), torch.tensor([5])
+    state.gate.observe(row, at, torch.tensor([4]), state.gate.matched(row, at))
     for position, is_open in ((5, T), (6, F)):
         state.next[0] = position
         assert bool(state.opened(row, torch.zeros(1, 10))) == is_open
@@ -254,13 +223,13 @@ def test_entropy_by_hand() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.25] * 4, [0.5, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]).log()
     rows = torch.zeros(4, dtype=torch.int64)
     for least, want in [(0.0, [T, T, T, T]), (0.69, [T, T, T, F]), (0.70, [T, T, F, F])]:
-        assert conditions(entropy_min=least).passes(rows, rows, logits).tolist() == want
+        assert Conditions(entropy_min=least).passes(rows, rows, logits).tolist() == want
     for least, want in [(1.039, [T, T, F, F]), (1.040, [F, T, F, F]), (1.387, [F, F, F, F])]:
-        assert conditions(entropy_min=least).passes(rows, rows, logits).tolist() == want
+        assert Conditions(entropy_min=least).passes(rows, rows, logits).tolist() == want
 
 
 def test_conditions_must_all_agree() -> None:
-    state = conditions([4], "1", entropy_min=1.0)
+    state = Conditions([4], "1", entropy_min=1.0)
     flat, peaked = torch.zeros(5), torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0])
     logits = torch.stack([flat, flat, flat, peaked])
     assert state.passes(torch.zeros(4, dtype=torch.int64), torch.tensor([2, 1, 4, 2]), logits).tolist() == [
@@ -272,8 +241,8 @@ def test_conditions_must_all_agree() -> None:
 
 
 def test_protect_ids_and_digits() -> None:
-    def words() -> list[str]:
-        return ["a", "7", " x2", "", "²", "b", "beyond the logits 3"]
+    def words() -> list[bytes]:
+        return [text.encode() for text in ("a", "7", " x2", "", "²", "b", "beyond the logits 3")]
 
     assert protected_tokens(None, words, 6) is None
     assert protected_tokens("1,4", words, 6).tolist() == [F, T, F, F, T, F]

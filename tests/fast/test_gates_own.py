@@ -190,7 +190,7 @@ def test_the_rollout_records_only_what_the_gate_left_open() -> None:
 
     perturbation = create("neighbor", rate=1.0, gate=EveryThird())
     store = TrajectoryStore(2, 64)
-    gate = BoundGate(perturbation, lambda _: [15, 15, 15], list, 16, store.slots, "cpu")
+    gate = BoundGate(perturbation, lambda: [b""] * 16, 16, store.slots, "cpu")
     perturber = RolloutPerturber(
         perturbation, store, gate, matrix_embeddings(torch.eye(16)), NoModel(), torch.device("cpu")
     )
@@ -207,6 +207,6 @@ def test_the_rollout_records_only_what_the_gate_left_open() -> None:
         if generated % 3 == 0:  # neighbor's text is the likeliest token, where it acts
             assert tokens.tolist() == logits.argmax(-1).tolist()
         starts, counts = starts + counts, np.array([1, 1])
-    perturber.drain(until=perturber.noted)
+    perturber.notes.drain(until=perturber.notes.taken)
     for name, prompt in prompts.items():
         assert (store.record(name)[0].positions - prompt).tolist() == [0, 3, 6]

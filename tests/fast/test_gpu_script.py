@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.gpu import __main__ as script
 from benchmarks.gpu import decode_steps, exactness, run, throughput, trainer_step, training
 from benchmarks.gpu.stages import Stage, stages
 from ngrpo.machine.upstream import openrlhf_parser
@@ -75,14 +74,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[bool, Told, dict[
 def test_each_stage_ends_in_its_own_way_and_the_others_go_on(outcome: tuple) -> None:
     good, told, found, _ = outcome
     assert not good
-    assert {name: entry["state"] for name, entry in found.items()} == {
-        "test-error": "failed",
-        "test-bad row": "failed",
-        "test-killed": "failed",
-        "test-good": "done",
-        "test-wrong": "done",
-        "test-slow": "failed",
-    }
+    done = {name for name, entry in found.items() if entry["state"] == "done"}
+    failed = {name for name, entry in found.items() if entry["state"] == "failed"}
+    assert done == {"test-good", "test-wrong"}
+    assert failed == {"test-error", "test-bad row", "test-killed", "test-slow"}
     entry = found["test-good"]
     assert entry["rows"][0]["environment"] == "good" and entry["gpu"] == HERE and entry["good"]
     assert entry["commit"] and entry["seconds"] > 0 and not found["test-wrong"]["good"]
@@ -99,27 +94,18 @@ def test_each_stage_ends_in_its_own_way_and_the_others_go_on(outcome: tuple) -> 
     assert told[-1] == "left for the next call: test-long"
 
 
-def test_a_later_call_leaves_what_is_done_and_puts_failures_last(outcome: tuple, tmp_path: Path) -> None:
+def test_a_later_call_leaves_what_is_done_and_puts_failures_last(
+    outcome: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(outcome[3].read_text())
     good, told, found = go(path, stage("error"), stage("good"), stage("fresh"))
     assert [line.split(": ")[0].split("  ")[1] for line in told] == ["test-good", "test-fresh", "test-error"]
     assert told[0] == f"{HERE}  test-good: done before: 1 rows" and not good
     assert found["test-good"] == outcome[2]["test-good"]
-
-
-@pytest.mark.parametrize("other", ["GPU", "sources"])
-def test_figures_of_another_gpu_or_of_other_sources_are_replaced(
-    outcome: tuple, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "gpu.json"
-    path.write_text(outcome[3].read_text())
-    machine = {**MACHINE, "processor": "another"} if other == "GPU" else MACHINE
-    if other == "sources":
-        monkeypatch.setattr(run, "_sources", lambda: "0")
-    _, told, found = go(path, stage("good"), machine=machine)
-    assert "done before" not in told[0]
-    assert found["test-good"]["rows"][0]["pid"] != outcome[2]["test-good"]["rows"][0]["pid"]
+    assert "done before" not in go(path, stage("good"), machine={**MACHINE, "processor": "another"})[1][0]
+    monkeypatch.setattr(run, "_sources", lambda: "0")
+    assert "done before" not in go(path, stage("good"))[1][0], "figures of other sources are replaced"
 
 
 @pytest.mark.more
@@ -159,12 +145,6 @@ def test_a_killed_run_ends_its_stage_and_is_resumed(tmp_path: Path) -> None:
     assert found["test-slow"]["state"] == "done"
 
 
-def test_as_markdown(outcome: tuple) -> None:
-    text = script.markdown(outcome[2])
-    assert "### test-good: what is good\n\n1 rows\n\n| perturbation | environment | pid | rate |" in text
-    assert "| good | good | " in text and " | – |" in text and "no GPU; a processor, 2 cores; torch 2; commit " in text
-
-
 def test_stages_have_names_of_their_own_and_the_rehearsal_runs_every_module() -> None:
     full, rehearsal = stages(False), stages(True)
     for found in (full, rehearsal):
@@ -189,18 +169,11 @@ SPEED = {"perturbation": "gumbel", "rate": 1.0, "sequences": 64, "ratio": 0.98, 
     [
         (exactness, [{**ROW, "perturbation": "(off)"}, ROW], True, "exact; 20 tokens, max 1.0e-02, mean at most 1.00"),
         (exactness, [{**ROW, "perturbation": "(off)"}, {**ROW, "mean": 3e-3}], False, "NOT EXACT: gumbel 1; "),
-        (exactness, [{**ROW, "perturbation": "(off)"}, {**ROW, "edits": 0}], False, "NOT EXACT: gumbel 1; "),
         (training, [STEP, STEP], True, "exact; 2 steps, gap 1.0e-03"),
         (training, [STEP, {**STEP, "gap_perturbed_mean": 3e-3}], False, "NOT EXACT; 2 steps"),
-        (training, [{**STEP, "shift": 0.0}], False, "NOT EXACT; 1 steps"),
         (decode_steps, [COUNT], True, "no waits; gumbel 9 launches, 0 waits, 1 µs"),
         (decode_steps, [{**COUNT, "waits": 1}], False, "WAITS OR LOOPS; "),
-        (
-            trainer_step,
-            [LOSS, {**LOSS, "layout": "packed"}],
-            True,
-            "measured; 1.000 s without, padded a: 1.000, packed",
-        ),
+        (trainer_step, [LOSS, {**LOSS, "layout": "packed"}], True, "measured; 1.000 s without, padded a: 1.000, "),
         (trainer_step, [LOSS, {**LOSS, "loss": 3.0}], False, "LOSSES DIFFER"),
         (throughput, [SPEED, {**SPEED, "ratio": 1.0}], True, "at least 0.97 of stock; ratio 0.980 (gumbel 1, 64"),
         (throughput, [SPEED, {**SPEED, "ratio": 0.9}], True, "BELOW 0.97 of stock; ratio 0.900"),
@@ -231,35 +204,3 @@ def test_openrlhf_takes_the_flags_of_the_trainings(tmp_path: Path) -> None:
         openrlhf_parser.check(["--actor.model_name_or_path", "m", *theirs, *hybrid])
         with pytest.raises(UsageError, match=r"--vllm\.enable_sleep"):
             openrlhf_parser.check(["--actor.model_name_or_path", "m", *theirs, *hybrid, "--train.async_enable"])
-
-
-def test_listing_the_stages_loads_no_engine() -> None:
-    code = (
-        "import sys; from benchmarks.gpu import run, stages; stages.stages(False);"
-        "print([m for m in ('torch', 'vllm', 'ray') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-def test_the_list(capsys: pytest.CaptureFixture) -> None:
-    assert script.main(["--list"]) == 0
-    assert capsys.readouterr().out.startswith(" 110 s  exact-graphs-float32 ")
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--stage", "training"], "--rehearse runs everything in miniature on a CPU"),
-        (["--stage", "x", "--rehearse"], "'x' is none of exact, exact-v2, two-ranks, training, "),
-        (["--print", "--out", "/nowhere/gpu.json"], "/nowhere/gpu.json does not exist"),
-    ],
-)
-def test_bad_words(words: list[str], told: str, capsys: pytest.CaptureFixture) -> None:
-    import torch
-
-    if torch.cuda.is_available() and words == ["--stage", "training"]:
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        script.main(words)
-    assert told in capsys.readouterr().err

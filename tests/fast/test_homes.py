@@ -15,13 +15,13 @@ ROLLOUTS_AND_TRAINING = ("ngrpo/rollout", "ngrpo/trainers", "perturbations")
 # conformance suite.
 DONE_AT_HOME = {
     "perturbations/seeds.py": (r"\bblake2b\(digest_size=SEED_BYTES\)|def of_(engine|prompt)\(", set()),
-    "perturbations/replay/packing.py": (r"\bsealed\(", {"ngrpo/trainers/common/side_inputs.py"}),
+    "perturbations/replay/packing.py": (r"def (un)?sealed\(", set()),
     "ngrpo/trainers/openrlhf/actor_trainer.py": (r"\bactor_loss_fn\b.*=", set()),
     "ngrpo/trainers/common/log_probs.py": (r"\boriginal\(logits, labels", set()),
     "ngrpo/rollout/async_scheduling.py": (r"\.synchronize\(\)|num_output_tokens\(\)", set()),
-    "perturbations/verdict.py": (
-        r"\bgate\.(open|feeds|selects)\(",
-        {"perturbations/gates/default.py", "perturbations/testing/gate.py"},
+    "perturbations/gates/default.py": (
+        r"\bgate\.(open|feeds|selects)\(|def verdict\(",
+        {"perturbations/testing/gate.py"},
     ),
     "ngrpo/trainers/openrlhf/trainer.py": (r"def evaluate\(", set()),
     "ngrpo/rollout/new_weights.py": (r"\.(load_weights|reload_weights) = ", set()),

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
 from ngrpo.rollout.trajectories import Chunks, TrajectoryStore
-from perturbations import FinishedTrajectory, create, registry
+from perturbations import create, registry
 from perturbations.embeddings import matrix_embeddings
 from perturbations.gates.default import BoundGate
 
@@ -74,17 +73,16 @@ class Copies:
 class Worker:
     """A perturber, its requests, and logits that are a function of request and position."""
 
-    def __init__(self, lag: float | None, masks: bool = False) -> None:
+    def __init__(self, lag: float | None) -> None:
         """``lag`` None: copies are there at once, as on a CPU."""
         perturbation, device = create("gumbel", rate=0.6, until=None), torch.device("cpu")
         torch.manual_seed(0)
         self.embedding = nn.Embedding(V, D).requires_grad_(False)
         self.store = TrajectoryStore(3, 512, (V, D))
-        gate = BoundGate(perturbation, lambda _: [1], lambda: ["a"] * V, V, self.store.slots, device)
+        gate = BoundGate(perturbation, lambda: [b"a", b"</think>", *[b"a"] * (V - 2)], V, self.store.slots, device)
         self.perturber = RolloutPerturber(
             perturbation, self.store, gate, matrix_embeddings(self.embedding.weight),
-            InputOverride(self.embedding, 512, D, torch.float32, device), device, None,
-            SamplingMaskStore(V, self.store.slots, 512) if masks else None,
+            InputOverride(self.embedding, 512, D, torch.float32, device), device,
         )  # fmt: skip
         if lag is not None:
             self.copies = Copies(lag)
@@ -142,7 +140,7 @@ def test_a_row_computed_again_waits_for_its_own_newest_note_and_for_none_after_i
         if lag is not None:
             # Prompt and 36 positions were 37 steps; the twenty of b alone are still on their way.
             assert set(worker.copies.waited) == set(range(37))
-            assert worker.perturber.written == 37
+            assert worker.perturber.notes.written == 37
     assert torch.equal(*(part.nan_to_num(7.0) for part in fed)) and not fed[0].isnan().all()
     assert 10 < int((~fed[0][:30].isnan().any(dim=1)).sum()) < 26
 
@@ -177,30 +175,3 @@ def test_the_range_of_a_slot_is_found_at_every_border() -> None:
             chunks.write(np.array([1, 0]), np.array([i, i]), {"positions": np.array([position, 7], dtype=np.int32)})
         for value in range(1001):
             assert chunks.find(1, "positions", value) == np.searchsorted(positions, value), (count, value)
-
-
-@pytest.mark.parametrize("lag", [0, 1, 5, math.inf])
-def test_records_and_masks_are_what_they_are_without_delay(lag: float) -> None:
-    """Masks take two copies, one after the other; a slot is used again by another request meanwhile."""
-    taken = []
-    for late in (None, lag):
-        worker = Worker(late, masks=True)
-        worker.tell({"a": 1, "b": 2})
-        worker.step(a=(0, PROMPT), b=(0, PROMPT))
-        decode(worker, range(PROMPT, 20), "a", "b")
-        worker.tell({"c": 3}, finished=("a",))
-        worker.step(b=(20, 1), c=(0, PROMPT))
-        decode(worker, range(21, 23), "b")
-        assert late is None or worker.copies.waited == []
-        worker.step("b", b=(10, 5), c=(PROMPT, 1))  # b is computed again in two chunks
-        worker.step(b=(15, 9), c=(PROMPT + 1, 1))
-        worker.tell(finished=("b", "c"))
-        taken.append(worker.requests.take(None))
-        assert worker.requests.running == 0
-    assert set(taken[0]) == set(taken[1]) == {"a", "b", "c"}
-    for name in taken[0]:
-        assert taken[0][name] == taken[1][name], name
-        found = FinishedTrajectory.unpack(taken[1][name])
-        record, mask = found.record, found.sampling_mask
-        assert len(record) and [len(ids) for ids in mask.left()] == [9] * len(mask)
-        assert mask.positions.tolist() == list(range(PROMPT, record.num_tokens))

@@ -189,7 +189,7 @@ def test_the_kl_term_is_the_tokens_in_gradient(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_score_that_no_loss_takes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo.trainers.common.densities import densities
+    from ngrpo.trainers.common.log_probs import densities
     from perturbations.replay.scope import ReplayScope
     from tests.fast.density_model import Model, hooked
 

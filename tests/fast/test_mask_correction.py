@@ -14,10 +14,8 @@ from torch import Tensor
 from ngrpo.config import parse
 from ngrpo.config.run import Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.common.conversation import Conversation
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, with_overrides
-from ngrpo.trainers.common.side_inputs import unpack
+from ngrpo.trainers.common.engine_records import Conversation
+from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord
@@ -173,11 +171,6 @@ def test_what_cannot_be_corrected_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="1 of 2 tokens"), corrected([carried({1: [4], 2: [3]}, 3)], mask):
         hooked(logits, labels)
     assert torch.equal(hooked(logits, labels), log_probs_of(logits, labels))  # outside: untouched
-
-
-def test_a_sample_carries_its_mask() -> None:
-    (with_mask, without) = unpack([carried({3: [1, 2]}), carried(None)])
-    assert [ids.tolist() for ids in with_mask.sampling_mask.left()] == [[1, 2]] and without.sampling_mask is None
 
 
 def test_the_turns_of_a_trajectory_are_joined() -> None:

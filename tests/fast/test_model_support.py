@@ -45,7 +45,7 @@ def config(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
 )
 def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str, trainer: str) -> None:
     found = architecture.support_from(given)
-    assert (found.engine, found.trainer, found.refused) == (engine, trainer, ())
+    assert (found.engine, found.trainer, found.refused) == (engine, trainer, [])
     assert engine in str(found) and trainer in str(found)
 
 
@@ -92,7 +92,7 @@ def test_particular_embeddings_and_layers_are_noted() -> None:
 )
 def test_what_the_table_tells_of_a_type(monkeypatch: pytest.MonkeyPatch, verdict: str, told: str, place: str) -> None:
     sentence = "the replay is wrong" if verdict == "wrong" else told
-    monkeypatch.setattr(architecture, "_measured", lambda model_type: (verdict, sentence))
+    monkeypatch.setattr(architecture, "_packaged_table", lambda file: {"llama": (verdict, sentence)})
     found = architecture.support_from(config("LlamaForCausalLM", "llama"))
     for name in ("notes", "unknown", "refused"):
         assert any(told in line for line in getattr(found, name)) == (name == place)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks.models import cases
-from benchmarks.models.rollouts import short
 from benchmarks.models.table import PAGE, RESULT, summary, table, verdicts
 
 
@@ -54,22 +53,3 @@ def test_of_all_cases_of_a_type_the_worst_is_told(rows: list[Any], verdict: str,
     found = verdicts(rows)["t"]
     assert found[0] == verdict
     assert all(word in found[1] for word in words), found[1]
-
-
-def test_what_did_not_run_in_either_dtype_says_both() -> None:
-    told = {"type": "jamba", "dtype": "float32", "compiled": False, "runner": "V1", "under": "", "impl": "auto"}
-    line = table([{**told, "verdict": "not run by vLLM", "message": "no kernel", "bfloat16": "no mixer"}])
-    assert "no kernel; in bfloat16: no mixer" in line
-
-
-def test_an_error_is_told_in_a_line_that_says_what_is_wrong() -> None:
-    try:
-        assert RESULT is None
-    except AssertionError as error:
-        error.args = ()
-        assert short(error).startswith("AssertionError: assert RESULT is None (fast/test_models_table.py:")
-    assert short(ValueError("no such kernel\nat a place")) == "ValueError: no such kernel"
-    report = "It is not fed. Mean:\n  rows before: off by 0.2, at most 0.1\n  behind: off by 0.3, at most 0.1"
-    assert short(ValueError(report)) == (
-        "ValueError: rows before: off by 0.2, at most 0.1; behind: off by 0.3, at most 0.1"
-    )

@@ -171,8 +171,8 @@ def test_excluded_tokens_are_never_neighbors_but_may_be_asked() -> None:
 def test_rows_are_remembered_and_a_larger_k_refills(monkeypatch: pytest.MonkeyPatch) -> None:
     index = ExactIndex(SMALL)
     filled: list[list[int]] = []
-    fill = index._fill_block
-    monkeypatch.setattr(index, "_fill_block", lambda tokens: (filled.append(tokens.tolist()), fill(tokens))[1])
+    fill = index.search
+    monkeypatch.setattr(index, "search", lambda tokens, k: (filled.append(tokens.tolist()), fill(tokens, k))[1])
     index.query(torch.tensor([2, 0, 2]), 2)
     index.query(torch.tensor([0, 2]), 1)
     assert filled == [[0, 2]]
@@ -188,9 +188,9 @@ def test_precompute_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     embedding = torch.randn(60, 8, generator=torch.Generator().manual_seed(7))
     index = ExactIndex(embedding)
     sizes: list[int] = []
-    fill = index._fill_block
+    fill = index.search
     monkeypatch.setattr(index, "_scratch", 60 * 16 * 16)
-    monkeypatch.setattr(index, "_fill_block", lambda tokens: (sizes.append(len(tokens)), fill(tokens))[1])
+    monkeypatch.setattr(index, "search", lambda tokens, k: (sizes.append(len(tokens)), fill(tokens, k))[1])
     index.precompute(2)
     assert sizes == [16, 16, 16, 12]
     assert index.query(torch.arange(60), 2)[0].tolist() == [brute(embedding, i, "cosine")[:2] for i in range(60)]

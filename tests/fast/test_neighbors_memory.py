@@ -74,7 +74,6 @@ class Attached(AttachedPerturbation):
     def __init__(self, embedding: torch.Tensor) -> None:
         self.embeddings = matrix_embeddings(embedding)
         self.perturbation = create("neighbor", metric="l2")
-        self.perturber = SimpleNamespace(weights_changed=self.embeddings.refresh)
         self.module, self._ahead = None, True
         self._runner = SimpleNamespace(reload_weights=self.load, get_model=lambda: self._runner)
         self._runner.load_weights, self._matrix = self.load, embedding
@@ -90,8 +89,8 @@ class Attached(AttachedPerturbation):
 def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not after each parameter, of which OpenRLHF sends hundreds; and never while requests are running."""
     filled: list[int] = []
-    fill = ExactIndex._fill_block
-    monkeypatch.setattr(ExactIndex, "_fill_block", lambda self, t: (filled.append(len(t)), fill(self, t))[1])
+    fill = ExactIndex.search
+    monkeypatch.setattr(ExactIndex, "search", lambda self, t, k: (filled.append(len(t)), fill(self, t, k))[1])
     start = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
     attached = Attached(start.clone())
     new_weights.follow(attached._runner, attached)

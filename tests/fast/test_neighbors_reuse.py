@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from perturbations.neighbors import ExactIndex, Neighborhood, Refresh, refresh
-from perturbations.neighbors.reuse import movement
+from perturbations.neighbors.exact import movement
 
 V, D = 400, 24
 METRICS = ("cosine", "l2", "l1")
@@ -27,12 +27,12 @@ def complete(matrix: Tensor, metric: str, k: int = 2, exclude: tuple[int, ...] =
 def carried(old: ExactIndex, matrix: Tensor, exclude: tuple[int, ...] = ()) -> tuple[ExactIndex, int]:
     """The index of the next weights, and how many of its rows were searched."""
     new, searched = ExactIndex(matrix, old.metric, exclude, lazy=False), []
-    search = new._search
-    new._search = lambda tokens, k: (searched.append(len(tokens)), search(tokens, k))[1]
+    search = new.search
+    new.search = lambda tokens, k: (searched.append(len(tokens)), search(tokens, k))[1]
     new.follow()
     new.take_over(old)
     new.precompute(old.width)
-    new._search = search
+    new.search = search
     return new, sum(searched)
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo import patches
-from ngrpo.machine.upstream.install import Patch
-from ngrpo.machine.upstream.sources import state_of
+from ngrpo.machine.upstream.patch import Patch, state_of
 from ngrpo.patches import OPENRLHF, VERL, VLLM, PatchMismatch, active, check
 
 STACK = all(find_spec(name) for name in ("openrlhf", "vllm", "ray", "torch"))
@@ -129,7 +128,7 @@ def test_patches_apply_on_import_compose_and_apply_once(tmp_path: Path) -> None:
     program = """
         import importlib.util, sys
         from ngrpo import patches
-        from ngrpo.machine.upstream.install import Patch
+        from ngrpo.machine.upstream.patch import Patch
         row = lambda attribute, ours, when: Patch('upstream_pkg.late', attribute, ours, when, '', 'u 1', 'w')
         patches.OPENRLHF = (row('A.f', 'mine:one', 'x'), row('A.f', 'mine:two', 'y'), row('A.f', 'mine:three', 'z'))
         patches.OPENRLHF += (row('A.f', None, 'x'), row('<import>', 'mine:stand_in', 'x'))

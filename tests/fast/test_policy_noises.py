@@ -70,7 +70,7 @@ def test_psn_adaptive() -> None:
     assert noise.scale(1, 9, 0.004, 0.005) == pytest.approx(0.00396040, abs=1e-8)
     assert noise.scale(1, 9, 0.4999, 0.0) == 0.5 and noise.scale(1, 9, 1.001e-6, 1.0) == 1e-6
     assert policy_noises.create("psn").scale(5, 9, 0.004, 0.005) == 0.001
-    with pytest.raises(UsageError, match="needs the rollout's log-probabilities"):
+    with pytest.raises(UsageError, match="needs log-probabilities of the rollout"):
         noise.scale(1, 9, 0.004, None)
 
 
@@ -96,14 +96,6 @@ def test_noise_is_added_to_the_method_s_weights_and_comes_off_to_the_bit(
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.items())
 
 
-def test_aqn_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """w = 2 and Z = .02: the rows behind the norm are multiplied by 1.01."""
-    noise, model = policy_noises.create("aqn"), {"x.input_layernorm.weight": nn.Parameter(torch.full((1,), 2.0))}
-    monkeypatch.setattr(type(noise), "_noise", lambda self, name, sync, like: torch.full((1,), 2.0))
-    with noise.added(model, 0.01, 0):
-        assert (model["x.input_layernorm.weight"] / 2.0).item() == pytest.approx(1.01)
-
-
 def test_noise_follows_from_seed_sync_and_name() -> None:
     def drawn(sync: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         model = parameters()
@@ -116,15 +108,6 @@ def test_noise_follows_from_seed_sync_and_name() -> None:
     assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
     for other in (drawn(sync=2)[0], drawn(seed=1)[0], one[1]):
         assert torch.corrcoef(torch.stack([one[0].flatten(), other.flatten()]))[0, 1].abs() < 0.15
-
-
-def test_a_model_without_such_weights_is_refused() -> None:
-    added = policy_noises.create("psn").added({"h.0.weight": nn.Parameter(torch.ones(2))}, 0.1, 0)
-    with (
-        pytest.raises(UsageError, match=r"\(h\.0\.weight, …\) is one that it is made for: the weights of the MLPs"),
-        added,
-    ):
-        pass
 
 
 # --- importance weights --------------------------------------------------------------------------------
@@ -218,6 +201,8 @@ class Actors:
 
 class PlainTrainer:
     """As OpenRLHF's, with two training steps, and an evaluation after the first."""
+
+    tensorboard_logger = None
 
     def __init__(self, sent: list[Any], states: dict[str, Any]) -> None:
         self.actor_model_group, self.experience_maker = Actors(sent), makers_state()

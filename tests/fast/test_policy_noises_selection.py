@@ -121,10 +121,10 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     config = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 24, "n_head": 2}'
     model = folder_of(tmp_path, config)
     flags, run = Flags(["--actor.model_name_or_path", model]), run_of(policy_noise=AQN)
-    with pytest.raises(UsageError, match="--policy_noise aqn: none of the model's parameters"):
+    with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
         rules.check("model", flags, run)
     told = dict(rules.outcomes(flags, run))
-    with pytest.raises(UsageError, match="--policy_noise aqn: none of the model's parameters"):
+    with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
         told[f"the options fit the model {model}"]()
     assert rules.check_model(model, None) is None
     assert rules.check_model(model, None, policy_noises.create("psn")) is None
@@ -150,5 +150,5 @@ def test_the_actor_looks_for_the_weights_once_it_has_loaded(
     if not refused:
         actor.init_model_from_pretrained("strategy", pretrain="m")
         return
-    with pytest.raises(UsageError, match=r"\(ln_1\.weight, ln_1\.bias, …\) is one that it is made for"):
+    with pytest.raises(UsageError, match=r"\(ln_1\.weight, ln_1\.bias, …\) are none of"):
         actor.init_model_from_pretrained("strategy", pretrain="m")

@@ -34,7 +34,7 @@ CASES = [
     for i, name in enumerate(NAMES)
 ]
 # Recomputation needs what is on its way, a request that has ended its last copies; a gate is made before any step.
-MAY_WAIT = ("/rollout/async_scheduling.py", "/gates/default.py")
+MAY_WAIT = ("/rollout/async_scheduling.py", "/gates/default.py", "/perturbations/stop_text.py")
 
 
 def made(name: str, **options: Any) -> Any:
@@ -128,11 +128,11 @@ def test_recomputation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatc
 def test_a_record_that_is_taken_before_its_end_has_arrived_is_seen(
     masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drain(original: Any, self: RolloutPerturber, *_: Any, **__: Any) -> None:
+    def drain(original: Any, self: Notes, *_: Any, **__: Any) -> None:
         original(self)
-        self._notes.written = self._notes.taken
+        self.written = self.taken
 
-    planted(monkeypatch, RolloutPerturber, "drain", drain)
+    planted(monkeypatch, Notes, "drain", drain)
     with pytest.raises(Disagreement):
         run(made("soft"), dataclasses.replace(PLAN, masked=masked, sampling="filtered"))
 

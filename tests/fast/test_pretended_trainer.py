@@ -21,13 +21,12 @@ from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
 from benchmarks.exactness import in_tree
 from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, override_log_probs, with_overrides
+from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs, with_overrides
 from ngrpo.trainers.common.policy_loss import CreditInLoss
 from perturbations import FinishedTrajectory, create
 from perturbations.base import Perturbation
 from perturbations.compilation import Compiled
-from perturbations.methods.gumbel import Gumbel
+from perturbations.methods.soft_grpo import Gumbel
 from perturbations.replay.scope import LastHidden, ReplayScope
 from tests.token_log_probs import log_probs_of
 
@@ -167,7 +166,7 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
 # The records arrive in one copy for each of their parts. A mask correction reads the batch's mask and its tokens on the
 # host, a packed batch is told from a padded one by its length, and both select rows (`HERE`: in their backward).
 HERE = "index by a mask test_pretended_trainer.py"
-RECORDS = {"copy to the device flat_records.py"}
+RECORDS = {"copy to the device scope.py"}
 CORRECTION = {
     "copy to the host log_probs.py",
     "copy to the device log_probs.py",
@@ -175,11 +174,11 @@ CORRECTION = {
     "index by a mask log_probs.py",
     HERE,
 }
-PACKED = {"_local_scalar_dense flat_records.py", "nonzero test_pretended_trainer.py", HERE}
+PACKED = {"_local_scalar_dense scope.py", "nonzero test_pretended_trainer.py", HERE}
 CREDITS = {"nonzero policy_loss.py", "index by a mask policy_loss.py"}  # which tokens were generated
 CREDIT = {
-    "first_token": {f"{what} first_token.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
-    "simko": {"nonzero simko.py", "bincount simko.py", "tolist simko.py"},
+    "first_token": {f"{what} token_credits.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
+    "simko": {"nonzero token_credits.py", "bincount token_credits.py", "tolist token_credits.py"},
 }
 
 

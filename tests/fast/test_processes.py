@@ -13,9 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ngrpo.commands.command_parser import telling_what_is_kept
-from ngrpo.machine.hardware import processes
-
 # A command with a child that has started a child of its own; the innermost waits as an engine's process does.
 COMMAND = """
 import subprocess, sys, time
@@ -65,10 +62,8 @@ def reward_func(queries, prompts, labels):
 
 
 PROBLEMS = "--data problems.jsonl --scorer scorer.py"
-SHARED = "--model model --hardware cpu --out out"
-COMPARE = f"--perturbations none --task arithmetic --base grpo --diagnose.prompts 0 {PROBLEMS}"
-COMPARE = COMPARE.replace("--data", "--eval.data").replace("--scorer", "--eval.scorer")
-COMPARE += " --rollout.n_samples_per_prompt 2"
+COMPARE = "--perturbations none --task arithmetic --base grpo --diagnose.prompts 0 --rollout.n_samples_per_prompt 2"
+COMPARE += " --eval.data problems.jsonl --eval.scorer scorer.py"
 
 
 @pytest.mark.parametrize(
@@ -89,14 +84,7 @@ def test_a_command_ends_with_all_that_it_started(
     (tmp_path / "scorer.py").write_text(SCORER)
     (tmp_path / "problems.jsonl").write_text('{"input": "1 + 1?", "label": "2"}\n')
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "ngrpo.cli",
-            command,
-            *words.split(),
-            *["--model", "model", "--hardware", "cpu", "--out", "out"],
-        ],
+        [sys.executable, "-m", "ngrpo.cli", command, *f"{words} --model model --hardware cpu --out out".split()],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         stdout=subprocess.PIPE,
@@ -117,20 +105,3 @@ def test_a_command_ends_with_all_that_it_started(
     assert psutil.wait_procs(children, timeout=30)[1] == []
     if code > 0:
         assert f"what was finished is kept in out. Go on with: ngrpo {command} {words.split()[0]}" in output
-
-
-@pytest.mark.parametrize(("words", "again"), [(["--n", "4"], "--n 4 --out here"), (["--out", "x"], "--out x")])
-def test_what_is_kept_is_told(words: list[str], again: str) -> None:
-    said: list[str] = []
-    with pytest.raises(KeyboardInterrupt), telling_what_is_kept("eval", words, Path("here"), said.append):
-        raise KeyboardInterrupt
-    assert said == [f"ended early; what was finished is kept in here. Go on with: ngrpo eval {again}"]
-    with telling_what_is_kept("eval", words, Path("here"), said.append):
-        assert len(said) == 1
-
-
-def test_the_programs_of_this_python_are_found_without_activation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`.venv/bin/ngrpo`, started by its path: DeepSpeed builds with ninja."""
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    processes.add_programs_to_path()
-    assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin:/bin"

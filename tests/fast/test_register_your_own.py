@@ -82,7 +82,7 @@ def test_a_perturbation_that_the_file_only_imports_is_itself() -> None:
         ("import torch\nx = torch.nope\n", "x.py", ["line 2 of x.py", "AttributeError", "    x = torch.nope"]),
         ("import no_such_thing\n", "x.py", ["line 1 of x.py", "no_such_thing", "installed", "every node"]),
         ("import sys\nsys.exit(3)\n", "x.py", ["line 2 of x.py", "SystemExit", '__name__ == "__main__"']),
-        ("import mine\n", "x.py", ["line 1 of x.py imports 'mine'", "lies beside it", "one file", "installed"]),
+        ("import mine\n", "x.py", ["line 1 of x.py imports 'mine'", "from its folder", "one file", "on every node"]),
         ("from . import mine\n", "x.py", ["line 1 of x.py imports '.'", "one file"]),
         ("def f():\n    from mine import Mine\n", "x.py", ["line 2 of x.py imports 'mine'"]),
         ("x = '" + "".join(map(chr, range(256, 40000))) + "'\n", "x.py", ["too long", "49,152", "package"]),
@@ -204,13 +204,13 @@ def test_the_longest_source_fits_twice_into_an_environment_variable() -> None:
 
 @pytest.mark.parametrize("source", ["?", "AAAA", "eJwD", 7])
 def test_a_damaged_source_is_refused(source: object) -> None:
-    assert "'source' is not a file's text" in message(lambda: create("mine.py:Mine", source=source))
+    assert "'source' is not the text of a file" in message(lambda: create("mine.py:Mine", source=source))
 
 
 def test_a_source_belongs_to_a_file() -> None:
     write("mine.py")
     source = create("mine.py").spec()["source"]
-    assert "'source' belongs to a name of the form file.py:Name" in message(lambda: create("soft", source=source))
+    assert "'source' belongs to a name such as file.py:Name" in message(lambda: create("soft", source=source))
 
 
 # --- an installed package ---------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import FinishedTrajectory, ReplayBuffer, UsageError, registry, replaying
-from perturbations.replay.flat_records import flat_rows
-from perturbations.replay.scope import ReplayScope
+from perturbations.replay.scope import ReplayScope, flat_rows
 from perturbations.replay.trajectory import OVERHEAD
 from perturbations.streams import Stream, keys, normal
 from tests.fast.replay_examples import Embedder, a_record, small

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the report by their numbers: scales, figures as text, means over seeds, looks, contrast."""
+"""Parts of the report: scales, figures as text, means over seeds, looks, contrast, its head, and the kept groups."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import html
+import json
+import operator
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import ngrpo.workbench.report
+from ngrpo.workbench.report import headline, responses
 from ngrpo.workbench.report.charts import _points
-from ngrpo.workbench.report.drawing import Series, counted, spread
+from ngrpo.workbench.report.drawing import SMALL, Series, counted, spread
 from ngrpo.workbench.report.values import between, duration, format_number, shown, signed, size, token
+from tests.report_example import example
+from tests.report_example import groups as kept_steps
+from tests.report_page import check_numbers, written
 
 
 def test_looks_of_twelve_strategies_differ_without_colour() -> None:
@@ -32,18 +42,17 @@ def test_seeds_are_averaged_per_bin() -> None:
 
 def test_scales() -> None:
     """Steps of 1, 2, 2.5 or 5: 0.13 to 0.92 in five is 0.158 each, so 0.2."""
-    scale = spread([0.13, 0.92], 100.0, 0.0, share=True)
+    scale = spread([0.13, 0.92], (100.0, 0.0), share=True)
     assert scale.labels == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
     assert scale(0.5) == 50.0 and scale(7.0) == 0.0
-    assert spread([0.8, 0.81], 0, 1).labels == ["0.800", "0.802", "0.804", "0.806", "0.808", "0.810"]
-    assert spread([3.0, 3.0], 0.0, 1.0)(3.0) == 0.5
-    assert spread([0.0, 4e-8], 0, 1, count=4).labels == ["0", "1e−8", "2e−8", "3e−8", "4e−8"]
-    assert spread([-2e6, 0.0], 0, 1, count=4).labels[0] == "−2,000,000"
-    near = spread([0.0359, 0.0366], 0, 1, count=4).labels
-    assert len(set(near)) == len(near)
-    steps = counted(list(range(1, 41)), 0.0, 39.0, count=6)
-    assert steps.labels == ["1", "10", "20", "30", "40"] and steps(11) == 10.0
-    assert counted([5], 0.0, 10.0, count=6).labels == ("5",) and counted([5], 0.0, 10.0, count=6)(5) == 5.0
+    assert spread([0.8, 0.81], (0, 1)).labels == ["0.800", "0.802", "0.804", "0.806", "0.808", "0.810"]
+    assert spread([3.0, 3.0], (0.0, 1.0))(3.0) == 0.5
+    assert spread([0.0, 4e-8], (0, 1), count=4).labels == ["0", "1e−8", "2e−8", "3e−8", "4e−8"]
+    assert spread([-2e6, 0.0], (0, 1), count=4).labels[0] == "−2,000,000"
+    steps = counted(list(range(1, 41)), SMALL)
+    assert steps.labels == ["1", "10", "20", "30", "40"] and steps(1) == SMALL.across[0]
+    single = counted([5], SMALL)
+    assert single.labels == ("5",) and single(5) == sum(SMALL.across) / 2
 
 
 def test_values() -> None:
@@ -82,3 +91,170 @@ def test_contrast(dark: bool) -> None:
             bright, dim = sorted((luminance(colour), luminance(ground)), reverse=True)
             if name not in ("paper", "panel"):
                 assert (bright + 0.05) / (dim + 0.05) >= (4.5 if name in ("soft", "ink", "link") else 3.0), name
+
+
+MEAN, PASS = ("Mean@8", ("mean_at_n",)), ("Pass@8", ("pass_at_k", "8"))
+
+
+def change(value: float, *, noise: bool, seeds: int = 3, over: str = "seeds", least: float | None = 0.1) -> dict:
+    ends = {"low": value - 0.05, "high": value + 0.05}
+    return {"value": value, **ends, "within_noise": noise, "seeds": seeds, "over": over, "detectable": least}
+
+
+def summary(**changes: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    found = {"none": {"strategy": "none", "difference": None}}
+    for name, one in changes.items():
+        found[name] = {"strategy": name, "difference": one and {"mean_at_n": one}, "verdict": f"words on {name}"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            {"a": change(0.2, noise=False), "b": change(-0.2, noise=False), "c": change(0.3, noise=True)},
+            "Better than “none” in Mean@8 beyond noise: a; worse: b.",
+        ),
+        (
+            {"a": change(0.2, noise=True), "b": change(-0.2, noise=False)},
+            "None of 2 strategies is better than “none” in Mean@8 beyond noise; worse: b.",
+        ),
+        ({"a": change(0.2, noise=True)}, "a is not better than “none” in Mean@8 beyond noise."),
+        (
+            {"a": change(0.2, noise=True), "b": None, "c": None},
+            "None of 3 strategies is better than “none” in Mean@8 beyond noise (2 strategies could not be compared).",
+        ),
+        (
+            {"a": change(0.2, noise=False, seeds=2)},
+            "Better than “none” in Mean@8 beyond noise: a. Of 2 seeds: too few to tell a method from luck.",
+        ),
+        (
+            {"a": change(0.2, noise=False, seeds=1, over="problems")},
+            "One seed each: no strategy can be called better or worse than “none” in Mean@8.",
+        ),
+        ({"a": None}, "Nothing could be compared with “none” in Mean@8: no evaluation has finished for both."),
+        ({}, None),
+    ],
+)
+def test_the_sentence(rows: dict[str, Any], said: str | None) -> None:
+    assert headline.sentence(summary(**rows), "none", [MEAN]) == said
+
+
+def test_another_measure_is_named_for_who_is_not_named_already() -> None:
+    rows = summary(a=change(0.2, noise=False), b=change(0.0, noise=True))
+    for name, value in (("a", 0.3), ("b", -0.3)):
+        rows[name]["difference"]["pass_at_k"] = {"8": change(value, noise=False)}
+    said = headline.sentence(rows, "none", [MEAN, PASS])
+    assert said == "Better than “none” in Mean@8 beyond noise: a; worse in Pass@8: b."
+    assert headline.sentence(rows, "none", []) is None and headline.sentence(rows, "another", [MEAN]) is None
+
+
+def test_the_picture_by_hand() -> None:
+    """The longest length, 0.25, is 92 wide beside the middle at 100; the best stands first."""
+    rows = summary(worse=change(-0.2, noise=False), missing=None, better=change(0.1, noise=True, least=0.125))
+    series = {name: Series(i, name) for i, name in enumerate(rows)}
+    better, worse, missing = headline.forest(series, rows, "none", MEAN)
+    assert [one.series.name for one in (better, worse, missing)] == ["better", "worse", "missing"]
+    assert (better.at, better.ends, better.band) == (136.8, (118.4, 155.2), (54.0, 146.0))
+    assert (worse.at, worse.ends, worse.band) == (26.4, (8.0, 44.8), (63.2, 136.8))
+    assert (missing.at, missing.ends, missing.band, missing.text) == (None, None, None, "words on missing")
+    assert better.text == "+0.100 (+0.050 to +0.150), within noise"
+    assert list(better.hint) == [
+        "better",
+        "Mean@8 +0.100 (+0.050 to +0.150), within noise",
+        "words on better",
+        "a difference below about 0.125 would often have been missed",
+    ]
+
+
+def test_the_head_has_one_sentence_and_the_rest_within_reach(tmp_path: Path) -> None:
+    data = example()
+    text, page = written(tmp_path, data)
+    head = text[: text.index("<nav")]
+    assert "Better than “none” in Mean@8 beyond noise: neighbor rate=0.1; worse: gumbel." in head
+    assert head.count('class="finding"') == 1
+    hints = {row[0]: row for each in page.all("li") if (row := json.loads(each.get("data-hint") or "null"))}
+    verdict_of = {row["strategy"]: row["verdict"] for row in data["summary"] if row["strategy"] != "none"}
+    assert {name: row[2] for name, row in hints.items()} == verdict_of
+    order = list(hints)
+    assert order[0] == "neighbor rate=0.1" and order[-1] == "gumbel"
+    assert len(re.findall('class="band"', head)) == 3 and "would often have been missed" in head
+    check_numbers(page)
+    one_seed, _ = written(tmp_path, example(seeds=1))
+    assert 'class="band"' not in one_seed.partition("<nav")[0]
+    data["baseline"] = None
+    without, _ = written(tmp_path, data)
+    assert 'class="forest"' not in without and 'class="finding"' not in without
+
+
+NAME = "neighbor rate=0.1"
+SERIES = {NAME: Series(0, NAME)}
+
+
+def kept_run(kept: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"strategy": NAME, "seed": 1, "groups": kept}
+
+
+def test_one_bar_for_each_reward_and_ten_of_many() -> None:
+    few = [{"step": 1, "rewards": [0.0, 1.0, 1.0, 0.5], "groups": [{"answers": [{"reward": 1.0, "tokens": ["a"]}]}]}]
+    (step,) = responses.groups([kept_run(few)], SERIES)["runs"][0]["steps"]
+    assert [(bar["label"], bar["count"], bar["share"], bar["held"]) for bar in step["bars"]] == [
+        ("0.00", 1, 50, 0),
+        ("0.50", 1, 50, 0),
+        ("1.00", 2, 100, 1),
+    ]
+    assert step["mean"] == "0.625"
+    few[0]["rewards"] = [float(i) for i in range(21)]
+    (step,) = responses.groups([kept_run(few)], SERIES)["runs"][0]["steps"]
+    assert [bar["count"] for bar in step["bars"]] == [2] * 9 + [3] and step["bars"][0]["held"] == 1
+    assert step["bars"][1]["label"] == "2.00 to 4.00"
+
+
+def test_a_page_holds_so_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each strategy the first run that kept any."""
+    kept = kept_steps(steps=9)
+    one = len(json.dumps(kept[0]))
+    monkeypatch.setattr(responses, "MOST_BYTES", int(3.5 * one))
+    found = responses.groups([{**kept_run([]), "seed": 0}, kept_run(kept), {**kept_run(kept), "seed": 2}], SERIES)
+    assert [step["step"] for step in found["runs"][0]["steps"]] == [1, 41, 81] and found["left_out"] == 6
+    assert found["runs"][0]["seed"] == 1 and responses.groups([kept_run([])], SERIES) is None
+    data = example(steps=3)
+    data["runs"][0]["groups"] = kept
+    text, _ = written(tmp_path, data)
+    assert "6 kept steps are left out" in text
+
+
+def test_the_section(tmp_path: Path) -> None:
+    kept = kept_steps()
+    kept[1]["groups"][0]["diversity"] = {"different": 1.0, "distinct_2": 0.1, "common_prefix": 30.0}
+    summary = {"format": 1, "perturbation": {"name": "neighbor"}, "steps": [], "groups": kept, "seed": 4}
+    text, page = written(tmp_path, summary)
+    section = text.split('<section id="groups">')[1].split("</section>")[0]
+    check_numbers(page)
+    assert section.count('<details class="step"') == 3 and section.count('<details class="problem"') == 6
+    assert section.count('class="answer"') == 48 and "4 different answers of 8 · distinct-2 0.31" in section
+    assert "all 8 answers are the same · distinct-2 0.10<" in section
+    assert "two answers part after 12.5 tokens on average" in section and "41 more tokens" in section
+    # Each element inside of an answer is a token, and has its line.
+    for notes, tokens in re.findall(r'data-notes="([^"]*)">(.*?)</div>', section, re.DOTALL):
+        listed = json.loads(html.unescape(notes))
+        assert len(listed) == len(re.findall("<(?:i|mark)[ >]", tokens)) > 20
+        assert all(line[0].startswith("gap ") for line in listed)
+    assert "and the gap" not in section and len(page.all("script")) == 1
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_kept_step_may_lack_any_part(tmp_path: Path, gone: bool) -> None:
+    """Each key of a kept step, of a group and of an answer, absent or null."""
+    (kept,) = kept_steps(steps=1, answers=2)
+    kept["groups"] = kept["groups"][:1]
+    data = example(steps=2, seeds=1, strategies=("none",))
+    for path in ((), ("groups", 0), ("groups", 0, "answers", 0)):
+        for key in functools.reduce(operator.getitem, path, kept):
+            changed = copy.deepcopy(kept)
+            place = functools.reduce(operator.getitem, path, changed)
+            place[key] = None
+            if gone:
+                del place[key]
+            data["runs"][0]["groups"] = [changed]
+            written(tmp_path, data)

@@ -28,7 +28,9 @@ from tests.fast.run import run_of, run_with
 
 def strategy(seed: int = 3, updates: int = 0) -> Any:
     model = SimpleNamespace(global_steps=updates)
-    return SimpleNamespace(args=SimpleNamespace(train=SimpleNamespace(seed=seed)), actor=SimpleNamespace(model=model))
+    train = SimpleNamespace(seed=seed, batch_size=8, max_epochs=1)
+    args = SimpleNamespace(train=train, rollout=SimpleNamespace(n_samples_per_prompt=4))
+    return SimpleNamespace(args=args, actor=SimpleNamespace(model=model))
 
 
 @pytest.mark.parametrize(

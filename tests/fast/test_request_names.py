@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.rollout.request_names import RequestNames, external_id
-from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.requests import RequestNames, RunningRequests, external_id
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import ReplayRecord, create, seeds
 from perturbations.registry import buffers
@@ -51,8 +50,8 @@ class Books:
     def __init__(self) -> None:
         self.store = TrajectoryStore(4, 64)
         perturber = SimpleNamespace(
-            opened=lambda name: None, closed=lambda slot: None, drain=lambda **kwargs: None, noted=0, written=0,
-            sampling_mask=lambda slot: None,
+            opened=lambda name, prompt: None, closed=lambda slot: None, sampling_mask=lambda slot: None,
+            notes=SimpleNamespace(drain=lambda **kwargs: None, taken=0, written=0),
         )  # fmt: skip
         self.buffer = buffers.create("memory")
         self.requests = RunningRequests(create("gumbel", seed=3), self.store, perturber, self.buffer)

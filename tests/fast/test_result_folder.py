@@ -15,15 +15,13 @@ from ngrpo.machine.storage.result_folder import (
     read_json,
     reserved_folder,
     write_json,
-    write_text,
-    writing,
 )
 from perturbations.errors import UsageError
 from tests.fast.file_limit import largest_file
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, .*give another --out")
+    refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, .*give another folder")
     with ResultFolder.opened(tmp_path / "out"), refused, ResultFolder.opened(tmp_path / "out"):
         pass
     with ResultFolder.opened(tmp_path / "out"):
@@ -57,13 +55,6 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     for place in (tmp_path / "file", tmp_path / "file" / "out"):
         with pytest.raises(CannotWrite, match="cannot be written"), ResultFolder.opened(place):
             pass
-
-
-def test_an_error_of_the_work_itself_is_not_blamed_on_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="weights"), ResultFolder.opened(tmp_path):
-        raise FileNotFoundError("weights")
-    with pytest.raises(KeyError), writing(tmp_path):
-        raise KeyError
 
 
 def test_a_last_line_that_was_cut_is_dropped_with_a_message(tmp_path: Path) -> None:
@@ -116,12 +107,6 @@ def test_a_full_disk_leaves_the_old_file_and_the_lines_before(tmp_path: Path) ->
     with largest_file(15), pytest.raises(CannotWrite, match="File too large"):
         folder.append("a.jsonl", [{"i": 1}])
     assert folder.lines("a.jsonl") == [{"i": 0}]
-
-
-def test_files_have_the_usual_permissions(tmp_path: Path) -> None:
-    write_text(tmp_path / "page.html", "x")
-    (tmp_path / "other").write_text("x")
-    assert (tmp_path / "page.html").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_a_byte_that_was_altered_is_noticed(tmp_path: Path) -> None:
@@ -183,5 +168,9 @@ def test_a_new_folder_belongs_to_one_process(tmp_path: Path, monkeypatch: pytest
         (third / "file").touch()
         raise KeyError
     assert third.is_dir()
-    with reserved_folder("mine", "none") as given:
-        assert given == Path("mine") and not given.exists()
+    with pytest.raises(KeyError), reserved_folder("mine", "none") as given:
+        refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, ")
+        with refused, reserved_folder("mine", "none"):
+            pytest.fail("two runs in one folder")
+        raise KeyError
+    assert given == Path("mine") and not given.exists()

@@ -24,6 +24,7 @@ class Trainer:
     """As OpenRLHF's PPOTrainer: a checkpoint is what it was last given."""
 
     saved: Any = None
+    tensorboard_logger = None
 
     def __init__(self) -> None:
         self.samples_generator, self.experience_maker = SimpleNamespace(), makers_state()

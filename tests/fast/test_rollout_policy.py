@@ -18,7 +18,7 @@ from ngrpo.methods import policy_noises
 from ngrpo.workbench.compare import results
 from ngrpo.workbench.compare.plan import _drawn_line
 from ngrpo.workbench.diagnose import policy_of
-from ngrpo.workbench.evaluate import engine, outcome
+from ngrpo.workbench.evaluate import engine, evaluation
 from ngrpo.workbench.evaluate.engine import Sampling
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
 from perturbations.errors import UsageError
@@ -30,27 +30,21 @@ def policy(*words: str, step: int = 0, steps: int | None = None) -> RolloutPolic
 
 def test_what_is_asked_for() -> None:
     found = policy("--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02", step=7)
-    assert found.schedule.name == "ead"
-    assert found.scale == 0.02
-    assert not found.plain
     told = found.described()
-    assert told["training_step"] == 7
-    assert told["sigma"] == 0.02
-    assert told["policy_noise"]["name"] == "psn"
-    assert policy().plain
-    assert policy().described() == {}
-    assert policy().scale == 0.0
+    assert (told["sampling_schedule"]["name"], told["policy_noise"]["name"]) == ("ead", "psn")
+    assert (told["training_step"], told["sigma"], found.scale, found.plain) == (7, 0.02, 0.02, False)
+    assert policy().plain and policy().described() == {} and policy().scale == 0.0
     # Twenty of 100 steps: stage 2 of 10, 1e-2 · (1/20)^(1/9).
     aqn = policy("--policy_noise", "aqn", step=20, steps=100)
     assert aqn.scale == pytest.approx(1e-2 * 20 ** (-1 / 9)) and aqn.notes == []
     (note,) = policy("--policy_noise", "aqn").notes
-    assert "no noise at training step 0: --at-step N" in note
+    assert "no noise at training step 0: give another --at-step N" in note
 
 
 @pytest.mark.parametrize(
     ("words", "step", "steps", "said"),
     [
-        (["--sampling.schedule", "e3"], 0, None, "by the rollouts of a training, and there is none here"),
+        (["--sampling.schedule", "e3"], 0, None, "follows a training's rollouts, and there is none here"),
         (["--policy_noise", "aqn"], 3, None, "Add --of-steps N"),
         ([], -1, None, "--at-step -1: must be a training step, from 0."),
         ([], 5, 5, "--at-step 5: must be a training step, from 0 to 4, the last of --of-steps 5."),
@@ -63,7 +57,7 @@ def test_what_is_refused(words: list[str], step: int, steps: int | None, said: s
 
 
 def test_greedy_answers_follow_no_schedule() -> None:
-    with pytest.raises(UsageError, match="ead cannot be used with --temperature 0"):
+    with pytest.raises(UsageError, match="ead has no effect with --temperature 0"):
         command.check(
             ["--model", "smollm2-135m", "--task", "arithmetic", "--sampling.schedule", "ead", "--temperature", "0"]
         )
@@ -77,30 +71,14 @@ def test_eval_refuses_what_only_a_training_has(flag: list[str]) -> None:
         command.check(["--model", "smollm2-135m", "--task", "arithmetic", *flag])
 
 
-def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
-    for name in ("vllm", "vllm.sampling_params"):
-        monkeypatch.setitem(sys.modules, name, stand_in)
-    params = engine._params(Sampling(), ([1], 2, 3), False, True, 9)
-    assert params.extra_args["perturbation"] == {"enabled": False, "seed": 2, "sample": 3, "training_step": 9}
-    assert "training_step" not in engine._params(Sampling(), ([1], 2, 3), False, True, 0).extra_args["perturbation"]
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("tiny")
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True, dtype="float32")
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
@@ -113,12 +91,10 @@ def test_the_noise_is_that_of_the_trainings_sync(tiny: Path) -> None:
     asked = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05", step=3)
     with noisy_model(str(tiny), asked) as loaded:
         found = {name: parameter.detach().clone() for name, parameter in loaded.named_parameters()}
-    clean = AutoModelForCausalLM.from_pretrained(tiny)
-    sent = dict(clean.named_parameters())
-    before = {name: parameter.detach().clone() for name, parameter in sent.items()}
+    before = dict(AutoModelForCausalLM.from_pretrained(tiny).named_parameters())
+    sent = dict(AutoModelForCausalLM.from_pretrained(tiny).named_parameters())
     with policy_noises.create("psn", sigma=0.05).added(sent, 0.05, 3):
-        for name, parameter in sent.items():
-            assert torch.equal(parameter, found[name]), name
+        assert all(torch.equal(parameter, found[name]) for name, parameter in sent.items())
     changed = {name for name in found if not torch.equal(found[name], before[name])}
     assert changed == {name for name in found if ".mlp." in name}
     # Taken off again: the model at hand is clean after it.
@@ -139,14 +115,20 @@ def test_a_folder_with_noise(tiny: Path) -> None:
         assert same == str(tiny)
 
 
-def test_the_engine_is_given_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_given_schedule_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     built: dict[str, Any] = {}
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **given: built.update(given)))
+    stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+    stand_in.LLM = lambda model, **given: built.update(given)
+    for name in ("vllm", "vllm.sampling_params"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
     spec = policy("--sampling.schedule", "ead").specs["sampling_schedule"]
     engine.build("m", None, 10, hardware="cpu", schedule=spec)
     assert built["additional_config"]["sampling_schedule"] == spec
     engine.build("m", None, 10, hardware="cpu")
     assert "sampling_schedule" not in built["additional_config"]
+    for step, told in ((9, {"training_step": 9}), (0, {})):
+        params = engine._params(Sampling(), ([1], 2, 3), False, True, step)
+        assert params.extra_args["perturbation"] == {"enabled": False, "seed": 2, "sample": 3, **told}
 
 
 def test_strategies_of_a_diagnosis() -> None:
@@ -184,7 +166,7 @@ def test_a_result_says_what_its_answers_were_drawn_with() -> None:
     words = ["--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02"]
     asked = policy(*words, step=7).described()
     for told in (asked, {}):
-        result = outcome.summarise({**settings, **told}, [problem], [sample], [1], 1.0, "V1")
+        result = evaluation.summarise({**settings, **told}, [problem], [sample], [1], 1.0, "V1")
         assert told.items() <= result.items() and ("sigma" in result) == bool(told)
         line = "drawn with    sampling schedule ead, policy noise psn, σ 0.02, of training step 7\n"
-        assert (line in outcome.table(result, "f")) == bool(told)
+        assert (line in evaluation.table(result, "f")) == bool(told)

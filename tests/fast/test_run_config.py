@@ -183,6 +183,20 @@ def test_failed_training_is_code_1(launched: list[RunConfig], monkeypatch: pytes
     assert "training failed: out of memory" in lines
 
 
+def test_a_run_that_is_stopped_leaves_its_report(
+    launched: list[RunConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process: tests/pipeline/test_faults.py."""
+
+    def stop(run: RunConfig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "launch", stop)
+    assert cli.main(["train", *MODEL.split(), "--run-dir", "r"]) == 130
+    assert "--ckpt.load_enable continues from the last checkpoint" in capsys.readouterr().err
+    assert Path("r/summary.json").is_file() and Path("r/report.html").is_file()
+
+
 def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     words = ["--perturbations", "none,neighbor:rate=0.25", *MODEL.split(), "--eval.data", "none", "--preset"]
     plan, _ = read_plan(words[:-1])

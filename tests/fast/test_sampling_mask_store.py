@@ -11,20 +11,19 @@ import pytest
 import torch
 
 from benchmarks.decode_step import Counts, _Operations
-from ngrpo.rollout import tokens_left
-from ngrpo.rollout.sampling_mask_store import SamplingMaskStore
+from ngrpo.rollout import sampling_support
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport, pick
 from ngrpo.rollout.settings import read
-from ngrpo.rollout.tokens_left import TokensLeft, pick
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import SamplingMask, as_ids, as_words
 
 Dense = dict[int, dict[int, np.ndarray]]  # slot, position: which tokens were left, (V,) bool
 
 
-def a_step(kept: np.ndarray) -> TokensLeft:
-    """Logits that are -inf where a token was cut, (B, V), as far as :meth:`TokensLeft.read`."""
+def a_step(kept: np.ndarray) -> SamplingSupport:
+    """Logits that are -inf where a token was cut, (B, V), as far as :meth:`SamplingSupport.read`."""
     logits = torch.where(torch.from_numpy(kept), 0.5, -torch.inf)
-    left = TokensLeft(logits, torch.Tensor.clone)
+    left = SamplingSupport(logits, torch.Tensor.clone)
     left.ask()
     return left
 
@@ -45,7 +44,11 @@ def rows_of(size: int, draws: np.random.Generator) -> np.ndarray:
 def check(store: SamplingMaskStore, wanted: Dense, size: int) -> None:
     for slot, rows in wanted.items():
         held = {position: np.flatnonzero(kept) for position, kept in sorted(rows.items()) if not kept.all()}
-        mask = SamplingMask.from_bytes(store.read(slot).to_bytes())
+        data = store.read(slot).to_bytes()
+        mask = SamplingMask.from_bytes(data)
+        assert len(data) <= 14 + len(held) * (size + 6)
+        with pytest.raises(ValueError, match="sampling mask is damaged"):
+            SamplingMask.from_bytes(data[:-3])
         assert mask.size == size and mask.positions.tolist() == list(held)
         assert all(np.array_equal(found, ids) for found, ids in zip(mask.left(), held.values(), strict=True))
         assert mask.cut.tolist() == [2 * len(ids) > size for ids in held.values()]
@@ -54,7 +57,7 @@ def check(store: SamplingMaskStore, wanted: Dense, size: int) -> None:
 @pytest.mark.parametrize("size", [64, 203, 1000, 4096, 70_001, 151_936])
 def test_every_set_comes_back(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve slots over several steps, in changing orders, with one slot that begins anew, and slots that are added."""
-    monkeypatch.setattr(tokens_left, "_AT_ONCE", size)  # several blocks, of one row or of many
+    monkeypatch.setattr(sampling_support, "PICKED_AT_ONCE", size)  # several blocks, of one row or of many
     draws = np.random.default_rng(size)
     store, wanted = SamplingMaskStore(size, 8, 500), {slot: {} for slot in range(12)}
     store.grow(12)
@@ -102,6 +105,15 @@ def test_words_skip_any_distance() -> None:
     assert lengths.tolist() == [0, 1, 1, 2, 4, 5, 5, 0]
     found, counts = as_ids(words, lengths)
     assert found.tolist() == ids.tolist() and counts.tolist() == [len(one) for one in sets]
+
+
+@pytest.mark.parametrize("largest", [100, 49_152, 151_936, 1 << 27])
+def test_bytes_at_any_vocabulary(largest: int) -> None:
+    draw = np.random.default_rng(0)
+    left = {p: (p % 2 == 1, np.unique(draw.integers(0, largest, 40))) for p in (2, 3, 900)}
+    again = SamplingMask.from_bytes(SamplingMask.of(largest, left).to_bytes()).by_position()
+    assert list(again) == list(left)
+    assert all(again[p][0] == left[p][0] and again[p][1].tolist() == left[p][1].tolist() for p in left)
 
 
 def test_turns_and_truncation_keep_whole_positions() -> None:
@@ -153,7 +165,7 @@ def test_nothing_asks_the_device() -> None:
     """Sizes come from the host: neither the bits nor the tokens picked out make it wait."""
     counts, kept = Counts(), rows_of(1000, np.random.default_rng(2))
     with _Operations(counts):
-        left = TokensLeft(torch.where(torch.from_numpy(kept), 0.0, -torch.inf), torch.Tensor.clone)
+        left = SamplingSupport(torch.where(torch.from_numpy(kept), 0.0, -torch.inf), torch.Tensor.clone)
         left.ask()
     assert counts.waits == () and counts.launches < 30
     bits = torch.tensor([[0, 0b1000_0001, 0], [0b10, 0, 0]], dtype=torch.uint8)

@@ -16,7 +16,7 @@ from ngrpo.config import parse
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules, second_rounds
 from ngrpo.methods.sampling_schedules.base import NextTokens
-from ngrpo.rollout.request_check import checked
+from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.openrlhf import samples_generator, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation

@@ -16,8 +16,8 @@ from ngrpo.config import parse, rules
 from ngrpo.machine.console import catalogue
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import Run
-from ngrpo.rollout import runner_v1, settings
-from ngrpo.rollout.request_check import checked
+from ngrpo.rollout import runners, settings
+from ngrpo.rollout.request_arguments import checked
 from ngrpo.trainers.openrlhf import samples_generator, trainer
 from perturbations import create
 from perturbations.errors import UsageError
@@ -90,10 +90,10 @@ def test_the_perturber_is_told_the_temperature_that_was_drawn_with(monkeypatch: 
     def finish(scaled: torch.Tensor, temperature: torch.Tensor, *_: Any) -> None:
         told.append([*scaled[0].tolist(), *temperature.tolist()])
 
-    monkeypatch.setattr(runner_v1, "_filtered", lambda scaled, metadata: scaled)
+    monkeypatch.setattr(runners, "_filtered", lambda scaled, metadata: scaled)
     perturber = SimpleNamespace(busy=True, temperature_factor=lambda *_: torch.tensor([2.0]), finish=finish)
-    sample = runner_v1._sample(
-        lambda *_: None, SimpleNamespace(logprobs_mode="raw_logprobs"), SimpleNamespace(perturber=perturber)
+    sample = runners._sample_v1(
+        SimpleNamespace(logprobs_mode="raw_logprobs", sample=None), SimpleNamespace(perturber=perturber)
     )
     metadata = SimpleNamespace(
         all_random=True, all_greedy=False, temperature=torch.tensor([0.8]), max_num_logprobs=None
@@ -150,6 +150,8 @@ def test_a_round_is_a_batch_that_has_prompts(monkeypatch: pytest.MonkeyPatch) ->
 
 class Trainer:
     """As OpenRLHF's, with three training steps whose entropies are given."""
+
+    tensorboard_logger = None
 
     def __init__(self, states: dict[str, Any], entropies: list[float]) -> None:
         self.states, self.entropies, self.saved, self.temperatures = states, entropies, [], []

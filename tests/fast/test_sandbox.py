@@ -18,7 +18,6 @@ from ngrpo.workbench.evaluate import scorers
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import generated
 from ngrpo.workbench.tasks import minimum_sum, shortcut, star_graph, two_peaks
-from perturbations.errors import UsageError
 
 NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "star_graph", "two_peaks")
 
@@ -79,9 +78,7 @@ def test_minimum_sum(numbers: list[int], best: int) -> None:
 
 def test_star() -> None:
     edges, path = sandbox.path_problem(random.Random(0))
-    assert len(edges) == 12
-    assert len(path) == 5
-    assert sum(a == path[0] for a, _ in edges) == 3
+    assert (len(edges), len(path), sum(a == path[0] for a, _ in edges)) == (12, 5, 3)
     assert all(edge in edges for edge in itertools.pairwise(path))
     assert path[-1] not in {a for a, _ in edges}  # the end of its arm
     assert len(sandbox.NODES) ** -sandbox.ARM_LENGTH < 1e-6  # the chance of a right answer
@@ -128,13 +125,6 @@ def test_what_is_logged_beside_the_reward() -> None:
     assert minimum_sum.score("-3 0 2 2", "2") == 1.0
 
 
-def test_forms() -> None:
-    tasks.check_name("shortcut")
-    assert "shortcut[:FORM]" in tasks.usage()
-    with pytest.raises(UsageError, match=r"unknown FORM 'lat'\. Did you mean 'late'"):
-        tasks.check_name("shortcut:lat")
-
-
 def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made once into the cache, twice the same, and read by transformers; texts go through its tokenizer and back."""
     import torch
@@ -179,11 +169,8 @@ def test_settings_that_go_with_the_model() -> None:
     plan, _ = read_plan(words)
     shared, evaluation = Flags(plan.shared), Flags(plan.evaluation)
     assert shared.value("--actor.adam.lr") == "1e-5" and shared.value("--rollout.batch_size") == "8"
-    assert (evaluation.value("--task"), evaluation.value("--max-tokens"), evaluation.value("--n")) == (
-        "shortcut",
-        "12",
-        "8",
-    )
+    asked = [evaluation.value(flag) for flag in ("--task", "--max-tokens", "--n")]
+    assert asked == ["shortcut", "12", "8"]
     assert Flags(plan.diagnosis).value("--max-tokens") == "12"
     complete = rules.checked(run_config(["--model", "sandbox", "--task", "shortcut", "--hardware", "cpu"]))
     assert complete.value("--actor.adam.lr") == "6e-4" and "--actor.adam.lr" in complete.added

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from ngrpo import patches
-from ngrpo.rollout import plugin
+from ngrpo.rollout import async_scheduling, plugin, request_arguments
 from ngrpo.rollout.async_scheduling import LENGTHS
-from ngrpo.rollout.request_check import checked
+from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
 from perturbations import FinishedTrajectory, ReplayRecord
 from perturbations.errors import UsageError
@@ -105,7 +105,7 @@ def test_a_prompt_in_parts_is_refused() -> None:
     perturbed = {"perturbation": {"name": "neighbor"}}
     for config, refused in ((perturbed, True), ({}, False)):
         processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), model_config=MODEL)
-        process = plugin.checked_request(lambda self, *args, **kwargs: kwargs)
+        process = request_arguments.checked_request(lambda self, *args, **kwargs: kwargs)
         if refused:
             with pytest.raises(UsageError, match="Give the whole prompt"):
                 process(processor, "a", [1], Params(extra_args=None), resumable=True)
@@ -117,7 +117,7 @@ def test_a_prompt_in_parts_is_refused() -> None:
 @pytest.mark.parametrize("config", [{"perturbation": {"name": "neighbor"}}, {"seeded_draws": True}, {}])
 def test_only_an_engine_that_asks_keeps_the_lengths_of_its_answers(config: dict[str, Any]) -> None:
     engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), output_processor=SimpleNamespace())
-    plugin.with_lengths(lambda self: None)(engine)
+    async_scheduling.with_lengths(lambda self: None)(engine)
     assert vars(engine.output_processor) == ({LENGTHS: {}} if config else {})
 
 
@@ -304,11 +304,8 @@ def test_other_requests_go_by() -> None:
     ("body", "said"),
     [
         (b'{"prompt": "a"', "is not JSON: .*Send a JSON object"),
-        (b"\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"[]", r"is \[\]: must be a JSON object"),
-        (b'"text"', "is 'text': must be a JSON object"),
-        (b"null", "is None: must be a JSON object"),
     ],
 )
 def test_a_body_that_is_no_object_is_refused(body: bytes, said: str) -> None:
@@ -322,17 +319,11 @@ def test_a_body_that_is_no_object_is_refused(body: bytes, said: str) -> None:
     ("fields", "said"),
     [
         ({"perturbation": 3}, "perturbation is 3: must be a dictionary with seed"),
-        ({"perturbation": []}, r"perturbation is \[\]: must be a dictionary"),
         ({"perturbation": {"seed": "three"}}, r"perturbation\['seed'\]='three': must be an integer from 0"),
-        ({"perturbation": {"seed": None}}, "must be an integer from 0"),
-        ({"perturbation": {"enabled": 1}}, "must be True or False"),
         ({"perturbation": {"record": 3}}, "must be the bytes of a record: .*in base64"),
-        ({"perturbation": {"record": "*"}}, r"perturbation\['record'\] is not base64"),
         ({"perturbation": {"return_recrod": True}}, "Known: .*return_record.* Did you mean 'return_record'"),
         ({"perturbation": {}, "vllm_xargs": [1]}, r"vllm_xargs is \[1\]: must be a JSON object"),
-        ({"perturbation": {}, "vllm_xargs": ""}, "vllm_xargs is '': must be a JSON object"),
         ({"perturbation": {"return_record": True}, "use_beam_search": True}, "beam search"),
-        ({"perturbation": {"seed": "three"}, "stream": True}, "must be an integer from 0"),
     ],
 )
 def test_wrong_fields_are_refused_before_anything_runs(fields: dict[str, Any], said: str) -> None:

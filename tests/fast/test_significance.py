@@ -48,14 +48,6 @@ def test_paired_t_test_by_hand() -> None:
     assert result["spread"] == pytest.approx(1.2909944) and not result["within_noise"]
 
 
-def test_pairing_removes_what_both_share() -> None:
-    """Seeds that differ by far more than the strategies do: only the difference's own spread is left."""
-    base = np.array([[0.1], [0.5], [0.9]])
-    result = statistics.paired(base + np.array([[0.09], [0.10], [0.11]]), base)
-    assert result["value"] == pytest.approx(0.1) and result["spread"] == pytest.approx(0.01)
-    assert not result["within_noise"]
-
-
 def test_equal_tables_are_equal_and_not_different() -> None:
     table = np.random.default_rng(0).random((2, 16))
     result = statistics.paired(table, table)
@@ -73,11 +65,6 @@ def test_a_difference_without_spread_is_not_judged() -> None:
     assert results.verdict(result, "Mean@8", "none", 3) == (
         "Mean@8 +0.250 against none with each of 3 seeds: without a spread nothing can be tested"
     )
-
-
-def test_shapes_must_agree() -> None:
-    with pytest.raises(ValueError, match="same seeds and problems"):
-        statistics.paired(np.zeros((2, 3)), np.zeros((2, 4)))
 
 
 def test_holm_by_hand() -> None:
@@ -104,7 +91,7 @@ def test_correction_decides_and_leaves_the_untested_out() -> None:
     assert single["over"] == "problems"
 
 
-@pytest.mark.parametrize(("pairs", "comparisons"), [(3, 1), (5, 1), (5, 8), (10, 8)])
+@pytest.mark.parametrize(("pairs", "comparisons"), [(3, 1), (5, 8)])
 def test_four_of_five_studies_find_the_detectable_difference(pairs: int, comparisons: int) -> None:
     """20,000 studies with a true difference of that size; 0.8 ± 3.5 standard errors of 0.0028."""
     least = statistics.detectable(0.05, pairs, comparisons)

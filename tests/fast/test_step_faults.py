@@ -53,13 +53,17 @@ def test_a_step_without_an_update_is_said(monkeypatch: pytest.MonkeyPatch, capsy
 
     class ActorPPOTrainer:
         actor = SimpleNamespace(model=SimpleNamespace(global_steps=5))
+        args = SimpleNamespace(
+            train=SimpleNamespace(batch_size=32, max_epochs=2), rollout=SimpleNamespace(n_samples_per_prompt=8)
+        )
 
         def ppo_train(self, updates: int) -> dict[str, float]:
             self.actor.model.global_steps += updates
             return {"policy_loss": 0.5}
 
     actor = actor_trainer(ActorPPOTrainer)()
-    assert actor.ppo_train(2) == {"policy_loss": 0.5, "optimizer_steps": 2.0}
+    trained = {"optimizer_steps": 2.0, "trained_responses": 32.0, "trained_groups": 4.0}
+    assert actor.ppo_train(2) == {"policy_loss": 0.5, **trained}
 
     class PPOTrainer:
         experience_maker = makers_state()

@@ -55,7 +55,7 @@ def perturber_for(record: ReplayRecord, name: str = "gaussian") -> tuple[Rollout
     torch.manual_seed(0)
     embedding = nn.Embedding(V, D).requires_grad_(False)
     store = TrajectoryStore(2, ROWS, (V, D))
-    gate = BoundGate(perturbation, lambda _: [1], lambda: ["a"] * V, V, store.slots, device)
+    gate = BoundGate(perturbation, lambda: [b"a", b"</think>", *[b"a"] * (V - 2)], V, store.slots, device)
     override = InputOverride(embedding, ROWS, D, torch.float32, device)
     module = perturbation.module(D)
     if module is not None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from perturbations import streams
-from perturbations.base import Step
 from perturbations.edit import InputEdit, mix, realise
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.registry import create
@@ -39,12 +38,6 @@ def test_neighbor_paper() -> None:
     assert realise(proposal.edit, matrix_embeddings(EMBEDDING).lookup, None)[0].tolist() == approximately(18 / 7, 2.0)
 
 
-def test_neighbor_set_is_by_embedding_not_by_probability() -> None:
-    """Anchor 0, but the likeliest others are 3 and 4: the set is still {0, 1, 2}, with p = 6 : 1 : 1."""
-    ids, weights, _ = only_proposal(create("neighbor").propose(step_of([6 / 16, 1 / 16, 1 / 16, 5 / 16, 3 / 16])))
-    assert ids == [0, 1, 2] and weights == approximately(6 / 8, 1 / 8, 1 / 8)
-
-
 @pytest.mark.parametrize(
     ("temperature", "shares"),
     [(0.5, (16, 4, 1)), (2.0, (2, math.sqrt(2), 1))],  # p^2 = 64 : 16 : 4; sqrt p = sqrt 8 : 2 : sqrt 2
@@ -54,31 +47,11 @@ def test_neighbor_mix_temperature(temperature: float, shares: tuple[float, ...])
     assert weights == approximately(*(s / sum(shares) for s in shares))
 
 
-def test_neighbor_paper_weights_do_not_see_the_sampling_temperature_twice() -> None:
-    """The logits are scaled already, so the step's temperature must not enter again."""
-    hot, cold = step_of(PROBABILITIES, temperature=1.5), step_of(PROBABILITIES, temperature=0.3)
-    perturbation = create("neighbor")
-    assert (
-        only_proposal(perturbation.propose(hot))
-        == only_proposal(perturbation.propose(cold))
-        == only_proposal(perturbation.propose(step_of(PROBABILITIES)))
-    )
-
-
 @pytest.mark.parametrize(
     ("metric", "ids"), [("cosine", [0, 1, 2]), ("dot", [0, 2, 1]), ("l2", [0, 3, 4]), ("l1", [0, 3, 4])]
 )
 def test_neighbor_metrics(metric: str, ids: list[int]) -> None:
     assert only_proposal(create("neighbor", metric=metric).propose(step_of(PROBABILITIES)))[0] == ids
-
-
-def test_neighbor_k() -> None:
-    assert only_proposal(create("neighbor", k=2).propose(step_of(PROBABILITIES)))[:2] == (
-        [0, 1],
-        approximately(2 / 3, 1 / 3),
-    )
-    ids, weights, _ = only_proposal(create("neighbor", k=5).propose(step_of(PROBABILITIES)))
-    assert ids == [0, 1, 2, 3, 4] and weights == approximately(*PROBABILITIES)
 
 
 OUTPUT = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.5, 0.5], [2.0, 0.1]])
@@ -102,17 +75,6 @@ def test_neighbor_released() -> None:
     assert (ids, token) == ([0, 4], 3)
     assert weights == approximately(2 / 3, 1 / 3)
     assert realise(proposal.edit, two_spaces().lookup, None)[0].tolist() == approximately(1 / 3, 0.0)
-
-
-def test_neighbor_released_anchor_weight_is_between_a_half_and_0_731() -> None:
-    """Temperature 1, k = 2: certain (p = 1, 0) gives e/(e + 1) = 0.731, equal p give 0.5."""
-    perturbation = create("neighbor", variant="released", k=2)
-    certain = only_proposal(perturbation.propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1]
-    assert certain == approximately(math.e / (math.e + 1), 1 / (math.e + 1))
-    assert only_proposal(perturbation.propose(step_of([0.5, 0.5, 0.0, 0.0, 0.0])))[1] == approximately(0.5, 0.5)
-    assert only_proposal(create("neighbor", k=2).propose(step_of([1.0, 0.0, 0.0, 0.0, 0.0])))[1] == approximately(
-        1.0, 0.0
-    )
 
 
 @pytest.mark.parametrize("weights", ["logits", "probs"])
@@ -139,16 +101,6 @@ def test_neighbor_skips_special_tokens_only_if_asked() -> None:
         create("neighbor", skip_special=True).propose(step_of(PROBABILITIES, embeddings=embeddings))
     )
     assert ids == [0, 2, 3] and weights == approximately(8 / 11, 2 / 11, 1 / 11)
-
-
-def test_neighbors_follow_the_weights_after_a_refresh() -> None:
-    embedding = EMBEDDING.clone()
-    embeddings = matrix_embeddings(embedding)
-    perturbation = create("neighbor", k=2)
-    assert only_proposal(perturbation.propose(step_of(PROBABILITIES, embeddings=embeddings)))[0] == [0, 1]
-    embedding[4] = torch.tensor([1.0, 0.0])
-    embeddings.refresh()
-    assert only_proposal(perturbation.propose(step_of(PROBABILITIES, embeddings=embeddings)))[0] == [0, 4]
 
 
 # --- gaussian: STHT -------------------------------------------------------------------------------
@@ -196,18 +148,6 @@ def test_gaussian_sigma_of_the_vector_at_hand(options: dict, rms: float) -> None
     assert gaussian(sigma_of="vector", **options)[3] == pytest.approx(0.33 * rms, rel=1e-6)
 
 
-def test_gaussian_noise_is_normal_with_that_scale() -> None:
-    """e' - h over 4,000 positions of 8 elements: mean 0, standard deviation σ = 0.33 · 1."""
-    embedding = torch.cat([torch.ones(2, 8), -torch.ones(2, 8)])
-    n, embeddings = 4000, matrix_embeddings(embedding)
-    seeds, positions = torch.full((n,), 5), torch.arange(n)
-    step = Step(torch.zeros(n, 4), torch.full((n,), 2), torch.ones(n), seeds, positions, embeddings)
-    edit = create("gaussian").propose(step).edit
-    noise = realise(edit, embeddings.lookup, streams.keys(seeds, positions, streams.Stream.NOISE)) - embedding[2]
-    assert noise.mean().item() == pytest.approx(0.0, abs=4 * 0.33 / math.sqrt(noise.numel()))
-    assert noise.std().item() == pytest.approx(0.33, rel=4 / math.sqrt(2 * noise.numel()))
-
-
 # --- soft: Soft Thinking --------------------------------------------------------------------------
 
 
@@ -229,12 +169,6 @@ def test_soft(options: dict, weights: list[float]) -> None:
     assert token == 4
 
 
-def test_soft_mixture() -> None:
-    """2/3 (1, 0) + 1/3 (4, 3) = (2, 1)."""
-    edit = create("soft", k=2).propose(step_of(PROBABILITIES)).edit
-    assert realise(edit, matrix_embeddings(EMBEDDING).lookup, None)[0].tolist() == approximately(2.0, 1.0)
-
-
 # --- gumbel: SofT-GRPO ----------------------------------------------------------------------------
 
 
@@ -243,12 +177,6 @@ def test_gumbel_weights_and_token() -> None:
     ids, weights, token = gumbel(PROBABILITIES, [0.0, math.log(4), math.log(2)], k=3, top_p=1.0, tau=1.0)
     assert (ids, token) == ([0, 1, 2], 1)
     assert weights == pytest.approx([2 / 7, 4 / 7, 1 / 7], abs=1e-5)  # 1e-6 inside the logarithm
-
-
-def test_gumbel_default_temperature_is_a_tenth() -> None:
-    """(p e^g)^10 with p = 2 : 1 and g = 0: 1024 : 1."""
-    _, weights, token = gumbel(PROBABILITIES, [0.0, 0.0], k=2)
-    assert weights == pytest.approx([1024 / 1025, 1 / 1025], abs=1e-5) and token == 0
 
 
 def test_gumbel_noise_is_clamped() -> None:
@@ -283,15 +211,6 @@ def test_gumbel_token_is_a_sample_from_the_probabilities() -> None:
     assert chi < 18.5  # exceeded by 0.1% of fair samples
     largest = proposal.edit.ids.gather(-1, proposal.edit.weights.argmax(-1, keepdim=True)).flatten()
     assert (largest == proposal.tokens).double().mean() > 0.999  # equal weights in float32 aside
-
-
-def test_gumbel_draws_come_from_the_weights_stream() -> None:
-    step = repeated(50, PROBABILITIES)
-    weights = create("gumbel", k=3, top_p=1.0, tau=1.0).propose(step).edit.weights
-    keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
-    noise = streams.gumbel(keys, 3).clamp(-1.5, 3.0)
-    shares = torch.tensor([4 / 7, 2 / 7, 1 / 7]) * noise.exp()
-    assert torch.allclose(weights, shares / shares.sum(-1, keepdim=True), atol=1e-4)
 
 
 # --- the universal form ---------------------------------------------------------------------------

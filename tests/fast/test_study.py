@@ -42,16 +42,12 @@ def test_contrasts_by_hand() -> None:
     first, second = study.contrasts(tasks, PAIRS, None)
     whole = pooled.mean_difference([np.array([2, 4, 6]) / 16, np.array([1, 1, 4]) / 16])
     assert whole["value"] == pytest.approx(3 / 16)
-    assert first[0] == "neighbor helps"
-    assert first[1].startswith("+0.250 [")
-    assert first[2].startswith("+0.125 [")
+    assert first[0] == "neighbor helps" and first[1].startswith("+0.250 [") and first[2].startswith("+0.125 [")
     # Spreads 2/16 and sqrt(3)/16: sqrt((4 + 3) / 2) / 16 = 0.1169 of both.
     least = statistics.detectable(0.11693, 3, 2, 2)
     assert first[3] == f"+0.188 [{whole['low']:+.3f}, {whole['high']:+.3f}], detectable {least:.3f}"
     assert first[4] == f"{whole['p']:.3g} ({whole['p']:.3g})"
-    assert first[5].startswith("1.000")
-    assert second[3].startswith("+0.000")
-    assert second[4] == "–"
+    assert first[5].startswith("1.000") and second[3].startswith("+0.000") and second[4] == "–"
 
 
 def test_seeds_without_a_partner_are_left_out_and_too_few_are_said() -> None:
@@ -92,16 +88,11 @@ def test_a_study_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 STUDY = Path(__file__).resolve().parents[2] / "examples" / "study"
 
 
-def test_the_design_names_strategies_that_are_run() -> None:
+def test_the_contrasts_name_strategies_that_are_run() -> None:
     plan, _ = read_plan(["--config", str(STUDY / "study.yaml"), "--task", "arithmetic"])
-    ids = [arm.id for arm in plan.arms]
     pairs = datafiles.read_yaml(str(STUDY / "contrasts.yaml"), flag="--contrasts", example="")
-    assert len(pairs) == 3 and {strategy for pair in pairs.values() for strategy in pair} <= set(ids)
+    assert len(pairs) == 3 and {strategy for pair in pairs.values() for strategy in pair} <= {a.id for a in plan.arms}
     assert plan.baseline == "none" and len(plan.seeds) >= 5
-    design = (STUDY.parents[1] / "docs" / "studies" / "study.md").read_text()
-    temperatures = [arm.partition("=")[2] for arm in ids if "temperature" in arm]
-    assert len(temperatures) == 1 and all(f"`none`, temperature {each} |" in design for each in temperatures)
-    assert all(f"`{arm}`" in design for arm in ids if "sigma" in arm or "neighbor" in arm)
 
 
 @pytest.mark.more
@@ -117,9 +108,7 @@ def test_the_script_compares_both_tasks_and_publishes(tmp_path: Path) -> None:
     assert [out.name for _, out in plans] == ["sums", "basic"]
     design = (STUDY.parents[1] / "docs" / "studies" / "study.md").read_text()
     for plan, out in plans:
-        assert plan.seeds == (0, 1)
-        assert plan.evaluation is not None
-        assert not plan.keep_models
+        assert plan.seeds == (0, 1) and plan.evaluation is not None and not plan.keep_models
         steps = {"sums": 8, "basic": 12}[out.name]
         assert ("--data.max_samples", str(8 * steps)) in zip(plan.shared, plan.shared[1:])
         ids = [arm.id for arm in plan.arms]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.machine.storage.result_folder import CannotWrite
 from ngrpo.workbench.report import summary
 from perturbations import create
-from tests.fast.file_limit import largest_file
 from tests.fast.run import run_of
 
+TRAINED = {"trained_groups": 3.0, "trained_responses": 24.0, "optimizer_steps": 2.0}
 PERTURBED = {
+    **TRAINED,
     "perturbation/rate": 0.1,
     "perturbation/anchor_agreement": 0.75,
     "perturbation/shift": 0.02,
@@ -48,8 +48,8 @@ def write_log(folder: Path, rewards: list[float], extra: dict[str, float]) -> No
     writer.close()
 
 
-def finish(folder: Path, began: float = 0.0, spec: dict | None = None) -> tuple[str, dict]:
-    args = ["--logger.tensorboard_dir", str(folder / "tb"), "--ckpt.output_dir", "m", "--train.seed", "7"]
+def finish(folder: Path, began: float = 0.0, spec: dict | None = None, flags: tuple[str, ...] = ()) -> tuple[str, dict]:
+    args = ["--logger.tensorboard_dir", str(folder / "tb"), "--ckpt.output_dir", "m", "--train.seed", "7", *flags]
     text = summary.finish(folder, run_of(perturbation=spec, openrlhf=tuple(args), hardware="cpu"), began=began)
     return text, json.loads((folder / "summary.json").read_text())
 
@@ -61,7 +61,7 @@ def test_perturbed_run(tmp_path: Path) -> None:
     row = found["steps"][1]
     assert row["step"] == 2 and row["reward"] == 0.5
     assert row["tokens_per_second"] == pytest.approx(10 * 32 / 4)
-    assert row["anchor_differs"] == pytest.approx(0.25)
+    assert row["anchor_differs"] == pytest.approx(0.25) and TRAINED.items() <= row.items()
     assert found["perturbation"] == spec
     assert found["seed"] == 7
     assert found["hardware"] == "cpu"
@@ -72,6 +72,7 @@ def test_perturbed_run(tmp_path: Path) -> None:
         "anchor≠sampled",
         "0.250",
         "reward        0.250 → 0.750",
+        "trained       9 groups, 72 responses, 6 optimizer steps",
         "evaluation    0.500 (step 3), eval_default_pass1",
         "replay        largest difference of rollout and trainer: 3.0e-02 in log π of a token",
         "2.50 bytes",
@@ -79,16 +80,6 @@ def test_perturbed_run(tmp_path: Path) -> None:
         "seed 7",
     ):
         assert part in text
-
-
-def test_unperturbed_run_has_no_perturbation_columns(tmp_path: Path) -> None:
-    write_log(tmp_path / "tb", [0.0, 0.0], {})
-    text, found = finish(tmp_path)
-    assert "stock vLLM rollouts" in text
-    assert "anchor" not in text
-    assert "records" not in text
-    assert found["perturbation"] is None and "rate" not in found["steps"][0]
-    assert "80" in text and "20.0" in text
 
 
 def test_logs_of_earlier_runs_are_left_out(tmp_path: Path) -> None:
@@ -102,29 +93,16 @@ def test_logs_of_earlier_runs_are_left_out(tmp_path: Path) -> None:
 
 def test_no_steps(tmp_path: Path) -> None:
     text, found = finish(tmp_path)
-    assert "no training step was logged" in text and found["steps"] == []
+    assert "no training step was logged: are there fewer prompts" in text and found["steps"] == []
+    text, _ = finish(tmp_path, flags=("--algo.dynamic_filtering_enable",))
+    assert "no training step was logged: all prompts were filtered out" in text
 
 
-def test_long_runs_are_thinned_on_screen_only(tmp_path: Path) -> None:
+def test_an_unperturbed_long_run_is_thinned_on_screen_only(tmp_path: Path) -> None:
     write_log(tmp_path / "tb", [step / 100 for step in range(100)], {})
     text, found = finish(tmp_path)
+    assert "stock vLLM rollouts" in text and "anchor" not in text and "records" not in text
+    assert found["perturbation"] is None and "rate" not in found["steps"][0]
     assert len(found["steps"]) == 100
     assert len(text.splitlines()) < 40
     assert "\n 100 " in text
-
-
-def test_evaluations_before_and_after(tmp_path: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    write_log(tmp_path / "tb", [0.25, 0.5, 0.75, 1.0], {})
-    writer = SummaryWriter(log_dir=str(tmp_path / "tb" / "before"))
-    writer.add_scalar("eval/eval_default_pass1", 0.125, 0)
-    writer.close()
-    assert "evaluation    0.125 (step 0) → 0.500 (step 4), eval_default_pass1" in finish(tmp_path)[0]
-
-
-def test_a_full_disk_at_the_summary(tmp_path: Path) -> None:
-    write_log(tmp_path / "tb", [0.1], {})
-    with largest_file(200), pytest.raises(CannotWrite, match=r"summary\.json cannot be written"):
-        finish(tmp_path)
-    assert not (tmp_path / "summary.json").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import surface
-from ngrpo.machine.upstream.sources import definition
+from ngrpo.machine.upstream.patch import definition
 from ngrpo.patches import VLLM
 
 ROLLOUT = Path(__file__).resolve().parents[2] / "ngrpo" / "rollout"
@@ -19,8 +19,7 @@ ROLLOUT = Path(__file__).resolve().parents[2] / "ngrpo" / "rollout"
 def test_every_method_that_is_replaced_on_a_runner_has_a_row() -> None:
     assigned = {
         node.targets[0].attr
-        for name in ("runner_v1.py", "runner_v2.py")
-        for node in ast.walk(ast.parse((ROLLOUT / name).read_text("utf-8")))
+        for node in ast.walk(ast.parse((ROLLOUT / "runners.py").read_text("utf-8")))
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("runner.")
     }
     assert assigned == {"_update_states", "_preprocess", "add_requests", "prepare_inputs", "sample"}

@@ -45,28 +45,11 @@ def test_problems() -> None:
         assert int(row["label"]) == a + b
 
 
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        ("12", 1.0),
-        ("12<|im_end|>", 1.0),
-        ("The answer is 12.<|im_end|>", 1.0),
-        ("7 + 5 = 12", 1.0),
-        ("**12**", 1.0),
-        ("12.0", 1.0),
-        ("17-12", 1.0),  # no sign
-        ("12, not 13", 0.0),
-        ("7 + 5 = 1", 0.0),
-        ("112", 0.0),
-        ("12.5", 0.0),
-        ("x12", 0.0),
-        ("-12", 0.0),
-        ("twelve", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_score(answer: str, expected: float) -> None:
-    assert arithmetic.score(answer, "12") == expected
+def test_score() -> None:
+    right = ("12", "12<|im_end|>", "The answer is 12.<|im_end|>", "7 + 5 = 12", "**12**", "12.0", "17-12")
+    wrong = ("12, not 13", "7 + 5 = 1", "112", "12.5", "x12", "-12", "twelve", "")
+    assert [text for text in right if arithmetic.score(text, "12") != 1.0] == []
+    assert [text for text in wrong if arithmetic.score(text, "12") != 0.0] == []
 
 
 def test_reward_reads_the_answer_only() -> None:
@@ -88,11 +71,8 @@ def test_file_for_openrlhf(tmp_path: Path) -> None:
     assert {key: value.flatten()[0].item() for key, value in info["extra_logs"].items()} == {"answers_with_number": 1.0}
     rows = rows_of(flags["--data.prompt_dataset"])
     assert len(rows) == arithmetic.TRAIN_ROWS and set(rows[0]) == {"input", "label"}
-
-
-def test_only_what_is_missing_is_added(tmp_path: Path) -> None:
     given = Flags(["--data.prompt_dataset=mine.jsonl", "--data.apply_chat_template"])
-    added = given.with_defaults(tasks.prepare("arithmetic", tmp_path)).added
+    added = given.with_defaults(flags).added
     assert "--data.prompt_dataset" not in added and "--data.apply_chat_template" not in added
     assert added[added.index("--data.label_key") + 1] == "label"
 
@@ -107,6 +87,7 @@ def test_only_what_is_missing_is_added(tmp_path: Path) -> None:
         ("math", "needs an argument: --task math:FILE"),
         ("reasoning_jim:chain_sum", r"'reasoning_jim'\. Did you mean 'reasoning_gym'"),
         ("math:nowhere.jsonl", "nowhere.jsonl: there is no such file"),
+        ("shortcut:lat", r"unknown FORM 'lat'\. Did you mean 'late'"),
         ("verifiers:mine", "unknown task 'verifiers'.* --train.agent_func_path for an environment"),
     ],
 )
@@ -118,6 +99,7 @@ def test_arguments(task: str, says: str) -> None:
 def test_usage_names_the_arguments() -> None:
     names = ["arithmetic", "math", "minimum_sum", "reasoning_gym", "shortcut", "star_graph", "two_peaks"]
     assert tasks.available() == names
+    tasks.check_name("shortcut")
     assert tasks.usage()[:5] == ["arithmetic", "math:FILE", "minimum_sum", "reasoning_gym:DATASET", "shortcut[:FORM]"]
 
 

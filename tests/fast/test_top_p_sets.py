@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbations import streams
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
 from perturbations.step import Step
-from perturbations.testing.proposal import replayed
 from perturbations.top_tokens import truncated
 from tests.fast.strategy_steps import PROBABILITIES, approximately, only_proposal, step_of
 
@@ -34,14 +32,6 @@ def test_the_releases_cut_by_the_share_of_the_k_likeliest(name: str) -> None:
     the vocabulary 12/16 = .75, so it stays."""
     assert kept(PROBABILITIES, name=name, k=3, top_p=0.8) == {0, 1}
     assert kept(PROBABILITIES, name=name, k=3, top_p=0.8, top_p_of="vocabulary") == {0, 1, 2}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_where_the_k_likeliest_do_not_hold_top_p_only_the_releases_cut_at_all(name: str) -> None:
-    """FIVE of k = 5: before the fifth .74/.84 = .881 of the five, so .85 cuts it; of the vocabulary .74."""
-    k = {"k": 5, "top_p": 0.85}
-    assert kept(FIVE, name=name, **k) == {0, 1, 2, 3}
-    assert kept(FIVE, name=name, **k, top_p_of="vocabulary") == {0, 1, 2, 3, 4}
 
 
 def test_the_weights_are_of_the_tokens_left() -> None:
@@ -101,53 +91,6 @@ def test_latent_s_nucleus_has_the_same_bound(logits: list[float], top_p: float, 
 
 
 # --- rollout and replay ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("top_p_of", ["top_k", "vocabulary"])
-@pytest.mark.parametrize("name", ["gumbel", "dirichlet", "normal"])
-def test_the_replay_has_the_rollout_s_set_and_its_probabilities(name: str, top_p_of: str) -> None:
-    """At the policy that drew them, the density is that of the very draws: of the seed's noise, with p over the set."""
-    options = {"alpha": 4.0} if name == "dirichlet" else {}
-    perturbation = create(name, density=name, top_p=0.8, top_p_of=top_p_of, **options)
-    n = 64
-    logits = 2.5 * torch.randn(n, 45, generator=torch.Generator().manual_seed(9))
-    seeds, positions = torch.full((n,), 5), torch.arange(n)
-    embeddings = matrix_embeddings(torch.randn(45, 4, generator=torch.Generator().manual_seed(1)))
-    step = Step(logits, logits.argmax(-1), torch.ones(n), seeds, positions, embeddings)
-    proposal = perturbation.propose(step)
-    found = perturbation.log_density(replayed(step, proposal, logits)).double()
-    keys = streams.keys(seeds, positions, streams.Stream.WEIGHTS)
-    widths = set()
-    for i in range(n):
-        values, ids = logits[i].double().sort(descending=True)
-        share = torch.softmax(values[:5], -1) if top_p_of == "top_k" else torch.softmax(values, -1)[:5]
-        count = sum(float(share[:j].sum()) < 0.8 for j in range(5))
-        widths.add(count)
-        p = torch.softmax(values[:count], dim=-1)
-        assert {*proposal.edit.ids[i].tolist()} == {*ids[:count].tolist()}
-        expected = _density(name, p, keys[i : i + 1], ids[:count].view(1, -1))
-        assert found[i].item() == pytest.approx(expected, rel=2e-3, abs=2e-3), i
-    assert len(widths) > 1
-
-
-def _density(name: str, p: Tensor, key: Tensor, ids: Tensor) -> float:
-    """The mean of the terms that the papers write, from noise drawn again."""
-    if name == "gumbel":
-        g = streams.gumbel(key, ids).double()[0].clamp(-1.5, 3.0)
-        terms, used = -g - (-g).exp(), (p + 1e-6).log() > -3.0
-    elif name == "dirichlet":
-        log_draws = streams.log_gamma(key, ids, (4.0 * p).float().view(1, -1)).double()[0]
-        terms = ((4.0 * p - 1.0) * log_draws - log_draws.exp() - torch.lgamma(4.0 * p)).clamp(-5.0, 3.0)
-        used = p > 0.05
-    else:
-        noise = streams.normal(key, ids).double()[0].clamp(-3.0, 3.0)
-        terms, used = -0.5 * noise.square() - math.log(0.05 * math.sqrt(2.0 * math.pi)), p > 0.05
-    return (terms[used].sum() / used.sum().clamp_min(1)).item()
-
-
-def test_latent_has_no_such_option() -> None:
-    """Its release takes top-p of the whole vocabulary, and at least the k likeliest: there is no other order."""
-    assert not hasattr(create("latent"), "top_p_of") and create("latent").top_p == 0.95
 
 
 # --- SeLaR: the request's filters first ------------------------------------------------------------------------------

@@ -94,15 +94,6 @@ def test_only_whole_comparisons_are_published(
     assert "| `away` | 0.500 | 0.750 | 0.400 | 0.200 | 0.300 | 2.500 | – |" in text
 
 
-def test_published_tables_are_made_again_from_what_was_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    study, out = left(tmp_path / "runs", comparison({"none": 0.1, "away": 0.2})), tmp_path / "out"
-    first = publish(monkeypatch, study, out)
-    (out / "tables.md").unlink()
-    assert publish(monkeypatch, out, out) == first
-
-
 def renamed(found: dict, name: str) -> dict:
     """The same comparison with another name for the strategy beside the baseline."""
     return json.loads(json.dumps(found).replace("away", name))
@@ -123,19 +114,6 @@ def test_a_later_part_joins_what_was_published(tmp_path: Path, monkeypatch: pyte
     assert together["p"] == alone["p"] and together["p_corrected"] == pytest.approx(2 * alone["p_corrected"])
     assert "9 of 9 runs" in text and "of X; Y" in text
     assert "`none` run again on Y, not counted above: 0.600 0.600 0.610 (mean 0.603)." in text
-
-
-def test_other_tasks_stay_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for task in ("two_peaks", "shortcut"):
-        study = left(tmp_path / task, comparison({"none": 0.1, "away": 0.2}), task)
-        text = publish(monkeypatch, study, tmp_path / "out")
-    assert text.index("## shortcut") < text.index("## two_peaks")
-
-
-def test_what_is_no_part_of_a_comparison_is_not_joined() -> None:
-    first = comparison({"none": 0.1, "away": 0.2})
-    with pytest.raises(ValueError, match="star_graph"):
-        publishing.joined(first, {**first, "task": "star_graph"})
 
 
 def test_methods_md_says_what_was_measured() -> None:

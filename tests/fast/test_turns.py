@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ngrpo.trainers.common.conversation import Conversation
+from ngrpo.trainers.common.engine_records import Conversation
 from ngrpo.trainers.common.mismatch import step_metrics
 from ngrpo.trainers.common.side_inputs import unpack
 from perturbations import FinishedTrajectory, ReplayRecord, registry

@@ -9,15 +9,15 @@ import torch
 from perturbations import InputEdit, Positions, Proposal, Step, create
 from perturbations.embeddings import matrix_embeddings
 from perturbations.gates.default import BoundGate
-from perturbations.verdict import selected, verdict
 
 V, ROWS, PROMPT = 10, 9, 4
 PROPOSED, PROTECTED, LAST_OF_UNTIL = 1, 7, 5
+TOKENS = [b"a", b"b", b"c", b"</", b"d", b"think>", b"e", b"f", b"g", b"h"]
 
 
 def gate_with(until: str | None = "</think>", protect: str | None = str(PROTECTED), rate: float = 0.5) -> BoundGate:
     options = create("gumbel", until=until, protect=protect, rate=rate, burn_in=1)
-    return BoundGate(options, lambda _: [3, LAST_OF_UNTIL], lambda: ["a"] * V, V, ROWS, "cpu")
+    return BoundGate(options, lambda: TOKENS, V, ROWS, "cpu")
 
 
 def test_each_condition_alone_closes_a_position() -> None:
@@ -25,7 +25,7 @@ def test_each_condition_alone_closes_a_position() -> None:
     protected; completes the end of thinking; the perturbation does not act; certain where entropy is asked for.
     """
     options = create("gumbel", until="</think>", protect=str(PROTECTED), entropy_min=1.0)
-    gate = BoundGate(options, lambda _: [3, LAST_OF_UNTIL], lambda: ["a"] * V, V, ROWS, "cpu")
+    gate = BoundGate(options, lambda: TOKENS, V, ROWS, "cpu")
     slots, at = torch.arange(ROWS), torch.full((ROWS,), PROMPT + 2)
     # Row 4 has ended its thinking, row 6 is about to.
     for position, token in ((PROMPT, torch.tensor([0, 0, 0, 0, 3, 0, 0, 0, 0])), (PROMPT + 1, torch.zeros(ROWS))):
@@ -33,7 +33,7 @@ def test_each_condition_alone_closes_a_position() -> None:
         if position == PROMPT + 1:
             tokens[4], tokens[6] = LAST_OF_UNTIL, 3
         where = torch.full((ROWS,), position)
-        gate.observe(slots, where, tokens, gate.ending(slots, where))
+        gate.observe(slots, where, tokens, gate.matched(slots, where))
     logits = torch.zeros(ROWS, V)
     logits[8, 0] = 50.0
     proposed = torch.full((ROWS,), PROPOSED)
@@ -47,7 +47,7 @@ def test_each_condition_alone_closes_a_position() -> None:
     allowed[1] = False
     greedy = torch.full((ROWS,), -1)
     greedy[2], greedy[3] = PROPOSED + 1, PROPOSED
-    found = verdict(gate, step, Proposal(edit, proposed, acts), slots, torch.full((ROWS,), PROMPT), allowed, greedy)
+    found = gate.verdict(step, Proposal(edit, proposed, acts), slots, torch.full((ROWS,), PROMPT), allowed, greedy)
     stands, fed = (part.tolist() for part in found)
     assert [row for row in range(ROWS) if not stands[row]] == [1, 2, 4, 8]
     assert [row for row in range(ROWS) if not fed[row]] == [1, 2, 4, 5, 6, 7, 8]
@@ -57,6 +57,6 @@ def test_the_host_selects_what_is_wanted_and_planned() -> None:
     seeds = np.arange(2000)
     gate, first = gate_with(), np.full(2000, PROMPT)
     wanted = seeds % 2 == 0
-    rows = selected(gate, Positions(seeds, first, first + 1), wanted)
+    rows = gate.selected(Positions(seeds, first, first + 1), wanted)
     assert (rows % 2 == 0).all() and 400 < len(rows) < 600, "half of the wanted half"
-    assert not len(selected(gate, Positions(seeds, first, first), wanted)), "the burn-in"
+    assert not len(gate.selected(Positions(seeds, first, first), wanted)), "the burn-in"

@@ -42,105 +42,105 @@ ADVANTAGES = [
         "an infinite reward is let through",
     ),
     Mutation(
-        "ngrpo/methods/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "size = rewards.shape[1] + self.n",
         "size = rewards.shape[1]",
         "test_advantages.py",
         "ngrpo: virtual answers are missing in the mean",
     ),
     Mutation(
-        "ngrpo/methods/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/groupwise.py",
         " + self.n * mean.square()",
         "",
         "test_advantages.py",
         "ngrpo: virtual answers are missing in the deviation",
     ),
     Mutation(
-        "ngrpo/methods/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "(squares / (size - 1))",
         "(squares / size)",
         "test_advantages.py",
         "ngrpo: the deviation of a population",
     ),
     Mutation(
-        "ngrpo/methods/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/groupwise.py",
         ".sqrt() + 1e-6)",
         ".sqrt() + 1e-9)",
         "test_advantages.py",
         "ngrpo: another epsilon",
     ),
     Mutation(
-        "ngrpo/methods/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "below = rewards - self.max_reward",
         "below = rewards - 1.0",
         "test_advantages.py",
         "ngrpo: max_reward is ignored",
     ),
     Mutation(
-        "ngrpo/methods/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/groupwise.py",
         '("0.16", "0.24")',
         '("0.24", "0.16")',
         "test_advantages_flags.py",
         "ngrpo: the clip range the wrong way round",
     ),
     Mutation(
-        "ngrpo/methods/advantages/verified.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "return rewards.clone()",
         "return rewards - 1.0",
         "test_advantages.py",
         "psr: wrong answers count",
     ),
     Mutation(
-        "ngrpo/methods/advantages/verified.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "return rewards - 1.0",
         "return rewards.clone()",
         "test_advantages.py",
         "nsr: correct answers count",
     ),
     Mutation(
-        "ngrpo/methods/advantages/verified.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "self.lam * rewards, rewards - 1.0",
         "rewards, rewards - 1.0",
         "test_advantages.py",
         "w_reinforce: λ is ignored",
     ),
     Mutation(
-        "ngrpo/methods/advantages/verified.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "self.lam * rewards, rewards - 1.0",
         "self.lam * rewards, rewards",
         "test_advantages.py",
         "w_reinforce: wrong answers do not count",
     ),
     Mutation(
-        "ngrpo/methods/advantages/verified.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "rewards >= 1.0 - ROUNDING",
         "rewards > 0.0",
         "test_advantages.py",
         "w_reinforce: a partly correct answer counts as correct",
     ),
     Mutation(
-        "ngrpo/methods/advantages/group_norm.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt()",
         "rewards + 1.0 / (1.0 + seen.to(rewards.dtype)).sqrt()",
         "test_advantages.py",
         "copo: β is ignored",
     ),
     Mutation(
-        "ngrpo/methods/advantages/group_norm.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "(1.0 + seen.to",
         "(2.0 + seen.to",
         "test_advantages.py",
         "copo: 2 + N in place of 1 + N",
     ),
     Mutation(
-        "ngrpo/methods/advantages/group_norm.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "(rewards.dtype)).sqrt()",
         "(rewards.dtype))",
         "test_advantages.py",
         "copo: no square root",
     ),
     Mutation(
-        "ngrpo/methods/advantages/group_norm.py",
+        "ngrpo/methods/advantages/groupwise.py",
         "rewards + self.beta",
         "rewards - self.beta",
         "test_advantages.py",
@@ -210,12 +210,12 @@ _ORDER, _RISK = "test_advantages_order.py", "test_advantages_rs_grpo.py"
 
 AT_THE_BOUND = [
     *of_file(
-        "ngrpo/methods/advantages/ngrpo.py",
+        "ngrpo/methods/advantages/groupwise.py",
         _ORDER,
-        ("_plain(self.max_reward - self._rounding)", "_plain(self.max_reward)", "ngrpo: 0.7 is not 0.7 in float32"),
+        ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
         ("torch.where(below > -self._rounding, 0.0, below)", "below.clamp(max=0.0)", "ngrpo: sums miss the maximum"),
         ("ROUNDING * max(1.0, abs(self.max_reward))", "ROUNDING", "ngrpo: a large maximum is rounded more than that"),
-        (r'f"{number:.7f}".rstrip("0").rstrip(".")', 'f"{number:.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
+        (':.7f}".rstrip("0").rstrip(".")', ':.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
     ),
     *of_file(
         "ngrpo/methods/advantages/best_of_k.py",
@@ -232,7 +232,7 @@ AT_THE_BOUND = [
 ]
 
 RISK = of_file(
-    "ngrpo/methods/advantages/rs_grpo.py",
+    "ngrpo/methods/advantages/groupwise.py",
     _RISK,
     ("torch.expm1(self.beta * below)", "torch.expm1(below)", "rs_grpo: β is missing in the exponent"),
     ("(1.0 + mean) / self.beta", "(1.0 + mean)", "rs_grpo: not divided by β"),
@@ -258,7 +258,7 @@ _IN_LOSS = "test_credits_simko.py"
 
 CREDITS = [
     *of_file(
-        "ngrpo/methods/credits/simko.py",
+        "ngrpo/methods/credits/token_credits.py",
         _IN_LOSS,
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),
         ("candidates.mean(dim=1) - tokens.log_probs[right]", "candidates.mean(dim=1)", "simko: the token keeps all"),
@@ -281,7 +281,7 @@ CREDITS = [
         ("return places[row], sample", "return row, sample", "packed rows are taken for padded ones"),
     ),
     *of_file(
-        "ngrpo/methods/credits/entropy.py",
+        "ngrpo/methods/credits/token_credits.py",
         "test_credits.py",
         ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
         ("math.ceil(", "math.floor(", "top_entropy: rounded down"),
@@ -289,7 +289,7 @@ CREDITS = [
         ("advantages, 0.0)", "advantages, 0.1 * advantages)", "top_entropy: the others keep a part"),
     ),
     *of_file(
-        "ngrpo/methods/credits/entropy.py",
+        "ngrpo/methods/credits/token_credits.py",
         "test_credits.py",
         (
             "torch.minimum(self.alpha * tokens.entropies, advantages.abs() / self.kappa)",
@@ -305,7 +305,7 @@ CREDITS = [
         ("/ self.kappa", "/ 2.0", "entropy_bonus: κ is missing"),
     ),
     *of_file(
-        "ngrpo/methods/credits/first_token.py",
+        "ngrpo/methods/credits/token_credits.py",
         "test_credits.py",
         ("/ torch.bincount(answer)", "", "first_token: the sum and not the mean"),
         ('torch.where(positive, mean, -torch.inf), "amax"', 'mean, "amax"', "first_token: a wrong answer is the best"),
@@ -330,7 +330,7 @@ CREDITS = [
 
 NOISES = [
     *of_file(
-        "ngrpo/methods/policy_noises/aqn.py",
+        "ngrpo/methods/policy_noises/weight_noises.py",
         "test_policy_noises.py",
         ("(stage - 1) / last_exponent", "stage / last_exponent", "aqn: the first noisy stage is below σ_s"),
         ("self.end / self.start", "self.start / self.end", "aqn: σ rises"),
@@ -338,7 +338,7 @@ NOISES = [
         ("(self.steps or steps)", "steps", "aqn: its own number of steps is ignored"),
     ),
     *of_file(
-        "ngrpo/methods/policy_noises/psn.py",
+        "ngrpo/methods/policy_noises/weight_noises.py",
         "test_policy_noises.py",
         ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
         ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
@@ -353,7 +353,7 @@ NOISES = [
             "                pass\n",
             "the trainer keeps the noise",
         ),
-        ("+ scale * self._noise", "+ self._noise", "noise without its scale"),
+        ("+ scale * noise", "+ noise", "noise without its scale"),
     ),
     *of_file(
         "ngrpo/methods/policy_noises/base.py",
@@ -372,10 +372,10 @@ NOISES = [
         ("if self.noise[0] != self.noise_step:", "if self.noise[1] is None:", "σ is chosen once"),
     ),
     *of_file(
-        "ngrpo/trainers/common/importance.py",
+        "ngrpo/trainers/common/mismatch.py",
         "test_policy_noises.py",
         ('"divergence": -log_ratio.mean()', '"divergence": log_ratio.mean()', "the sign of the divergence"),
-        ("weight.clamp(weights.low, weights.high) if", "weight if", "the mean of weights that are not cut"),
-        ("| (weight > weights.high)", "", "what is above the bounds does not count as cut"),
+        ("weight.clamp(bounds.low, bounds.high) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > bounds.high)", "", "what is above the bounds does not count as cut"),
     ),
 ]

@@ -21,7 +21,7 @@ GRADIENTS = [
         ("sigma.unsqueeze(-1) * streams.normal", "streams.normal", "gaussian: the noise without its scale"),
     ),
     *of_file(
-        "perturbations/methods/gumbel.py",
+        "perturbations/methods/soft_grpo.py",
         "test_score_error.py::test_no_density_is_drowned_and_differences_are",
         (
             "densities.gumbel(scores, probabilities, distinct, gumbels)",
@@ -30,13 +30,13 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "perturbations/methods/gumbel.py",
+        "perturbations/methods/soft_grpo.py",
         "test_density.py",
         ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
         ("below = (gumbels <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
     ),
     *of_file(
-        "perturbations/methods/normal.py",
+        "perturbations/methods/soft_grpo.py",
         "test_density.py",
         ("densities.NORMAL_SIGMA * replayed.normal", "replayed.normal", "normal: the noise without its scale"),
         ("probabilities.detach() + densities", "edit.weights + densities", "normal: another mean than its own"),
@@ -48,7 +48,7 @@ GRADIENTS = [
         ("torch.where(below, -share,", "torch.where(below, -noise,", "exact: noise below a bound"),
         ("- seen.sum(dim=-1) * total", "- total", "exact: the weights' density counts its total once"),
         ("log_p - tau * weights", "log_p + tau * weights", "exact: the power of the weights"),
-        ("seen = kept & (weights >= _SMALLEST)", "seen = kept", "exact: a lost weight counts as seen"),
+        ("seen = kept & (weights >= SMALLEST)", "seen = kept", "exact: a lost weight counts as seen"),
         ("shape * log_weights - torch.lgamma(shape + 1.0)", "0.0 * shape", "exact: a lost weight of Dirichlet's"),
         (
             "seen = (shape - 1.0) * log_weights - torch.lgamma(shape)",
@@ -59,8 +59,8 @@ GRADIENTS = [
     *of_file(
         "perturbations/methods/latent.py",
         "test_density.py",
-        ("/ self.scale + low", "/ self.scale", "latent, exact: the shift of the noise"),
-        ("others & (beyond.detach() < high)", "others", "latent, exact: noise that no bound could hold is waited for"),
+        ("- own) / self.scale + low", "- own) / self.scale", "latent, exact: the shift of the noise"),
+        ("~mixed & (beyond.detach() < high)", "~mixed", "latent, exact: noise that no bound could hold is waited for"),
         (
             "return log_density + densities",
             "return log_density + 0.0 * densities",
@@ -83,11 +83,11 @@ GRADIENTS = [
         ),
     ),
     *of_file(
-        "ngrpo/trainers/common/densities.py",
+        "ngrpo/trainers/common/log_probs.py",
         "test_loss_entry.py::test_the_kl_term_is_the_tokens_in_gradient",
         (
-            "            return own\n        return own + density",
-            "            return own + density - density.detach()\n        return own + density",
+            "self._scored = torch.where(inside, density, 0.0)",
+            "self._scored, action = torch.where(inside, density, 0.0), action + density - density.detach()",
             "the KL term has the gradient of a density",
         ),
     ),
@@ -108,8 +108,8 @@ GRADIENTS = [
         "perturbations/parameters.py",
         "test_loss_entry.py",
         (
-            '"both": (model.get_input_embeddings, model.get_output_embeddings)',
-            '"both": (model.get_input_embeddings,)',
+            'perturbation.freeze in ("head", "both")',
+            'perturbation.freeze in ("head",)',
             "freezing both leaves the head out",
         ),
     ),

@@ -30,23 +30,22 @@ DENSITIES = [
         ("-0.5 * distance.square()", "-distance.square()", "normal: σ² in the place of 2 σ²"),
         ("torch.where(kept, logits, -torch.inf)", "logits", "probabilities are shared with ids that top-p cut"),
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
+        (' + require(normalizer, "edit.normalizer").unsqueeze(-1)', "", "gumbel, dirichlet: the total is missing"),
     ),
     *of_file(
-        "perturbations/methods/gumbel.py",
+        "perturbations/methods/soft_grpo.py",
         "test_density.py",
-        ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "gumbel: ids that top-p cut take part"),
-        ("self.tau * edit.weights.clamp_min", "edit.weights.clamp_min", "gumbel: τ is missing where y comes back"),
-        (".log() + normalizer.unsqueeze(-1)", ".log()", "gumbel: the total is missing"),
-    ),
-    *of_file(
-        "perturbations/methods/dirichlet.py",
-        "test_density.py",
-        ("densities.distinct(replayed.edit.ids)", "replayed.edit.ids >= 0", "dirichlet: ids that top-p cut take part"),
-        (".log() + normalizer.unsqueeze(-1)", ".log()", "dirichlet: the total is missing"),
-    ),
-    *of_file(
-        "perturbations/methods/normal.py",
-        "test_density.py",
+        (
+            "distinct = replayed.edit, densities.distinct(replayed.edit.ids)",
+            "distinct = replayed.edit, replayed.edit.ids >= 0",
+            "gumbel: ids that top-p cut take part",
+        ),
+        ("edit.normalizer, self.tau)", "edit.normalizer)", "gumbel: τ is missing where y comes back"),
+        (
+            "kept = replayed.edit, densities.distinct(replayed.edit.ids)",
+            "kept = replayed.edit, replayed.edit.ids >= 0",
+            "dirichlet: ids that top-p cut take part",
+        ),
         (
             "densities.distinct(edit.ids) & (edit.weights != 0.0)",
             "edit.ids >= 0",
@@ -75,7 +74,7 @@ DENSITIES = [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ),
     *of_file(
-        "ngrpo/trainers/common/densities.py",
+        "ngrpo/trainers/common/log_probs.py",
         "test_density_loss.py",
         (
             "if perturbation is None or not perturbation.has_density:",
@@ -85,13 +84,13 @@ DENSITIES = [
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
         ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
         (
-            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
-            "own = tokens",
+            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
+            "action = tokens",
             "a token that was not drawn is in the action",
         ),
         (
-            "own = tokens if self._perturbation.draws_token else torch.zeros_like(tokens)",
-            "own = torch.zeros_like(tokens)",
+            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
+            "action = torch.zeros_like(tokens)",
             "a token that was drawn is not in the action",
         ),
     ),
@@ -138,8 +137,8 @@ DENSITIES = [
 ]
 
 _LOSS, _STORE = "ngrpo/trainers/common/log_probs.py", "perturbations/replay/trajectory.py"
-_LEFT = "ngrpo/rollout/tokens_left.py"
-_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask.py"
+_LEFT = "ngrpo/rollout/sampling_support.py"
+_MASKED, _STORED = "test_mask_correction.py", "test_sampling_mask_store.py"
 
 SAMPLING = [
     Mutation(
@@ -184,14 +183,14 @@ SAMPLING = [
         _LEFT,
         "bits[:, -1] &= (1 << size % 8) - 1",
         "bits[:, -1] &= 0xFF",
-        "test_sampling_mask_store.py",
+        _STORED,
         "sampling mask: ids beyond the vocabulary",
     ),
     Mutation(
         _STORE,
         "np.cumsum(words.astype(np.int64) + named)",
         "np.cumsum(words.astype(np.int64) + 1)",
-        "test_sampling_mask_store.py",
+        _STORED,
         "sampling mask: tokens that are skipped counted one too many",
     ),
 ]
@@ -200,7 +199,7 @@ _MIXTURES, _SETS = "test_strategies_mixtures.py", "test_top_p_sets.py"
 
 MIXTURES = [
     *of_file(
-        "perturbations/methods/multiplex.py",
+        "perturbations/methods/token_draws.py",
         _MIXTURES,
         ("step.logits.gather(-1, ids)", "0.0 * ids", "multiplex: the weights do not know the probabilities"),
         ("torch.zeros_like(scores)", "0.5 * scores", "multiplex: the average is weighted"),
@@ -218,8 +217,8 @@ MIXTURES = [
             "distinct draws: a block's old sum",
         ),
         (
-            "-torch.inf, winners, self.sampled)",
-            "-torch.inf, winners, 0 * winners)",
+            "-torch.inf, token, self.sampled)",
+            "-torch.inf, token, 0 * token)",
             "distinct draws: any token where none is",
         ),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
@@ -229,19 +228,19 @@ MIXTURES = [
             "totals = blocks.amax(dim=-1)",
             "further draws: a block by its likeliest",
         ),
-        ("first + count + tokens)", "first + places)", "further draws: block and token share their noise"),
+        ("first + count + tokens[:, 0])", "first + places)", "further draws: block and token share their noise"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ),
     *of_file(
-        "perturbations/methods/moi.py",
+        "perturbations/methods/soft.py",
         _MIXTURES,
         ("[self.beta + 1.0 - h, h * p]", "[self.beta + 0.0 * h, h * p]", "moi: the pseudo-count of the token"),
-        ("/ math.log(step.logits.shape[-1])", "", "moi: the entropy is not normalised"),
-        ("/ math.log(self.k)", "/ math.log(step.logits.shape[-1])", "moi: the top's entropy over the vocabulary's"),
+        ("(entropy / math.log(tokens))", "entropy", "moi, selar: the entropy is not normalised"),
+        ("tokens=self.k)", "tokens=step.logits.shape[-1])", "moi: the top's entropy over the vocabulary's"),
         ("/ (self.beta + 1.0)", "/ 2.0", "moi: β is missing in the total"),
     ),
     *of_file(
-        "perturbations/methods/cuts.py",
+        "perturbations/methods/token_draws.py",
         "test_cuts.py",
         (".exp() >= self.delta", ".exp() >= 0.0", "cuts: no token is too unlikely"),
         (
@@ -257,24 +256,23 @@ MIXTURES = [
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ),
     *of_file(
-        "perturbations/methods/selar.py",
+        "perturbations/methods/soft.py",
         _MIXTURES,
         ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
         ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
-        ("/ math.log(self.k)", "", "selar: the entropy is not normalised"),
         ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
     ),
     *of_file(
-        "perturbations/methods/lepo.py",
+        "perturbations/methods/latent.py",
         _MIXTURES,
-        ("scores / self.tau", "scores", "lepo: τ is missing"),
+        ("noisy / self.tau", "noisy", "lepo: τ is missing"),
         (
             "dim=-1)), ids[:, 0])",
-            "dim=-1)), ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0])",
+            "dim=-1)), ids.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0])",
             "lepo: the text follows the noise",
         ),
-        ("(weights * log_probs).sum(dim=-1)", "log_probs.mean(dim=-1)", "lepo: the weights are missing in the density"),
-        ("step.gumbel(ids)", "step.gumbel(ids).clamp(-1.5, 3.0)", "lepo: the noise is clamped"),
+        ("(weights * torch.where", "(0.2 * torch.where", "lepo: the weights are missing in the density"),
+        ("p.log() + step.gumbel(ids)", "p.log() + step.gumbel(ids).clamp(-1.5, 3.0)", "lepo: the noise is clamped"),
     ),
     *of_file(
         "perturbations/methods/latent.py",
@@ -307,20 +305,24 @@ MIXTURES = [
         ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
     ),
     *of_file(
-        "perturbations/methods/selar.py",
+        "perturbations/methods/soft.py",
         _SETS,
         ("if self.filtered and", "if", "selar: filtered where the paper is not"),
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
     ),
     *of_file(
-        "perturbations/verdict.py",
+        "perturbations/gates/default.py",
         "test_verdict.py",
-        ("gate.selects(at) & eligible", "gate.selects(at)", "verdict: whoever asks is perturbed"),
-        ("    opened = allowed\n", "    opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
-        ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
-        ("opened & gate.open(slots, step, prompts)", "opened", "verdict: thinking never ends"),
+        ("self._options.selects(at) & eligible", "self._options.selects(at)", "verdict: whoever asks is perturbed"),
         (
-            "opened & gate.feeds(proposal.tokens, gate.ending(slots, step.positions))",
+            "        opened = allowed\n",
+            "        opened = allowed | True\n",
+            "verdict: what top-k cut stands in the text",
+        ),
+        ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
+        ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
+        (
+            "opened & self.feeds(proposal.tokens, self.matched(rows, step.positions))",
             "opened",
             "verdict: protected is fed",
         ),

@@ -9,7 +9,7 @@ _LADDER = "test_sampling_schedules_ladder.py"
 
 SCHEDULES = [
     *of_file(
-        "ngrpo/methods/sampling_schedules/per_token.py",
+        "ngrpo/methods/sampling_schedules/temperatures.py",
         "test_sampling_schedules.py",
         ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
         ("at.generated < self.c", "at.generated <= self.c", "ead: one token too many at temperature 1"),
@@ -19,13 +19,13 @@ SCHEDULES = [
         ('"released": 1}', '"released": 0}', "ead: the release's first step is its step 0"),
     ),
     *of_file(
-        "ngrpo/methods/sampling_schedules/per_token.py",
+        "ngrpo/methods/sampling_schedules/temperatures.py",
         "test_sampling_schedules.py",
         ("self.theta / at.entropies()", "self.theta * at.entropies()", "edt: hot where the model is sure"),
         ("self.t_0 * ", "", "edt: T_0 is missing"),
     ),
     *of_file(
-        "ngrpo/methods/sampling_schedules/per_token.py",
+        "ngrpo/methods/sampling_schedules/temperatures.py",
         _LADDER,
         ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),
         ("at.answers > 1", "at.answers > 0", "ladder: an only answer is cold"),
@@ -54,7 +54,7 @@ SCHEDULES = [
         (".sum(dim=-1).abs()", ".sum(dim=-1).neg()", "an entropy of -0, by which edt divides"),
     ),
     *of_file(
-        "ngrpo/methods/sampling_schedules/e3.py",
+        "ngrpo/methods/sampling_schedules/temperatures.py",
         "test_sampling_schedules.py",
         ("math.log(target / last)", "math.log(last / target)", "e3: away from the target"),
         ("run.temperature * past[-1].factor *", "past[-1].factor *", "e3: τ is taken for its factor"),
@@ -116,7 +116,7 @@ SCHEDULES = [
         ("[part[e.action_mask.bool()]", "[part.flatten()", "padding has an entropy"),
     ),
     *of_file(
-        "ngrpo/trainers/common/importance.py",
+        "ngrpo/trainers/common/mismatch.py",
         "test_correction_warmup.py",
         (".clamp(*bounds)", "", "a weight grows beyond its bounds"),
         ("(strength * (weight - 1.0)).log1p()", "strength * weight.log()", "log weights are interpolated"),

@@ -15,7 +15,7 @@ SECOND_ROUNDS = [
         ("right if len(right) < size", "right if len(right) <= size", "no wrong answer stays"),
         ("ratio = log_probs - behavior", "ratio = behavior - log_probs", "ρ upside down"),
         (".log().to(ratio) - ratio)", ".to(ratio) - ratio)", "γ itself in the place of its logarithm"),
-        ("max((len(head)", "min((len(head)", "nonsense before the template's own system message"),
+        ("return max(lengths)", "return max(lengths[:2])", "nonsense before the template's own system message"),
     ),
     *of_file(
         "ngrpo/methods/second_rounds/lope.py",

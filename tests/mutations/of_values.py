@@ -9,7 +9,7 @@ _DRAWN = "test_drawn_tokens.py"
 
 VALUES = [
     *of_file(
-        "ngrpo/methods/credits/first_token.py",
+        "ngrpo/methods/credits/token_credits.py",
         "test_credits.py",
         (".unique(return_inverse=True)[1]", "", "first_token: an empty answer before the last group aborts the step"),
     ),
@@ -25,11 +25,11 @@ VALUES = [
         ("if bool(response_mask[rows].any())", "if True", "verl: padding is a group"),
     ),
     *of_file(
-        "ngrpo/trainers/common/importance.py",
+        "ngrpo/trainers/common/mismatch.py",
         "test_policy_noises.py",
         (
-            "(weight < weights.low) | (weight > weights.high)",
-            "weight > weights.high",
+            "(weight < bounds.low) | (weight > bounds.high)",
+            "weight > bounds.high",
             "importance: the lower bound is ignored",
         ),
     ),
@@ -60,12 +60,12 @@ VALUES = [
         ("if self._module is not None and scale != 1.0", "if False", "a module is fed scaled embeddings"),
     ),
     *of_file(
-        "perturbations/replay/flat_records.py",
+        "perturbations/replay/scope.py",
         "test_replay.py",
         ('widened(r.weights, "constant")', 'widened(r.weights, "edge")', "narrow records are widened with weights"),
     ),
     *of_file(
-        "ngrpo/rollout/runner_v1.py",
+        "ngrpo/rollout/runners.py",
         "test_sampling_schedules_run.py",
         (
             "temperature = scaled.div_(factor.unsqueeze(-1)), temperature * factor",
@@ -87,11 +87,15 @@ VALUES = [
         "ngrpo/rollout/step_kernels.py",
         _DRAWN,
         (
-            "(scaled if drawable is None else drawable)[gated",
-            "scaled[gated",
+            "(logits.scaled if drawable is None else drawable)[gated",
+            "logits.scaled[gated",
             "a token that a filter cut may be proposed",
         ),
-        (", self._gate.ending(slots, positions), sampled > 0)", ", self._gate.ending(slots, positions))", "discarded"),
+        (
+            ", self._gate.matched(slots, positions), sampled > 0)",
+            ", self._gate.matched(slots, positions))",
+            "discarded",
+        ),
     ),
     *of_file(
         "perturbations/seeds.py",
@@ -102,7 +106,7 @@ VALUES = [
         "perturbations/gates/default.py",
         "test_gates.py",
         (
-            "now, tokens = torch.where(kept, now, before), torch.where(kept, tokens, self._recent[rows, at])",
+            "now, state = torch.where(kept, now, before), torch.where(kept, state, self._states[rows, at])",
             "now = torch.where(kept, now, before)",
             "until: a token that is not kept is seen",
         ),
@@ -137,13 +141,13 @@ VALUES = [
         "perturbations/methods/latent.py",
         "test_strategies_mixtures.py",
         (
-            "torch.where(weights < torch.finfo(torch.float32).tiny, 0.0, weights)",
+            "torch.where(weights < densities.SMALLEST, 0.0, weights)",
             "weights",
             "latent: denormal weights are recorded",
         ),
     ),
     *of_file(
-        "perturbations/methods/moi.py",
+        "perturbations/methods/soft.py",
         "test_strategies_mixtures.py",
         (".clamp(0.0, 1.0)", "", "moi: more entropy than there is"),
     ),
@@ -187,7 +191,7 @@ VALUES = [
         ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
     ),
     *of_file(
-        "perturbations/replay/flat_records.py",
+        "perturbations/replay/scope.py",
         "test_replay.py",
         ("(position < shape[1]) & (sample < shape[0])", "position < shape[1]", "a sample beyond the batch"),
         (

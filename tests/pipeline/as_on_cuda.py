@@ -19,11 +19,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.pipeline.harness import ROOT, train
 
@@ -32,8 +41,8 @@ _OURS = f"{__name__ if __name__ != '__main__' else 'tests.pipeline.as_on_cuda'}:
 _ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
 _ROWS = (
     ("torch", "empty", "cuda_is_the_host"),
-    ("torch.cuda", "current_stream", "no_stream"),
-    ("torch.cuda", "synchronize", "nothing_to_wait_for"),
+    ("torch.cuda", "current_stream", "nothing"),
+    ("torch.cuda", "synchronize", "nothing"),
     ("torch.multiprocessing.reductions", "reduce_tensor", "lent_in_shared_memory"),
     ("openrlhf.trainer.ray.utils", "get_physical_gpu_id", "gpu_of_ray"),
     ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator", "over_gloo"),
@@ -57,7 +66,7 @@ def begin() -> None:
 
 
 def _patches() -> list[Any]:
-    from ngrpo.machine.upstream.install import Patch
+    from ngrpo.machine.upstream.patch import Patch
 
     ours = [Patch(module, name, _OURS + act, "cpu", "sha:", "", "") for module, name, act in _ROWS]
     return [dataclasses.replace(row, upstream=row.state()) for row in ours]
@@ -65,7 +74,7 @@ def _patches() -> list[Any]:
 
 def begin_in_engine() -> None:
     """A plugin of vLLM's, for the process of an engine's core, which Ray does not start."""
-    from ngrpo.machine.upstream.install import place
+    from ngrpo.machine.upstream.patch import place
 
     place(_patches())
 
@@ -118,7 +127,7 @@ def cuda_is_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
     return empty
 
 
-def no_stream(original: Callable[..., Any]) -> Callable[..., None]:
+def nothing(original: Callable[..., Any]) -> Callable[..., None]:
     return lambda *args: None
 
 
@@ -152,8 +161,6 @@ def lent_in_shared_memory(original: Callable[..., Any]) -> Callable[..., Any]:
     """A handle as CUDA's: the receiver sees the sender's memory, and rubbish once the sender has freed it."""
 
     def reduce_tensor(tensor: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        import torch
-
         _take_back()
         path = f"/dev/shm/ngrpo-rehearsal-{uuid4().hex}"
         memory = torch.from_file(path, shared=True, size=tensor.nbytes, dtype=torch.uint8)
@@ -166,8 +173,6 @@ def lent_in_shared_memory(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def opened(path: str, size: int, dtype: Any, shape: tuple[int, ...], *_: object) -> Any:
     """What a handle leads to."""
-    import torch
-
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
@@ -182,8 +187,6 @@ def not_packed(original: Callable[..., None]) -> Callable[..., None]:
     """Linear layers keep their weights, as on CUDA; vLLM packs them on a CPU, after which nothing can be loaded."""
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        import torch
-
         layer.cpu_linear = torch.nn.functional.linear
 
     return dispatch
@@ -192,17 +195,71 @@ def not_packed(original: Callable[..., None]) -> Callable[..., None]:
 # --- CUDA's part of sleep --------------------------------------------------------------------------------------------
 
 
-def nothing_to_wait_for(original: Callable[..., Any]) -> Callable[..., None]:
-    return lambda *args: None
-
-
 def available(original: Callable[..., bool]) -> Callable[..., bool]:
     return lambda *args: True
 
 
+# Bytes: NaN in any floating-point dtype; 48 or so. (vLLM's CPU kernels read whole blocks.)
+_SLEEPING, _RUBBISH = 255, 66
+
+
+def _cpu_storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    parts = (part for part in tree_leaves(tree) if isinstance(part, Tensor) and part.device.type == "cpu")
+    return {part.untyped_storage()._cdata: part.untyped_storage() for part in parts}
+
+
+class _Allocations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = _cpu_storages((args, kwargs))
+        self.made |= {key: StorageWeakRef(part) for key, part in _cpu_storages(out).items() if key not in given}
+        return out
+
+
+class Pools:
+    """As vLLM's sleep at level 1 on CUDA: weights come back as they were, the KV cache as rubbish."""
+
+    def __init__(self) -> None:
+        self._pools: dict[str, _Allocations] = {}
+        self._asleep: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+
+    @contextmanager
+    def open(self, tag: str) -> Iterator[None]:
+        """What is allocated within, and lives longer, belongs to the pool."""
+        with self._pools.setdefault(tag, _Allocations()):
+            yield
+
+    def _parts(self, tag: str) -> Iterator[Tensor]:
+        for reference in self._pools[tag].made.values():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and storage.nbytes():
+                yield torch.empty(0, dtype=torch.uint8).set_(storage)
+
+    def addresses(self) -> set[int]:
+        """Where the parts of all pools begin."""
+        return {part.data_ptr() for tag in self._pools for part in self._parts(tag)}
+
+    def suspend(self, level: int) -> None:
+        """Takes the bytes of all pools away."""
+        for tag in self._pools:
+            parts = list(self._parts(tag))
+            self._asleep[tag] = [(part, part.clone() if tag == "weights" else None) for part in parts]
+            for part in parts:
+                part.fill_(_SLEEPING)
+
+    def resume(self, tags: list[str] | None) -> None:
+        """Gives those of some pools back."""
+        for tag in tags or list(self._asleep):
+            for part, saved in self._asleep.pop(tag):
+                part.fill_(_RUBBISH) if saved is None else part.copy_(saved)
+
+
 def sleeping_worker(plain: type) -> type:
     """vLLM's worker for CPUs with the sleep of the one for GPUs, which ours is attached to."""
-    from tests.pipeline.sleeping_memory import Pools
 
     class SleepingWorker(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: object, **kwargs: object) -> None:
@@ -216,14 +273,12 @@ def sleeping_worker(plain: type) -> type:
             return self.pools
 
         def sleep(self, level: int = 1) -> None:
-            ours = _tensors_of(self.perturbation)
-            named = dict(self.model_runner.get_model().named_parameters())
-            weights = {part.untyped_storage().data_ptr() for part in _tensors_of(self.model_runner.get_model())}
-            asleep = self.pools.addresses()
-            awake = [name for name, part in named.items() if part.untyped_storage().data_ptr() not in asleep]
-            left = [part for part in ours if part.untyped_storage().data_ptr() not in weights]
-            lost = [tuple(part.shape) for part in left if part.untyped_storage().data_ptr() in asleep]
-            note("sleep", ours=len(left), lost=lost, awake=awake)
+            model, asleep = self.model_runner.get_model(), self.pools.addresses()
+            weights = {part.untyped_storage().data_ptr() for part in _tensors_of(model)}
+            ours = {part.untyped_storage().data_ptr() for part in _tensors_of(self.perturbation)} - weights
+            parts = model.named_parameters()
+            awake = [name for name, part in parts if part.untyped_storage().data_ptr() not in asleep]
+            note("sleep", ours=len(ours), lost=len(ours & asleep), awake=awake)
             with patch("torch.accelerator.get_memory_info", lambda: (0, 0)):  # of which it must not use more
                 super(plain, self).sleep(level)
 
@@ -236,9 +291,6 @@ def sleeping_worker(plain: type) -> type:
 
 def _tensors_of(root: object) -> list[Any]:
     """The tensors of an object and of what it is made of, as far as the project and torch's modules reach."""
-    import numpy as np
-    import torch
-
     found, seen, left = [], set(), [root]
     while left:
         part = left.pop()
@@ -265,9 +317,6 @@ def noted_sync(original: Callable[..., None]) -> Callable[..., None]:
     """A sync's own weights go to a file as well, for the engines to compare with theirs."""
 
     def broadcast_to_vllm(self: Any) -> None:
-        import torch
-        from safetensors.torch import save_file
-
         from ngrpo.trainers.openrlhf.actor_trainer import gathered
 
         weights = gathered(self, keep=True)
@@ -307,9 +356,6 @@ _STACKED = {".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."), ".gate_up_proj."
 
 def _wrong(attached: Any, sent: Path) -> Iterator[str]:
     """The engine's parameters that are not, to the bit, what was sent."""
-    import torch
-    from safetensors.torch import load_file
-
     from perturbations import parameters
 
     own: dict[str, Any] = {}

@@ -74,10 +74,6 @@ def train(
     return completed(small(folder, model, *flags, program=program), env)
 
 
-def start(folder: Path, model: str, *flags: str) -> subprocess.Popen[str]:
-    return begun(small(folder, model, *flags))
-
-
 def steps_of(folder: Path, model: str, *flags: str, program: Sequence[str] = PROGRAM) -> list[dict[str, Any]]:
     result = train(folder, model, *flags, program=program)
     assert result.returncode == 0, result.stdout[-6000:]

@@ -10,6 +10,10 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+from ngrpo import patches
+from ngrpo.config.run import RunConfig, begin
+from ngrpo.machine.upstream import patch
+
 SIZE = 4
 # Prompts a (one right), b (all wrong), c (all right). An answer's tokens are its place, so a place can be read off.
 REWARDS = [1.0, 0.0, 0.0, 0.0] + [0.0] * 4 + [1.0] * 4
@@ -27,10 +31,6 @@ class Tokenizer:
 
 
 def main() -> None:
-    from ngrpo import patches
-    from ngrpo.config.run import RunConfig, begin
-    from ngrpo.machine.upstream import install
-
     patches.install(["cpu", "without_flash_attn"])
     import torch
     from openrlhf.trainer.ppo_utils import experience_maker, samples_generator
@@ -47,19 +47,11 @@ def main() -> None:
             for row, (place, length) in enumerate(zip(places, lengths)):
                 sequences[row, 2 : 2 + length] = place
                 mask[row, 1 : 1 + length] = 1
-            made.append(
-                Experience(
-                    sequences=sequences,
-                    action_mask=mask,
-                    rewards=torch.tensor([REWARDS[place] for place in places]),
-                    response_length=torch.tensor(lengths),
-                    truncated=torch.tensor([length == 3 for length in lengths]),
-                    kl=torch.zeros_like(mask),
-                    index=list(places),
-                    prompts=["abc"[place // SIZE] for place in places],
-                    info={"reward": torch.tensor([REWARDS[place] for place in places])},
-                )
-            )
+            rewards, truncated = torch.tensor(REWARDS)[places], torch.tensor([length == 3 for length in lengths])
+            known = {"rewards": rewards, "info": {"reward": rewards}, "index": list(places), "truncated": truncated}
+            known |= {"response_length": torch.tensor(lengths), "kl": torch.zeros_like(mask)}
+            prompts = ["abc"[place // SIZE] for place in places]
+            made.append(Experience(sequences=sequences, action_mask=mask, prompts=prompts, **known))
         return made
 
     def maker(**reward: Any) -> Any:
@@ -84,30 +76,26 @@ def main() -> None:
         return [by_place[place] for place in range(len(REWARDS))]
 
     result: dict[str, Any] = {"stock": run(maker())}
-    install.place(row for row in patches.active(["advantage"]) if row.module.endswith("_maker"))
+    patch.place(row for row in patches.active(["advantage"]) if row.module.endswith("_maker"))
 
     def ours(made: Any, **spec: Any) -> list[list[float]]:
         begin(RunConfig(specs={"advantage": spec}))
         return run(made)
 
-    for name in ("group_norm", "ngrpo", "psr", "nsr", "w_reinforce"):
+    for name in ("group_norm", "ngrpo", "nsr"):
         result[name] = ours(maker(), name=name)
-    excluding = maker()
+    excluding, annealed, counting, measured, incomplete = (maker() for _ in range(5))
     result["exclude"] = ours(excluding, name="group_norm", overlong="exclude")
     result["excluded"] = excluding.step_measures["advantage/overlong"]
-    annealed = maker()
     result["pass_at_k"] = []
     for annealed.training_step in (0, 7):
         result["pass_at_k"].append(ours(annealed, name="pass_at_k", k=2, k_end=1, k_steps=7))
-    counting = maker()
     result["copo"] = [ours(counting, name="copo", beta=1.0), ours(counting, name="copo", beta=1.0)]
     result["copo_metrics"] = counting.step_measures
     # DAPO's penalty on the answers of more than 2 tokens: 1 of a buffer of 2 beyond them costs a half.
     result["ngrpo_overlong"] = ours(maker(overlong_buffer_len=2, overlong_penalty_factor=1.0), name="ngrpo")
-    measured = maker()
     ours(measured, name="ngrpo")
     result["metrics"] = measured.step_measures
-    incomplete = maker()
     incomplete.args.rollout.n_samples_per_prompt = 5
     try:
         ours(incomplete, name="ngrpo")
@@ -124,11 +112,10 @@ def sampled(module: Any) -> dict[str, list[float]]:
     """(temperature, top_p, top_k, min_p) of a training rollout, an evaluation, and a rollout after that."""
     from ngrpo import patches
     from ngrpo.config.run import RunConfig, Sampling, begin
-    from ngrpo.machine.upstream import install
 
     begin(RunConfig(specs={"perturbation": {"name": "neighbor"}}, sampling=Sampling(top_k=5, min_p=0.1)))
     # With the perturbation's own row for the same class, in the order of the table.
-    install.place(row for row in patches.active(("perturbation", "sampling")) if row.module == module.__name__)
+    patch.place(row for row in patches.active(("perturbation", "sampling")) if row.module == module.__name__)
     seen: list[Any] = []
     engine = SimpleNamespace(
         get_num_unfinished_requests=SimpleNamespace(remote=lambda: 0),

@@ -51,17 +51,7 @@ class Damp(Perturbation):
 @contextmanager
 def node(*flags: str, gpus: int = 1, within: Sequence[str] = ()) -> Iterator[str]:
     """A node as `ray start` makes it; its output, up to where it runs."""
-    words = [
-        *within,
-        str(BIN / "ray"),
-        "start",
-        "--block",
-        "--num-cpus",
-        str(2 + gpus),
-        "--num-gpus",
-        str(gpus),
-        *flags,
-    ]
+    words = [*within, str(BIN / "ray"), *f"start --block --num-cpus {2 + gpus} --num-gpus {gpus}".split(), *flags]
     env = {**os.environ, "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]), "RAY_DISABLE_IMPORT_WARNING": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
         assert process.stdout is not None
@@ -148,60 +138,36 @@ def test_a_job(tmp_path: Path, smollm2: str) -> None:
     assert "succeeded" in (done.stdout + done.stderr).lower()
 
 
-def test_variables_reach_a_cluster_that_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray
-
-    from ngrpo.machine.hardware import profile_for
-    from ngrpo.trainers.openrlhf.launch import worker_env
-
-    names = ("HF_TOKEN", "NGRPO_REWARD_SECONDS", "VLLM_USE_V2_MODEL_RUNNER", "WANDB_API_KEY", "NCCL_SOCKET_IFNAME")
-    with head() as address:
-        for name in names:
-            monkeypatch.setenv(name, f"of {name}")
-        env = worker_env(profile_for("cuda"))
-        ray.init(address=address, log_to_driver=False, runtime_env={"env_vars": env})
-        try:
-            seen = ray.get(ray.remote(lambda: dict(os.environ)).remote(), timeout=120)
-        finally:
-            ray.shutdown()
-    assert {name: seen.get(name) for name in names} == {name: f"of {name}" for name in names}
+def hiding(*folders: Path) -> list[str]:
+    """Words before a node's command: for it alone these folders are empty, by a mount in a namespace of its own."""
+    hide = " && ".join(f"mount -t tmpfs none {folder}" for folder in folders)
+    if subprocess.run(["unshare", "--mount", "sh", "-c", hide], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount in a namespace of its own (unshare --mount)")
+    return ["unshare", "--mount", "sh", "-c", hide + ' && exec "$@"', "sh"]
 
 
-@pytest.mark.parametrize("flag", ["--reward.remote_url", "--model", "--run-dir"])
-def test_a_path_that_a_node_lacks(tmp_path: Path, smollm2: str, flag: str) -> None:
-    """On the second node the folder is empty, which a mount of its own shows it alone."""
+def test_a_path_that_a_node_lacks(tmp_path: Path, smollm2: str) -> None:
     folder = tmp_path / "only_here"
     folder.mkdir()
-    hide = f"mount -t tmpfs none {folder}"
-    allowed = subprocess.run(["unshare", "--mount", "sh", "-c", hide], capture_output=True, check=False)
-    if allowed.returncode:
-        pytest.skip("needs the right to mount in a namespace of its own (unshare --mount)")
-    path = {"--reward.remote_url": folder / "reward.py", "--model": folder / "model", "--run-dir": folder / "run"}[flag]
     (folder / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': 0.0}\n")
     shutil.copytree(smollm2, folder / "model")
     small = [word for pair in SMALL.items() for word in pair]
-    given = {"--model": smollm2, "--run-dir": str(tmp_path / "run"), "--hardware": "cpu", flag: str(path)}
-    words = [*small, *(word for pair in given.items() for word in pair), "--perturbation", "neighbor"]
-    within = ["unshare", "--mount", "sh", "-c", hide + ' && exec "$@"', "sh"]
-    with head() as address, second(address, within):
-        done = run(tmp_path, str(BIN / "ngrpo"), "train", *words, RAY_ADDRESS=address)
-    assert done.returncode == 2, (done.stdout + done.stderr)[-6000:]
-    said = done.stderr.strip().splitlines()[-1]
-    name = "--actor.model_name_or_path" if flag == "--model" else flag
-    assert f"{name} {path}: the cluster's node " in said and "that all nodes share" in said
+    with head() as address, second(address, hiding(folder)):
+        for flag, name in (("--reward.remote_url", "reward.py"), ("--model", "model"), ("--run-dir", "run")):
+            given = {"--model": smollm2, "--run-dir": str(tmp_path / "run"), flag: str(folder / name)}
+            words = [*small, "--hardware", "cpu", *(word for pair in given.items() for word in pair)]
+            words += ["--perturbation", "neighbor"]
+            done = run(tmp_path, str(BIN / "ngrpo"), "train", *words, RAY_ADDRESS=address)
+            assert done.returncode == 2, (done.stdout + done.stderr)[-6000:]
+            said, flag = done.stderr.strip().splitlines()[-1], flag.replace("--model", "--actor.model_name_or_path")
+            assert f"{flag} {folder / name}: the cluster's node " in said and "that all nodes share" in said
 
 
 def test_a_node_without_the_project(tmp_path: Path, smollm2: str) -> None:
-    """On the second node the project's folders are empty, which a mount of its own shows it alone."""
     found = "import ngrpo; print(ngrpo.__file__)"
     installed = subprocess.run([sys.executable, "-I", "-c", found], capture_output=True, text=True, check=False)
     folders = {ROOT, *(Path(line).parents[1] for line in installed.stdout.split())}
-    hidden = [folder / name for folder in folders for name in ("ngrpo", "perturbations")]
-    hide = " && ".join(f"mount -t tmpfs none {folder}" for folder in hidden)
-    allowed = subprocess.run(["unshare", "--mount", "sh", "-c", hide], capture_output=True, check=False)
-    if allowed.returncode:
-        pytest.skip("needs the right to mount in a namespace of its own (unshare --mount)")
-    within = ["unshare", "--mount", "sh", "-c", hide + ' && exec "$@"', "sh"]
+    within = hiding(*(folder / name for folder in folders for name in ("ngrpo", "perturbations")))
     began = time.monotonic()
     with head() as address, second(address, within):
         env = {"RAY_ADDRESS": address}

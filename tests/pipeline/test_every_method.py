@@ -45,11 +45,10 @@ def test_two_steps(words: str, tmp_path: Path, smollm2: str) -> None:
 @pytest.mark.parametrize("noise", sorted(policy_noises.available()))
 def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
     """With PSN's importance weights, and a divergence between rollout and trainer where there is noise."""
-    loud = {"psn": ["sigma", "0.01"], "aqn": ["start", "0.01"]}[noise]  # an evaluation with clean weights in between
-    flags = ["--policy_noise", noise, f"--policy_noise.{loud[0]}", loud[1], "--perturbation", "neighbor"]
-    flags += ["--eval.steps", "1"]
-    flags += ["--policy_noise.steps", "3", "--policy_noise.stages", "3"] if noise == "aqn" else []
-    steps = steps_of(tmp_path, smollm2, *LOUD, *flags, "--algo.kl.init_coef", "0")
+    loud = {"psn": "sigma 0.01", "aqn": "start 0.01 --policy_noise.steps 3 --policy_noise.stages 3"}[noise]
+    flags = f"--policy_noise {noise} --policy_noise.{loud} --perturbation neighbor --algo.kl.init_coef 0".split()
+    # An evaluation with clean weights in between.
+    steps = steps_of(tmp_path, smollm2, *LOUD, *flags, "--eval.steps", "1")
     scales = [0.01, 0.01] if noise == "psn" else [0.0, 0.01]
     assert [step["policy_noise_scale"] for step in steps] == pytest.approx(scales)
     assert steps[1]["gap_plain_mean"] > (0.2 if noise == "psn" else 100 * steps[0]["gap_plain_mean"])
@@ -61,15 +60,12 @@ def test_policy_noise(noise: str, tmp_path: Path, smollm2: str) -> None:
 @pytest.mark.parametrize("schedule", sorted(sampling_schedules.available()))
 def test_sampling_schedule(schedule: str, tmp_path: Path, smollm2: str) -> None:
     """With importance weights; alone and with a perturbation; an evaluation, which is at its own temperature."""
-    loud = {"ead": ["tau_max", "1.6", "c", "2"], "edt": ["theta", "1.0"], "e3": ["share", "1"]}
-    options = {**loud, "ladder": ["most", "1.6"]}[schedule]
-    flags = ["--sampling.schedule", schedule, "--eval.steps", "1", "--algo.kl.init_coef", "0"]
-    for name, value in zip(options[::2], options[1::2]):
-        flags += [f"--sampling.schedule.{name}", value]
-    if schedule == "edt":  # the text is sampled: importance weights are of no other
-        flags += ["--perturbation", "neighbor", "--perturbation.realization", "sampled"]
-    if schedule == "ladder":
-        flags += ["--sampling.correction_warmup", "2"]
+    option = "--sampling.schedule."
+    # With edt's perturbation the text is sampled: importance weights are of no other.
+    loud = {"ead": f"{option}tau_max 1.6 {option}c 2", "e3": f"{option}share 1"}
+    loud |= {"edt": f"{option}theta 1.0 --perturbation neighbor --perturbation.realization sampled"}
+    loud |= {"ladder": f"{option}most 1.6 --sampling.correction_warmup 2"}
+    flags = f"--sampling.schedule {schedule} {loud[schedule]} --eval.steps 1 --algo.kl.init_coef 0".split()
     steps = steps_of(tmp_path, smollm2, *LOUD, *flags)
     if schedule == "ladder":
         assert [step["importance_strength"] for step in steps] == [0.0, 0.5]
@@ -93,7 +89,6 @@ def test_hrpos_gate_trains_is_synced_and_saved(tmp_path: Path, smollm2: str) -> 
     rates = ["--perturbation.gate_lr", "0.02", "--perturbation.lambda_lr", "4"]
     kl = ["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"]
     first, second = steps_of(tmp_path, smollm2, *LOUD, *kl, "--perturbation", "hrpo", *rates)
-    print({name: (first[name], second[name]) for name in ("gap_perturbed_mean", "gap_plain_mean", "shift", "rate")})
     assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert first["rate"] > 0.9 and first["shift"] > 0.0
     assert second["shift"] > 1.5 * first["shift"], "the gate has not changed"
@@ -118,6 +113,5 @@ def test_a_corrected_mask_scores_what_the_rollout_drew_from(tmp_path: Path, smol
     for number, step in enumerate(steps, start=1):
         # OpenRLHF's own: the mean of log π_rollout − log π_trainer, with the engine's processed log-probabilities.
         kl = summary["scalars"]["train/vllm_kl"][str(number)]
-        print(f"step {number}: gap {step['gap_plain_mean']:.1e}, at most {step['gap_plain_max']:.1e}; vllm_kl {kl:.1e}")
         assert step["gap_plain_mean"] <= GAP and abs(kl) <= GAP
         assert math.isfinite(summary["scalars"]["train/policy_loss"][str(number)])

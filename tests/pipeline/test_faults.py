@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -14,44 +15,30 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.pipeline.harness import assert_nothing_runs, start, train
+from tests.pipeline.harness import assert_nothing_runs, begun, small, train
 
 pytestmark = pytest.mark.slow
 
 FLAGS = ["--perturbation", "gumbel", "--ckpt.save_steps", "1"]
 REWARD = """
-import time
-
 def reward_func(queries, prompts, labels, **_):
-    if queries[0].count("user") and hash(queries[0]) % 3 == 0:
-        {fault}
-    return {{"rewards": 1.0}}
+    raise KeyError("no such label")
 """
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("raise KeyError('no such label')", "raised KeyError: 'no such label'"),
-        ("time.sleep(3600)", "has not answered within 3 s"),
-    ],
-)
-def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str, fault: str, told: str) -> None:
+def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str) -> None:
     file = tmp_path / "reward.py"
-    file.write_text(REWARD.format(fault=fault))
-    flags = ["--reward.remote_url", str(file)]
-    result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"NGRPO_REWARD_SECONDS": "3"})
+    file.write_text(REWARD)
+    result = train(tmp_path / "run", smollm2, *FLAGS, "--reward.remote_url", str(file))
     assert result.returncode == 1
-    end = result.stdout[-3000:]
-    assert told in end
-    assert "prompt:" in end
-    assert "answer:" in end
+    for told in ("raised KeyError: 'no such label'", "prompt:", "answer:"):
+        assert told in result.stdout[-3000:]
     assert_nothing_runs(tmp_path)
 
 
 def test_an_engine_that_is_killed(tmp_path: Path, smollm2: str) -> None:
     log = tmp_path / "log"
-    with start(tmp_path / "run", smollm2, *FLAGS, "--log-file", str(log)) as process:
+    with begun(small(tmp_path / "run", smollm2, *FLAGS, "--log-file", str(log))) as process:
         until = time.monotonic() + 300
         while "Global step 1" not in (log.read_text(errors="replace") if log.is_file() else ""):
             assert process.poll() is None and time.monotonic() < until
@@ -85,10 +72,8 @@ def test_a_plugin_that_is_missing_on_one_of_two_nodes(tmp_path: Path, smollm2: s
     flags += ["--algo.kl.init_coef", "0"]
     result = train(tmp_path / "run", smollm2, *FLAGS, *flags, env={"RAY_ADDRESS": two_nodes})
     assert result.returncode == 1
-    end = result.stdout[-4000:]
-    assert "training failed" in end
-    assert "vLLM worker 0 runs unperturbed" in end
-    assert "pip install ngrpo" in end
+    for told in ("training failed", "vLLM worker 0 runs unperturbed", "pip install ngrpo"):
+        assert told in result.stdout[-4000:]
     assert "Global step" not in result.stdout
     assert_nothing_runs(tmp_path)
 
@@ -131,3 +116,27 @@ def test_a_cluster_with_too_few_gpus_and_one_that_is_gone(tmp_path: Path, smollm
         assert result.returncode == 0 and "is gone (`ray stop` forgets it); starting Ray here" in result.stdout
     finally:
         known.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("sent", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGKILL, -9, "")])
+def test_a_training_that_is_ended(tmp_path: Path, smollm2: str, sent: signal.Signals, code: int, word: str) -> None:
+    """SIGTERM, as Slurm and Kubernetes send it, leaves the summary and the report; no process outlives even SIGKILL."""
+    log, run = tmp_path / "log", tmp_path / "run"
+    log.write_text("of an earlier run\n")
+    flags = [*FLAGS, "--vllm.num_engines", "2", "--data.max_samples", "64", "--log-file", str(log)]
+    with begun(small(run, smollm2, *flags)) as process:
+        until = time.monotonic() + 300
+        while "Global step 1" not in log.read_text(errors="replace"):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.2)
+        time.sleep(3.0)
+        process.send_signal(sent)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert_nothing_runs(tmp_path)
+    assert log.read_text(errors="replace").startswith("of an earlier run\n")
+    assert (run / "checkpoints" / "_actor" / "latest").is_file()
+    if word:
+        assert word in output and "--ckpt.load_enable continues from the last checkpoint" in output
+        assert json.loads((run / "summary.json").read_text())["steps"][0]["step"] == 1
+        assert (run / "report.html").is_file()

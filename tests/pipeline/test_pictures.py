@@ -73,6 +73,5 @@ def test_pictures_that_both_sides_read_differently_end_a_strict_run(
     del config["text_config"]["rope_parameters"]["mrope_section"]
     (folder / "config.json").write_text(json.dumps(config))
     result = train(tmp_path / "run", str(folder), *flags_for(model / "prompts" / "prompts.jsonl", 1), env=with_vision())
-    assert result.returncode != 0 and "Engine and trainer read pictures differently" in result.stdout, result.stdout[
-        -6000:
-    ]
+    assert result.returncode != 0
+    assert "Engine and trainer read pictures differently" in result.stdout, result.stdout[-6000:]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.workbench.report import write_diagnosis, write_report
+from ngrpo.workbench.report import write_report
 from tests import chromium
 from tests.chromium import Chromium
 from tests.report_example import STRATEGIES, diagnosis, example, groups
@@ -55,7 +55,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         {"text": "سلام " * 30 + "x" * 400, "perturbed": False}
     ]
     write_report(example(), folder / "comparison.html")
-    write_diagnosis(diagnosis(), folder / "diagnosis.html")
+    write_report(diagnosis(), folder / "diagnosis.html")
     write_report(example(steps=1000, seeds=1, strategies=(*TWELVE, "gumbel", "soft")), folder / "twelve.html")
     write_report(odd, folder / "odd.html")
     write_report(example(steps=1, seeds=1, strategies=("none",)), folder / "single.html")
@@ -201,12 +201,6 @@ def test_chart_values_and_legend(browser: Chromium, pages: dict[str, str]) -> No
     browser.press("ArrowLeft")
     assert "is read as" in browser.evaluate(TIP) and "×" in browser.evaluate(TIP)
     assert browser.complaints() == []
-
-
-def test_without_javascript_nothing_is_lost(browser: Chromium, pages: dict[str, str]) -> None:
-    browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1], scripts=False)
-    assert browser.evaluate(EMPTY_DRAWINGS) == 0 and browser.evaluate(BARE_SECTIONS) == []
-    assert browser.evaluate("document.querySelectorAll('.tok[tabindex=\"-1\"]').length") == 0  # Scripts were off.
 
 
 def test_the_browser_would_notice(browser: Chromium, tmp_path: Path) -> None:

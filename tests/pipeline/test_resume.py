@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pipeline.harness import LOUD, start, train
+from tests.pipeline.harness import LOUD, begun, small, train
 
 FLAGS = [
     *["--perturbation", "neighbor", "--perturbation.rate", "0.5", "--advantage", "copo"],
@@ -31,13 +30,6 @@ def same(step: dict[str, Any]) -> dict[str, Any]:
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "summary.json").read_text())["steps"]
-
-
-def wait_for(path: Path, process: subprocess.Popen, seconds: float = 400.0) -> None:
-    until = time.monotonic() + seconds
-    while not path.is_file():
-        assert process.poll() is None and time.monotonic() < until, f"{path} never came"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -65,12 +57,12 @@ def test_where_asynchronous_the_round_and_the_counts_go_on(tmp_path: Path, smoll
 
 def killed_and_resumed(folder: Path, smollm2: str, *flags: str) -> list[dict[str, Any]]:
     """The steps after the second of a run that is killed once that one is saved, and then goes on."""
-    with start(folder, smollm2, *flags, "--log-file", str(folder.with_suffix(".log"))) as process:
+    with begun(small(folder, smollm2, *flags, "--log-file", str(folder.with_suffix(".log")))) as process:
         # The file that names the newest checkpoint is written last; by then the next rollout has begun.
         latest = folder / "checkpoints" / "_actor" / "latest"
-        wait_for(latest, process)
-        while latest.read_text() != "global_step2":
-            assert process.poll() is None
+        until = time.monotonic() + 400.0
+        while not (latest.is_file() and latest.read_text() == "global_step2"):
+            assert process.poll() is None and time.monotonic() < until
             time.sleep(0.05)
         time.sleep(1.0)
         os.kill(process.pid, signal.SIGKILL)

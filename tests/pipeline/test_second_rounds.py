@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ngrpo.methods.second_rounds.lope import WORDS
-from tests.pipeline.harness import LOUD, steps_of, train
+from tests.pipeline.harness import LOUD, steps_of
 
 pytestmark = pytest.mark.slow
 
@@ -73,8 +73,3 @@ def test_answers_to_the_same_prompt_have_a_ratio_of_one(tmp_path: Path, smollm2:
         assert step["second_round_asked"] == 1.0 and step["second_round_trained"] == 0.75
         assert step["second_round_ratio"] == pytest.approx(1.0, abs=0.03)
         assert step["advantage_max"] == pytest.approx(0.5, abs=1e-4), "of the four that are trained"
-
-
-def test_it_is_refused_where_it_cannot_be(tmp_path: Path, smollm2: str) -> None:
-    result = train(tmp_path / "run", smollm2, "--second_round", "lope", "--perturbation", "neighbor")
-    assert result.returncode == 2 and "--perturbation neighbor cannot be used with --second_round" in result.stdout

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.pipeline.harness import EXAMPLE, GAP, LOUD, steps_of, train
+from tests.pipeline.harness import EXAMPLE, GAP, LOUD, PROGRAM, completed, steps_of, train
 
 
 def check(steps: list[dict[str, Any]], rate: float) -> None:
     first = steps[0]
-    for kind in ("gap_perturbed_mean", "gap_perturbed_max", "gap_plain_mean", "gap_plain_max"):
-        print(kind, *(f"{step[kind]:.1e}" for step in steps))
     assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert first["rate"] == pytest.approx(rate, abs=0.12)
     assert first["shift"] > 0.0
@@ -66,3 +64,30 @@ def test_a_worker_without_the_plugin_stops_the_run(tmp_path: Path, random_model:
     assert "vLLM worker 0 runs unperturbed" in result.stdout[-3000:]
     assert "pip install ngrpo" in result.stdout[-3000:]
     assert "Global step" not in result.stdout
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("name", "perturbation"),
+    [
+        pytest.param("n_grpo_r1_distill_qwen_1.5b", "neighbor", marks=pytest.mark.slow),
+        ("soft_grpo_r1_distill_qwen_1.5b", "gumbel"),
+    ],
+)
+def test_a_recipe_rehearsed_on_a_cpu(name: str, perturbation: str, tmp_path: Path) -> None:
+    """As the recipes' index says: the packaged model in place of the large one.
+
+    SofT-GRPO's loss has a density: the ratio is 1 before an update, and the gap is that of the tokens' own
+    log-probabilities, in which a density of draws would be off by a nat or more.
+    """
+    files = [f"examples/recipes/{name}.yaml", "examples/recipes/placements/rehearsal_cpu.yaml"]
+    words = [*(word for file in files for word in ("--config", file)), "--actor.gradient_checkpointing_enable", *LOUD]
+    done = completed([*PROGRAM, str(tmp_path / "run"), *words])
+    assert done.returncode == 0, done.stdout[-6000:]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["perturbation"]["name"] == perturbation
+    first, second = summary["steps"]
+    assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
+    assert first["rate"] == pytest.approx(summary["perturbation"]["rate"], abs=0.12)
+    for step in (first, second):
+        assert step["rate"] > 0.0 and 0.0 < step["gap_perturbed_mean"] <= GAP, step

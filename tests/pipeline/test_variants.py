@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.pipeline.harness import GAP, LOUD, assert_nothing_runs, train
+from tests.tiny_folder import tiny_folder
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ NO_REFERENCE = ["--algo.kl.init_coef", "0"]
 SMALL_BATCHES = ["--rollout.micro_batch_size", "4", "--train.micro_batch_size", "4"]
 
 
-def run(folder: Path, model: str, *flags: str) -> dict[str, Any]:
+def run(folder: Path, model: str, *flags: str, ratio: float = 1e-3) -> dict[str, Any]:
     """The summary of a run of at least two steps whose replay was exact in each."""
     result = train(folder, model, *STRICT, *flags)
     assert result.returncode == 0, result.stdout[-6000:]
@@ -44,6 +45,8 @@ def run(folder: Path, model: str, *flags: str) -> dict[str, Any]:
         print(f"step {step['step']:.0f}: gap {perturbed:.1e} after perturbed inputs, {plain:.1e} at plain positions")
         assert 0.2 < step["rate"] <= step["planned_rate"] and step["shift"] > 0.0
         assert max(perturbed, plain) <= GAP
+    # Old log-probabilities and the training forward replay alike.
+    assert summary["steps"][0]["ratio_mean"] == pytest.approx(1.0, abs=ratio)
     return summary
 
 
@@ -55,11 +58,6 @@ def moved(summary: dict[str, Any], model: str) -> float:
     return float((saved - begun).abs().sum())
 
 
-def first_ratio(summary: dict[str, Any]) -> float:
-    """Mean PPO ratio of the first step: 1 where old log-probabilities and the training forward replay alike."""
-    return summary["steps"][0]["ratio_mean"]
-
-
 def test_a_replay_that_is_wrong_is_noticed(tmp_path: Path, smollm2: str) -> None:
     buffer = ["--perturbation.replay_buffer", f"{USER_FILES / 'mixed_up.py'}:MixedUp"]
     result = train(tmp_path, smollm2, *LOUD, *NEIGHBOR, *NO_REFERENCE, "--perturbation.strict", *buffer)
@@ -68,14 +66,29 @@ def test_a_replay_that_is_wrong_is_noticed(tmp_path: Path, smollm2: str) -> None
     assert "training failed" in end and "log-probabilities of rollout and trainer differ" in end
 
 
+def test_a_model_of_the_transformers_backend(tmp_path: Path, smollm2: str) -> None:
+    """vLLM has no class of its own for SmolLM3: its ids come in the shape (1, N).
+
+    Strict: the engine proves itself before the first request and after each sync. Reproducible: it is paused for that.
+    """
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    (tmp_path / "model").mkdir()
+    model = tiny_folder(tmp_path / "model", smollm2, "smollm3", initializer_range=0.1, **tokens)
+    flags = ["--perturbation", "neighbor", "--perturbation.variant", "released", "--perturbation.rate", "0.5"]
+    result = train(tmp_path / "run", model, *LOUD, *flags, "--perturbation.strict", "--reproducible")
+    assert result.returncode == 0, result.stdout[-6000:]
+    for step in json.loads((tmp_path / "run" / "summary.json").read_text())["steps"]:
+        assert step["rate"] == pytest.approx(0.5, abs=0.12)
+        assert max(step[f"gap_{kind}_mean"] for kind in ("perturbed", "plain", "before")) < 0.1
+
+
 def test_two_ranks_of_zero_2(tmp_path: Path, smollm2: str) -> None:
     """With two epochs of two updates for each rollout, and a moving average of the weights, which is what is saved."""
     flags = ["--actor.num_gpus_per_node", "2", "--train.max_epochs", "2", "--train.batch_size", "8"]
     average = ["--train.enable_ema", "--train.ema_beta", "0.5", "--ckpt.save_steps", "2"]
     # Small updates: the second epoch's ratio is then of the replay as well, and not of a policy that has gone far.
     learning = ["--actor.adam.lr", "1e-5", "--actor.lr_warmup_ratio", "0"]
-    summary = run(tmp_path, smollm2, *learning, *NEIGHBOR, *NO_REFERENCE, *SMALL_BATCHES, *flags, *average)
-    assert first_ratio(summary) == pytest.approx(1.0, abs=0.1)
+    summary = run(tmp_path, smollm2, *learning, *NEIGHBOR, *NO_REFERENCE, *SMALL_BATCHES, *flags, *average, ratio=0.1)
     last = tmp_path / "checkpoints" / "_actor" / "global_step2" / "mp_rank_00_model_states.pt"
     name = "model.embed_tokens.weight"
     trained = torch.load(last, weights_only=False)["module"][name].float()
@@ -90,7 +103,6 @@ def test_two_ranks_of_zero_3(tmp_path: Path, smollm2: str) -> None:
     flags += ["--actor.gradient_checkpointing_enable", "--actor.gradient_checkpointing_reentrant"]
     flags += ["--eval.steps", "1", "--eval.n_samples_per_prompt", "1"]
     summary = run(tmp_path, smollm2, *LOUD, *NEIGHBOR, *reference, *SMALL_BATCHES, *flags)
-    assert first_ratio(summary) == pytest.approx(1.0, abs=1e-3)
     assert moved(summary, smollm2) > 0.0
     assert list((tmp_path / "checkpoints" / "_actor").glob("best_global_step*"))
 
@@ -110,8 +122,6 @@ def test_two_engines_with_dynamic_filtering_and_dynamic_batches(tmp_path: Path, 
     flags = ["--vllm.num_engines", "2", "--vllm.enable_prefix_caching", "--preset", "dapo"]
     flags += ["--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "256", *half_solved(tmp_path, 16)]
     summary = run(tmp_path / "run", smollm2, *LOUD, *NEIGHBOR, *flags)
-    # The training packs other samples into a row than the forward before it.
-    assert first_ratio(summary) == pytest.approx(1.0, abs=1e-3)
     assert moved(summary, smollm2) > 0.0
     assert len(list(tmp_path.glob("engine-*"))) == 2
     passed = summary["scalars"]["train/dynamic_filtering_pass_rate"].values()
@@ -123,30 +133,25 @@ def test_two_engines_of_two_tensor_parallel_ranks(tmp_path: Path, tiny: str) -> 
     # A random model: only large steps make the weights of an engine that was left out visible.
     learning = ["--actor.adam.lr", "1e-2", "--actor.lr_warmup_ratio", "0"]
     summary = run(tmp_path / "run", tiny, *learning, *NEIGHBOR, *NO_REFERENCE, *flags)
-    assert first_ratio(summary) == pytest.approx(1.0, abs=1e-3)
     assert moved(summary, tiny) > 0.0
     assert len(list(tmp_path.glob("engine-*"))) == 2
 
 
-def agent(name: str) -> list[str]:
-    return ["--train.agent_func_path", str(USER_FILES / f"{name}.py"), "--data.max_len", "256"]
-
-
-def turns_and_dropped(summary: dict[str, Any]) -> tuple[set[float], list[float]]:
-    dropped = [step.get("dropped_edits", 0.0) for step in summary["steps"]]
-    return set(summary["scalars"]["train/turns"].values()), dropped
-
-
-def test_three_turns_with_a_tool_between_them(tmp_path: Path, smollm2: str) -> None:
-    summary = run(tmp_path, smollm2, *LOUD, *NEIGHBOR, *NO_REFERENCE, *agent("three_turns"))
-    assert first_ratio(summary) == pytest.approx(1.0, abs=1e-3)
-    assert turns_and_dropped(summary) == ({3.0}, [0.0] * len(summary["steps"]))
-
-
-def test_asynchronous_training_of_an_agent_that_rewrites_its_turns(tmp_path: Path, smollm2: str) -> None:
-    """A rollout may be a step older than the trainer's weights; that they stay as they are leaves the gap to replay."""
-    flags = ["--train.async_enable", "--actor.adam.lr", "0", "--data.max_samples", "12"]
-    summary = run(tmp_path, smollm2, *NEIGHBOR, *NO_REFERENCE, *flags, *agent("rewriting"))
-    assert first_ratio(summary) == pytest.approx(1.0, abs=1e-3)
-    turns, dropped = turns_and_dropped(summary)
-    assert turns == {3.0} and all(dropped)
+@pytest.mark.parametrize("agent", ["three_turns", "rewriting"])
+def test_an_agent_with_a_tool_between_its_turns_and_one_that_rewrites_them(
+    agent: str, tmp_path: Path, smollm2: str
+) -> None:
+    """The second asynchronously: a rollout may be a step older than the trainer's weights; that they stay as they are
+    leaves the gap to replay."""
+    flags = [
+        *NEIGHBOR,
+        *NO_REFERENCE,
+        "--train.agent_func_path",
+        str(USER_FILES / f"{agent}.py"),
+        "--data.max_len",
+        "256",
+    ]
+    asynchronous = ["--train.async_enable", "--actor.adam.lr", "0", "--data.max_samples", "12"]
+    summary = run(tmp_path, smollm2, *flags, *(asynchronous if agent == "rewriting" else LOUD))
+    assert set(summary["scalars"]["train/turns"].values()) == {3.0}
+    assert all(bool(step.get("dropped_edits", 0.0)) == (agent == "rewriting") for step in summary["steps"])

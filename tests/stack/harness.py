@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ngrpo.rollout.async_scheduling import cut_to_answer
-from ngrpo.rollout.request_names import external_id
+from ngrpo.rollout.requests import external_id
 from perturbations import ReplayRecord, replaying
 from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
 from tests.token_log_probs import log_probs_of

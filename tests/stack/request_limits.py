@@ -61,13 +61,20 @@ def check_mixed_batch(llm: Any, spec: dict[str, Any]) -> int:
             {"bad_words": BAD_WORDS},
             {"ignore_eos": False, "min_tokens": TOKENS, "logit_bias": {end: 100.0}},
             {"structured_outputs": StructuredOutputsParams(regex=DIGITS), "ignore_eos": False},
+            {"temperature": 0},
+            {"temperature": 0, "logit_bias": {17: 1.0}},
         ],
     )
     for completion, record, log_probs in found:
         scores = [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids)]
         assert np.isfinite(scores).all() and np.isfinite(log_probs).all()
         assert np.isfinite(record.weights).all()
-    few, one, without, long, grammar = (completion for completion, *_ in found[len(filters) :])
+    few, one, without, long, grammar, *_ = (completion for completion, *_ in found[len(filters) :])
+    # Greedy: each token is the likeliest after the perturbed inputs before it, whatever token the noise picked.
+    for completion, record, _ in found[-2:]:
+        assert [step[token].rank for step, token in zip(completion.logprobs, completion.token_ids)] == [1] * TOKENS
+        assert record.agreed.all()
+        assert not (spec["name"].endswith("RunnerUp") and len(record)), "the second likeliest is never the likeliest"
     assert set(few.token_ids) <= set(ALLOWED) and set(one.token_ids) == set(SINGLE)
     for bad in _tokens_of_bad_words(llm.get_tokenizer()):
         places = range(len(without.token_ids) - len(bad) + 1)

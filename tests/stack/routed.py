@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.common.densities import densities
+from ngrpo.trainers.common.log_probs import densities
 from perturbations import create, parameters
 from perturbations.methods.tarpo import TARPO
 from perturbations.replay.scope import LastHidden, ReplayScope

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from perturbations import create, create_gate, registry, replaying
-from perturbations.step import Positions
+from perturbations import create, registry, replaying
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
 pytestmark = pytest.mark.stack
@@ -37,7 +36,7 @@ py-modules = ["their_package"]
 """
 
 
-def run(what: str, folder: Path, model: str) -> dict[str, Any]:
+def run(folder: Path, model: str) -> dict[str, Any]:
     """Runs custom_rollout.py in a folder with the examples' files and an installed package, in a fresh process."""
     theirs, project = folder / "theirs", folder / "project"
     for path in (theirs, project):
@@ -51,7 +50,7 @@ def run(what: str, folder: Path, model: str) -> dict[str, Any]:
     subprocess.run([*pip, "--no-build-isolation", "--target", "site", "./project"], cwd=folder, check=True)
     shutil.rmtree(project)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.stack.custom_rollout", what, model, "result"],
+        [sys.executable, "-m", "tests.stack.custom_rollout", model, "result"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
         capture_output=True,
@@ -66,7 +65,7 @@ def run(what: str, folder: Path, model: str) -> dict[str, Any]:
 def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
     tmp_path: Path, model: str, hf_model: Any
 ) -> None:
-    result = run("engine", tmp_path, model)
+    result = run(tmp_path, model)
     assert result["other process"] and result["seen"] == [result["expected"]]
     assert '"custom_perturbation.py:RunnerUp"' in result["expected"] and '"custom_gate.py:Fading"' in result["expected"]
     for way in ("file", "installed"):
@@ -75,13 +74,6 @@ def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
         assert gaps(hf_model, rollouts).max() <= 1e-4
         assert gaps(hf_model, rollouts, replay=False).max() > 0.1
         assert all(np.allclose(r.record.weights, [0.6, 0.4]) for r in rollouts)
-
-
-@pytest.mark.more
-def test_a_deleted_file_reaches_a_ray_actor(tmp_path: Path, model: str) -> None:
-    result = run("ray", tmp_path, model)
-    assert result["other process"] and result["seen"] == result["expected"]
-    assert result["pickled"] == result["expected pickled"]
 
 
 # --- gates in an engine -----------------------------------------------------------------------------------
@@ -115,28 +107,6 @@ def test_top_margin_opens_exactly_where_the_policy_wavers(engine: Any, hf_model:
         assert (open_ == (margin <= 0.3))[clear].all()
         counts += [open_.sum(), (~open_).sum()]
     assert counts.min() > 20
-
-
-def test_a_closed_gate_leaves_sampling_and_lookup_ordinary(engine: Any) -> None:
-    """neighbor writes the likeliest token into the text: where the gate is closed it must not."""
-    prompts = chat_prompts(engine)
-    arguments = [{"seed": 11 + i} for i in range(len(prompts))]
-    set_perturbation(engine, "neighbor", rate=1.0, until=None, gate="top_margin", **{"gate.margin": 0.0})
-    closed = sample(engine, prompts, arguments, max_tokens=24)
-    set_perturbation(engine, "neighbor", rate=0.0)
-    plain = sample(engine, prompts, arguments, max_tokens=24)
-    assert [r.tokens for r in closed] == [r.tokens for r in plain]
-    assert all(len(r.record) == 0 for r in closed)
-
-
-def test_bursts_perturb_what_they_planned(engine: Any) -> None:
-    gate = create_gate("bursts", length=4, share=0.4)
-    set_perturbation(engine, "soft", rate=1.0, until=None, gate=gate)
-    for rollout in sample(engine, chat_prompts(engine), max_tokens=40):
-        first = len(rollout.prompt)
-        at = np.arange(first, first + len(rollout.tokens))
-        planned = gate.plan(Positions(np.full_like(at, rollout.record.seed), np.full_like(at, first), at))
-        assert (edited(rollout) == planned).all()
 
 
 def test_a_gates_draws_do_not_depend_on_the_batch(engine: Any) -> None:

@@ -55,7 +55,7 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from ngrpo.rollout.async_scheduling import cut_to_answer
-    from ngrpo.rollout.request_names import external_id
+    from ngrpo.rollout.requests import external_id
     from perturbations import FinishedTrajectory
     from tests.stack.harness import Rollout
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import with_overrides
+from ngrpo.trainers.common.log_probs import densities, with_overrides
 from perturbations import create, streams
 from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample
@@ -21,12 +20,7 @@ pytestmark = pytest.mark.stack
 CASES = [
     ("gumbel", {"density": "gumbel"}),
     ("latent", {"density": "exact"}),
-    pytest.param("lepo", {"density": "exact"}, marks=pytest.mark.slow),
-    pytest.param("dirichlet", {"density": "exact"}, marks=pytest.mark.slow),
-    pytest.param("dirichlet", {"density": "dirichlet"}, marks=pytest.mark.slow),
-    pytest.param("normal", {"density": "normal"}, marks=pytest.mark.slow),
     ("multiplex", {"density": "joint"}),
-    pytest.param("lepo", {"density": "lepo"}, marks=pytest.mark.slow),
     ("latent", {"density": "latent"}),
     ("gaussian", {"density": "gaussian", "base": "soft"}),
     ("gaussian", {"density": "gaussian", "base": "fuzzy"}),

@@ -15,7 +15,7 @@ from ngrpo.config.arms import parse_arms
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.rollout import set_perturbation
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
-from ngrpo.workbench.diagnose.diagnosis import DiagnosisFolder, diagnose
+from ngrpo.workbench.diagnose.diagnosis import diagnose
 from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample, prompt_tokens
 from ngrpo.workbench.evaluate import load_task
 
@@ -122,68 +122,11 @@ def test_perplexity_is_that_of_a_hugging_face_forward(made: Any, hf_model: Any, 
         assert rows(made)[name]["validity"]["perplexity"] == pytest.approx(math.exp(mean))
 
 
-def test_side_by_side_answers(made: Any) -> None:
-    result, out = made
-    samples = samples_of(out)
-    assert len(result["samples"]) == 3
-    for group, question in enumerate(result["samples"]):
-        assert question["problem"].startswith("What is ") and question["answer"].isdigit()
-        assert [answer["strategy"] for answer in question["by_strategy"]] == list(rows(made))
-        for answer in question["by_strategy"]:
-            sample = next(s for s in samples[answer["strategy"]] if (s.group, s.member) == (group, 0))
-            assert "".join(token["text"] for token in answer["tokens"]).startswith(sample.text)
-            assert [i for i, token in enumerate(answer["tokens"]) if token["perturbed"]] == sample.perturbed
-            for token in (token for token in answer["tokens"] if token["perturbed"]):
-                assert sum(weight for _, weight in token["candidates"]) == pytest.approx(1.0, abs=1e-3)
-                assert ("sigma" in token) is answer["strategy"].startswith("gaussian")
-
-
-def test_finished_strategies_are_not_sampled_again(
-    made: Any, engine: Any, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any) -> Any:
-        raise AssertionError("sampled again")
-
-    monkeypatch.setattr(group_sampling, "sample_strategy", refuse)
-    monkeypatch.setattr(embedding_map, "make", refuse)
-    problems = load_task("arithmetic", limit=4)
-    again = {"out": made[1], "sampling": SAMPLING, "dataset": "arithmetic", "llm": engine}
-    again |= {"with_map": True, "map_words": WORDS}
-    result = diagnose(model, problems, parse_arms(NAMES), **again)
-    assert {**result, "seconds": None} == {**made[0], "seconds": None}
-    with pytest.raises(AssertionError, match="sampled again"):
-        diagnose(model, problems, parse_arms("none,soft"), **{**again, "with_map": False})
-    with pytest.raises(ValueError, match="other settings"):
-        diagnose(model, problems[:3], parse_arms("none"), **again)
-
-
 def test_the_same_seed_gives_the_same_samples(made: Any, engine: Any, model: str, tmp_path: Path) -> None:
     problems, strategies = load_task("arithmetic", limit=4), parse_arms("neighbor:rate=0.3")
     diagnose(model, problems, strategies, out=tmp_path / "again", sampling=SAMPLING, llm=engine)
     again, before = samples_of(tmp_path / "again")["neighbor rate=0.3"], samples_of(made[1])["neighbor rate=0.3"]
     assert [(s.tokens, s.record) for s in again] == [(s.tokens, s.record) for s in before]
-
-
-def test_an_interrupted_diagnosis_goes_on(engine: Any, model: str, tmp_path: Path, monkeypatch: Any) -> None:
-    problems, out = load_task("arithmetic", limit=2), tmp_path / "out"
-    sampling = GroupSampling(group=2, max_tokens=4)
-    keep = DiagnosisFolder.keep
-
-    def killed(self: DiagnosisFolder, strategy: str, samples: Any, facts: Any) -> None:
-        if strategy == "gumbel":
-            raise KeyboardInterrupt
-        keep(self, strategy, samples, facts)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(DiagnosisFolder, "keep", killed)
-        diagnose(model, problems, parse_arms("none,gumbel"), out=out, sampling=sampling, llm=engine)
-    said: list[str] = []
-    diagnose(model, problems, parse_arms("none,gumbel"), out=out, sampling=sampling, llm=engine,
-             report=said.append)  # fmt: skip
-    assert any(line.startswith("gumbel") for line in said) and not any(line.startswith("none") for line in said)
-    assert {name: len(found) for name, found in samples_of(out).items()} == {"none": 4, "gumbel": 4}
-    finished = [json.loads(line)["strategy"] for line in (out / "finished.jsonl").read_text().splitlines()]
-    assert finished == ["none", "gumbel"]
 
 
 def test_embedding_map(made: Any) -> None:

@@ -1,20 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients through a replayed position: checkpointed, packed and under ZeRO-2, all equal to the plain one."""
+"""Gradients through a replayed position: checkpointed and packed, all equal to the plain one."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from perturbations import replaying
+from perturbations import ReplayRecord, replaying
 from perturbations.replay.scope import ReplayScope
-from tests.own_process import run_module
-from tests.stack.gradient_batch import batch
 
 pytestmark = pytest.mark.stack
+NEIGHBORS = [[11, 12, 13], [14, 15, 16], [17, 18, 19]]
+
+
+def a_record(positions: list[int], length: int, sigma: float | None = None) -> ReplayRecord:
+    count = len(positions)
+    return ReplayRecord(
+        5,
+        2,
+        length,
+        np.array(positions, np.int32),
+        np.array(NEIGHBORS[:count], np.int32),
+        np.tile(np.array([[0.5, 0.3, 0.2]], np.float32), (count, 1)),
+        None if sigma is None else np.full(count, sigma, np.float32),
+        np.ones(count, dtype=bool),
+    )
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor, list[ReplayRecord | None]]:
+    """Three right-padded samples of 12, 9 and 7 tokens; the second is not perturbed."""
+    tokens = torch.arange(100, 136).view(3, 12) % 97 + 100
+    mask = torch.ones_like(tokens)
+    mask[1, 9:], mask[2, 7:] = 0, 0
+    return tokens, mask, [a_record([3, 4, 9], 12), None, a_record([2, 5], 7, sigma=0.1)]
 
 
 def gradients(model: Any, replay: bool = True) -> dict[str, torch.Tensor]:
@@ -125,11 +146,3 @@ def test_left_padding(hf_model: Any) -> None:
         left = embedding(rolled)
     for row, s in enumerate(shift):
         assert torch.equal(left[row, s:], right[row, : 12 - s])
-
-
-@pytest.mark.more
-def test_zero_2(tmp_path: Path, model: str, plain: dict[str, torch.Tensor]) -> None:
-    """DeepSpeed's engine in a process of its own; its gathered gradient of the embedding against the plain one."""
-    run_module("tests.stack.zero_2_gradient", model, str(tmp_path / "gradient.pt"), timeout=600.0)
-    under_zero = torch.load(tmp_path / "gradient.pt")
-    torch.testing.assert_close(under_zero, plain["model.embed_tokens.weight"], rtol=1e-4, atol=1e-5)

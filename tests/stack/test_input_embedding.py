@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, tables_of_text
-from ngrpo.rollout.override_probe import reads_tokens_elsewhere
+from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from perturbations.errors import UsageError
 
 pytestmark = pytest.mark.stack

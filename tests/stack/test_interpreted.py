@@ -16,7 +16,7 @@ from tests.own_process import result_of
 
 pytestmark = [pytest.mark.stack, pytest.mark.more]
 # What each perturbation's decode step consists of; `_mixed_rows` reads rows of the embedding.
-OF_EVERY_STEP = {"_drawn", "_edited", "_realised", "_settled"}
+OF_EVERY_STEP = {"_drawn", "_edited", "_realised", "_token_log_prob"}
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch, plan: str, names: str) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.common.conversation import Conversation
+from ngrpo.trainers.common.engine_records import Conversation
 from perturbations import FinishedTrajectory
 from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample
 from tests.stack.same_rollouts import assert_same
@@ -108,29 +107,6 @@ def test_several_samples_of_one_request(plain_engine: Any) -> None:
     assert take_records(plain_engine) == {}, "a record is handed over once"
 
 
-def test_switched_off_for_one_request(plain_engine: Any, hf_model: Any) -> None:
-    set_perturbation(plain_engine, "gumbel")
-    prompts = chat_prompts(plain_engine, QUESTIONS[:1], copies=2)
-    off, on = sample(plain_engine, prompts, [{"enabled": False}, {}], max_tokens=24)
-    assert len(off.record) == 0
-    assert len(on.record) == 24
-    assert gaps(hf_model, [off], replay=False).max() <= 1e-4
-
-
-def test_a_further_turn_replays_the_turns_before(plain_engine: Any, hf_model: Any) -> None:
-    """The record of turn one goes with turn two's request; one record then covers both."""
-    set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
-    (first,) = sample(plain_engine, chat_prompts(plain_engine, QUESTIONS[:1]), max_tokens=24)
-    further = first.sequence + plain_engine.get_tokenizer().encode("\nAnd what is 3 plus 4?")
-    given = {"record": first.record.to_bytes()}
-    (second,) = sample(plain_engine, [further], [given], max_tokens=24)
-    assert second.record.seed == first.record.seed
-    assert second.record.truncate(len(first.sequence)).positions.tolist() == first.record.positions.tolist()
-    assert gaps(hf_model, [second]).max() <= 1e-4
-    forgotten = Rollout(further, second.tokens, first.record, second.log_probs, [])
-    assert gaps(hf_model, [forgotten]).max() > 1e-3
-
-
 def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_model: Any) -> None:
     """Tool text stands between the turns; before the third, half of the first answer is taken out of the prompt.
 
@@ -154,6 +130,8 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
         elif turn == 1:
             kept = rollout.record.truncate(first_prompt + 16)
             assert kept.positions.tolist() == first.positions.tolist() and not conversation.trajectory.dropped
+            forgotten = Rollout(rollout.prompt, rollout.tokens, first, rollout.log_probs, [])
+            assert gaps(hf_model, [forgotten]).max() > 1e-3 and rollout.record.seed == first.seed
             second = rollout.record
         prompt = rollout.sequence + encode("\nThe tool says 7. Go on.")
     record = conversation.trajectory.record
@@ -163,21 +141,6 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
     assert record.positions[len(early)] >= len(rollout.prompt)
     everything = Rollout(rollout.prompt, rollout.tokens, record, rollout.log_probs, [])
     assert gaps(hf_model, [everything]).max() <= 1e-4
-
-
-def test_greedy_temperature_and_truncation(plain_engine: Any, hf_model: Any) -> None:
-    """The recorded log-probability is that of the policy at temperature, before top-k and top-p."""
-    set_perturbation(plain_engine, "neighbor", rate=0.3, mix_temperature=3.0)
-    prompts = chat_prompts(plain_engine, QUESTIONS[:2], copies=2)
-    cool = sample(plain_engine, prompts, max_tokens=32, temperature=0.7, top_p=0.9, top_k=50)
-    assert gaps(hf_model, cool, temperature=0.7).max() <= 1e-4
-    greedy = sample(plain_engine, prompts[:1], max_tokens=32, temperature=0.0)
-    assert gaps(hf_model, greedy).max() <= 1e-4
-    minimal = sample(plain_engine, prompts, max_tokens=32, min_p=0.2)
-    assert gaps(hf_model, minimal).max() <= 1e-4
-    chosen = torch.cat([torch.from_numpy(r.log_probs.copy()) for r in minimal])
-    plain = torch.cat([torch.tensor(r.engine_log_probs) for r in minimal])
-    assert torch.allclose(chosen, plain, atol=1e-4)
 
 
 def test_thinking_ends(plain_engine: Any) -> None:
@@ -201,11 +164,11 @@ def test_no_perturbation_is_stock_vllm(model: str) -> None:
     from vllm import SamplingParams
 
     results = []
-    for spec in (None, {"name": "none"}, {"name": "neighbor", "rate": 0.0}):
+    for spec in (None, {"name": "neighbor", "rate": 0.0}):
         llm = build_engine(model, spec, seed=3)
         prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2], copies=2)]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=24, logprobs=0), use_tqdm=False)
         results.append(
             [[(t, step[t].logprob) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs]
         )
-    assert results[0] == results[1] == results[2]
+    assert results[0] == results[1]

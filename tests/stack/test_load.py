@@ -25,11 +25,6 @@ LENGTH = 512
 STORY = "Once upon a time there was a fox who counted the stars, " * 40
 
 
-@pytest.fixture(scope="module")
-def model(smollm2: str) -> str:
-    return smollm2
-
-
 @pytest.fixture(scope="module", params=["synchronous", pytest.param("asynchronous", marks=pytest.mark.slow)])
 def crowded(model: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """17 blocks of 32 tokens for up to 16 sequences of up to 512, and 32 tokens a step."""
@@ -265,34 +260,3 @@ def test_a_reset_while_the_end_of_thinking_is_matched(crowded: Any, hf_model: An
         (whole,) = replay_log_probs(hf_model, [rollout], among=allowed)
         assert (whole - torch.from_numpy(rollout.log_probs.copy())).abs().max() <= 1e-4
     assert ended, "no answer had the text: the test shows nothing"
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("taken", [True, False], ids=["taken", "left"])
-def test_memory_stays_flat(crowded: Any, taken: bool) -> None:
-    """200 rounds of requests; records that nobody takes are evicted within the buffer's bound in bytes."""
-    set_perturbation(crowded, "gumbel", rate=1.0)
-    buffer = attached(crowded).requests._buffer
-    bound = buffer.max_bytes
-    object.__setattr__(buffer, "max_bytes", 40_000)
-    prompts = [[5, 6, 7]] * 2
-    try:
-        for round_ in range(200):
-            done = run(crowded, prompts, max_tokens=2)
-            if taken:
-                assert len(take_trajectories(crowded)) == len(done) == 2
-            assert buffer._content.size <= 40_000
-            if round_ == 50:
-                before = resident()
-        assert resident() - before < 20 << 20
-        assert taken or buffer._content.size > 20_000, "nothing was left: the test shows nothing"
-    finally:
-        object.__setattr__(buffer, "max_bytes", bound)
-        take_trajectories(crowded)
-    assert_nothing_is_left(crowded)

@@ -8,7 +8,6 @@ import torch
 
 from ngrpo.rollout.sample_tokens import exponentials, sample_tokens
 from perturbations import streams
-from tests.fast.forced_key import key_of
 
 pytestmark = pytest.mark.stack
 N = 200_000
@@ -75,14 +74,6 @@ def test_a_filtered_token_is_never_drawn() -> None:
     tokens, known = sample_tokens(scaled, drawable, many_keys(1000))
     assert set(tokens.tolist()) == {1, 2, 4, 5}
     assert torch.allclose(known.log_total, torch.tensor(7.0).log())
-
-
-def test_the_only_token_allowed_is_drawn_with_the_very_key() -> None:
-    """Compiled, as in an engine: under this key token 3's hash is the largest, whose float32 share is 1."""
-    keys = torch.tensor([key_of(3, (1 << 32) - 1), key_of(3, (1 << 32) - 128), 5])
-    drawable = torch.full((3, 49_152), -torch.inf)
-    drawable[:, 3] = 0.0
-    assert sample_tokens(drawable, None, keys)[0].tolist() == [3, 3, 3]
 
 
 def test_rows_do_not_depend_on_the_batch_nor_on_compilation() -> None:

@@ -44,8 +44,8 @@ def main(folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ngrpo.rollout import engine_probe
-    from ngrpo.rollout.override_probe import ProbeFailure
+    from ngrpo.rollout import startup_check
+    from ngrpo.rollout.startup_check import CheckFailure
     from perturbations.neighbors import ExactIndex
     from tests.stack.harness import build_engine, gaps, sample
 
@@ -66,11 +66,11 @@ def main(folder: str) -> None:
         "without": gaps(model, rollouts, replay=False).max().item(),
     }
     core = llm.llm_engine.engine_core.engine_core
-    result["seconds"] = engine_probe.prove(core)
+    result["seconds"] = startup_check.check_core(core)
     core.collective_rpc(drop_on_the_second_rank)
     try:
-        engine_probe.prove(core)
-    except ProbeFailure as error:
+        startup_check.check_core(core)
+    except CheckFailure as error:
         result["failure"] = str(error)
     print(RESULT + json.dumps(result), flush=True)
 

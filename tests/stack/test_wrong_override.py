@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wrong override is seen: by the engine's probe before any request, and by the gap's scale on the first step.
+"""A wrong override is seen: by the start-up check before any request, and by the gap's scale on the first step.
 
 On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in bfloat16 and float32.
 """
@@ -40,7 +40,7 @@ class Case:
         from transformers import AutoModelForCausalLM
 
         path, target = tiny_model(form, folder), folder / "rollouts.pickle"
-        run_module("tests.stack.wrong_override_rollout", form, path, dtype, str(eager), str(target))
+        run_module("tests.stack.wrong_override", form, path, dtype, str(eager), str(target))
         self.found = pickle.loads(target.read_bytes())
         self.half = dtype != "float32"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
@@ -83,7 +83,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_probe_tells_right_from_wrong(case: Case) -> None:
-    failures = {name: found["probe"] for name, found in case.found.items()}
+    failures = {name: found["failure"] for name, found in case.found.items()}
     assert failures.pop("right") is None
     for name, failure in failures.items():
         assert failure is not None, name

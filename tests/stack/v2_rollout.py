@@ -24,6 +24,7 @@ if RUNNER == "V2":
     as_on_cuda.interpret_triton()
 
 from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, sample  # noqa: E402
+from tests.stack.routed import TEMPERATURE, decisions, shaken  # noqa: E402
 from tests.stack.scheduling import note_preemptions, worker_of  # noqa: E402
 from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of  # noqa: E402
 
@@ -72,6 +73,17 @@ def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
     return found
 
 
+def of_tarpo(llm: Any) -> dict[str, Any]:
+    """What the router decided, too."""
+    from ngrpo.rollout import set_perturbation
+
+    set_perturbation(llm, "tarpo")
+    shaken(worker_of(llm).perturbation.module)
+    with decisions() as seen:
+        rollouts = sample(llm, chat_prompts(llm, QUESTIONS), max_tokens=TOKENS, temperature=TEMPERATURE)
+    return {"rollouts": rollouts, "seen": seen}
+
+
 def of_stops(llm: Any) -> dict[str, Any]:
     """Answers that end by a token, by a string, or several of one prompt; each with its number of tokens."""
     from vllm import SamplingParams
@@ -105,11 +117,11 @@ def of_preemption(model: str) -> dict[str, Any]:
 
 
 def of_stock(model: str) -> list[Any]:
-    """Tokens and log-probabilities of an engine that never heard of us, and of two whose perturbation is off."""
+    """Tokens and log-probabilities of an engine that never heard of us, and of one whose perturbation is off."""
     from vllm import SamplingParams
 
     results = []
-    for spec in (None, {"name": "none"}, {"name": "neighbor", "rate": 0.0}):
+    for spec in (None, {"name": "neighbor", "rate": 0.0}):
         llm = build_engine(model, spec, seed=3, max_num_seqs=4, max_model_len=128)
         prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2])]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=4, logprobs=0), use_tqdm=False)
@@ -139,7 +151,7 @@ def main(model: str, target: str, _: str) -> None:
         if SHARE == "test":
             parts |= {of_preemption: model}
         else:
-            parts |= {of_sampling_parameters: llm, of_schedules: llm}
+            parts |= {of_sampling_parameters: llm, of_schedules: llm, of_tarpo: llm}
             parts |= {of_stock: model} if RUNNER == "V2" else {}
         for part, subject in parts.items():
             result[part.__name__] = part(subject)

@@ -25,7 +25,7 @@ def main() -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
-    from ngrpo.rollout import runner_v2
+    from ngrpo.rollout import runners
 
     device = torch.device("cpu")
     states = RequestState(ROWS, 256, 64, 0, VOCABULARY, device)
@@ -61,7 +61,7 @@ def main() -> None:
     perturber = SimpleNamespace(
         busy=True, finish=finish, rehearse=lambda logits: None, temperature_factor=temperature_factor
     )
-    sampler.sample = runner_v2._sample(sampler, SimpleNamespace(perturber=perturber))
+    sampler.sample = runners._sample_v2(sampler, SimpleNamespace(perturber=perturber))
     batch = InputBatch.make_dummy(ROWS, 2 * ROWS, InputBuffers(ROWS, 64, device))
     with torch.inference_mode():
         logits = torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(0))

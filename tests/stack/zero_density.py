@@ -18,7 +18,7 @@ def log_probs(model: Any, perturbation: Any, record: Any, tokens: Any) -> Any:
 
     import torch
 
-    from ngrpo.trainers.common.densities import densities
+    from ngrpo.trainers.common.log_probs import densities
     from ngrpo.trainers.openrlhf.model_actors import replay_scope
     from tests.fast.density_model import hooked
 

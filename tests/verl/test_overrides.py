@@ -56,7 +56,7 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
     rollout = config.actor_rollout_ref.rollout
     entered = OmegaConf.to_container(rollout.engine_kwargs.vllm.additional_config)
     assert made == registry.create(**spec) and (limit, strict) == (3.5, True)
-    assert registry.create(**entered["perturbation"]) == made and entered["deferred_probe"] is True
+    assert registry.create(**entered["perturbation"]) == made and entered["deferred_check"] is True
     assert config.trainer.v1.trainer_mode == "sync" and rollout.agent.agent_loop_manager_class == overrides.MANAGER
 
 

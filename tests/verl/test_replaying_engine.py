@@ -25,7 +25,7 @@ from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizer
 from verl.workers.engine import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 
-from ngrpo.trainers.common.densities import Densities
+from ngrpo.trainers.common.log_probs import Densities
 from ngrpo.trainers.verl import replaying_engine
 from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, ReplayingCPUEngine
 from perturbations import ReplayRecord, registry, replaying

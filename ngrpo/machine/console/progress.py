@@ -72,7 +72,7 @@ def span(seconds: float) -> str:
 
 @contextmanager
 def into_file(path: Path) -> Iterator[None]:
-    """Sends this process's output, and its children's, into a new file while the block runs.
+    """Appends this process's output, and its children's, to a file while the block runs.
 
     Where the disk is full, the screen says so and the block goes on: a log is not worth a run.
 
@@ -85,12 +85,13 @@ def into_file(path: Path) -> Iterator[None]:
         stream.flush()
     # File descriptors, not sys.stdout: Ray and the engines write from C and from other processes.
     descriptors = [os.dup(1), os.dup(2)]
-    with path.open("wb") as log, os.fdopen(os.dup(descriptors[0]), "w") as screen:
+    with path.open("ab") as log, os.fdopen(os.dup(descriptors[0]), "w") as screen:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         done = threading.Event()
         reporter = Reporter(screen)
-        watcher = threading.Thread(target=lambda: [reporter.line(x) for x in follow(path, done.is_set)], daemon=True)
+        new_lines = follow(path, done.is_set, start=log.tell())
+        watcher = threading.Thread(target=lambda: [reporter.line(line) for line in new_lines], daemon=True)
         watcher.start()
         failed = True
         sys.stdout, sys.stderr = (_LogStream(stream, reporter.warn_full) for stream in kept_streams)
@@ -136,13 +137,14 @@ class _LogStream:
         return getattr(self._stream, name)
 
 
-def follow(path: Path, ended: Callable[[], bool], every: float = 0.5) -> Iterator[str]:
-    """The lines of a growing log, until ``ended`` returns True and all lines have been read.
+def follow(path: Path, ended: Callable[[], bool], every: float = 0.5, start: int = 0) -> Iterator[str]:
+    """The lines of a growing log from byte ``start``, until ``ended`` returns True and all lines have been read.
 
     A progress bar's updates are lines too. An empty line follows each look at the file, so that the caller has a turn
     while nothing is written.
     """
     with path.open(errors="replace", newline="") as log:
+        log.seek(start)
         rest = ""
         while True:
             last = ended()

@@ -21,11 +21,10 @@ class Profile:
         name: ``"cpu"`` or ``"cuda"``; also the condition of this hardware's rows in the patch table.
         env: environment variables for every process. A value that the user exported wins.
         default_flags: OpenRLHF flags that are added where the command line does not have them.
-        ray_init: given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started here; an existing
-            cluster has its own resources.
+        ray_init: given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started here.
         check: given the final OpenRLHF flags, raises `UsageError` for what this hardware cannot do; returns why it
             could not check, or None.
-        engine_options: of ``vllm.LLM``, for an evaluation or a diagnosis that has no others.
+        engine_options: of ``vllm.LLM``, for an evaluation or a diagnosis without others.
     """
 
     name: Literal["cpu", "cuda"]
@@ -37,14 +36,7 @@ class Profile:
 
 
 def profile_for(hardware: str) -> Profile:
-    """Returns the profile of a name.
-
-    Args:
-        hardware: ``"cpu"``, ``"cuda"`` or ``"auto"``, which is ``"cuda"`` if torch sees a device.
-
-    Raises:
-        UsageError: for any other name, with the nearest match.
-    """
+    """The profile of ``"cpu"``, ``"cuda"`` or ``"auto"`` (CUDA if torch sees a device); raises ``UsageError``."""
     if hardware == "auto":
         import torch
 

@@ -41,10 +41,9 @@ def check(flags: Flags) -> None:
 
 
 def ray_init(flags: Flags) -> dict[str, Any]:
-    """Logical resources for a Ray on this machine: one "GPU" for every process of a model that OpenRLHF places.
+    """Logical resources for a Ray on this machine: one "GPU" for each process of a model, which Ray only counts.
 
-    Ray only counts them; no device is used. OpenRLHF asks for one CPU per "GPU", plus one for the trainer process, or
-    three with asynchronous rollouts.
+    OpenRLHF asks for one CPU per "GPU", plus one for the trainer process, or three with asynchronous rollouts.
     """
     ranks = [("--vllm.num_engines", "--vllm.tensor_parallel_size")]
     ranks += [(f"--{role}.num_nodes", f"--{role}.num_gpus_per_node") for role in _ROLES]
@@ -58,14 +57,15 @@ def ray_init(flags: Flags) -> dict[str, Any]:
     }
 
 
-def _env() -> dict[str, str]:
-    cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    return {
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+PROFILE = Profile(
+    name="cpu",
+    env={
         # DeepSpeed looks for CUDA first; where its guess is wrong it fails at init_distributed.
         "DS_ACCELERATOR": "cpu",
         # Ray 2.55 forces 1 thread per worker otherwise. Rollout, forward and training alternate, so
         # each may use the whole machine.
-        "OMP_NUM_THREADS": cores,
+        "OMP_NUM_THREADS": str(_CORES),
         # Threads that wait must not spin: the next phase runs in another process.
         "OMP_WAIT_POLICY": "PASSIVE",
         # "auto" of vLLM 0.29 keeps one core for itself, half of a two-core machine. Binding is off too:
@@ -77,12 +77,7 @@ def _env() -> dict[str, str]:
         # GiB of KV cache: 23,000 tokens of SmolLM2-135M. A fraction of the memory (OpenRLHF's default is
         # 0.95 of it) would take what the trainer, on the same machine, needs.
         "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-
-
-PROFILE = Profile(
-    name="cpu",
-    env=_env(),
+    },
     default_flags={
         **{f"--{role}.num_gpus_per_node": "1" for role in _ROLES},
         "--vllm.num_engines": "1",
@@ -101,36 +96,21 @@ PROFILE = Profile(
 # ---- replacements: each takes the original (see the patch table) ----
 
 
-def cuda_current_device(original: Callable[[], int]) -> Callable[[], Any]:
+def cuda_current_device(original: Callable[[], int]) -> Callable[[], torch.device]:
     """`torch.cuda.current_device` returns the CPU device, which `.to()` and `device=` both take."""
+    import torch
 
-    @wraps(original)
-    def current_device() -> Any:
-        import torch
-
-        return torch.device("cpu")
-
-    return current_device
+    return lambda: torch.device("cpu")
 
 
 def do_nothing(original: Callable[..., None]) -> Callable[..., None]:
     """`torch.cuda.set_device` and `synchronize`; DeepSpeed's `build_shm_op`, without which gloo reduces (0.19.6)."""
-
-    @wraps(original)
-    def nothing(*args: object, **kwargs: object) -> None:
-        return None
-
-    return nothing
+    return lambda *args, **kwargs: None
 
 
 def device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     """OpenRLHF asks for a mesh on "cuda"; without CUDA the same mesh lies on "cpu" (gloo)."""
-
-    @wraps(original)
-    def init_device_mesh(device_type: str, *args: object, **kwargs: object) -> Any:
-        return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return init_device_mesh
+    return lambda device, *args, **kwargs: original("cpu" if device == "cuda" else device, *args, **kwargs)
 
 
 def replay_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
@@ -153,11 +133,8 @@ def replay_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
 def moving_average(original: Callable[..., None]) -> Callable[..., None]:
     """`--train.enable_ema` averages on the device "cuda" by name."""
 
-    @wraps(original)
-    def average(
-        self: object, model: nn.Module, model_ema: nn.Module, beta: float = 0.992, device: str | torch.device = "cpu"
-    ) -> None:
-        return original(self, model, model_ema, beta, "cpu")
+    def average(self: object, model: nn.Module, model_ema: nn.Module, beta: float = 0.992, device: str = "") -> None:
+        original(self, model, model_ema, beta, "cpu")
 
     return average
 
@@ -174,14 +151,9 @@ def engine_arguments(run: RunConfig, tensor_parallel_size: int) -> dict[str, str
 
 def with_float32(original: Callable[[str], torch.dtype]) -> Callable[[str], torch.dtype]:
     """`convert_to_torch_dtype`: the further choice of ``--ds.param_dtype``, fp32."""
+    import torch
 
-    @wraps(original)
-    def convert_to_torch_dtype(param_dtype: str) -> torch.dtype:
-        import torch
-
-        return torch.float32 if param_dtype == "fp32" else original(param_dtype)
-
-    return convert_to_torch_dtype
+    return lambda param_dtype: torch.float32 if param_dtype == "fp32" else original(param_dtype)
 
 
 def with_torch_adam(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -198,10 +170,10 @@ def with_torch_adam(original: Callable[..., dict[str, Any]]) -> Callable[..., di
 
 
 def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective of DeepSpeed's, finished when it returns, asked for asynchronously or not.
+    """A collective of DeepSpeed's that has finished when it returns.
 
     Of several that it starts, DeepSpeed 0.19.6 waits for the last, which on a CUDA stream is the end of all. gloo
-    finishes them in any order, so that a parameter of ZeRO-3 could be read before it was gathered.
+    finishes them in any order, so a parameter of ZeRO-3 could be read before it was gathered.
     """
 
     @wraps(original)
@@ -215,10 +187,10 @@ def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def port_below_outgoing(original: Callable[[], int]) -> Any:
-    """`BaseDistributedActor._get_free_port`: a free port that no outgoing connection is given.
+    """`BaseDistributedActor._get_free_port`: a free port that the system gives to no outgoing connection.
 
-    OpenRLHF 0.11.2 listens at its port seconds after it chose it. A starting Ray and vLLM open hundreds of connections
-    meanwhile, and the system's own free ports are theirs too (TCPStore: EADDRINUSE).
+    OpenRLHF 0.11.2 listens at its port seconds after it chose it. Ray and vLLM open hundreds of connections meanwhile,
+    from the system's own free ports (TCPStore: EADDRINUSE).
     """
 
     @wraps(original)

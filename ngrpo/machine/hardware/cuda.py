@@ -22,10 +22,7 @@ HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cus
 
 
 def toolkit() -> tuple[Path | None, str | None]:
-    """The CUDA toolkit that torch 2.13 would compile with, found in its order, and the release of its nvcc, as "13.0".
-
-    The folder is None where there is none; the release is None where the folder has no nvcc that runs.
-    """
+    """The CUDA toolkit that torch 2.13 would compile with, and its nvcc's release, as "13.0"; None where unknown."""
     variable, nvcc = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
     home = Path(variable) if variable else Path(nvcc).parent.parent if nvcc else _DEFAULT_HOME
     if not (variable or home.is_dir()):
@@ -39,16 +36,10 @@ def toolkit() -> tuple[Path | None, str | None]:
 
 
 def check(flags: Flags) -> str | None:
-    """Refuses a training that could not compile DeepSpeed 0.19.6's Adam, which it tries once all models are loaded.
+    """Raises ``UsageError`` where DeepSpeed 0.19.6 could not compile its Adam; returns why it could not check, or None.
 
-    The fused Adam is CUDA code. The Adam of ``--ds.adam_offload`` is compiled against the toolkit too, and from CUDA 13
-    on DeepSpeed wants torch's own minor release for it. The nodes of an existing Ray cluster have their own toolkits.
-
-    Returns:
-        Why it could not check, or None.
-
-    Raises:
-        UsageError: with what is missing and what to install.
+    DeepSpeed tries it once all models are loaded. The Adam of ``--ds.adam_offload`` is compiled against the toolkit
+    too, and from CUDA 13 on it needs torch's own minor release. The nodes of a Ray cluster have their own toolkits.
     """
     import torch
 

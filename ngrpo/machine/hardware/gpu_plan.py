@@ -8,7 +8,6 @@ master copy and Adam's two moments.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
@@ -24,7 +23,6 @@ from perturbations.errors import UsageError
 _LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 2 + 4 + 4
 # What a GPU has to keep free, and what a sleeping engine keeps of it: CUDA contexts, graphs, buffers of NCCL.
 _FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
-_CHECKPOINT_STEPS = "20"
 _ALL, _NODES, _ACTOR = "--train.colocate_all", "--actor.num_nodes", "--actor.num_gpus_per_node"
 _ENGINES, _TENSOR, _SHARE = "--vllm.num_engines", "--vllm.tensor_parallel_size", "--vllm.gpu_memory_utilization"
 # With these, engines or further models have GPUs of their own.
@@ -38,16 +36,11 @@ PHASES = ("rollout", "scoring", "backward", "update")
 
 @dataclass(frozen=True)
 class Part:
-    """One component on one GPU.
-
-    Attributes:
-        phases: its bytes in each of :data:`PHASES`.
-        host: bytes of the host's memory, for each GPU.
-    """
+    """One component on one GPU: bytes in each of :data:`PHASES`, and bytes of the host's memory for each GPU."""
 
     name: str
     formula: str
-    phases: tuple[float, float, float, float]
+    phases: tuple[float, ...]
     host: float = 0.0
 
 
@@ -65,8 +58,7 @@ def parts_of(group: Group, args: Args, gpu: float) -> list[Part]:
     """What one GPU of ``gpu`` bytes holds in a group, without models of unknown size."""
     parts: list[Part] = []
     for model in group.models:
-        name = models(args)[model]
-        size = architecture.size_of(name) if name else None
+        size = architecture.size_of(models(args)[model])
         if size is None:
             continue
         if model in (placement.ACTOR, placement.CRITIC):
@@ -79,57 +71,55 @@ def parts_of(group: Group, args: Args, gpu: float) -> list[Part]:
         if model in (placement.ACTOR, placement.REFERENCE) and model == group.models[0]:
             parts.append(scored(size, args))
     free = _FREE_HYBRID if placement.is_hybrid(args) else _FREE
-    return [*parts, Part("kept free", "CUDA contexts, NCCL, fragmentation", _always(free))] if parts else []
-
-
-def peak(args: Args, gpu: float) -> float | None:
-    """Bytes of the fullest GPU in its fullest phase; None where a model's size is unknown, or not estimated."""
-    groups, names = placement.groups(args), models(args)
-    known = all(names[model] and architecture.size_of(names[model] or "") for group in groups for model in group.models)
-    if not known or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
-        return None
-    return max(sum(column) for group in groups for column in zip(*(part.phases for part in parts_of(group, args, gpu))))
+    return [*parts, Part("kept free", "CUDA contexts, NCCL, fragmentation", (free,) * 4)] if parts else []
 
 
 def fits(args: Args, gpu: float) -> bool:
-    """Whether a placement fits, as far as is known, and an engine has room for a response of full length."""
-    most, size = peak(args, gpu), architecture.size_of(args["actor.model_name_or_path"] or "")
-    return most is None or size is None or (most <= gpu and kv_cache_tokens(size, args, gpu) >= args["data.max_len"])
+    """Whether a placement fits in its fullest phase, and an engine has room for a response of full length.
 
-
-def _always(size: float) -> tuple[float, float, float, float]:
-    return (size, size, size, size)
+    True where it is not estimated: for models of unknown size, LoRA and 4 bits.
+    """
+    groups, names = placement.groups(args), models(args)
+    actor = architecture.size_of(names[placement.ACTOR])
+    others = {names[model] for group in groups for model in group.models} - {names[placement.ACTOR]}
+    if actor is None or not all(map(architecture.size_of, others)) or args["ds.lora.rank"] or args["ds.load_in_4bit"]:
+        return True
+    held = [zip(*(part.phases for part in parts_of(group, args, gpu))) for group in groups]
+    peak = max(sum(phase) for phases in held for phase in phases)
+    return peak <= gpu and kv_cache_tokens(actor, args, gpu) >= args["data.max_len"]
 
 
 def trained(role: str, size: ModelSize, args: Args, world: int) -> list[Part]:
     """A model on ``world`` GPUs that is trained: the actor or the critic."""
-    stage, tensor, offloaded = args["ds.zero_stage"], args["ds.tensor_parallel_size"], args["ds.adam_offload"]
-    shares = world // tensor if stage else 1
+    stage, tensor, asleep = args["ds.zero_stage"], args["ds.tensor_parallel_size"], args["ds.enable_sleep"]
     whole = size.parameters / tensor
-    split = whole / shares
     of_whole, of_split = ("P", "P/D") if tensor == 1 else ("P/T", "P/DT")
+    split = whole / (world // tensor if stage else 1)
     weights, of_weights = (split, of_split) if stage == 3 else (whole, of_whole)
-    parts = [Part(f"{role}: weights", f"2{of_weights}", _always(2 * weights))]
-    if offloaded:
+    gradients, of_gradients = (split, of_split) if stage >= 2 else (whole, of_whole)
+    parts = [Part(f"{role}: weights", f"2{of_weights}", (2 * weights,) * 4)]
+    if args["ds.adam_offload"]:
         note = f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split} on the host"
-        parts.append(Part(f"{role}: optimizer, offloaded", note, _always(0), host=18 * split))
+        parts.append(Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=18 * split))
     else:
-        gradients, of_gradients = (2 * split, of_split) if stage >= 2 else (2 * whole, of_whole)
-        parts.append(Part(f"{role}: gradients", f"2{of_gradients}", (0, 0, gradients, gradients)))
-        parts.append(Part(f"{role}: gradients, float32", f"4{of_split}", (0, 0, 0, 4 * split)))
         # OpenRLHF loads the states for its training alone and takes them off again after it.
-        asleep, states = args["ds.enable_sleep"], 12 * split
-        phases = (0, 0, states, states) if asleep else _always(states)
+        states = 12 * split
         note = f"12{of_split}" + (", on the host meanwhile" if asleep else "")
-        parts.append(Part(f"{role}: optimizer states", note, phases, host=states if asleep else 0))
+        at_rest = 0 if asleep else states
+        parts += [
+            Part(f"{role}: gradients", f"2{of_gradients}", (0, 0, 2 * gradients, 2 * gradients)),
+            Part(f"{role}: gradients, float32", f"4{of_split}", (0, 0, 0, 4 * split)),
+            Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=states - at_rest),
+        ]
     # What the backward pass needs of the forward pass, for the longest samples.
     tokens, layer = _tokens("train", args), size.saved_bytes_per_token
     terms, of_layers = f"{size.layers} × {layer}", size.layers * layer
     if args["actor.gradient_checkpointing_enable"]:
         terms, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
-    logits = 0 if role == "critic" else _LOGIT_WITH_GRADIENT * size.vocabulary
-    formula = f"{tokens} tokens × ({terms}{f' + {_LOGIT_WITH_GRADIENT}V' if logits else ''}), roughly"
-    return [*parts, Part(f"{role}: activations", formula, (0, 0, tokens * (of_layers + logits), 0))]
+    if role != placement.CRITIC:
+        terms, of_layers = f"{terms} + {_LOGIT_WITH_GRADIENT}V", of_layers + _LOGIT_WITH_GRADIENT * size.vocabulary
+    activations = (0, 0, tokens * of_layers, 0)
+    return [*parts, Part(f"{role}: activations", f"{tokens} tokens × ({terms}), roughly", activations)]
 
 
 def _tokens(kind: str, args: Args) -> int:
@@ -142,56 +132,49 @@ def _tokens(kind: str, args: Args) -> int:
 def scored(size: ModelSize, args: Args) -> Part:
     """The logits of one micro-batch, without gradients; models that share GPUs score one after the other."""
     tokens = _tokens("rollout", args)
-    formula = f"{tokens} tokens × {_LOGIT}V, roughly"
-    return Part("logits to score", formula, (0, tokens * _LOGIT * size.vocabulary, 0, 0))
+    return Part(
+        "logits to score", f"{tokens} tokens × {_LOGIT}V, roughly", (0, tokens * _LOGIT * size.vocabulary, 0, 0)
+    )
 
 
 def frozen(role: str, size: ModelSize, args: Args, world: int, *, offloaded: bool = False) -> Part:
     """The reference or the reward model; DeepSpeed offloads it under ZeRO-3 only."""
-    tensor = args["ds.tensor_parallel_size"]
-    if args["ds.zero_stage"] != 3:
-        return Part(f"{role}: weights", "2P" if tensor == 1 else "2P/T", _always(2 * size.parameters / tensor))
-    share, formula = 2 * size.parameters / world, "2P/D" if tensor == 1 else "2P/DT"
-    if offloaded:
-        return Part(f"{role}: weights, offloaded", f"{formula} on the host", _always(0), host=share)
-    return Part(f"{role}: weights", formula, _always(share))
+    tensor, stage3 = args["ds.tensor_parallel_size"], args["ds.zero_stage"] == 3
+    held = 2 * size.parameters / (world if stage3 else tensor)
+    shared = "D" * stage3 + "T" * (tensor > 1)
+    formula = f"2P/{shared}" if shared else "2P"
+    if stage3 and offloaded:
+        return Part(f"{role}: weights, offloaded", f"{formula} on the host", (0,) * 4, host=held)
+    return Part(f"{role}: weights", formula, (held,) * 4)
 
 
 def engine(size: ModelSize, args: Args, gpu: float) -> Part:
     """A vLLM engine's fraction of a GPU: weights, KV cache and graphs."""
-    held = args["vllm.gpu_memory_utilization"] * gpu
-    weights = 2 * size.parameters / args["vllm.tensor_parallel_size"]
-    formula = f"{args['vllm.gpu_memory_utilization']:g} of the GPU, of which weights {weights / GIB:.1f} GiB"
+    share, weights = args["vllm.gpu_memory_utilization"], 2 * size.parameters / args["vllm.tensor_parallel_size"]
+    formula = f"{share:g} of the GPU, of which weights {weights / GIB:.1f} GiB"
     if args["vllm.enable_sleep"]:
-        asleep = (held, _ASLEEP, _ASLEEP, _ASLEEP)
+        asleep = (share * gpu, _ASLEEP, _ASLEEP, _ASLEEP)
         return Part("vLLM engine", f"{formula}; asleep from then on", asleep, host=weights)
-    return Part("vLLM engine", formula, _always(held))
+    return Part("vLLM engine", formula, (share * gpu,) * 4)
 
 
 def kv_cache_tokens(size: ModelSize, args: Args, gpu: float) -> int:
     """Tokens that an engine's KV cache holds at most: its fraction of the GPU without the weights."""
     tensor = args["vllm.tensor_parallel_size"]
     free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / tensor
-    per_token = size.layers * 2 * max(size.kv_heads // tensor, 1) * size.head_dim * 2
-    return max(0, int(free // per_token))
+    return max(0, int(free // (size.layers * 2 * max(size.kv_heads // tensor, 1) * size.head_dim * 2)))
 
 
 def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
     """The flags with a placement on a machine; by default hybrid: trainer and engines take turns on all GPUs.
 
-    Args:
-        flags: OpenRLHF's other flags.
-        machine: the GPUs.
-        whole: whether every rank has to hold whole parameters, which excludes ZeRO-3.
-
-    Raises:
-        UsageError: for a placement that is given by half.
+    With ``whole`` every rank holds whole parameters, which excludes ZeRO-3. Raises ``UsageError`` for half a placement.
     """
     nodes, ranks, engines, tensor = (int(flags.value(name) or 0) for name in (_NODES, _ACTOR, _ENGINES, _TENSOR))
     given, largest = flags.has(_ALL), max(machine.per_node, default=1)
     apart = [name for name in _APART if flags.has(name)]
-    if not apart and not given and ranks and engines:
-        apart = [_ENGINES]
+    if ranks and engines and not given:
+        apart.append(_ENGINES)
     if apart:
         missing = [name for name, value in ((_ACTOR, ranks), (_ENGINES, engines)) if not value]
         if missing:
@@ -202,21 +185,16 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
                 f" trainer and engines on the same GPUs ({_DOCS})."
             )
         return flags.with_defaults(_ranks(flags, nodes or 1, ranks))
-    if ranks:
-        gpus = (nodes or 1) * ranks
-    elif engines and tensor:
-        gpus = engines * tensor
-    else:
-        gpus = nodes * largest or machine.total or 1
+    gpus = (nodes or 1) * ranks or engines * tensor or nodes * largest or machine.total or 1
     ranks = ranks or gcd(gpus, largest)
     defaults: dict[str, Default] = {_ALL: None, **_ranks(flags, nodes or gpus // ranks, ranks)}
     if not (given and flags.has(_SHARE, "--vllm.enable_sleep")):
         defaults |= {"--vllm.enable_sleep": None, "--ds.enable_sleep": None}
     if not given:
-        defaults |= {"--actor.gradient_checkpointing_enable": None, "--ckpt.save_steps": _CHECKPOINT_STEPS}
+        defaults |= {"--actor.gradient_checkpointing_enable": None, "--ckpt.save_steps": "20"}
     flags = tried = flags.with_defaults(defaults)
 
-    size = architecture.size_of(flags.value("--actor.model_name_or_path") or "")
+    size = architecture.size_of(flags.value("--actor.model_name_or_path"))
     parallels = [n for n in (1, 2, 4, 8) if gcd(gpus, largest) % n == 0 and (size is None or size.heads % n == 0)]
     if engines or tensor:
         parallels = [tensor or max(gpus // engines, 1)]
@@ -224,18 +202,15 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
     stages = ("2",) if whole or given else ("2", "3")
     # The fastest first; all of them fit where the first does.
     for offload, parallel, stage, share in product(offloads, parallels, stages, ("0.6", "0.5")):
-        choice: dict[str, Default] = {
-            _ENGINES: str(max(gpus // parallel, 1)),
-            _TENSOR: str(parallel),
-            _SHARE: share,
-            "--ds.zero_stage": stage,
-        }
-        tried = flags.with_defaults(choice | ({"--ds.adam_offload": None} if offload else {}))
-        with suppress(UsageError):  # which a rule then reports
+        choice: dict[str, Default] = {_ENGINES: str(max(gpus // parallel, 1)), _TENSOR: str(parallel), _SHARE: share}
+        choice |= {"--ds.zero_stage": stage, **({"--ds.adam_offload": None} if offload else {})}
+        tried = flags.with_defaults(choice)
+        try:
             openrlhf_parser.check(tried.argv)
-            if not fits(openrlhf_parser.resolved(tried.argv), machine.memory):
-                continue
-        return tried
+        except UsageError:  # which a rule then reports
+            return tried
+        if fits(openrlhf_parser.resolved(tried.argv), machine.memory):
+            return tried
     return tried
 
 
@@ -259,38 +234,31 @@ def notes(args: Args, machine: Machine) -> list[str]:
 
 
 def check(args: Args) -> None:
-    """Raises ``UsageError`` for a placement that OpenRLHF would refuse, or fail over, once processes have started.
-
-    Args:
-        args: OpenRLHF's arguments.
-    """
+    """Raises ``UsageError`` for a placement that OpenRLHF would refuse, or fail over, once processes have started."""
     engines, tensor = args["vllm.num_engines"], args["vllm.tensor_parallel_size"]
     if not engines:
-        raise UsageError(f"{_ENGINES} is missing: nothing draws answers without an engine. Fix: {_ENGINES} 1 or more.")
-    size = architecture.size_of(args["actor.model_name_or_path"] or "")
+        raise UsageError(f"{_ENGINES} is missing: responses need an engine. Fix: {_ENGINES} 1 or more.")
+    name, ranks = args["actor.model_name_or_path"], placement.world_size(args, "actor")
+    size = architecture.size_of(name)
     if size is not None and size.heads % tensor:
-        raise UsageError(
-            f"{_TENSOR} {tensor} must divide the {size.heads} attention heads of {args['actor.model_name_or_path']}."
-        )
-    ranks = placement.world_size(args, "actor")
-    held = [model for group in placement.groups(args) for model in group.models]
+        raise UsageError(f"{_TENSOR} {tensor} must divide the {size.heads} attention heads of {name}.")
     if placement.is_hybrid(args) and ranks != engines * tensor:
         raise UsageError(
             f"{_ENGINES} {engines} × {_TENSOR} {tensor} is {engines * tensor} GPUs, and the actor has {ranks}: with"
             f" {_ALL} they share the same GPUs. Fix: {_ENGINES} {max(ranks // tensor, 1)}, or leave both out."
         )
-    equal = []
-    if args["train.colocate_all"] or args["train.colocate_actor_ref"]:
-        equal.append(("actor", "ref", placement.REFERENCE))
-    if args["train.colocate_critic_reward"]:
-        equal.append(("critic", "reward", placement.CRITIC))
-    elif args["train.colocate_all"]:
-        equal += [("actor", "critic", placement.CRITIC), ("actor", "reward", placement.REWARD)]
-    for one, other, model in equal:
+    everything, pair = args["train.colocate_all"], args["train.colocate_critic_reward"]
+    held = [model for group in placement.groups(args) for model in group.models]
+    for shared, one, other, model in (
+        (everything or args["train.colocate_actor_ref"], "actor", "ref", placement.REFERENCE),
+        (pair, "critic", "reward", placement.CRITIC),
+        (everything and not pair, "actor", "critic", placement.CRITIC),
+        (everything and not pair, "actor", "reward", placement.REWARD),
+    ):
         (nodes, gpus), (others, other_gpus) = (
             (args[f"{role}.num_nodes"], args[f"{role}.num_gpus_per_node"]) for role in (one, other)
         )
-        if model in held and (nodes, gpus) != (others, other_gpus):
+        if shared and model in held and (nodes, gpus) != (others, other_gpus):
             raise UsageError(
                 f"--{other}.num_nodes {others} and --{other}.num_gpus_per_node {other_gpus} must be those of --{one}"
                 f" ({nodes} and {gpus}), since the two models share GPUs."
@@ -298,12 +266,7 @@ def check(args: Args) -> None:
 
 
 def check_machine(args: Args, machine: Machine) -> str | None:
-    """Raises ``UsageError`` for a placement that a machine cannot hold; returns why it could not look, or None.
-
-    Args:
-        args: OpenRLHF's arguments.
-        machine: the GPUs.
-    """
+    """Raises ``UsageError`` for a placement that a machine cannot hold; returns why it could not look, or None."""
     share = args["vllm.gpu_memory_utilization"]
     if placement.is_hybrid(args) and not args["vllm.enable_sleep"] and share > _MOST_AWAKE:
         raise UsageError(

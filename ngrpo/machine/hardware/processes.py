@@ -16,16 +16,17 @@ OWNER = "NGRPO_OWNER"
 _GRACE_SECONDS = 5.0
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: handled as Ctrl-C is, so that what runs is ended and the user is told what was kept."""
+SIGTERM_CAME = threading.Event()
+"""Tells SIGTERM from Ctrl-C: an exception of ours would not do, for Ray raises its own KeyboardInterrupt instead."""
 
 
 def raise_on_sigterm() -> None:
-    """Makes SIGTERM raise :class:`Terminated` in the main thread, unless somebody handles or ignores it already."""
+    """Makes SIGTERM raise ``KeyboardInterrupt`` in the main thread, unless another handler or SIG_IGN is installed."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut short what the first one ends
-        raise Terminated
+        SIGTERM_CAME.set()
+        raise KeyboardInterrupt
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, handler)

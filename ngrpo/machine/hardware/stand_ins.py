@@ -13,16 +13,15 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib.metadata import version
 from importlib.util import find_spec
+from operator import getitem
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 
 if TYPE_CHECKING:
     import argparse
-
-    import torch
 
 # ---- flash-attn: OpenRLHF 0.11.2 pins 2.8.3, which PyPI has as source only. Without it training runs on PyTorch's own
 # attention, for packed samples too. ----
@@ -50,8 +49,8 @@ def missing() -> list[str]:
 def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
     """`get_strategy`: the command line's attention also holds for packed samples.
 
-    OpenRLHF sets flash_attention_2 for them, once the only one that read their position ids, which restart with each
-    sample. transformers 5.15 makes the mask of PyTorch's own attention from them.
+    OpenRLHF sets flash_attention_2 for them. transformers 5.15 makes the mask of PyTorch's own attention from their
+    position ids, which restart with each sample.
     """
 
     @wraps(original)
@@ -64,51 +63,21 @@ def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_strategy
 
 
-def index_first_axis(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows of a tensor: (N, ...), (M,) -> (M, ...)."""
-    return rows[indices]
-
-
-def unpad_input(
-    padded: torch.Tensor, attention_mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, torch.Tensor]:
-    """Drops padding: (B, T, ...) and a mask (B, T) -> the total of N unmasked rows.
-
-    Returns:
-        rows (N, ...), their flat indices (N,), cumulative lengths (B + 1,) int32, the longest length,
-        and the lengths (B,) int32.
-    """
-    import torch
-
-    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
-    indices = attention_mask.flatten().nonzero().flatten()
-    cumulative = torch.nn.functional.pad(lengths.cumsum(dim=0, dtype=torch.int32), (1, 0))
-    return padded.flatten(0, 1)[indices], indices, cumulative, int(lengths.max()), lengths
-
-
-def pad_input(rows: torch.Tensor, indices: torch.Tensor, batch: int, seqlen: int) -> torch.Tensor:
-    """The inverse of `unpad_input`: (N, ...) -> (B, T, ...), zeros where masked; differentiable."""
-    flat = rows.new_zeros(batch * seqlen, *rows.shape[1:])
-    return flat.index_copy(0, indices, rows).unflatten(0, (batch, seqlen))
-
-
-def all_gather(*args: object, **kwargs: object) -> torch.Tensor:
+def all_gather(*args: object, **kwargs: object) -> NoReturn:
     """Only ring attention calls it."""
     raise NotImplementedError("Ring attention needs flash-attn; use --ds.ring_attn_size 1.")
 
 
 @contextmanager
 def flash_attn_stand_in() -> Iterator[None]:
-    """Context in which ``import flash_attn...`` finds the five names that OpenRLHF 0.11.2 imports from it.
-
-    Outside the context no library takes flash-attn for installed.
-    """
+    """Context in which ``import flash_attn...`` finds the five names that OpenRLHF 0.11.2 imports from it."""
     from einops import rearrange
+    from transformers.modeling_flash_attention_utils import _pad_input, _unpad_input
 
     names = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
     modules = {name: ModuleType(name) for name in names}
     vars(modules["flash_attn.bert_padding"]).update(
-        index_first_axis=index_first_axis, pad_input=pad_input, rearrange=rearrange, unpad_input=unpad_input
+        index_first_axis=getitem, pad_input=_pad_input, rearrange=rearrange, unpad_input=_unpad_input
     )
     vars(modules["flash_attn.utils.distributed"]).update(all_gather=all_gather)
     before = {name: sys.modules[name] for name in names if name in sys.modules}
@@ -141,12 +110,9 @@ _libraries: list[Any] = []
 
 
 def declare_operators(torchvision: str) -> None:
-    """Declares torchvision's operators, without an implementation, where its compiled part does not load.
+    """Declares torchvision's operators where its compiled part, beside this ``__init__.py``, does not load.
 
-    No image code of the models that vLLM serves calls them.
-
-    Args:
-        torchvision: its ``__init__.py``.
+    No model of vLLM calls them.
     """
     import torch
 
@@ -160,11 +126,7 @@ def declare_operators(torchvision: str) -> None:
 
 
 def install_torchvision(folder: Path) -> None:
-    """Puts torchvision into a folder, with a call of :func:`declare_operators` in front of its ``__init__.py``.
-
-    Raises:
-        ValueError: for a torch whose torchvision is not known here.
-    """
+    """Puts torchvision into a folder; its ``__init__.py`` calls :func:`declare_operators` first."""
     torch = ".".join(version("torch").split(".")[:2])
     if torch not in _RELEASES:
         raise ValueError(f"torch {torch}: torchvision is known for {', '.join(_RELEASES)}. Install one of these.")

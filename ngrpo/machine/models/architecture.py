@@ -9,20 +9,26 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.models import packaged
+from ngrpo.machine.upstream.patch import source_of
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BACKEND = "vLLM's Transformers backend"
+_BACKEND = "vLLM's Transformers backend"
+# Tables of vLLM's registry.
+_SERVING = {
+    "_TEXT_GENERATION_MODELS": "vLLM's own",
+    "_MULTIMODAL_MODELS": "vLLM's own, multimodal",
+    "_TRANSFORMERS_SUPPORTED_MODELS": _BACKEND,
+}
 _NOT_GENERATING = {
     "_EMBEDDING_MODELS": "an embedding model",
     "_REWARD_MODELS": "a reward model",
@@ -38,12 +44,7 @@ _RECURRENT = ("mamba", "linear_attention", "conv", "recurrent", "hybrid")
 
 
 def find_config(name: str, *, ask_hub: bool = False) -> Path | None:
-    """Where a model's config.json is; None where it is neither here nor, if asked, on the hub.
-
-    Args:
-        name: as ``--model`` takes it: a packaged model, a folder, or a hub name.
-        ask_hub: load config.json, and nothing else, of a hub name that is not in the hub's cache.
-    """
+    """The config.json of a ``--model``, or None; ``ask_hub`` loads that file alone where the hub's cache has none."""
     folder = packaged.folder_of(name) if name in packaged.PACKAGED else Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder / "config.json"
@@ -59,11 +60,7 @@ def find_config(name: str, *, ask_hub: bool = False) -> Path | None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a config.json.
-
-    Raises:
-        UsageError: for a file that cannot be read or is not a JSON object.
-    """
+    """The content of a config.json; raises ``UsageError`` for a file that is damaged or no JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -74,14 +71,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def parameter_names(folder: str) -> tuple[str, ...] | None:
-    """The names that the model's class in transformers gives its parameters.
-
-    Args:
-        folder: a local model.
-
-    Returns:
-        None without a config.json, or for one that transformers cannot make a model of without the folder's own code.
-    """
+    """The names that transformers' class gives a local model's parameters; None where transformers cannot make one."""
     path = Path(folder).expanduser() / "config.json"
     config = read_config(path) if path.is_file() else {"auto_map": True}
     try:
@@ -91,7 +81,7 @@ def parameter_names(folder: str) -> tuple[str, ...] | None:
 
 
 def _on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
-    """The model without memory, of the class that OpenRLHF chooses."""
+    """The model on the meta device, of the class that OpenRLHF chooses."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -105,19 +95,13 @@ def _on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What memory depends on.
+    """What memory depends on, and where the values come from.
 
     Attributes:
         parameters: all of them, a tied head counted once.
-        layers: decoder layers.
         hidden: width h of the residual stream.
         intermediate: width m of the MLP, of all experts that a token goes through.
-        heads: attention heads.
-        kv_heads: heads of keys and values.
-        head_dim: width of a head.
-        vocabulary: V, rows of the embedding.
         head_norms: whether queries and keys are normalised, as in Qwen3.
-        source: where the values come from.
     """
 
     parameters: int
@@ -145,26 +129,23 @@ class ModelSize:
 
 def size_table() -> dict[str, dict[str, Any]]:
     """config.json, and the number of parameters, of the models that README and recipes name."""
-    return json.loads(files("ngrpo.machine.models").joinpath("models.json").read_text(encoding="utf-8"))
+    return _packaged_table("models.json")
 
 
-def size_of(name: str) -> ModelSize | None:
-    """The sizes of a model, from its config.json or from :func:`size_table`; None where neither has them.
+def _packaged_table(file: str) -> dict[str, Any]:
+    return json.loads(files("ngrpo.machine.models").joinpath(file).read_text(encoding="utf-8"))
 
-    Args:
-        name: as ``--model`` takes it.
 
-    Raises:
-        UsageError: for a config.json that is not JSON.
-    """
-    path, table = find_config(name), size_table()
+def size_of(name: str | None) -> ModelSize | None:
+    """The sizes of a ``--model``, from its config.json or from :func:`size_table`; None where neither has them."""
+    path, table = find_config(name) if name else None, size_table()
     if path is not None:
         return size_from(read_config(path), str(path))
     return size_from(table[name], "the table of this project") if name in table else None
 
 
 def size_from(config: Mapping[str, Any], source: str) -> ModelSize | None:
-    """The sizes that a config.json says; None for a model that the installed transformers cannot make of it."""
+    """The sizes in a config.json; None where the installed transformers cannot make a model from it."""
     try:
         return _size(json.dumps(config), source)
     except Exception:  # of the configuration's own class
@@ -200,28 +181,21 @@ def _size(text: str, source: str) -> ModelSize:
 # ---- support ----
 
 
-@dataclass(frozen=True)
+@dataclass
 class Support:
-    """Whether a model can be rolled out and trained with a perturbation, as far as config.json tells.
+    """Whether a model can be rolled out and trained with a perturbation; the engine checks the rest on the model.
 
-    The engine checks the rest on the model itself, before its first request.
-
-    Attributes:
-        model_type, architecture: as config.json names them; "" where it does not.
-        engine: the class that vLLM serves it with, and whose class that is.
-        trainer: the class of transformers that OpenRLHF trains.
-        refused: why it cannot be used; empty if it can.
-        unknown: what config.json does not tell.
-        notes: what is particular about it.
+    ``engine``: the class that vLLM serves it with, and whose class that is. ``trainer``: the class of transformers that
+    OpenRLHF trains. ``refused``: why it cannot be used. ``unknown``: what config.json does not tell.
     """
 
     model_type: str
     architecture: str
-    engine: str = ""
+    engine: str = "vLLM"
     trainer: str = ""
-    refused: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    refused: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         name = f"{self.architecture or 'no architecture'} ({self.model_type or 'no model_type'})"
@@ -233,18 +207,13 @@ class Support:
 
 def support_of(name: str, *, ask_hub: bool = False) -> Support | None:
     """:func:`support_from` a model's config.json; None if :func:`find_config` does not find it."""
-    path = find_config(name, ask_hub=ask_hub)
+    path = find_config(name, ask_hub=ask_hub) if name else None
     return None if path is None else support_from(read_config(path))
 
 
 def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> str | None:
-    """Raises ``UsageError`` for a model that cannot be used, by its config.json; returns why it was not read, or None.
-
-    Args:
-        model: as ``--model`` takes it.
-        spec: the run's perturbation; without one a model whose inputs cannot be replaced passes too.
-    """
-    support = support_of(model) if model else None
+    """Raises ``UsageError`` for a model that a perturbation cannot use; returns why it was not read, or None."""
+    support = support_of(model)
     if support is None:
         return "not checked: its config.json is not here."
     if spec is not None and support.refused:
@@ -253,105 +222,100 @@ def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> str | None:
 
 
 def told_of(model: str) -> str:
-    """What config.json tells of a model, for the line of a check."""
-    support = support_of(model) if model else None
+    """A model and its support, for the line of a check."""
+    support = support_of(model)
     return f"model {model}{f': {support}' if support else ''}"
 
 
 def support_from(config: Mapping[str, Any]) -> Support:
-    """What a config.json tells."""
+    """The support of a model by its config.json."""
     from transformers.models.auto import modeling_auto as auto
 
     architecture, model_type = str((config.get("architectures") or [""])[0]), str(config.get("model_type") or "")
+    found = Support(model_type, architecture)
     remote, nested = bool(config.get("auto_map")), config.get("text_config")
     text = nested if isinstance(nested, Mapping) else config
-    refused: list[str] = []
-    unknown: list[str] = []
-    notes: list[str] = []
-    if not architecture:
-        unknown.append("by which class vLLM serves it, since config.json names no architecture")
+    if architecture:
+        _find_engine(found, remote)
+    else:
+        found.unknown.append("by which class vLLM serves it, since config.json names no architecture")
     if config.get("is_encoder_decoder") or architecture in _ENCODER_DECODERS:
-        refused.append("an encoder-decoder model. Use a decoder-only model")
+        found.refused.append("an encoder-decoder model. Use a decoder-only model")
     # OpenRLHF trains a model with a vision_config as an image-text model, any other as a causal language model.
-    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if "vision_config" in config:
-        names = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    trainer = names.get(model_type, "")
-    if not trainer and remote:
-        unknown.append("what the model's own code (auto_map) does")
-        trainer = "AutoModelForCausalLM with the model's own code"
-    elif not trainer:
-        refused.append(
+    kind = "IMAGE_TEXT_TO_TEXT" if "vision_config" in config else "CAUSAL_LM"
+    found.trainer = getattr(auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(model_type, "")
+    if not found.trainer and remote:
+        found.unknown.append("what the model's own code (auto_map) does")
+        found.trainer = "AutoModelForCausalLM with the model's own code"
+    elif not found.trainer:
+        found.refused.append(
             f"the installed transformers has no model of type {model_type!r} that generates text. Install the release"
             " that OpenRLHF pins, or use another model"
         )
-    engine = _engine(architecture, remote, refused, unknown) if architecture else "vLLM"
     if config.get("quantization_config"):
-        unknown.append("whether its quantization leaves the embedding alone, which the engine checks at start")
+        found.unknown.append("whether its quantization leaves the embedding alone, which the engine checks at start")
     if text.get("hidden_size_per_layer_input"):
-        notes.append("its per-layer embeddings follow the token in the text, its main embedding is perturbed")
+        found.notes.append("its per-layer embeddings follow the token in the text, its main embedding is perturbed")
     layers = text.get("layer_types") or text.get("layers_block_type") or text.get("hybrid_override_pattern") or ()
     is_recurrent = any(name in str(layer) for layer in set(layers) for name in _RECURRENT)
     if is_recurrent or any(name in text for name in ("mamba_d_state", "ssm_state_size", "state_size")):
-        notes.append("it has recurrent layers")
+        found.notes.append("it has recurrent layers")
     # Where vLLM 0.29 and transformers 5.15 make different models of the same config.json.
     if model_type == "cohere2_vision" and text.get("logit_scale", 0.0625) != 1.0:
-        refused.append("vLLM multiplies logits by its logit_scale and transformers' class does not (docs/models.md)")
+        found.refused.append(
+            "vLLM multiplies logits by its logit_scale and transformers' class does not (docs/models.md)"
+        )
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     scaled = "mscale" in rope and "mscale_all_dim" in rope and rope.get("apply_yarn_scaling", True)
     if text.get("model_type") == "ministral3" and scaled:
-        unknown.append(
+        found.unknown.append(
             "whether vLLM scales its rotary embedding as transformers does: from config.json it does not, and"
             ' "apply_yarn_scaling": false in rope_parameters corrects it (docs/models.md)'
         )
-    verdict, sentence = _measured(model_type)
-    if verdict == "unknown" and not refused:
-        unknown.append(f"the gap of this type: {sentence}")
+    unlisted = ("unknown", "docs/models.md does not list it; python -m benchmarks.models measures it")
+    verdict, sentence = _packaged_table("measured_models.json").get(model_type, unlisted)  # written by `make models`
+    if verdict == "unknown" and not found.refused:
+        found.unknown.append(f"the gap of this type: {sentence}")
     elif verdict == "wrong":
-        refused.append(f"on a tiny model of this type {sentence} (docs/models.md)")
+        found.refused.append(f"on a tiny model of this type {sentence} (docs/models.md)")
     elif verdict != "unknown":
-        notes.append(f"a tiny model of this type: {sentence}" + " (docs/models.md)" * (verdict == "doubtful"))
-    return Support(model_type, architecture, engine, trainer, tuple(refused), tuple(unknown), tuple(notes))
+        found.notes.append(f"a tiny model of this type: {sentence}" + " (docs/models.md)" * (verdict == "doubtful"))
+    return found
 
 
-def _engine(architecture: str, remote: bool, refused: list[str], unknown: list[str]) -> str:
-    """The class that vLLM serves an architecture with; reasons are added to ``refused`` and ``unknown``."""
+def _find_engine(found: Support, remote: bool) -> None:
+    """Fills in the class that vLLM serves an architecture with, or why there is none."""
     import transformers
 
-    tables = _vllm_tables()
+    architecture, tables = found.architecture, _vllm_tables()
     if tables is None:
-        unknown.append("by which class vLLM serves it, since vLLM is not installed here")
-        return "vLLM"
-    for table, whose in (
-        ("_TEXT_GENERATION_MODELS", "vLLM's own"),
-        ("_MULTIMODAL_MODELS", "vLLM's own, multimodal"),
-        ("_TRANSFORMERS_SUPPORTED_MODELS", BACKEND),
-    ):
+        found.unknown.append("by which class vLLM serves it, since vLLM is not installed here")
+        return
+    for table, whose in _SERVING.items():
         if architecture in tables.get(table, {}):
-            return f"{tables[table][architecture]} ({whose})"
-    for table, kind in _NOT_GENERATING.items():
-        if architecture in tables.get(table, {}):
-            refused.append(f"{kind}, which generates nothing. Use a causal language model")
-            return ""
-    if remote or hasattr(transformers, architecture):
-        unknown.append(f"whether {BACKEND} can take it, since vLLM has no class of its own for it")
-        return f"TransformersForCausalLM ({BACKEND})"
-    refused.append(
-        f"neither vLLM nor the installed transformers has a class {architecture!r}. Use another model, or the releases"
-        " that docs/install.md names"
-    )
-    return ""
+            found.engine = f"{tables[table][architecture]} ({whose})"
+            return
+    kind = next((kind for table, kind in _NOT_GENERATING.items() if architecture in tables.get(table, {})), None)
+    if kind:
+        found.refused.append(f"{kind}, which generates nothing. Use a causal language model")
+    elif remote or hasattr(transformers, architecture):
+        found.unknown.append(f"whether {_BACKEND} can take it, since vLLM has no class of its own for it")
+        found.engine = f"TransformersForCausalLM ({_BACKEND})"
+    else:
+        found.refused.append(
+            f"neither vLLM nor the installed transformers has a class {architecture!r}. Use another model, or the"
+            " releases that docs/install.md names"
+        )
 
 
 @cache
 def _vllm_tables() -> dict[str, dict[str, str]] | None:
     """The tables of vLLM's registry: architecture to class; None where vLLM is not installed."""
-    spec = find_spec("vllm")
-    if spec is None or spec.origin is None:
+    source = source_of("vllm.model_executor.models.registry")
+    if source is None:
         return None
-    source = Path(spec.origin).parent / "model_executor" / "models" / "registry.py"
     tables: dict[str, dict[str, str]] = {}
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+    for node in ast.parse(source).body:
         target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
         table = getattr(node, "value", None)
         if isinstance(target, ast.Name) and isinstance(table, ast.Dict):
@@ -362,11 +326,3 @@ def _vllm_tables() -> dict[str, dict[str, str]] | None:
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
             }
     return tables
-
-
-def _measured(model_type: str) -> tuple[str, str]:
-    """The verdict on a tiny model of this type, as `make models` measured it, and a sentence for it."""
-    table = json.loads(files("ngrpo.machine.models").joinpath("measured_models.json").read_text(encoding="utf-8"))
-    unlisted = ("unknown", "docs/models.md does not list it; python -m benchmarks.models measures it")
-    verdict, sentence = table.get(model_type, unlisted)
-    return verdict, sentence

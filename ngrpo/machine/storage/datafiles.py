@@ -25,13 +25,9 @@ ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def contents(argv: Iterable[str]) -> dict[str, str]:
-    """Digests of the local files that a command line names.
+    """Digests (SHA-256) of the local files that a command line names, by path as given.
 
-    Args:
-        argv: words; one may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
-
-    Returns:
-        Path, as it was given, to the SHA-256 of the file's content.
+    A word may name several files (``a.jsonl,b.jsonl``), or have a prefix (``math:FILE``).
     """
     parts = {part for word in argv for each in word.split(",") for part in (each, each.partition(":")[2])}
     digests = {}
@@ -55,15 +51,10 @@ def _digest(path: Path, changed: int, size: int) -> str:
 
 
 def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
-    """The rows of a local file.
+    """The rows, at most ``limit``, of a local file; ``flag`` names it in messages.
 
-    Args:
-        flag: the flag that names it, for messages.
-        source: a JSONL, JSON (an array of objects, or one per line), CSV or parquet file.
-        limit: the most rows.
-
-    Raises:
-        UsageError: for a file that is missing, empty or not in the format that its suffix names.
+    ``source`` is JSONL, JSON (an array of objects, or one per line), CSV or parquet. Raises ``UsageError`` for a file
+    that is missing, empty or not in the format that its suffix names.
     """
     path = Path(source).expanduser()
     if not path.is_file():
@@ -113,11 +104,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
-    """The lines ``key: value`` of a YAML file; messages name its flag and show an example line.
-
-    Raises:
-        UsageError: for a file that is missing, is not YAML, gives a key twice, or holds something else.
-    """
+    """The lines ``key: value`` of a YAML file; ``UsageError`` for any other content and for a key given twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -142,17 +129,10 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
 
 
 def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
-    """Lines ``flag: value`` of a YAML file as words of a command line.
+    """Lines ``flag: value`` of a YAML file as words of a command line; ``prefix`` goes before each flag's name.
 
     ``rollout.top_p: 0.9`` is ``--rollout.top_p 0.9``. A flag with several values has them with blanks, as in a shell:
     ``actor.eps_clip_low_high: 0.2 0.28``. A list means values with commas, ``true`` a switch.
-
-    Args:
-        values: the lines.
-        prefix: of each flag's name.
-
-    Raises:
-        UsageError: for a value that holds lines of its own, or a quotation mark without its other half.
     """
     argv: list[str] = []
     for flag, value in values.items():
@@ -174,12 +154,9 @@ def texts(value: object) -> list[str]:
 
 
 def read_scalars(folder: Path, since: float = 0.0) -> Series:
-    """Every scalar of the TensorBoard logs under a folder, of files written after the Unix time ``since``.
+    """Every scalar of the TensorBoard logs under a folder: ``{tag: {step: value}}``, steps ascending.
 
-    OpenRLHF 0.11.2 writes a subfolder for each run.
-
-    Returns:
-        ``{tag: {step: value}}``, steps ascending; a later file wins where two have the same step.
+    Files from before the Unix time ``since`` are left out; a later file wins where two have the same step.
     """
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 

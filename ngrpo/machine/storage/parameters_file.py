@@ -34,13 +34,9 @@ def save(folder: str | os.PathLike[str], perturbation: Perturbation, tensors: di
 
 
 def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revision: str | None = None) -> bool:
-    """Loads the parameters that :func:`save` wrote into a model folder or hub name.
+    """Loads the parameters that :func:`save` wrote into a model folder or hub name; returns whether there were any.
 
-    Returns:
-        Whether there were any; otherwise the module keeps its initial values.
-
-    Raises:
-        UsageError: for the parameters of another perturbation, or another model.
+    Raises ``UsageError`` for the parameters of another perturbation, or another model.
     """
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -69,12 +65,9 @@ def load_saved(module: nn.Module, perturbation: Perturbation, model: str, revisi
 
 
 def attach(model: PreTrainedModel, perturbation: Perturbation, folder: str) -> None:
-    """Adds the perturbation's module to a Hugging Face model, with its saved parameters; the model saves it too.
+    """Adds the perturbation's module, if it has one, to a Hugging Face model, with the parameters saved in ``folder``.
 
-    Args:
-        model: a causal model; its ``save_pretrained`` then writes the module's parameters to their own file.
-        perturbation: any perturbation; one without parameters changes nothing.
-        folder: where the model came from.
+    ``model.save_pretrained`` then writes the module's parameters to their own file.
     """
     module = parameters.attach(model, perturbation)
     if module is None:

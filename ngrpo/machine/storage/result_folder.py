@@ -46,11 +46,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole, or leaves the old one as it was.
-
-    Raises:
-        CannotWrite: where the system refuses.
-    """
+    """Writes a file whole, or leaves the old one as it was; raises :class:`CannotWrite`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     with writing(path):
         try:
@@ -71,11 +67,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None where there is none.
-
-    Raises:
-        UsageError: for a file that is damaged or cannot be read. No command leaves such a file, and none deletes it.
-    """
+    """The content of a JSON file, or None where there is none; ``UsageError`` for a damaged file, which is kept."""
     why = "its checksum is not that of its content (if you edited it, remove the entry 'checksum' too)"
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -100,11 +92,7 @@ class ResultFolder:
     @classmethod
     @contextmanager
     def opened(cls: type[Opened], path: Path, report: Callable[[str], None] = lambda line: None) -> Iterator[Opened]:
-        """Holds a folder while the block runs; the folder is made if it is missing.
-
-        Raises:
-            UsageError: where another process holds it, or it cannot be written.
-        """
+        """Holds a folder, made if missing, while the block runs; ``UsageError`` where another process holds it."""
         folder = cls(path, report)
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -116,7 +104,7 @@ class ResultFolder:
                 holder = os.pread(folder.lock, 32, 0).decode(errors="replace").strip() or "unknown"
                 raise UsageError(
                     f"{path}: another command (process {holder}, or one that it started) is at work in this folder."
-                    " Wait for it, stop it, or give another --out."
+                    " Wait for it, stop it, or give another folder."
                 ) from None
             with writing(path):
                 os.ftruncate(folder.lock, 0)
@@ -126,14 +114,7 @@ class ResultFolder:
             os.close(folder.lock)
 
     def claim(self, settings: Mapping[str, Any]) -> None:
-        """Writes the settings into a new folder, or checks that the folder was begun with the same ones.
-
-        Args:
-            settings: everything that all results of this folder depend on, as JSON values.
-
-        Raises:
-            UsageError: where the folder was begun with other settings, or holds something else.
-        """
+        """Writes the settings into a new folder; ``UsageError`` where it has others or holds something else."""
         held, now = self.read(SETTINGS), json.loads(json.dumps(settings))
         if held is None and all(entry.name.startswith(".") for entry in self.path.iterdir()):
             self.write(SETTINGS, now)
@@ -152,24 +133,18 @@ class ResultFolder:
             )
 
     def read(self, name: str) -> Any:
-        """The content of a JSON file of the folder; see :func:`read_json`."""
+        """See :func:`read_json`."""
         return read_json(self.path / name)
 
     def write(self, name: str, value: object) -> None:
-        """Writes a JSON file of the folder; see :func:`write_json`."""
+        """See :func:`write_json`."""
         write_json(self.path / name, value)
 
     def lines(self, name: str, *keys: str) -> list[dict[str, Any]]:
-        """The objects in a file of JSON lines; none where there is no such file.
+        """The objects in a file of JSON lines, each with ``keys``; none where there is no such file.
 
-        A last line that was cut off half-way, as a kill or a full disk leaves it, is dropped with a report.
-
-        Args:
-            name: the file.
-            keys: what each object must have.
-
-        Raises:
-            UsageError: for any other line that is damaged.
+        A last line that was cut off half-way, as a kill or a full disk leaves it, is dropped with a report. Any other
+        damaged line raises ``UsageError``.
         """
         path = self.path / name
         if not path.is_file():
@@ -194,11 +169,7 @@ class ResultFolder:
         return rows
 
     def append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Adds lines to a file of JSON lines. When this returns they are on the disk.
-
-        Raises:
-            CannotWrite: where the system refuses; the lines before these are kept.
-        """
+        """Adds lines to a file of JSON lines; when this returns they are on the disk."""
         path = self.path / name
         data = json_lines(map(_sealed, rows)).encode()
         # Unbuffered: what cannot be written must not be tried again when the file is closed.
@@ -219,29 +190,32 @@ def folder_for(path: str | None, name: str) -> Path:
 
 @contextmanager
 def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
-    """The folder that the user gave, or a new one that no other process has: ``runs/<time>-<name>``, then ``…-2``.
+    """Holds the folder that the user gave, or a new one: ``runs/<time>-<name>``, then ``…-2``.
 
-    A new one is made at once, and removed again where the block fails before it has written something there.
+    A folder that was made here is removed where the block fails before it has written a file.
 
     Raises:
-        CannotWrite: where the system refuses to make it.
+        UsageError: where another process holds the folder, or it cannot be made.
     """
     folder = first = folder_for(path, name)
-    if path:
-        yield folder
-        return
+    new = not path or not folder.exists()
     for number in count(2):
+        if path:
+            break
         with writing(folder), suppress(FileExistsError):
             folder.mkdir(parents=True)
             break
         folder = first.with_name(f"{first.name}-{number}")
-    try:
-        yield folder
-    except BaseException:
-        with suppress(OSError):  # something is in it
-            folder.rmdir()
-            folder.parent.rmdir()
-        raise
+    with ResultFolder.opened(folder):
+        try:
+            yield folder
+        except BaseException:
+            if new and [entry.name for entry in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
+                with suppress(OSError):  # other runs are in it
+                    folder.parent.rmdir()
+            raise
 
 
 def json_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -15,10 +15,10 @@ Default = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag as it stands on a command line.
+    """One flag on a command line.
 
     Attributes:
-        name: ``--ds.zero_stage``; empty for words that stand before the first flag.
+        name: ``--ds.zero_stage``; empty for words before the first flag.
         values: the words after it, up to the next flag; ``--name=value`` counts as well.
         argv: the words themselves.
     """
@@ -30,19 +30,14 @@ class Flag:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a command line, and those that were added to it.
-
-    Attributes:
-        given: the words that the user gave, in their order.
-        added: the words added by :meth:`with_defaults`.
-    """
+    """The flags of a command line: the words that the user gave, and those that :meth:`with_defaults` added."""
 
     given: Sequence[str] = ()
     added: Sequence[str] = ()
 
     @property
     def argv(self) -> list[str]:
-        """All words; what was added stands in front."""
+        """All words; the added ones come first."""
         return [*self.added, *self.given]
 
     def __iter__(self) -> Iterator[Flag]:
@@ -70,7 +65,7 @@ class Flags:
         return any(flag.name in names for flag in self)
 
     def with_defaults(self, defaults: Mapping[str, Default]) -> Flags:
-        """The flags with those defaults added whose flag is absent; :attr:`added` tells which these are."""
+        """The flags with those defaults added whose flag is absent."""
         new: list[str] = []
         for name, default in defaults.items():
             if not self.has(name):

@@ -30,18 +30,14 @@ _OURS += ("--config", "--dry-run")
 
 
 def check(argv: Sequence[str]) -> None:
-    """Raises ``UsageError`` for flags that OpenRLHF's parser, or one of its assertions after it, would refuse.
-
-    Args:
-        argv: OpenRLHF's flags, complete.
-    """
+    """Raises ``UsageError`` for complete flags that OpenRLHF's parser, or an assertion after it, would refuse."""
     try:
         _resolved(tuple(argv))
     except AssertionError as error:
         raise UsageError(f"OpenRLHF refuses these flags: {str(error).rstrip('.')}. {_HELP}") from None
+    except UsageError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
         raise UsageError(f"OpenRLHF fails over these flags ({type(error).__name__}: {error}). {_HELP}") from None
 
 
@@ -64,27 +60,22 @@ def default_values() -> dict[str, Any]:
 
 
 def resolved(argv: Sequence[str]) -> dict[str, Any]:
-    """OpenRLHF's arguments as its training would get them, by their names without dashes.
-
-    Args:
-        argv: OpenRLHF's flags, complete; :func:`check` has accepted them.
-    """
+    """OpenRLHF's arguments as its training would get them, by their names without dashes; `check` has accepted them."""
     return dict(_resolved(tuple(argv)))
 
 
 @lru_cache
 def _resolved(argv: tuple[str, ...]) -> dict[str, Any]:
     """Kept, since every rule on a run asks for them."""
+    return _flat("", _run(argv)["args"])
 
-    def flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
-        settings: dict[str, Any] = {}
-        for name, value in vars(nested).items():
-            settings |= (
-                flat(f"{prefix}{name}.", value) if isinstance(value, SimpleNamespace) else {prefix + name: value}
-            )
-        return settings
 
-    return flat("", _run(argv)["args"])
+def _flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, value in vars(nested).items():
+        inner = isinstance(value, SimpleNamespace)
+        settings |= _flat(f"{prefix}{name}.", value) if inner else {prefix + name: value}
+    return settings
 
 
 def print_help() -> None:
@@ -138,6 +129,7 @@ class _Parser(argparse.ArgumentParser):
         return namespace
 
 
+@lru_cache(maxsize=1)
 def _actions() -> list[argparse.Action]:
     try:
         _run(None)
@@ -166,10 +158,7 @@ def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
     exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)
     module = ast.parse((folder / _PROGRAM).read_text(encoding="utf-8"))
     block = next(node.body for node in module.body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
-    nodes = [node for node in block[:-1] if not isinstance(node, ast.Import | ast.ImportFrom) and not _downloads(node)]
+    # `if args.use_ms:` goes with the imports: it imports a patch of the hub's client for the whole process.
+    imports = ast.Import | ast.ImportFrom
+    nodes = [node for node in block[:-1] if not any(isinstance(part, imports) for part in ast.walk(node))]
     return nesting["hierarchize"], compile(ast.Module(nodes, []), _PROGRAM, "exec")
-
-
-def _downloads(node: ast.stmt) -> bool:
-    """Whether this is ``if args.use_ms:``, which patches the hub's client for the whole process."""
-    return isinstance(node, ast.If) and any(isinstance(part, ast.ImportFrom) for part in ast.walk(node))

@@ -23,7 +23,7 @@ CARD = 80
 """GB of a card of which nothing is known."""
 # GB of the cards that Ray 2.55 names (ray.util.accelerators); of two sizes under one name the smaller one.
 _CARDS = {"A100": 40, "A100-40G": 40, "A10G": 24, "B200": 180, "H200": 141, "L4": 24, "L40S": 48, "T4": 16, "V100": 16}
-_SHAPE = re.compile(r"(?:(?:(?P<nodes>\d+)x)?(?P<gpus>\d+)x)?(?P<gb>\d+(?:\.\d+)?)")
+_SHAPE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?(\d+(?:\.\d+)?)")  # nodes, GPUs, GB
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Machine:
 
     @property
     def total(self) -> int:
-        """All GPUs."""
         return sum(self.per_node)
 
     def __str__(self) -> str:
@@ -62,26 +61,18 @@ def card(gigabytes: float) -> float:
 
 
 def planned(text: str, flag: str) -> Machine:
-    """The machine of ``--dry-run``: ``80``, ``8x80`` or ``2x8x80``, GB of a GPU last; ``true`` for the current one.
-
-    Raises:
-        UsageError: for any other value.
-    """
+    """The machine of ``--dry-run``: ``80``, ``8x80`` or ``2x8x80``, GB of a GPU last; ``true`` for the current one."""
     known = here()
     if text.lower() == "true":
         return known or Machine((8,), card(CARD), f"assumed; {flag} 1x{CARD} plans for one GPU", assumed=True)
-    match = _SHAPE.fullmatch(text)
-    numbers = {name: float(number) for name, number in match.groupdict(1).items()} if match else {}
-    if match is None or min(numbers.values()) <= 0:
-        raise UsageError(
-            f"{flag} {text}: must be GB of one GPU, GPUs x GB, or nodes x GPUs x GB, as in {CARD}, 8x{CARD} or"
-            f" 2x8x{CARD}."
-        )
-    source = f"as {flag} says"
-    if match["gpus"] is None:
-        nodes = known.per_node if known else (8,)
-        return Machine(nodes, card(numbers["gb"]), source, assumed=known is None)
-    return Machine((int(numbers["gpus"]),) * int(numbers["nodes"]), card(numbers["gb"]), source)
+    match, source = _SHAPE.fullmatch(text), f"as {flag} says"
+    nodes, gpus, gigabytes = (float(number or 1) for number in match.groups()) if match else (0, 0, 0)
+    if min(nodes, gpus, gigabytes) <= 0:
+        shapes = f"{CARD}, 8x{CARD} or 2x8x{CARD}"
+        raise UsageError(f"{flag} {text}: must be GB of one GPU, GPUs x GB, or nodes x GPUs x GB, as in {shapes}.")
+    if "x" in text:
+        return Machine((int(gpus),) * int(nodes), card(gigabytes), source)
+    return Machine(known.per_node if known else (8,), card(gigabytes), source, assumed=known is None)
 
 
 def here() -> Machine | None:
@@ -99,12 +90,9 @@ def here() -> Machine | None:
 
 
 def cluster() -> tuple[Machine, bool] | None:
-    """The Ray cluster that a run would join, and whether its nodes name their GPUs; None where there is none.
+    """The Ray cluster of ``RAY_ADDRESS``, or of `ray start` here, and whether its nodes name their GPUs; or None.
 
-    It is the cluster of ``RAY_ADDRESS``, or of `ray start` on this machine.
-
-    Raises:
-        UsageError: where ``RAY_ADDRESS`` names a cluster that does not answer.
+    Raises ``UsageError`` where ``RAY_ADDRESS`` names a cluster that does not answer.
     """
     address = os.environ.get("RAY_ADDRESS") or started_here()
     return None if address in (None, "local") else _nodes(address)
@@ -138,10 +126,7 @@ def _nodes(address: str) -> tuple[Machine, bool]:
 
 @lru_cache
 def started_here() -> str | None:
-    """The address of the cluster that `ray start` began on this machine; None where there is none any more.
-
-    Ray 2.55 asks the same file, but waits minutes for a cluster that is gone.
-    """
+    """The address of the cluster that `ray start` began here, or None; Ray 2.55 waits minutes for one that is gone."""
     from ray._private.services import find_bootstrap_address
 
     address = find_bootstrap_address(None)
@@ -201,19 +186,17 @@ def groups(args: Args) -> list[Group]:
         together += [CRITIC] * has_critic + [REWARD] * has_reward_model
     if is_hybrid(args) and engines:
         together.append(ENGINES)
+    actor, critic = world_size(args, "actor"), world_size(args, "critic")
     # In the order in which OpenRLHF asks for them.
-    wanted = [(world_size(args, "actor"), tuple(together))] if together else []
-    if engines and ENGINES not in together:
-        wanted.append((engines, (ENGINES,)))
-    if not together:
-        wanted.append((world_size(args, "actor"), (ACTOR,)))
-    if has_reference and REFERENCE not in together:
-        wanted.append((world_size(args, "ref"), (REFERENCE,)))
-    if pair:
-        wanted.append((world_size(args, "critic"), (CRITIC, REWARD) if has_reward_model else (CRITIC,)))
-    else:
-        for name, role, exists in ((CRITIC, "critic", has_critic), (REWARD, "reward", has_reward_model)):
-            if exists and name not in together:
-                wanted.append((world_size(args, role), (name,)))
+    apart: list[tuple[bool, int, tuple[str, ...]]] = [
+        (bool(engines), engines, (ENGINES,)),
+        (True, actor, (ACTOR,)),
+        (has_reference, world_size(args, "ref"), (REFERENCE,)),
+        (pair, critic, (CRITIC, REWARD) if has_reward_model else (CRITIC,)),
+        (has_critic and not pair, critic, (CRITIC,)),
+        (has_reward_model and not pair, world_size(args, "reward"), (REWARD,)),
+    ]
+    wanted = [(actor, tuple(together))] if together else []
+    wanted += [(gpus, models) for exists, gpus, models in apart if exists and models[0] not in together]
     ends = list(accumulate(gpus for gpus, _ in wanted))
     return [Group(end - gpus, gpus, models) for end, (gpus, models) in zip(ends, wanted)]

@@ -25,12 +25,12 @@ _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 
 
 def is_supported_vllm(release: str) -> bool:
-    """Whether a version of vLLM is in the range :data:`VLLM`."""
+    """Whether a version is in the range :data:`VLLM`."""
     return _is_between(release, _LAST)
 
 
 def has_rollouts(release: str) -> bool:
-    """Whether a version of vLLM is in the range :data:`VLLM_OF_ROLLOUTS`."""
+    """Whether a version is in the range :data:`VLLM_OF_ROLLOUTS`."""
     return _is_between(release, _LAST_OF_ROLLOUTS)
 
 
@@ -53,11 +53,7 @@ def installed_vllm() -> str | None:
 
 
 def versions(model_runner: str | None = None) -> dict[str, str | None]:
-    """Versions of all that computes, for results.
-
-    Args:
-        model_runner: which of vLLM's model runners drew the rollouts, where it is known.
-    """
+    """Versions of all that computes, for results; ``model_runner``: the one of vLLM's that drew the rollouts."""
     releases = {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
     return {**releases, "model runner": model_runner} if model_runner else releases
 

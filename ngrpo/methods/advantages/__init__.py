@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of a group of answers to one prompt, as pure functions: `ngrpo train --advantage NAME`.
+"""Advantages of a group of responses to one prompt, as pure functions: `ngrpo train --advantage NAME`.
 
-``ngrpo`` is NGRPO, negative-enhanced GRPO (Nan et al., arXiv 2509.18851). It is not N-GRPO, the mixing of semantic
-neighbors (Zhu et al., arXiv 2606.10768), which is ``--perturbation neighbor``; the two can be combined.
+``ngrpo`` is NGRPO, negative-enhanced GRPO (Nan et al., arXiv 2509.18851). N-GRPO, the mixing of semantic neighbors
+(Zhu et al., arXiv 2606.10768), is ``--perturbation neighbor``. The two can be combined.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ OPENRLHF_ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grp
 
 _FAMILIES = {
     "best_of_k": ("pass_at_k", "pkpo"),
-    "group_norm": ("copo", "group_norm"),
-    "verified": ("nsr", "psr", "w_reinforce"),
+    "groupwise": ("copo", "group_norm", "ngrpo", "nsr", "psr", "rs_grpo", "w_reinforce"),
 }
 registry = Registry("advantage", f"{__name__}:Advantage", __name__, "ngrpo.advantages", _FAMILIES)
 register, available = registry.register, registry.available
@@ -45,13 +44,12 @@ def create(name: str, **options: object) -> Advantage:
 
 
 def compute(name: str, rewards: Tensor, *, counts: Tensor | None = None, **options: object) -> Tensor:
-    """The advantages of P groups of G answers, (P, G) float32 or wider.
+    """The advantages of P groups of G responses, (P, G) float32 or wider.
 
     Args:
-        name: as in :func:`create`.
+        name, options: as of :func:`create`.
         rewards: (P, G), one row for each prompt.
-        counts: (P, G) how often each answer's outcome was seen before; only ``copo`` needs it.
-        **options: of the advantage, such as ``n`` of ``ngrpo``.
+        counts: (P, G) how often each response's outcome was seen before; only ``copo`` needs it.
 
     Raises:
         UsageError: for an unknown name or option, a bad value, a wrong shape, or rewards that are not finite.

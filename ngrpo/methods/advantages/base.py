@@ -28,11 +28,11 @@ class Advantage(Options, ABC):
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
     counted: ClassVar[bool] = False
-    """Whether it needs to know how often each (prompt, answer) outcome was seen."""
+    """Whether it needs to know how often each (prompt, response) outcome was seen."""
     sums_to_zero: ClassVar[bool] = False
     """Whether the advantages of each group sum to 0, whatever its rewards."""
     leaves_out_overlong: ClassVar[bool] = False
-    """Whether answers that were cut off at the length limit are no part of their groups, and get 0."""
+    """Whether responses that were cut off at the length limit are no part of their groups, and get 0."""
 
     @abstractmethod
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
@@ -40,11 +40,11 @@ class Advantage(Options, ABC):
 
         Args:
             rewards: (P, G) finite, float32 or wider.
-            counts: (P, G), how often each answer's outcome was seen before; None unless :attr:`counted`.
+            counts: (P, G), how often each response's outcome was seen before; None unless :attr:`counted`.
         """
 
     def at_step(self, step: int) -> Advantage:
-        """The advantage as it is at a training step, from 0 on: itself, unless an option changes over the run."""
+        """The advantage at a training step, from 0 on: itself, unless an option changes over the run."""
         return self
 
     @property
@@ -56,28 +56,26 @@ class Advantage(Options, ABC):
         """As :meth:`formula`, with everything checked: (P, G), float32 or wider.
 
         Args:
-            rewards: (P, G), one row for each prompt.
-            counts: (P, G); ignored unless :attr:`counted`.
-            overlong: which answers were cut off, (P, G) bool; ignored unless :attr:`leaves_out_overlong`.
+            rewards, counts: as of :meth:`formula`.
+            overlong: which responses were cut off, (P, G) bool; ignored unless :attr:`leaves_out_overlong`.
 
         Raises:
-            UsageError: for a wrong shape, or rewards that are not finite or that the formula is not made for.
+            UsageError: for a wrong shape, or rewards that are not finite or outside of the formula's range.
         """
+        label = f"advantage {self.name}:"
         if rewards.dim() != 2:
             raise UsageError(
-                f"advantage {self.name}: rewards of shape {tuple(rewards.shape)}; (P, G) is needed, one row for each"
-                " prompt with its G answers."
+                f"{label} rewards of shape {tuple(rewards.shape)}; (P, G) is needed, a row for each prompt."
             )
         if self.counted and (counts is None or counts.shape != rewards.shape):
-            shape = None if counts is None else tuple(counts.shape)
             raise UsageError(
-                f"advantage {self.name}: counts={shape}; a tensor of the rewards' shape {tuple(rewards.shape)} is"
-                " needed: how often each answer was seen before."
+                f"{label} counts={None if counts is None else tuple(counts.shape)}; a tensor of the rewards' shape"
+                f" {tuple(rewards.shape)} is needed: how often each response was seen before."
             )
         for row, column in (~rewards.isfinite()).nonzero().tolist():
             raise UsageError(
-                f"advantage {self.name}: the reward of prompt {row}, answer {column} is"
-                f" {rewards[row, column].item()}. Finite rewards are needed: repair the reward function."
+                f"{label} the reward of prompt {row}, answer {column} is {rewards[row, column].item()}."
+                " Finite rewards are needed: repair the reward function."
             )
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
@@ -86,7 +84,7 @@ class Advantage(Options, ABC):
             return self.formula(rewards, counts)
         result, complete = torch.zeros_like(rewards), ~overlong
         left = complete.sum(-1, keepdim=True)
-        for size in left[left > 0].unique().tolist():  # groups with as many answers left go together
+        for size in left[left > 0].unique().tolist():  # groups with as many responses left go together
             here = complete & (left == size)
             of_size = None if counts is None else counts[here].view(-1, size)
             result[here] = self.formula(rewards[here].view(-1, size), of_size).flatten().to(result)
@@ -108,8 +106,8 @@ class Advantage(Options, ABC):
 def normalised(rewards: Tensor) -> Tensor:
     """(r − mean) / (std + 1e-9) within each row of (P, G), with the sample standard deviation.
 
-    A row of equal values gives exactly 0 at any G: differences from its first value are exact zeros, whereas its
-    float32 mean may be off by one unit in the last place, which division by 1e-9 would blow up.
+    A row of equal values gives exactly 0: differences from its first value are exact zeros, whereas its float32 mean
+    may be off by one unit in the last place, which division by 1e-9 would blow up.
     """
     apart = rewards - rewards[:, :1]
     deviation = apart.std(-1, correction=min(1, rewards.shape[1] - 1), keepdim=True)
@@ -118,7 +116,7 @@ def normalised(rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedAdvantage(Advantage):
-    """For rewards in [0, 1] where 1 is a correct answer; no group, no normalisation."""
+    """For rewards in [0, 1] where 1 is a correct response; no group, no normalisation."""
 
     paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
 
@@ -134,7 +132,7 @@ class VerifiedAdvantage(Advantage):
 
 @dataclass(frozen=True, kw_only=True)
 class AnnealedK(Advantage):
-    """For objectives of the best of k answers, with a k that may change over the run."""
+    """For objectives of the best of k responses, with a k that may change over the run."""
 
     k: int = option(4, "answers of which the best counts", low=1)
     k_end: int | None = option(None, "k at the end; none for the same k throughout", low=1)
@@ -145,9 +143,7 @@ class AnnealedK(Advantage):
         """With the k of the step."""
         if self.k_end is None:
             return self
-        share = min(step / self.k_steps, 1.0)
-        if self.k_change == "switch":
-            share = float(step >= self.k_steps)
+        share = float(step >= self.k_steps) if self.k_change == "switch" else min(step / self.k_steps, 1.0)
         return replace(self, k=round(self.k + share * (self.k_end - self.k)), k_end=None)
 
     @property
@@ -156,18 +152,16 @@ class AnnealedK(Advantage):
         return self.k_end is not None
 
     def check_group(self, size: int) -> None:
-        """Raises ``UsageError`` where k does not fit groups of so many answers."""
+        """Raises ``UsageError`` where k does not fit groups of so many responses."""
         if self.k > size:
             raise UsageError(
                 f"advantage {self.name}: k={self.k}: must be in [1, {size}], the answers to each prompt"
                 " (--rollout.n_samples_per_prompt). Lower k, or ask for more answers."
             )
 
-    def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
-        """As the base, where k fits the group."""
-        if rewards.dim() == 2:
-            self.check_group(rewards.shape[1])
-        return super().compute(rewards, counts, overlong)
+    def check_rewards(self, rewards: Tensor) -> None:
+        """Raises ``UsageError`` where k does not fit the group."""
+        self.check_group(rewards.shape[1])
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Raises ``UsageError`` where k does not fit the groups that the run will have."""

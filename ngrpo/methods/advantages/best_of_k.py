@@ -30,6 +30,7 @@ class PassAtK(AnnealedK):
 
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards other than 0 and 1."""
+        super().check_rewards(rewards)
         between = rewards[(rewards.abs() > ROUNDING) & ((rewards - 1.0).abs() > ROUNDING)]
         if len(between):
             raise UsageError(
@@ -98,6 +99,7 @@ class PKPO(AnnealedK):
 
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards whose values the clip would cut."""
+        super().check_rewards(rewards)
         outside = rewards[rewards.abs() > _LARGEST]
         if len(outside):
             raise UsageError(

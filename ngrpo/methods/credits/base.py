@@ -21,15 +21,14 @@ _BLOCK_ELEMENTS = 2**24  # logits that are looked at in one go: 64 MiB
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The N generated tokens of one training step, answer by answer. Nothing here has a gradient.
+    """The N generated tokens of one training step, response by response; (N,) float32 or int64, without gradient.
 
     Attributes:
-        advantages: of each one's answer, (N,) float32.
-        entropies: of the policy where each was drawn, in nats, at the sampling temperature and over the perturbed
-            history, (N,) float32.
-        log_probs: of the policy before the step's updates, (N,) float32: each token's, or the perturbation's density.
-        answers: each one's answer, (N,) int64, from 0 on and ascending.
-        groups: each one's prompt, (N,) int64, from 0 on.
+        advantages: of each one's response.
+        entropies: of the policy where each was drawn, in nats, at the sampling temperature and the perturbed history.
+        log_probs: of the policy before the step's updates: each token's, or the perturbation's density.
+        answers: each one's response, from 0 on and ascending.
+        groups: each one's prompt, from 0 on.
     """
 
     advantages: Tensor
@@ -46,15 +45,14 @@ class StepTokens:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The N generated tokens of one forward that is differentiated, answer by answer.
+    """The N generated tokens of one forward that is differentiated, response by response.
 
     Attributes:
-        logits: z̃ of the whole forward, (…, V), divided by the sampling temperature, with gradient.
-        rows: each token's row of the flattened logits, (N,) int64.
-        tokens: (N,) int64.
-        log_probs: log π by the policy of this update, (N,), with gradient.
-        advantages: (N,), without gradient.
-        answers: each one's answer, (N,) int64, from 0 on and ascending.
+        logits: z̃ of the whole forward, divided by the sampling temperature, with gradient.
+        rows: each token's row of the flattened logits.
+        log_probs: log π by the policy of this update, with gradient.
+        advantages: without gradient.
+        answers: each one's response, from 0 on and ascending.
     """
 
     logits: Float[Tensor, "*forward vocabulary"]
@@ -65,7 +63,7 @@ class LossTokens:
     answers: Int64[Tensor, " tokens"]
 
     def entropies(self) -> Tensor:
-        """Of the policy where each was drawn, in nats: (N,) float32, without gradient."""
+        """As of :class:`StepTokens`, (N,) float32."""
         return self._by_blocks(self.rows, row_blocks.entropy)
 
     def likeliest(self, which: Tensor, k: int) -> Tensor:
@@ -109,8 +107,8 @@ class Credit(Options, ABC):
         """The part of the credit that depends on the policy of each update; None where nothing does.
 
         Returns:
-            The advantages in the loss, (N,), without gradient; and a term (N,) whose gradient is added to that of each
-            token's log π, while ratio, clip and KL term stay as they are.
+            The advantages in the loss, (N,), without gradient; and a term (N,) with a gradient that is added to that of
+            each token's log π. Ratio, clip and KL term do not change.
         """
         return None
 

@@ -36,17 +36,12 @@ class PolicyNoise(Options, ABC):
         """Whether a parameter gets noise, by its name in the Hugging Face model."""
 
     def selected(self, names: Iterable[str]) -> tuple[str, ...]:
-        """The parameters, among all of a model's, that get noise: by :meth:`selects`, unless a noise compares them.
-
-        Raises:
-            UsageError: where there is none.
-        """
+        """The parameters, among all of a model's, that get noise; ``UsageError`` where there is none."""
         names = tuple(names)
         chosen = tuple(name for name in names if self.selects(name))
         if not chosen:
-            some = ", ".join(names[:4])
             raise UsageError(
-                f"--policy_noise {self.name}: none of the model's parameters ({some}, …) is one that it is made for:"
+                f"--policy_noise {self.name}: the model's parameters ({', '.join(names[:4])}, …) are none of"
                 f" {self.noised}. Use another --policy_noise ({', '.join(_registry.available())}, or a file of your"
                 " own), another model, or leave it out."
             )
@@ -54,7 +49,7 @@ class PolicyNoise(Options, ABC):
 
     @abstractmethod
     def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
-        """σ of the weights that roll out for a training step.
+        """σ ≥ 0 of the weights that roll out for a training step; at 0 the weights are clean.
 
         Args:
             step: from 0.
@@ -62,9 +57,6 @@ class PolicyNoise(Options, ABC):
             last: σ of the rollouts before, None for the first.
             divergence: mean of log π_rollout − log π_trainer over their tokens, an estimate of the KL divergence;
                 None for the first, or without the rollouts' log-probabilities.
-
-        Returns:
-            σ ≥ 0; at 0 the weights are clean.
         """
 
     @property
@@ -90,13 +82,11 @@ class PolicyNoise(Options, ABC):
         clean = {name: parameter.detach().clone() for name, parameter in chosen.items()}
         try:
             for name, parameter in chosen.items():
-                parameter.data.copy_(clean[name].float() + scale * self._noise(name, sync, parameter))
+                seed, device = trajectory_seed("policy noise", self.seed, sync, name), parameter.device
+                generator = torch.Generator(device).manual_seed(seed)
+                noise = torch.randn(parameter.shape, generator=generator, device=device, dtype=torch.float32)
+                parameter.data.copy_(clean[name].float() + scale * noise)
             yield
         finally:
             for name, parameter in chosen.items():
                 parameter.data.copy_(clean[name])
-
-    def _noise(self, name: str, sync: int, like: Tensor) -> Tensor:
-        seed = trajectory_seed("policy noise", self.seed, sync, name)
-        generator = torch.Generator(like.device).manual_seed(seed)
-        return torch.randn(like.shape, generator=generator, device=like.device, dtype=torch.float32)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Temperatures that change within an answer or over a run: `ngrpo train --sampling.schedule NAME`.
+"""Temperatures that change within a response or over a run: `ngrpo train --sampling.schedule NAME`.
 
-It is a property of the sampling, and goes with any perturbation: the
-rollout draws at its temperatures, the trainer scores at the one that was asked for, and importance weights correct the
-difference.
+The rollout draws at these temperatures, the trainer scores at the one of ``--rollout.temperature``, and importance
+weights correct the difference.
 """
 
 from __future__ import annotations
@@ -13,15 +12,10 @@ from typing import TYPE_CHECKING
 from perturbations.registry import Registry
 
 if TYPE_CHECKING:
-    from ngrpo.methods.sampling_schedules.base import SamplingSchedule
+    from ngrpo.methods.sampling_schedules.base import SamplingSchedule as SamplingSchedule
 
-_FAMILIES = {"per_token": ("ead", "edt", "ladder")}
-registry = Registry(
-    "sampling schedule", f"{__name__}:SamplingSchedule", __name__, "ngrpo.sampling_schedules", _FAMILIES
-)
+_FAMILIES = {"temperatures": ("e3", "ead", "edt", "ladder")}
+_BASE = f"{__name__}:SamplingSchedule"
+registry = Registry("sampling schedule", _BASE, __name__, "ngrpo.sampling_schedules", _FAMILIES)
 register, available, create = registry.register, registry.available, registry.create
-
-__all__ = ["SamplingSchedule", "available", "create", "register", "registry"]
-
-
 __getattr__ = registry.base_of_package

@@ -17,15 +17,15 @@ from perturbations.options import Options, option
 
 @dataclass(frozen=True)
 class NextTokens:
-    """The B tokens that one step of the rollout is about to draw, as one batch on one device.
+    """The B tokens that one step of the rollout is about to draw: (B, V) or (B,) each, float32 or int64.
 
     Attributes:
-        logits: z divided by the request's temperature, (B, V) float32.
-        temperature: the request's, (B,) float32.
-        generated: the number of earlier tokens of each answer, (B,) int64.
-        step: training step of each answer, (B,) int64, from 0.
-        answer: each answer's number among those to its prompt, (B,) int64, from 0; None where each is the only one.
-        answers: how many answers each prompt gets, (B,) int64, from 1; None where each is the only one.
+        logits: z divided by the request's temperature.
+        temperature: the request's.
+        generated: the number of earlier tokens of each response.
+        step: training step of each response, from 0.
+        answer: each response's number among those to its prompt, from 0; None where each is the only one.
+        answers: responses to each prompt, from 1; None where each is the only one.
     """
 
     logits: Tensor
@@ -44,26 +44,17 @@ class NextTokens:
 
 @dataclass(frozen=True)
 class PastStep:
-    """The rollouts of one training step.
-
-    Attributes:
-        factor: of their temperature, as the schedule chose it for the step.
-        entropy: of the policy that drew them, at the temperature it drew with, in nats, mean over their tokens.
-    """
+    """The rollouts of one training step."""
 
     factor: float
+    """Of their temperature, by the schedule."""
     entropy: float
+    """Of the policy that drew them, at the temperature it drew with, in nats, mean over their tokens."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a whole run.
-
-    Attributes:
-        steps: training steps.
-        temperature: the one asked for, ``--rollout.temperature``.
-        vocabulary: V.
-    """
+    """A run's training steps, its ``--rollout.temperature``, and V."""
 
     steps: int
     temperature: float
@@ -74,7 +65,7 @@ class Run:
 class SamplingSchedule(Options):
     """A sampling schedule with its options. Subclasses are frozen dataclasses whose fields come from ``option``.
 
-    It overrides :meth:`factor`, :meth:`factor_of_step`, or both: the temperature is the one asked for times both.
+    It overrides :meth:`factor`, :meth:`factor_of_step`, or both; ``--rollout.temperature`` is multiplied by both.
     """
 
     kind: ClassVar[str] = "sampling schedule"
@@ -84,7 +75,7 @@ class SamplingSchedule(Options):
     evaluation: bool = option(False, "evaluations during the training follow it too")
 
     def factor(self, at: NextTokens) -> Tensor | None:
-        """The temperature's factor at each position, (B,) float32, > 0; None where it is the same for a whole answer.
+        """The temperature's factor at each position, (B,) float32, > 0; None where it is the same for a whole response.
 
         Each row is a function of its own row of ``at``, and nothing waits for the device.
         """

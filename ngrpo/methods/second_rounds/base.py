@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a second round, and what follows from its answers: the group, the ratio, the advantages' rewards."""
+"""The contract of a second round."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
@@ -36,12 +37,9 @@ class SecondRound(Options, ABC):
 
     @abstractmethod
     def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
-        """A prompt of the second round, at most :attr:`room` tokens longer than the data's.
+        """A prompt of the second round, at most :attr:`room` tokens longer than ``text``, the data's prompt.
 
-        Args:
-            text: the prompt of the data, as the model reads it.
-            tokenizer: the model's, of transformers.
-            random: the source of all draws.
+        ``tokenizer``: the model's, of transformers. ``random``: the source of all draws.
         """
 
     @property
@@ -58,21 +56,18 @@ class SecondRound(Options, ABC):
         return max(rewards) <= self.wrong
 
     def kept(self, rewards: Sequence[float], size: int, random: Random) -> list[int]:
-        """Which answers of the second round, by their rewards, replace the group's first ones.
+        """Which responses of the second round, by their rewards, replace the group's first ones: right ones only.
 
-        Numbers of right answers, at most G − 1 (G = ``size``), so that a wrong answer stays; ``random`` chooses.
+        At most G − 1 of them (G = ``size``), so that a wrong response stays; ``random`` chooses.
         """
         right = [number for number, reward in enumerate(rewards) if reward > self.wrong]
         return right if len(right) < size else sorted(random.sample(right, size - 1))
 
     def log_ratio(self, log_probs: Tensor, behavior: Tensor) -> Tensor:
-        """The logarithm of the advantage's weight, for each token of an answer of the second round.
+        """The logarithm of the advantage's weight, for each token of a response of the second round.
 
         ρ = π_θ(o | p) / π_old(o | p′), p of the data and p′ of the second round; ρ / (ρ + γ) with shaping.
-
-        Args:
-            log_probs: log π_θ(o | p).
-            behavior: log π_old(o | p′), of the same shape.
+        ``log_probs`` and ``behavior`` are the logarithms of these probabilities, of one shape.
         """
         ratio = log_probs - behavior
         if self.shaping is None:
@@ -87,15 +82,12 @@ def opening(prompt: str, tokenizer: Any) -> int:
     """
     if not getattr(tokenizer, "chat_template", None):
         return 0
-    user = {"role": "user", "content": _TEXT}
-    # A template may put a system message of its own in front of the user's: that is its longer head, and no text.
-    heads = [_head([user], tokenizer), _head([{"role": "system", "content": _TEXT}, user], tokenizer)]
-    return max((len(head) for head in heads if head is not None and prompt.startswith(head)), default=0)
-
-
-def _head(messages: list[dict[str, str]], tokenizer: Any) -> str | None:
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:  # a template raises Jinja's own errors for roles that it does not know
-        return None
-    return text.partition(_TEXT)[0] if _TEXT in text else None
+    lengths, user = [0], {"role": "user", "content": _TEXT}
+    # A template may put a system message of its own in front of the user's: then the longer head is meant.
+    for messages in ([user], [{"role": "system", "content": _TEXT}, user]):
+        # A template raises Jinja's own errors for roles that it does not know.
+        with suppress(Exception):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            head, found, _ = text.partition(_TEXT)
+            lengths += [len(head)] if found and prompt.startswith(head) else []
+    return max(lengths)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every trainer needs of a perturbed rollout, without Ray and without any trainer's types."""
+"""Common parts of all trainers, without Ray and without any trainer's types."""

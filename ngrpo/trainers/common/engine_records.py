@@ -1,44 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An asynchronous vLLM engine with a perturbation: its start-up check, and the records that it hands over."""
+"""Records of a perturbed asynchronous vLLM engine: its start-up check, their collection, and their turns joined."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Mapping
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.rollout.async_scheduling import taken_length
+import numpy as np
+
+from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
 from ngrpo.rollout.records import of_all_workers
-from ngrpo.rollout.request_names import external_id
+from ngrpo.rollout.requests import external_id
+from perturbations import seeds
 from perturbations.errors import require
+from perturbations.replay import ReplayRecord
+from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
-async def final_output(outputs: AsyncIterable[RequestOutput]) -> RequestOutput:
-    """A request's last output; vLLM yields each as the response grows."""
-    last = None
-    async for output in outputs:
-        last = output
-    return require(last, "a response")
-
-
 class EngineCheck:
-    """Has an engine check that its overrides land where they belong; requests wait for it.
+    """An engine's check of its overrides, which requests wait for.
 
-    At the start, and in a strict run again before the first request after each weight sync: not at the sync's end, when
-    a hybrid engine's KV cache is asleep.
+    ``again`` repeats it before the first request after each weight sync: not at the sync's end, when a hybrid engine's
+    KV cache is asleep.
     """
 
     def __init__(self, llm: AsyncLLM, perturbed: bool, again: bool = False) -> None:
-        """
-        Args:
-            llm: the engine.
-            perturbed: whether there is anything to check.
-            again: whether it is repeated after each weight sync.
-        """
         self._llm, self._perturbed, self._again = llm, perturbed, again
         self._asked: asyncio.Task[Any] | None = None
 
@@ -48,14 +40,10 @@ class EngineCheck:
             self._asked = None
 
     async def passed(self) -> None:
-        """Returns once the check has passed, or waits in an engine that is busy with earlier requests.
-
-        Raises:
-            Exception: vLLM's own, with the check's message.
-        """
+        """Returns once the check has passed, or waits in a busy engine; raises vLLM's error with its message."""
         if self._perturbed:
             if self._asked is None:
-                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_probe"))
+                self._asked = asyncio.create_task(self._llm.collective_rpc("perturbation_check"))
             await asyncio.shield(self._asked)
 
 
@@ -71,7 +59,7 @@ class PickUps:
         """The worker's parts of a finished request, by the id that the caller gave it.
 
         Raises:
-            RuntimeError: where its record is no longer there.
+            RuntimeError: if the replay buffer has dropped them.
         """
         self._asked[name] = asyncio.get_running_loop().create_future()
         answer = self._asked[name]
@@ -82,29 +70,101 @@ class PickUps:
     async def _call(self) -> None:
         while self._asked:
             pending, self._asked = self._asked, {}
+            results: dict[str, Any] = {}
             try:
-                answers = await self._llm.collective_rpc("perturbation_take", args=(list(pending), None))
-                by_name = self._by_name(of_all_workers(answers))
-                results = {name: by_name.get(name, _gone(name)) for name in pending}
+                taken = of_all_workers(await self._llm.collective_rpc("perturbation_take", args=(list(pending), None)))
+                for name, parts in taken.items():
+                    # The front end keeps a response's length until its record is taken; our callers have the response.
+                    taken_length(self._llm.output_processor, name)
+                    results[external_id(name)] = parts
             except Exception as error:
                 results = dict.fromkeys(pending, error)
             for name, answer in pending.items():
                 if answer.done():  # its caller was cancelled meanwhile
                     continue
-                if isinstance(results[name], Exception):
-                    answer.set_exception(results[name])
+                gone = f"the record of request {name} is gone: the replay buffer dropped it. Raise its max_bytes."
+                result = results.get(name, RuntimeError(gone))
+                if isinstance(result, Exception):
+                    answer.set_exception(result)
                 else:
-                    answer.set_result(results[name])
-
-    def _by_name(self, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, Any]:
-        """The workers' parts, by the callers' ids."""
-        for name in taken:
-            # The front end keeps a response's length until its record is taken; our callers have the response.
-            taken_length(self._llm.output_processor, name)
-        return {external_id(name): parts for name, parts in taken.items()}
+                    answer.set_result(result)
 
 
-def _gone(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"the record of request {name} is gone: the replay buffer dropped it. Raise the buffer's max_bytes."
-    )
+class Conversation:
+    """The record of one trajectory of OpenRLHF: a further turn replays the perturbed inputs of earlier turns.
+
+    An edit belongs to the tokens before it. If an agent or a chat template changes them (such as a template that strips
+    earlier `<think>` text), all that was recorded from the first changed token on is dropped and counted: neither the
+    engine nor the trainer may put an old edit on another token.
+
+    Attributes:
+        arguments: of its requests, for the engine.
+        trajectory: of all turns; None before the first.
+        followed: whether an unperturbed response is still to be requested.
+        unperturbed: that response.
+        filters: temperature, top-p, top-k and min-p that its requests must have.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], followed: bool = False) -> None:
+        self.arguments, self.followed = arguments, followed
+        self.unperturbed: UnperturbedAnswer | None = None
+        self.filters: tuple[float, ...] = ()
+        self.trajectory: FinishedTrajectory | None = None
+        self._tokens = np.zeros(0, dtype=np.int64)
+        self._asked: Counter[bytes] = Counter()
+
+    def go_on(self, tokens: Sequence[int]) -> None:
+        """Keeps the record of tokens that are still there, in the next turn's prompt or in the whole conversation."""
+        if self.trajectory is None:
+            return
+        now, before = np.asarray(tokens, dtype=np.int64), self.trajectory
+        both = min(len(now), len(self._tokens))
+        changed = np.flatnonzero(now[:both] != self._tokens[:both])
+        length = int(changed[0]) if len(changed) else both
+        if length < len(self._tokens):
+            self._tokens, kept = self._tokens[:length], before.truncate(length)
+            dropped = kept.dropped + len(before.record) - len(kept.record)
+            self.trajectory = dataclasses.replace(kept, dropped=dropped)
+
+    def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
+        """The record for a request's arguments, after :meth:`go_on` with its prompt.
+
+        A repeated prompt, as of an agent that wants another response, has its own draws. (Not if noise of earlier turns
+        is replayed, whose seed is the record's.)
+        """
+        key = np.asarray(prompt, dtype=np.int64).tobytes()
+        again = self._asked[key]
+        self._asked[key] += 1
+        if self.trajectory is None:
+            return None
+        record = self.trajectory.record
+        if again and (record.sigma is None or not len(record)):
+            return dataclasses.replace(record, seed=seeds.trajectory_seed(record.seed, again))
+        return record
+
+    def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
+        """Adds a turn, after :meth:`go_on` with its prompt.
+
+        Args:
+            parts: the turn, as the worker sent it.
+            prompt: token ids.
+            tokens: generated token ids.
+            cached: prompt tokens that the engine found in its prefix cache.
+        """
+        turn = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
+        start, mask, before = len(prompt), turn.sampling_mask, self.trajectory
+        log_probs = np.full(start + len(tokens), np.nan, dtype=np.float32)
+        log_probs[start:] = turn.log_probs
+        dropped, prompted = 0, start
+        if before is not None:
+            dropped, prompted, cached = before.dropped, prompted + before.prompted, cached + before.cached
+            log_probs[: len(before.log_probs)] = before.log_probs
+            if mask is not None:
+                mask = require(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
+        self.trajectory = FinishedTrajectory(turn.record, log_probs, mask, dropped, prompted, cached)
+        self._tokens = np.asarray([*prompt, *tokens], dtype=np.int64)
+
+    def finished(self, tokens: Sequence[int]) -> FinishedTrajectory:
+        """The whole trajectory, fitted to the conversation's final tokens."""
+        self.go_on(tokens)
+        return dataclasses.replace(require(self.trajectory, "the trajectory"), unperturbed=self.unperturbed)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overrides of the log-probabilities that a trainer takes from logits.
+"""Overrides of the log-probabilities that a trainer takes from logits: densities, and the sampling mask's correction.
 
-A trainer's own function, wrapped by :func:`with_overrides`, gives the old, the new and the reference log-probabilities;
-whatever a context of :func:`override_log_probs` puts there reaches the ratio, the clip and the KL term. Two overrides
-are in use: a density (`densities.py`), and the sampling mask of ``--sampling.correct_mask`` below. With top-p, top-k or
-min-p a rollout samples from π_S, the policy renormalised over the set S of tokens left, while a trainer scores π. The
-correction is log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S.
+The function that :func:`with_overrides` wraps gives the old, new and reference log-probabilities, so an override
+reaches the ratio, the clip and the KL term. At perturbed positions the action's log-probability overrides the token's
+(:class:`Densities`). With top-p, top-k or min-p a rollout samples from π_S, the policy renormalised over the set S of
+tokens left: log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S (:func:`corrected`).
 """
 
 from __future__ import annotations
@@ -17,14 +16,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ngrpo.trainers.common.side_inputs import unpack
-from perturbations.replay.flat_records import flat_rows
-from perturbations.replay.trajectory import SamplingMask
+from perturbations.errors import require
+from perturbations.replay.scope import ReplayScope, flat_rows
 
 Override = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())
+
+
+def with_overrides(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A trainer's function from logits and labels to log-probabilities, with the overrides of the context."""
+
+    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Tensor:
+        log_probs = original(logits, labels, *args, **kwargs)
+        for override in _active.get():
+            log_probs = override(logits, labels, log_probs)
+        return log_probs
+
+    return log_probs_from_logits
 
 
 @contextmanager
@@ -32,12 +44,12 @@ def override_log_probs(override: Override, failed: str, fix: str) -> Iterator[No
     """Overrides the log-probabilities of the forward in this context, after the overrides of outer contexts.
 
     Args:
-        override: gives the log-probabilities for logits (…, V), labels (…) and the log-probabilities so far (…).
-        failed: what to say where no log-probabilities came through: the plain ones would be another method.
-        fix: what to do then.
+        override: from logits (…, V), labels (…) and log-probabilities (…) to log-probabilities.
+        failed: the beginning of the error's message.
+        fix: its end.
 
     Raises:
-        RuntimeError: at the end, where no log-probabilities came through.
+        RuntimeError: at the end, if the override was never called: the plain log-probabilities are another method.
     """
     used = False
 
@@ -68,34 +80,170 @@ def no_overrides() -> Iterator[None]:
         _active.reset(token)
 
 
-def with_overrides(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A trainer's function from logits and labels to log-probabilities, with the overrides of the context."""
-
-    def log_probs_from_logits(logits: Tensor, labels: Tensor, *args: object, **kwargs: object) -> Tensor:
-        log_probs = original(logits, labels, *args, **kwargs)
-        for override in _active.get():
-            log_probs = override(logits, labels, log_probs)
-        return log_probs
-
-    return log_probs_from_logits
+# ---- densities ---------------------------------------------------------------------------------------------------
 
 
-def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor, ids: Tensor) -> Tensor:
-    """log π_S of the labels at N rows.
+class Densities:
+    """The densities of one replayed forward.
 
-    Args:
-        logits: z̃, (R, V).
-        labels: the token drawn from each row, (R,) int64.
-        rows: (N,) int64.
-        which: index into ``rows`` of each member of a set, (M,) int64.
-        ids: the members themselves, (M,) int64.
+    A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; rounding
+    alone moves it by nats) enters the policy loss in REINFORCE form, as density − stop_gradient(density). Its value is
+    0, so ratio and clip are the token's; the KL term is the token's in value and gradient. Its gradient is right on a
+    rollout's first update, the only one.
 
-    Returns:
-        (N,), with gradient to the logits.
+    Attributes:
+        tokens: the tokens' own log π at the replayed positions, (N,) float32, detached; None before the forward.
+    """
+
+    def __init__(self, scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> None:
+        """
+        Args:
+            scope: already entered, with a perturbation that has a density.
+            temperature: the logits' divisor.
+            advantages: of the actions, (B, A), if this forward is for the loss.
+        """
+        self._perturbation = require(scope.perturbation, "the scope's perturbation")
+        self._scope, self._temperature, self._advantages = scope, temperature, advantages
+        self._scored: Tensor | None = None
+        self.tokens: Tensor | None = None
+
+    def override(
+        self,
+        logits: Float[Tensor, "*forward vocabulary"],
+        labels: Int64[Tensor, "*forward"],
+        log_probs: Float[Tensor, "*forward"],
+    ) -> Float[Tensor, "*forward"]:
+        """Log-probabilities with the density at perturbed positions; the labels are not used.
+
+        Raises:
+            RuntimeError: if the logits are not the replayed forward's, or a density has a wrong shape.
+        """
+        flat = log_probs.reshape(-1)
+        replayed, inside = self._scope.replayed(
+            logits.reshape(-1, logits.shape[-1]), flat, self._temperature, self._advantages
+        )
+        perturbation, tokens = self._perturbation, replayed.token_log_probs
+        self.tokens = tokens.detach()
+        action = tokens if perturbation.draws_token else torch.zeros_like(tokens)
+        if (
+            not perturbation.score_only or torch.is_grad_enabled()
+        ):  # else old or reference, where the density is worth 0
+            density = perturbation.log_density(replayed)
+            if density.shape != tokens.shape:
+                raise RuntimeError(
+                    f"perturbation {perturbation.name!r}: log_density returns {tuple(density.shape)} for"
+                    f" {len(tokens)} positions: one number for each is needed."
+                )
+            if perturbation.score_only:
+                self._scored = torch.where(inside, density, 0.0)
+            else:
+                action = action + density
+        # Positions that were cut off are written to one more entry, which is dropped.
+        target = torch.where(inside, replayed.rows, len(flat))
+        padded = torch.cat([flat, flat.new_zeros(1)])
+        return padded.index_copy(0, target, action.to(flat.dtype))[:-1].view_as(log_probs)
+
+    def for_policy_loss(self, log_probs: Float[Tensor, "batch actions"]) -> Float[Tensor, "batch actions"]:
+        """Log-probabilities of the last A tokens of each row, (B, A), with the density that counts by its score."""
+        density, self._scored = self._scored, None
+        if density is None:
+            return log_probs
+        score = density - density.detach()
+        return log_probs + self._scope.to_tokens(score, (log_probs.shape[0], log_probs.shape[1])).to(log_probs.dtype)
+
+    def token_log_probs(self, log_probs: Tensor) -> Tensor:
+        """The tokens' own log π for a forward's log-probabilities, (B, A) on the CPU, while the scope replays."""
+        if self.tokens is None:
+            return log_probs.cpu()
+        shape = (log_probs.shape[0], log_probs.shape[1])
+        parts = self.tokens.float(), torch.ones_like(self.tokens)
+        own, there = (self._scope.to_tokens(part, shape).cpu() for part in parts)
+        return torch.where(there > 0, own, log_probs.cpu())
+
+    @property
+    def left(self) -> bool:
+        """Whether no loss has taken a density that counts by its score."""
+        return self._scored is not None
+
+
+@contextmanager
+def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> Iterator[Densities | None]:
+    """Overrides the log-probabilities of the forward in this context by densities; arguments of :class:`Densities`.
+
+    Yields:
+        None if the scope's perturbation has no density.
 
     Raises:
-        RuntimeError: where a label is not in its set.
+        RuntimeError: at the end, if no log-probabilities came through, or no loss took a density's gradient.
     """
+    perturbation = scope.perturbation
+    # Without a perturbed position too: on several ranks every one must gather the same parameters.
+    if perturbation is None or not perturbation.has_density:
+        yield None
+        return
+    ours = Densities(scope, temperature, advantages)
+    with override_log_probs(
+        ours.override,
+        f"the density of perturbation {perturbation.name!r} was not computed",
+        "Training on the tokens' log-probabilities is another method: take that path out, or add"
+        " --perturbation.density token.",
+    ):
+        yield ours
+    if ours.left:
+        raise RuntimeError(
+            f"the density of perturbation {perturbation.name!r} reached no policy loss: Densities.for_policy_loss was"
+            " not called. Take out what replaces the actor's loss function, or add --perturbation.density token."
+        )
+
+
+# ---- the sampling mask -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iterator[None]:
+    """Overrides the forward's log-probabilities by log π_S where sampling cut tokens.
+
+    Args:
+        side_inputs: of the batch, with a sampling mask for each sample.
+        attention_mask: (B, T), padded on either side.
+
+    Raises:
+        RuntimeError: if a sample has no mask, a trained token is not in its set, or no log-probabilities came through.
+    """
+    candidates = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
+    masks = [mask for mask in candidates if mask is not None]
+    missing = len(attention_mask) - len(masks)
+    if missing:
+        raise RuntimeError(
+            f"--sampling.correct_mask: {missing} of {len(attention_mask)} samples came without their sampling mask:"
+            " the rollout's engine does not record them, or an agent drops mm_train_inputs from its response."
+        )
+    samples = torch.cat([torch.full((len(mask),), i) for i, mask in enumerate(masks)])
+    positions = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
+    sets, on_host = [left for mask in masks for left in mask.left()], attention_mask.cpu()
+
+    def override(logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
+        # Logits of a padded forward (B, T, V) or a packed one (1, total, V).
+        at, inside = flat_rows(samples, positions, tuple(labels.shape), on_host)
+        kept = inside.nonzero().flatten().tolist()
+        if not kept:
+            return log_probs
+        left = [sets[i] for i in kept]
+        which = np.repeat(np.arange(len(left)), [len(ids) for ids in left])
+        # The row before a position chose its token.
+        rows, members, ids = (
+            part.to(logits.device)
+            for part in (at[inside] - 1, torch.from_numpy(which), torch.from_numpy(np.concatenate(left)))
+        )
+        corrected = _log_probs_among(logits.flatten(0, -2), labels.flatten(), rows, members, ids)
+        return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)
+
+    with override_log_probs(override, "--sampling.correct_mask did not come into effect", "Take that path out."):
+        yield
+
+
+def _log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor, ids: Tensor) -> Tensor:
+    """log π_S of the labels at N rows, (N,); a set's members are ``ids``, (M,), of the row ``rows[which]``."""
     scores = logits[rows[which], ids]
     is_label = ids == labels[rows[which]]
     if int(is_label.sum()) != len(rows):
@@ -106,67 +254,3 @@ def log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor,
     highest = scores.new_full(rows.shape, -torch.inf).scatter_reduce(0, which, scores.detach(), "amax")
     total = scores.new_zeros(rows.shape).index_add(0, which, (scores - highest[which]).exp())
     return scores[is_label] - highest - total.log()  # `which` ascends, so the drawn ones stand in the order of the rows
-
-
-class MaskCorrection:
-    """The sampling masks of one forward."""
-
-    def __init__(self, masks: Sequence[SamplingMask], attention_mask: Tensor) -> None:
-        """
-        Args:
-            masks: one per sample.
-            attention_mask: (B, T), padded on either side.
-        """
-        self._attention_mask = attention_mask.cpu()
-        self._sample = torch.cat([torch.full((len(mask),), i) for i, mask in enumerate(masks)])
-        self._position = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
-        self._left = [left for mask in masks for left in mask.left()]
-
-    def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
-        """Log-probabilities with log π_S where tokens were cut.
-
-        Args:
-            logits: z̃ of a padded forward (B, T, V) or a packed one (1, total, V).
-            labels: the token that follows each row, logits' shape without V.
-            log_probs: of the labels, of the same shape.
-
-        Returns:
-            As ``log_probs``.
-        """
-        at, inside = flat_rows(self._sample, self._position, tuple(labels.shape), self._attention_mask)
-        kept = inside.nonzero().flatten().tolist()
-        if not kept:
-            return log_probs
-        left = [self._left[i] for i in kept]
-        which = np.repeat(np.arange(len(left)), [len(ids) for ids in left])
-        # The row before a position chose its token.
-        rows, members, ids = (
-            part.to(logits.device)
-            for part in (at[inside] - 1, torch.from_numpy(which), torch.from_numpy(np.concatenate(left)))
-        )
-        corrected = log_probs_among(logits.flatten(0, -2), labels.flatten(), rows, members, ids)
-        return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)
-
-
-@contextmanager
-def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iterator[None]:
-    """Corrects the log-probabilities of the forward in this context by the samples' sampling masks.
-
-    Args:
-        side_inputs: of the batch, see `side_inputs.py`.
-        attention_mask: (B, T).
-
-    Raises:
-        RuntimeError: where a sample has no mask, or no log-probabilities came through.
-    """
-    candidates = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
-    masks = [mask for mask in candidates if mask is not None]
-    missing = len(attention_mask) - len(masks)
-    if missing:
-        raise RuntimeError(
-            f"--sampling.correct_mask: {missing} of {len(attention_mask)} samples came without their sampling mask:"
-            " the rollout's engine does not record them, or an agent drops mm_train_inputs from its response."
-        )
-    override = MaskCorrection(masks, attention_mask).override
-    with override_log_probs(override, "--sampling.correct_mask did not come into effect", "Take that path out."):
-        yield

@@ -1,44 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training–inference mismatch: |log π_trainer − log π_rollout| of a step's tokens, measured and judged.
+"""Rollout against trainer: the gap |log π_trainer − log π_rollout| of a step's tokens, and importance weights.
 
-A gap after perturbed inputs is judged by the gap at plain positions, and both by the gap of responses that nothing
-perturbed. So a broken replay is seen on the first step.
+A gap after perturbed inputs is judged by the gap at plain positions, and both by the gap of unperturbed responses. So a
+broken replay is seen on the first step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
+from torch import Tensor
 
 from perturbations.base import Perturbation
 from perturbations.replay.trajectory import FinishedTrajectory
 from perturbations.step import Positions
 
-# The mean gap of an exact replay in float32: plain positions below it say nothing about perturbed ones.
-FLOOR = 1e-5
-# That of bfloat16. Tokens that no perturbed input comes before may be few: what they say below it is chance.
-_COARSE = 2.0**-5
-
-# The least scale of a run in half precision: the first tokens of an answer may all be certain ones.
-_HALF = 2.0**-7
-# How many times the scale plain positions may be, where no smaller limit is given.
-_PLAIN = 5.0
-# Beyond these, engine and trainer have not the same weights, or not the same model.
-_DIFFERENT = {False: 1e-2, True: 0.25}
+_FLOOR = 1e-5  # the mean gap of an exact replay in float32: smaller plain gaps say nothing about perturbed positions
+_COARSE = 2.0**-5  # that of bfloat16; tokens before the first perturbed input may be few, and smaller by chance
+_HALF = 2.0**-7  # the least scale in half precision: the first tokens of a response may all be certain
+_PLAIN = 5.0  # how many times the scale plain positions may be; a smaller limit wins
+_DIFFERENT = {
+    False: 1e-2,
+    True: 0.25,
+}  # by half precision: beyond it, engine and trainer have different weights or models
 
 _warned: list[str] = []
 
 _SCALE_CAUSES = (
-    "Both sides are fed other inputs where only one of them should be: the engine's override or the trainer's replay"
-    " misses its row (ngrpo doctor --model NAME tells).",
-    "Engine and trainer have other weights: a weight sync that was not taken, or a resumed run's checkpoint on one"
+    "Only one side is fed other inputs: the engine's override or the trainer's replay misses its row (run"
+    " ngrpo doctor --model NAME).",
+    "Engine and trainer have different weights: a weight sync that was not taken, or a resumed run's checkpoint on one"
     " side only.",
     "The record of another sample is replayed: an agent or a data step has changed the order of samples.",
     "Engine and trainer read pictures differently: config.json lacks the axes of their positions (mrope_section), or"
     " the processors differ.",
 )
-
 _CAUSES = (
     "The replay does not reach the model: its input embeddings are not what get_input_embeddings() gives, or another"
     " hook on them replaces their output.",
@@ -46,10 +45,19 @@ _CAUSES = (
     " (asynchronous training).",
     "Positions have moved: a chat template or an agent changed the tokens before a perturbed position.",
     "The perturbation is not the same on both sides: its file was edited during the run, or it draws outside of the"
-    " step's streams (ngrpo check FILE.py:NAME tells).",
+    " step's streams (run ngrpo check FILE.py:NAME).",
     "Precision: at these inputs the model is more sensitive to rounding than at plain ones. Then raise"
     " --perturbation.gap_limit.",
 )
+_PLACES = {
+    "perturbed": "right after perturbed inputs",
+    "plain": "at plain positions",
+    "before": "before the first perturbed input",
+}
+
+
+class ReplayGap(RuntimeError):
+    """The trainer's log-probabilities after perturbed inputs are not the rollout's."""
 
 
 def step_metrics(
@@ -57,27 +65,16 @@ def step_metrics(
     log_probs: Sequence[np.ndarray],
     perturbation: Perturbation | None = None,
 ) -> dict[str, float]:
-    """Summarises a batch of trajectories before the update.
+    """The metrics ``perturbation/…`` of a batch before the update (docs/metrics.md); one without a token is left out.
 
     Args:
         records: one per sample; samples without one are left out.
-        log_probs: log π of the trainer by position of the token, (T,) each, NaN where no token is trained on. What a
-            record has beyond these T positions was cut off, and is not counted.
+        log_probs: log π of the trainer by position, (T,) each, NaN at tokens that are not trained. A record's part
+            beyond T was cut off, and does not count.
         perturbation: of the rollouts, for the planned rate.
-
-    Returns:
-        ``rate``: perturbed positions per generated token. ``planned_rate``: positions per generated token that the
-        gate's draw and schedule select; what looks at logits or tokens (``until``, entropy, ``protect``) and what the
-        request's sampling excludes can make ``rate`` smaller, never larger. ``anchor_agreement``: share of perturbed
-        positions whose token is the ordinarily sampled one. ``gap_perturbed_*``: |log π_trainer − log π_rollout| of
-        tokens predicted right after a perturbed input; ``gap_plain_*``: of all others; ``gap_before_*``: of those
-        that no perturbed input of their answer comes before, which a wrong replay leaves as they are.
-        ``record_bytes_per_token``: serialised size. ``dropped_edits``: see `conversation.py`, where there were any.
-        ``prefix_hit_rate``: share of the prompts' tokens that the engines found in their prefix caches.
-        A value that has no token to speak of is left out.
     """
     generated = planned = perturbed = agreed = size = dropped = prompted = cached = 0
-    after, elsewhere, before = [], [], []
+    gaps: dict[str, list[np.ndarray]] = {"perturbed": [], "plain": [], "before": []}
     for trajectory, trainer in zip(records, log_probs):
         if trajectory is None:
             continue
@@ -88,12 +85,16 @@ def step_metrics(
         tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
         gap = np.abs(trainer[tokens] - rollout[tokens])
         follows = np.isin(tokens - 1, record.positions)
-        after.append(gap[follows])
-        elsewhere.append(gap[~follows])
-        before.append(gap if not len(record) else gap[tokens <= record.positions[0]])
+        gaps["perturbed"].append(gap[follows])
+        gaps["plain"].append(gap[~follows])
+        gaps["before"].append(gap if not len(record) else gap[tokens <= record.positions[0]])
         generated += len(tokens)
         if perturbation is not None:
-            at = Positions(np.full(len(tokens), record.seed, np.int64), _turn_starts(rollout)[tokens], tokens)
+            # The position at which each token's turn began: in a conversation tools speak too.
+            drawn = ~np.isnan(rollout)
+            starts = np.where(drawn & ~np.concatenate([[False], drawn[:-1]]), np.arange(len(rollout)), 0)
+            turns = np.maximum.accumulate(starts)[tokens]
+            at = Positions(np.full(len(tokens), record.seed, np.int64), turns, tokens)
             planned += int(perturbation.selects(at).sum())
         counted = np.isin(record.positions, tokens)
         perturbed += int(counted.sum())
@@ -110,70 +111,55 @@ def step_metrics(
         metrics["dropped_edits"] = float(dropped)
     if perturbed:
         metrics["anchor_agreement"] = agreed / perturbed
-    for name, parts in (("gap_perturbed", after), ("gap_plain", elsewhere), ("gap_before", before)):
+    for name, parts in gaps.items():
         gap = np.concatenate(parts)
         if len(gap):
-            metrics[f"{name}_mean"], metrics[f"{name}_max"] = float(gap.mean()), float(gap.max())
+            metrics[f"gap_{name}_mean"], metrics[f"gap_{name}_max"] = float(gap.mean()), float(gap.max())
     return {f"perturbation/{name}": value for name, value in metrics.items()}
 
 
-def _turn_starts(log_probs: np.ndarray) -> np.ndarray:
-    """For each generated token the position at which its turn began, (T,) int64; in a conversation tools speak too.
-
-    Args:
-        log_probs: of the rollout by position, (T,), NaN where no token was generated.
-    """
-    generated = ~np.isnan(log_probs)
-    starts = generated & ~np.concatenate([[False], generated[:-1]])
-    return np.maximum.accumulate(np.where(starts, np.arange(len(log_probs)), 0))
-
-
-class ReplayGap(RuntimeError):
-    """The trainer's log-probabilities after perturbed inputs are not those of the rollout."""
-
-
 class GapScale:
-    """What this run's engines and trainer differ by where nothing is perturbed."""
+    """The gap of engines and trainer where nothing is perturbed, which judges all other gaps of the run."""
 
     def __init__(self, half_precision: bool, drifts: bool = False, noisy: bool = False) -> None:
         """
         Args:
             half_precision: whether the trainer computes in bfloat16 or float16.
             drifts: whether engines may have older weights than the trainer, as in asynchronous training.
-            noisy: whether they have other weights by design from the first step on, as under a policy noise.
+            noisy: whether engines have different weights from the first step on, as under a policy noise.
         """
         self._half, self._drifts, self._noisy = half_precision, drifts or noisy, noisy
         self._start: float | None = None
 
     @property
     def is_needed(self) -> bool:
-        """Whether this step's unperturbed answers are to be measured."""
+        """Whether this step's unperturbed responses are measured."""
         return self._start is None or self._drifts
 
     def of(self, unperturbed: float | None) -> float | None:
-        """The scale of a step: that of the run's start, or this step's own where weights drift by design.
+        """The scale of a step in nats: the run's first, or the larger one of this step if weights drift.
 
         Args:
-            unperturbed: mean gap of the step's unperturbed answers, None where it was not measured.
+            unperturbed: mean gap of the step's unperturbed responses, None if it was not measured.
 
         Returns:
-            In nats; None until there was an unperturbed answer.
+            None until there was an unperturbed response.
         """
         if self._start is None:
             self._start = unperturbed
         gaps = [part for part in (self._start, unperturbed if self._drifts else None) if part is not None]
-        return max([*gaps, _HALF if self._half else FLOOR]) if gaps else None
+        return max([*gaps, _HALF if self._half else _FLOOR]) if gaps else None
 
     def check(self, measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
-        """Judges all gaps of a step by the one of unperturbed answers: ratios among them are blind where all are wrong.
+        """Compares all gaps of a step with the scale; ratios among them show nothing if all are wrong.
 
         Args:
-            measures: of :func:`step_metrics`, with ``gap_unperturbed_mean`` where it was measured.
+            measures: of :func:`step_metrics`, with ``gap_unperturbed_mean`` if it was measured.
             limit: how many times the scale each may be; plain positions at most 5 times.
             strict: raise instead of warning.
 
         Raises:
-            ReplayGap: where one is larger and ``strict`` is set.
+            ReplayGap: if a gap is larger and ``strict`` is set.
         """
         unperturbed = measures.get("perturbation/gap_unperturbed_mean")
         scale = self.of(unperturbed)
@@ -186,7 +172,7 @@ class GapScale:
                 " the same weights: an engine that loaded another checkpoint, or a weight sync that was not taken.",
                 strict,
             )
-        # Plain tokens are many, and each is the same kind of token as an unperturbed answer's.
+        # Plain tokens are many, and each is the same kind of token as an unperturbed response's.
         allowed = {"perturbed": limit * scale, "plain": min(limit, _PLAIN) * scale, "before": limit * scale}
         gaps = {name: measures.get(f"perturbation/gap_{name}_mean", 0.0) for name in allowed}
         parts = [
@@ -197,37 +183,24 @@ class GapScale:
         if parts:
             _report(
                 f"log-probabilities of rollout and trainer differ {', '.join(parts)} on average; where nothing is"
-                f" perturbed they differ by {scale:.2g}. {_numbered(_SCALE_CAUSES)}",
+                f" perturbed they differ by {scale:.2g}.",
                 strict,
+                _SCALE_CAUSES,
             )
-
-
-_PLACES = {
-    "perturbed": "right after perturbed inputs",
-    "plain": "at plain positions",
-    "before": "before the first perturbed input",
-}
 
 
 def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
     """Compares a step's mean gap after perturbed inputs with ``limit`` times the one at plain positions.
 
-    A wrong replay widens the gap at plain positions too, since they see wrong inputs before them. So the gap at tokens
-    that no perturbed input comes before, or 2^-5 where it is smaller, takes its place if that is less; and where these
-    are the only plain tokens, as at rate 1, in any case.
-
-    Args:
-        measures: of :func:`step_metrics`.
-        limit: how many times larger it may be; a plain gap below 1e-5 counts as 1e-5.
-        strict: raise instead of warning; a warning is printed once per process.
+    A wrong replay widens the gap at plain positions too, since they see wrong inputs before them. So the gap before any
+    perturbed input, or 2^-5 if it is smaller, takes its place if that is less, or if there are no other plain tokens.
+    A plain gap below 1e-5 counts as 1e-5. A warning is printed once per process.
 
     Raises:
-        ReplayGap: where it is larger and ``strict`` is set. The likely causes stand in their order.
+        ReplayGap: if the gap is larger and ``strict`` is set.
     """
-    perturbed = measures.get("perturbation/gap_perturbed_mean")
-    plain = measures.get("perturbation/gap_plain_mean")
-    before = measures.get("perturbation/gap_before_mean")
-    expected = max(plain or 0.0, FLOOR)
+    perturbed, plain, before = (measures.get(f"perturbation/gap_{name}_mean") for name in _PLACES)
+    expected = max(plain or 0.0, _FLOOR)
     if before is not None:
         first = max(before, _COARSE)
         expected = first if before == plain else min(expected, first)
@@ -236,21 +209,55 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
     compared = "there is no plain one" if plain is None else f"at plain ones it is {plain:.2g}"
     if before is not None:
         compared += f", at tokens before the first perturbed input {before:.2g}"
-    message = (
+    _report(
         f"log-probabilities of rollout and trainer differ by {perturbed:.2g} on average right after perturbed inputs;"
-        f" {compared}. At most {limit:g} times {expected:.2g} is expected of a replay that works. {_numbered(_CAUSES)}"
+        f" {compared}. At most {limit:g} times {expected:.2g} is expected of a replay that works.",
+        strict,
+        _CAUSES,
     )
-    _report(message, strict)
 
 
-def _numbered(causes: Sequence[str]) -> str:
-    lines = "\n".join(f"  {number}. {cause}" for number, cause in enumerate(causes, start=1))
-    return f"Likely causes, the first ones first:\n{lines}"
-
-
-def _report(message: str, strict: bool) -> None:
+def _report(message: str, strict: bool, causes: Sequence[str] = ()) -> None:
+    if causes:
+        lines = (f"  {number}. {cause}" for number, cause in enumerate(causes, start=1))
+        message = "\n".join([f"{message} Likely causes, the likeliest first:", *lines])
     if strict:
         raise ReplayGap(message)
     if not _warned:
         _warned.append(message)
         print(f"ngrpo warning: {message}\n  --perturbation.strict makes this an error.", flush=True)
+
+
+class ImportanceBounds(NamedTuple):
+    """The least and the largest token-level importance weight; beyond, it is the bound with ``clip``, otherwise 0."""
+
+    low: float
+    high: float
+    clip: bool
+
+
+def importance_measures(log_ratio: Tensor, bounds: ImportanceBounds | None) -> dict[str, float]:
+    """The metrics ``importance/…`` of log π_trainer − log π_rollout, (N,); without bounds there are no weights."""
+    result = {"divergence": -log_ratio.mean().item()}
+    if bounds is not None:
+        weight = log_ratio.clamp(-20.0, 20.0).exp()
+        beyond = (weight < bounds.low) | (weight > bounds.high)
+        bounded = weight.clamp(bounds.low, bounds.high) if bounds.clip else weight.masked_fill(beyond, 0.0)
+        result |= {"weight": bounded.mean().item(), "cut": beyond.float().mean().item()}
+    return {f"importance/{name}": value for name, value in result.items()}
+
+
+def with_strength(
+    trainer: Float[Tensor, "batch actions"],
+    rollout: Float[Tensor, "batch actions"],
+    strength: float,
+    bounds: tuple[float, float],
+) -> Float[Tensor, "batch actions"]:
+    """Log-probabilities of the rollout whose importance weight is 1 + α (w − 1), w = π_trainer / π_rollout within
+    bounds.
+
+    A loss forms w from two log-probabilities, so ``--sampling.correction_warmup`` replaces the rollout's. α is
+    ``strength``, in [0, 1); at 1 the rollout's own are right.
+    """
+    weight = (trainer - rollout).clamp(-20.0, 20.0).exp().clamp(*bounds)
+    return trainer - (strength * (weight - 1.0)).log1p()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses around a trainer's own: each takes the loss that it calls, and changes what goes into it.
+"""Policy losses around a trainer's own: each changes the arguments of the loss that it calls.
 
-They change neither the KL term nor the old log-probabilities. A term that a credit or a density adds to the score of a
-token enters as term − stop_gradient(term): its value is 0, so ratio and clip are the token's, and its gradient is the
-term's.
+They change neither the KL term nor the old log-probabilities. A term that a credit or a density adds to a token's score
+enters as term − stop_gradient(term): its value is 0, so ratio and clip are the token's.
 """
 
 from __future__ import annotations
@@ -17,20 +16,16 @@ from torch import Tensor
 
 from ngrpo.methods.credits.base import Credit, LossTokens
 from ngrpo.methods.second_rounds.base import SecondRound
-from ngrpo.trainers.common.densities import Densities
+from ngrpo.trainers.common.log_probs import Densities
 from ngrpo.trainers.common.side_inputs import TwoRounds
 
 Loss = Callable[..., Any]
 
 
 class RatioMeasure:
-    """Measures the mean of the PPO ratio π_new / π_old over the generated tokens, and adds the score of a density.
+    """Measures the mean PPO ratio π_new / π_old of a call in ``mean``, and adds the score of ``densities``.
 
-    The log-ratio is clamped to ±20, as OpenRLHF's loss does, so that the mean is finite.
-
-    Attributes:
-        densities: of the current forward, None where the perturbation has none.
-        mean: of the last call.
+    The log-ratio is clamped to ±20, as in OpenRLHF's loss, so that the mean is finite.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -50,18 +45,15 @@ class RatioMeasure:
 
 
 def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Which rows of a forward's logits generated tokens were drawn from.
+    """Rows of a forward's flattened logits that generated tokens were drawn from, and their samples, (N,) int64 each.
 
     Args:
-        action_mask: (B, A), 1 at generated tokens: of the last A of each row.
-        attention_mask: (B, T), 1 at real tokens.
-        shape: the logits', without V: (B, T) for a padded batch; (1, total) for a packed one.
-
-    Returns:
-        Rows in the flattened logits, and which sample each belongs to, (N,) int64 each.
+        action_mask: (B, A), 1 at generated tokens among the last A of each row.
+        attention_mask: (B, T).
+        shape: the logits' without V, (B, T) of a padded batch or (1, total) of a packed one.
 
     Raises:
-        RuntimeError: where the logits are of neither.
+        RuntimeError: for any other shape.
     """
     sample, column = action_mask.bool().nonzero(as_tuple=True)
     length = attention_mask.shape[1]
@@ -78,30 +70,21 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
 
 
 class CreditInLoss:
-    """A credit that depends on the policy of each update: it sees the logits of the forward, then changes the loss.
+    """A credit that depends on the policy of each update: it sees the forward's logits, then changes the loss.
 
-    Attributes:
-        share: the share of tokens that it changed.
+    ``share`` is the share of tokens that it changed.
     """
 
     def __init__(
         self, credit: Credit, loss: Loss, advantages: Tensor, action_mask: Tensor, attention_mask: Tensor
     ) -> None:
-        """
-        Args:
-            credit: the run's.
-            loss: the policy loss.
-            advantages: (B, A).
-            action_mask: (B, A), 1 at generated tokens.
-            attention_mask: (B, T), 1 at real tokens.
-        """
         self._credit, self._loss = credit, loss
         self._advantages, self._masks = advantages, (action_mask, attention_mask)
         self._found: tuple[Tensor, Tensor] | None = None
         self.share = torch.tensor(0.0)
 
     def look(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
-        """Asks the credit; an override that leaves the log-probabilities as they are."""
+        """Calls the credit; an override that leaves the log-probabilities as they are."""
         mask, attention_mask = (part.to(logits.device) for part in self._masks)
         mask = mask.bool()
         rows, responses = rows_of_tokens(mask, attention_mask, tuple(labels.shape))
@@ -127,7 +110,6 @@ class CreditInLoss:
         advantages: Float[Tensor, "batch actions"],
         **kwargs: object,
     ) -> Any:
-        """The policy loss, with the credit's advantages and its term in the score."""
         if self._found is None:
             raise RuntimeError(
                 f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward whose"
@@ -140,17 +122,17 @@ class CreditInLoss:
 
 
 def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of second-round responses given the prompts that they were drawn from.
+    """log π_old of second-round responses given the prompts they were drawn from, 0 elsewhere; and where they are.
 
     Args:
         action_mask: (B, A), 1 at generated tokens.
         carried: of each sample.
 
     Returns:
-        log π_old, 0 where it is not of such a response, (B, A) float32; and where it is, (B, A) bool.
+        (B, A) float32 and (B, A) bool.
 
     Raises:
-        RuntimeError: where a response is longer than what it carries: its tokens would be weighed as others.
+        RuntimeError: if a response is longer than the log-probabilities that it carries.
     """
     mask = action_mask.bool().cpu()
     log_probs, there = torch.zeros(mask.shape), torch.zeros(mask.shape, dtype=torch.bool)
@@ -166,20 +148,14 @@ def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[
 
 
 class TwoRoundsLoss:
-    """A policy loss in which second-round responses have a ratio of their own.
+    """A policy loss in which second-round responses have their own ratio.
 
-    Such a response is trained as one to the prompt of the data, which it was not drawn from. So its ratio has log π_old
-    given the prompt of the second round, as the engine drew it, in the place of the old log-probability.
+    Such a response is trained as one to the prompt of the data, which it was not drawn from. So in its ratio log π_old
+    is given the second round's prompt. With shaping there is no clip, whatever the advantage's sign: A · sg(r) times a
+    ratio of value 1 has the value and the gradient of A · r. The rollout policy's importance weight is part of r.
     """
 
     def __init__(self, method: SecondRound, loss: Loss, carried: Sequence[TwoRounds | None], action_mask: Tensor):
-        """
-        Args:
-            method: the run's.
-            loss: the policy loss.
-            carried: of each sample.
-            action_mask: (B, A), 1 at generated tokens.
-        """
         self._method, self._loss = method, loss
         self._behavior, self._second = behavior(action_mask, carried)
 
@@ -191,11 +167,6 @@ class TwoRoundsLoss:
         rollout_log_probs: Float[Tensor, "batch actions"] | None = None,
         **kwargs: object,
     ) -> Any:
-        """As OpenRLHF's ``PolicyLoss``, all (B, A).
-
-        With shaping there is no clip, whatever the advantage's sign: A · sg(r) times a ratio of value 1 has the value
-        and the gradient of A · r. The importance weight of another policy in the rollout is in ρ, and not taken twice.
-        """
         second, log_ratio = self._second, self._method.log_ratio(log_probs, self._behavior.to(log_probs))
         if self._method.shaping is not None:
             weighed = advantages * log_ratio.detach().exp().to(advantages)

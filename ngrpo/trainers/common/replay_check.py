@@ -3,28 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.override_probe import (
-    Comparison,
-    ProbeFailure,
-    ProbeTexts,
-    judge,
-    reads_tokens_elsewhere,
-    text_of_probe,
-)
-from perturbations.replay import ReplayRecord
+from ngrpo.rollout.startup_check import CheckTexts, Comparison, check_texts, reads_tokens_elsewhere, record_of
 from perturbations.replay.scope import ReplayScope
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ATTEMPTS, _LONGEST = 3, 32
+_LONGEST = 32
 
 
 def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -38,30 +30,27 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
             by way of all that the trainer puts around the model.
 
     Raises:
-        ProbeFailure: where a replayed row does not reach the model, or others are disturbed.
+        CheckFailure: where a replayed row does not reach the model, or others are disturbed.
     """
     embedding: Any = model.get_input_embeddings()
     half = next(model.parameters()).dtype != torch.float32
-    for attempt in range(_ATTEMPTS):
-        texts = text_of_probe(embedding.num_embeddings, _LONGEST, attempt)
-        try:
-            partly = reads_tokens_elsewhere(model.modules(), embedding)
-            comparisons = _comparisons(texts, embedding, log_probs, partly)
-            judge(comparisons, half_precision=half, where="the trainer", model=type(model).__name__)
-            return
-        except ProbeFailure as error:
-            if error.is_certain or attempt == _ATTEMPTS - 1:
-                raise
+    partly = reads_tokens_elsewhere(model.modules(), embedding)
+    check_texts(
+        embedding.num_embeddings,
+        _LONGEST,
+        lambda texts: _comparisons(texts, embedding, log_probs, partly),
+        half_precision=half,
+        where="the trainer",
+        model=type(model).__name__,
+    )
 
 
 def _comparisons(
-    texts: ProbeTexts, embedding: nn.Module, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], partly: bool
+    texts: CheckTexts, embedding: nn.Module, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor], partly: bool
 ) -> list[Comparison]:
     text, row, other = texts.text, texts.row, texts.other
-    plain_first, plain, plain_last, as_text = _values(
-        [texts.first, text, texts.last, [*text[:row], other, *text[row + 1 :]]], log_probs
-    )
-    records = [None, _record(text, {row: other}), _record(text, {row: text[row]}), None]
+    plain_first, plain, plain_last, as_text = _values([texts.first, text, texts.last, texts.swapped], log_probs)
+    records = [None, record_of({row: other}, 1, len(text)), record_of({row: text[row]}, 1, len(text)), None]
     with ReplayScope(embedding, measure=False)(records, torch.ones(len(records), len(text), dtype=torch.int64)):
         beside_first, replaced, own, beside_last = _values([texts.first, text, text, texts.last], log_probs)
 
@@ -88,9 +77,3 @@ def _values(texts: list[list[int]], log_probs: Callable[[Tensor, Tensor, Tensor]
     sequences = torch.tensor(texts)
     ones = torch.ones_like(sequences)
     return log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()
-
-
-def _record(text: list[int], fed: Mapping[int, int]) -> ReplayRecord:
-    ids = np.array([[token] for token in fed.values()], dtype=np.int32)
-    ones = np.ones((len(ids), 1), dtype=np.float32)
-    return ReplayRecord(0, 1, len(text), np.array(list(fed), dtype=np.int32), ids, ones, None, ones[:, 0] > 0)

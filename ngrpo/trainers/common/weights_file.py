@@ -8,23 +8,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from ngrpo.rollout.vllm_objects import Worker
 
 _SHARED_MEMORY = "/dev/shm"
 
 
 @contextmanager
 def written(weights: Mapping[str, Tensor]) -> Iterator[str]:
-    """A safetensors file in memory, or in the temporary folder where /dev/shm is too small, while the context lasts.
-
-    Yields:
-        Its path.
-    """
+    """The path of a safetensors file in memory, or in the temporary folder if /dev/shm is too small."""
     from safetensors.torch import save_file
 
     size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
@@ -43,29 +37,22 @@ def written(weights: Mapping[str, Tensor]) -> Iterator[str]:
         os.unlink(path)
 
 
-def load_weights_file(worker: Worker, path: str) -> int:
-    """Runs in a vLLM worker: reloads the model's weights from a safetensors file.
+def load_weights_file(worker: Any, path: str) -> int:
+    """Reloads the model's weights from the file of :func:`written`, in a vLLM worker; returns the number of tensors.
 
     `reload_weights` and not `load_weights`: on a CPU vLLM repacks linear weights after loading, and only the former
     restores the checkpoint's layout first (vLLM 0.29).
 
-    Args:
-        worker: vLLM's worker, with `model_runner` and `model_config`.
-        path: from :func:`written`, on the same machine.
-
-    Returns:
-        The number of tensors.
-
     Raises:
-        FileNotFoundError: The engine runs on another machine than the trainer.
-        TypeError: The trainer's dtype is not the engine's.
+        FileNotFoundError: if the engine runs on another machine than the trainer.
+        TypeError: if the trainer's dtype is not the engine's.
     """
     from safetensors import safe_open
 
     if not os.path.exists(path):
         raise FileNotFoundError(
-            f"No weights at {path} on {os.uname().nodename}: trainer and vLLM engine must share one machine "
-            "in the CPU profile. Start Ray on a single node, or use --hardware cuda."
+            f"No weights at {path} on {os.uname().nodename}: trainer and vLLM engine must share one machine without"
+            " CUDA. Start Ray on a single node, or use --hardware cuda."
         )
     with safe_open(path, framework="pt") as file:
         names = list(file.keys())
@@ -79,11 +66,10 @@ def load_weights_file(worker: Worker, path: str) -> int:
 
 
 def repack_tied_heads(model: nn.Module) -> None:
-    """Packs the output heads again, which `reload_weights` of vLLM 0.29 skips where they are tied.
+    """Packs tied output heads again, which `reload_weights` of vLLM 0.29 skips.
 
-    On a CPU the head multiplies with a packed copy of its weight. A tied head appears in no checkpoint, so the reload
-    logs "ParallelLMHead: Failed to load weights" and keeps the copy of the old weights: the rollout then runs a new
-    body under an old head. Can go when vLLM reprocesses tied heads on reload.
+    On a CPU a head multiplies with a packed copy of its weight. A tied head is in no checkpoint, so the reload keeps
+    the copy of the old weights: a new body under an old head.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 

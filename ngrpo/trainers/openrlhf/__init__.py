@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenRLHF side: what is replaced in it, the run's settings in all processes, replay in the trained model."""
+"""OpenRLHF: a subclass for each of its classes that a run changes, and the start of a run."""

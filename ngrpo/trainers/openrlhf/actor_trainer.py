@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's ``ActorPPOTrainer``: the training step, and the weight sync to the engines.
 
-OpenRLHF's loss is met in two places. ``log_probs_from_logits`` gives the old, the new and the reference
-log-probabilities, which a density and a sampling mask override. ``actor_loss_fn`` is the policy loss alone, around
-which others are put: they change neither the KL term nor the old log-probabilities.
+OpenRLHF's loss is changed in two places. ``log_probs_from_logits`` gives the old, new and reference log-probabilities,
+which densities and sampling masks override. ``actor_loss_fn`` is the policy loss alone, which others wrap.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import torch
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.common import weights_file
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, override_log_probs
+from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
 from ngrpo.trainers.common.side_inputs import records, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import model_of, replay_scope
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from perturbations.replay.scope import ReplayStats
 
 _LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
-# Measures that travel as a sum and a count per sample.
+# Metrics that travel as a sum and a count per sample.
 MEAN_METRICS = {
     f"perturbation/{name}": (f"perturbation/{name}_sum", f"perturbation/{name}_count")
     for name in ("shift", "left_anchor")
@@ -40,7 +38,7 @@ def actor_trainer(plain: Any) -> type:
     """A subclass of `ActorPPOTrainer`; a run without a feature skips its line."""
 
     class PerturbedActorTrainer(plain):
-        policy_noise = (0.0, 0)  # σ and number of the next weight sync, from the trainer
+        policy_noise = (0.0, 0)  # σ and number of the next weight sync, set by the trainer
 
         def ppo_train(self, *args: object, **kwargs: object) -> Any:
             if current_run().reproducible:
@@ -48,7 +46,11 @@ def actor_trainer(plain: Any) -> type:
                 torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
             updates = self.actor.model.global_steps
             status = super().ppo_train(*args, **kwargs)
-            return {**status, "optimizer_steps": float(self.actor.model.global_steps - updates)}
+            steps = float(self.actor.model.global_steps - updates)
+            # Each optimizer step takes --train.batch_size responses, and an epoch takes each of them once.
+            responses = steps * self.args.train.batch_size / self.args.train.max_epochs
+            groups = responses / self.args.rollout.n_samples_per_prompt
+            return {**status, "optimizer_steps": steps, "trained_responses": responses, "trained_groups": groups}
 
         def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
             run, side_inputs = current_run(), experience.mm_train_inputs
@@ -100,8 +102,8 @@ def actor_trainer(plain: Any) -> type:
             run, noise = current_run(), nullcontext()
             scale, sync = self.policy_noise
             if run.policy_noise is not None and scale:
-                # Parameters get their noise while they are sent, and lose it again to the bit: every engine and every
-                # tensor-parallel rank gets the same noisy ones.
+                # Parameters have noise while they are sent, and lose it again to the bit: every engine and every
+                # tensor-parallel rank gets the same ones.
                 noise = run.policy_noise.added(dict(model_of(self.actor).named_parameters()), scale, sync)
             with noise:
                 if syncs_by_file():
@@ -131,23 +133,14 @@ def syncs_by_file() -> bool:
 
 
 def replay_sums(stats: ReplayStats, batch: int) -> dict[str, torch.Tensor]:
-    """Sums per sample, which OpenRLHF averages over samples.
-
-    A quotient of two of them is a mean over positions, however these fall into micro-batches (:data:`MEAN_METRICS`).
-    """
-    parts = {
-        "shift": (stats.shift_sum(), stats.count()),
-        "left_anchor": (int(sum(stats.left_anchor)), int(sum(stats.looked_at))),
-    }
-    return {
-        key: torch.tensor(value / batch)
-        for name, values in parts.items()
-        for key, value in zip(MEAN_METRICS[f"perturbation/{name}"], values)
-    }
+    """Sums per sample, which OpenRLHF averages over samples; two of :data:`MEAN_METRICS` give a mean over positions."""
+    sums = (stats.shift_sum(), stats.count(), int(sum(stats.left_anchor)), int(sum(stats.looked_at)))
+    keys = (key for pair in MEAN_METRICS.values() for key in pair)
+    return {key: torch.tensor(value / batch) for key, value in zip(keys, sums)}
 
 
 def gathered(trainer: Any, keep: bool) -> dict[str, torch.Tensor]:
-    """The actor's parameters on rank 0 (`keep`), an empty dict on the other ranks."""
+    """The actor's parameters on rank 0 (`keep`); empty on other ranks."""
     import deepspeed
 
     sharded = trainer.strategy.args.ds.zero_stage == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's ``RemoteExperienceMaker``: rollouts become experiences, measured, judged, and with advantages of ours."""
+"""OpenRLHF's ``RemoteExperienceMaker``: rollouts become experiences with our advantages, measured and judged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ngrpo.config.run import GROUP_BASELINES, current_run
 from ngrpo.methods.second_rounds.base import SecondRound
-from ngrpo.trainers.common import importance
-from ngrpo.trainers.common.mismatch import GapScale, check_gap, step_metrics
+from ngrpo.trainers.common import mismatch
 from ngrpo.trainers.common.policy_loss import behavior
 from ngrpo.trainers.common.side_inputs import two_rounds, unpack
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
@@ -23,7 +22,7 @@ from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
 from perturbations.errors import require
-from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
+from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -35,11 +34,11 @@ def experience_maker(plain: Any) -> type:
     class MeasuringExperienceMaker(plain):
         """
         Attributes:
-            training_step: from 0, and from a checkpoint's where one is resumed.
+            training_step: from 0, or from a checkpoint's.
             step_measures: of the current step, which the trainer takes.
-            visits: counts of outcomes, for COPO; a checkpoint holds them.
-            rollout_divergence: of the latest step, which a policy noise may follow; None where it is unknown.
-            rollout_entropy: of the latest step, which a sampling schedule may follow; None where it is unknown.
+            visits: counts of outcomes, for COPO; part of a checkpoint.
+            rollout_divergence: of the latest step, for a policy noise; None if unknown.
+            rollout_entropy: of the latest step, for a sampling schedule; None if unknown.
         """
 
         training_step = 0
@@ -47,7 +46,7 @@ def experience_maker(plain: Any) -> type:
         visits: Visits | None = None
         rollout_divergence: float | None = None
         rollout_entropy: float | None = None
-        gap_scale: GapScale | None = None
+        gap_scale: mismatch.GapScale | None = None
         kept_groups: KeptGroups | None = None
 
         def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
@@ -87,11 +86,7 @@ def experience_maker(plain: Any) -> type:
 
 
 def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
-    """Measures the training–inference mismatch before the update, and judges it.
-
-    Raises:
-        ReplayGap: where it is too large and the run is strict.
-    """
+    """Measures the training–inference mismatch before the update; ``ReplayGap`` if it is too large in a strict run."""
     records, log_probs = [], []
     for experience, of_tokens in zip(experiences, token_log_probs(maker, experiences)):
         records.extend(unpack(experience.mm_train_inputs))
@@ -100,7 +95,7 @@ def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, 
         padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
         lengths = experience.attention_mask.sum(dim=-1).tolist()
         log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-    measures = step_metrics(records, log_probs, current_run().perturbation)
+    measures = mismatch.step_metrics(records, log_probs, current_run().perturbation)
     if not maker.strategy.args.vllm.enable_prefix_caching:
         measures.pop("perturbation/prefix_hit_rate", None)
     if gap_scale(maker).is_needed and (gap := control_gap(maker, records)) is not None:
@@ -109,33 +104,8 @@ def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, 
     return measures
 
 
-def gap_scale(maker: Any) -> GapScale:
-    """The run's scale of gaps, kept with the experience maker; a resumed run measures its own."""
-    if maker.gap_scale is None:
-        args, rollout = maker.strategy.args, maker.strategy.args.rollout
-        batch = getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size
-        older = bool(getattr(args.train, "async_enable", False)) or batch > rollout.batch_size
-        maker.gap_scale = GapScale(args.ds.param_dtype != "fp32", older, noisy=current_run().policy_noise is not None)
-    return maker.gap_scale
-
-
-def judge(maker: Any, measures: Mapping[str, float]) -> None:
-    """Warns of the step's gaps where they are too large, or raises.
-
-    Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's, so that a gap says
-    nothing of the replay.
-
-    Raises:
-        ReplayGap: where a gap is too large and the run is strict.
-    """
-    run = current_run()
-    if run.sampling_schedule is None:
-        check_gap(measures, run.gap_limit, strict=run.strict)
-        gap_scale(maker).check(measures, run.gap_limit, strict=run.strict)
-
-
 def token_log_probs(maker: Any, experiences: Sequence[Experience]) -> list[Tensor]:
-    """log π of the tokens in each batch; where a perturbation has a density, the actors kept them separately."""
+    """log π of the tokens in each batch; if a perturbation has a density, the actors kept them separately."""
     own = [experience.action_log_probs for experience in experiences]
     perturbation = current_run().perturbation
     if perturbation is None or not perturbation.has_density:
@@ -143,26 +113,26 @@ def token_log_probs(maker: Any, experiences: Sequence[Experience]) -> list[Tenso
     return kept_by_actors(maker, "token_log_probs", own)
 
 
-def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> float | None:
-    """Mean |log π_trainer − log π_rollout| of the tokens of the step's unperturbed responses; None without a token.
+def gap_scale(maker: Any) -> mismatch.GapScale:
+    """The run's scale of gaps; a resumed run measures its own."""
+    if maker.gap_scale is None:
+        args, rollout = maker.strategy.args, maker.strategy.args.rollout
+        batch = getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size
+        older = bool(getattr(args.train, "async_enable", False)) or batch > rollout.batch_size
+        noisy = current_run().policy_noise is not None
+        maker.gap_scale = mismatch.GapScale(args.ds.param_dtype != "fp32", older, noisy=noisy)
+    return maker.gap_scale
 
-    This gap of engines and trainer is the scale of every other one.
-    """
+
+def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> float | None:
+    """Mean |log π_trainer − log π_rollout| of the tokens of the step's unperturbed responses; None without a token."""
     import ray
 
     controls = [each.unperturbed for each in records if each is not None and each.unperturbed is not None]
     controls = [each for each in controls if len(each.log_probs)][:CONTROLS]
     if not controls:
         return None
-    group = maker.actor_model_group
-    method = "unperturbed_log_probs"
-    log_probs = ray.get(group.async_run_method(method_name=method, **_left_padded(controls)))[0].float().numpy()
-    gaps = [np.abs(row[len(row) - len(each.log_probs) :] - each.log_probs) for row, each in zip(log_probs, controls)]
-    return float(np.concatenate(gaps).mean())
-
-
-def _left_padded(controls: Sequence[UnperturbedAnswer]) -> dict[str, Tensor]:
-    """A batch of responses that all end at the last column, where OpenRLHF looks for actions."""
+    # All responses end at the last column, where OpenRLHF looks for actions.
     rows, longest = len(controls), max(len(each.tokens) for each in controls)
     sequences = torch.zeros(rows, longest, dtype=torch.int64)
     attention_mask = torch.zeros_like(sequences)
@@ -171,14 +141,28 @@ def _left_padded(controls: Sequence[UnperturbedAnswer]) -> dict[str, Tensor]:
         sequences[row, longest - len(each.tokens) :] = torch.from_numpy(each.tokens.astype(np.int64))
         attention_mask[row, longest - len(each.tokens) :] = 1
         action_mask[row, action_mask.shape[1] - len(each.log_probs) :] = 1
-    return {"sequences": sequences, "action_mask": action_mask, "attention_mask": attention_mask}
+    batch = {"sequences": sequences, "action_mask": action_mask, "attention_mask": attention_mask}
+    given = maker.actor_model_group.async_run_method(method_name="unperturbed_log_probs", **batch)
+    log_probs = ray.get(given)[0].float().numpy()
+    gaps = [np.abs(row[len(row) - len(each.log_probs) :] - each.log_probs) for row, each in zip(log_probs, controls)]
+    return float(np.concatenate(gaps).mean())
+
+
+def judge(maker: Any, measures: Mapping[str, float]) -> None:
+    """Warns of gaps that are too large; raises ``ReplayGap`` in a strict run.
+
+    Not under a sampling schedule, whose rollouts are drawn at other temperatures than the trainer's.
+    """
+    run = current_run()
+    if run.sampling_schedule is None:
+        mismatch.check_gap(measures, run.gap_limit, strict=run.strict)
+        gap_scale(maker).check(measures, run.gap_limit, strict=run.strict)
 
 
 def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
-    """Measures the policy that rolled out; empty where the rollouts' log-probabilities are not requested.
+    """Measures the rollout policy; empty without the rollouts' log-probabilities.
 
-    Its entropy, at the temperatures of the rollout and in nats, is estimated without bias by the mean of −log π_rollout
-    over the tokens, where all of them were drawn from it.
+    The mean of −log π_rollout over all drawn tokens estimates its entropy at the rollout's temperatures without bias.
     """
     args, rollout = maker.strategy.args, [e.rollout_log_probs for e in experiences]
     maker.rollout_divergence = maker.rollout_entropy = None
@@ -191,44 +175,34 @@ def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> di
     if advantage.is_correction_level == "off":
         return measures
     log_ratio = torch.cat([(e.action_log_probs - part)[e.action_mask.bool()].float().cpu() for e, part in pairs])
-    weights = None
+    bounds = None
     by_token = advantage.is_correction_level == "token" and advantage.is_correction_gating == "ratio"
     if args.actor.policy_loss_type == "ppo" and by_token:  # GSPO's loss has no such weights
         low, high = (float(bound) for bound in advantage.is_correction_threshold)
-        weights = importance.Weights(low, high, advantage.is_correction_mode == "clip")
-    measures |= importance.measures(log_ratio, weights)
+        bounds = mismatch.ImportanceBounds(low, high, advantage.is_correction_mode == "clip")
+    measures |= mismatch.importance_measures(log_ratio, bounds)
     maker.rollout_divergence = measures["importance/divergence"]
     return measures
 
 
 def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int) -> dict[str, float]:
-    """``--sampling.correction_warmup``: the loss's importance weights grow from 1 to their whole over so many steps.
-
-    OpenRLHF 0.11.2 weighs each token's loss by w from the first step on. In step t, from 0, the weight is 1 + α (w − 1)
-    here, with α = min(1, t / steps).
-    """
+    """``--sampling.correction_warmup``: in step t, from 0, importance weights are 1 + min(1, t / steps) (w − 1)."""
     strength = min(1.0, maker.training_step / steps)
     if strength < 1.0:
         low, high = (float(bound) for bound in maker.strategy.args.algo.advantage.is_correction_threshold)
         for experience in experiences:
             rollout = require(experience.rollout_log_probs, "rollout_log_probs")
-            experience.rollout_log_probs = importance.with_strength(
+            experience.rollout_log_probs = mismatch.with_strength(
                 experience.action_log_probs, rollout, strength, (low, high)
             )
     return {"importance/strength": strength}
 
 
 def second_round_measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
-    """What a step reports of its second round.
+    """The metrics ``second_round/…`` of a step (docs/exploration.md), before the update.
 
-    Args:
-        experiences: with the trainer's log-probabilities before the update.
-        method: the run's.
-
-    Returns:
-        ``asked``: the share of samples whose prompt had a second round; where there are any, ``right``: the share of
-        right responses in that round, and ``solved``: of its prompts with one. ``trained``: the share of samples that
-        are of the second round; where there are any, ``ratio``: the mean of ρ over their tokens.
+    ``asked`` and ``trained``: shares of samples whose prompt had a second round, and that are of it. ``right``: share
+    of right responses in that round; ``solved``: of its prompts with one; ``ratio``: mean ρ over trained tokens.
     """
     carried, ratios = [], []
     for experience in experiences:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that a run keeps for its report: all answers to a prompt, token by token, with rewards and advantages.
 
-A run keeps prompts of at most :data:`STEPS` steps: of every step at first, and each time that these are too many of
-every second one of them. So however long a run is, what is kept is spread over it evenly and stays small.
+At most :data:`STEPS` steps are kept: every step, and each time that there are too many only every second one of them.
+So they are spread evenly over a run of any length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import fed_texts, token_texts
@@ -30,19 +30,11 @@ if TYPE_CHECKING:
 FILE = "groups.jsonl"
 STEPS = 12
 LONGEST = 512
-"""As many tokens of an answer are kept at most."""
+"""Tokens that are kept of an answer at most."""
 STEP_BYTES = 120_000
-"""A step's line is not longer: of long answers less is kept, and where that is not enough fewer prompts."""
+"""The longest line of a step: less is kept of long answers, then fewer prompts."""
 _SHORTEST = 32
 _PROMPT = 4_000
-
-
-class _Answer(NamedTuple):
-    """A sample of a step's experiences: the batch, its row there, and its rollout's record."""
-
-    experience: Experience
-    row: int
-    record: FinishedTrajectory | None
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -59,9 +51,8 @@ class KeptGroups:
     def __init__(self, folder: Path, step: int) -> None:
         """
         Args:
-            folder: the run's.
-            step: the training step at hand, from 0; lines of an earlier run in the folder are forgotten, of one that is
-                resumed those of earlier steps stay.
+            folder: the run's. A resumed run keeps its lines of earlier steps, a new one drops all.
+            step: the next training step, from 0.
         """
         self._path = folder / FILE
         self._lines = [line for line in read(folder) if line["step"] <= step] if step else []
@@ -70,12 +61,7 @@ class KeptGroups:
         self._has_warned = False
 
     def add(self, step: int, make: Callable[[], dict[str, Any]]) -> None:
-        """Keeps a step if it is due.
-
-        Args:
-            step: the training step, from 0.
-            make: makes what is kept of it, but for ``step``, which counts from 1 as logs do.
-        """
+        """Keeps step ``step``, from 0, if it is due; ``make`` gives its line without ``step``."""
         if step % self._stride:
             return
         self._lines.append({"step": step + 1, **make()})
@@ -101,73 +87,65 @@ def of_step(
     seed: str,
     gaps: bool = True,
 ) -> dict[str, Any]:
-    """What is kept of a step.
+    """A step's line: ``rewards`` of all answers in groups, their ``size``, and ``groups``.
+
+    A group has ``prompt``, ``diversity`` and ``answers``, each with ``reward``, ``advantage`` (the mean over its
+    tokens, whose own are ``advantages`` if they differ), ``tokens`` (texts), ``gaps`` (|log π_trainer −
+    log π_rollout| of each), ``fed`` (position and what was fed there) and ``cut``, the number of tokens left out.
 
     Args:
         experiences: OpenRLHF's, with advantages.
         tokenizer: of the model.
         size: answers to a prompt, G.
-        groups: of how many prompts all answers are kept.
+        groups: the number of prompts whose answers are kept.
         seed: from which these are drawn.
-        gaps: whether the experiences' log-probabilities are the tokens', so that they can be held against the
-            rollout's.
-
-    Returns:
-        ``rewards`` of all answers, in groups, and ``groups``: ``prompt``, ``diversity`` and ``answers``, each with
-        ``reward``, ``advantage`` (the mean over its tokens, which are ``advantages`` where they differ), ``tokens``
-        (texts), ``gaps`` (|log π_trainer − log π_rollout| of each), ``fed`` (position and what was fed there) and
-        ``cut``, the number of tokens that are left out.
+        gaps: whether the experiences' log-probabilities are the tokens'.
     """
-    by_place: dict[int, _Answer] = {}
-    for experience in experiences:
-        records = unpack(experience.mm_train_inputs) or [None] * len(experience.index)
-        for row, place in enumerate(experience.index):
-            by_place[place] = _Answer(experience, row, records[row])
-    places = sorted(by_place)
-    prompts = [places[i : i + size] for i in range(0, len(places), size)]
-    sample = sorted(random.Random(seed).sample(range(len(prompts)), min(groups, len(prompts))))
-    rewards = [_figure(float(by_place[place].experience.rewards[by_place[place].row])) for place in places]
-    made = [_group([by_place[p] for p in prompts[i]], tokenizer, gaps) for i in sample]
-    return _shortened({"rewards": rewards, "size": size, "groups": made})
-
-
-def _shortened(line: dict[str, Any]) -> dict[str, Any]:
-    """A step's line with so much left out that it is short enough: ends of answers first, then prompts."""
+    batches = [(experience, unpack(experience.mm_train_inputs)) for experience in experiences]
+    by_place = {
+        place: (experience, row, records[row] if records else None)
+        for experience, records in batches
+        for row, place in enumerate(experience.index)
+    }
+    in_order = [by_place[place] for place in sorted(by_place)]
+    rewards = [_figure(float(experience.rewards[row])) for experience, row, _ in in_order]
+    prompts = [in_order[i : i + size] for i in range(0, len(in_order), size)]
+    made: list[dict[str, Any]] = []
+    for number in sorted(random.Random(seed).sample(range(len(prompts)), min(groups, len(prompts)))):
+        answers = prompts[number]
+        experience, row, _ = answers[0]
+        prompt = experience.prompts[row] if experience.prompts else None
+        group: dict[str, Any] = {"prompt": prompt and str(prompt)[:_PROMPT]}
+        group["diversity"] = diversity([_generated(experience, row)[0] for experience, row, _ in answers])
+        group["answers"] = [_answer(*answer, tokenizer, gaps) for answer in answers]
+        made.append(group)
+    line = {"rewards": rewards, "size": size, "groups": made}
     longest = LONGEST
-    while len(json.dumps(line, ensure_ascii=False).encode()) > STEP_BYTES:
+    while len(json.dumps(line, ensure_ascii=False).encode()) > STEP_BYTES and (longest > _SHORTEST or len(made) > 1):
         if longest > _SHORTEST:
             longest //= 2
-            for answer in itertools.chain.from_iterable(group["answers"] for group in line["groups"]):
-                _cut(answer, longest)
-        elif len(line["groups"]) > 1:
-            line["groups"].pop()
+            for answer in itertools.chain.from_iterable(group["answers"] for group in made):
+                _shorten(answer, longest)
         else:
-            break
+            made.pop()
     return line
 
 
-def _cut(answer: dict[str, Any], longest: int) -> None:
-    """Leaves an answer's first tokens."""
+def _shorten(answer: dict[str, Any], longest: int) -> None:
     left_out = len(answer["tokens"]) - longest
-    if left_out <= 0:
-        return
-    answer["cut"] = answer.get("cut", 0) + left_out
-    for key in {"tokens", "gaps", "advantages"} & answer.keys():
-        answer[key] = answer[key][:longest]
-    if "fed" in answer:
-        answer["fed"] = [each for each in answer["fed"] if each[0] < longest]
+    if left_out > 0:
+        answer["cut"] = answer.get("cut", 0) + left_out
+        for key in {"tokens", "gaps", "advantages"} & answer.keys():
+            answer[key] = answer[key][:longest]
+        if "fed" in answer:
+            answer["fed"] = [each for each in answer["fed"] if each[0] < longest]
 
 
 def diversity(answers: Sequence[Sequence[int]]) -> dict[str, float]:
-    """How different the answers of a group are.
+    """How different a group's answers are, given as tokens.
 
-    Args:
-        answers: their tokens.
-
-    Returns:
-        ``different``: how many there are; ``distinct_2``: different pairs of neighboring tokens over all of them;
-        ``common_prefix``: tokens until two answers part, the mean over pairs of answers. What there is none of is left
-        out.
+    ``different``: their number without repeats; ``distinct_2``: different pairs of neighboring tokens over all of them;
+    ``common_prefix``: tokens until two answers part, the mean over pairs of answers.
     """
     pairs = [pair for tokens in answers for pair in itertools.pairwise(tokens)]
     shared = [_common(one, other) for one, other in itertools.combinations(answers, 2)]
@@ -183,24 +161,17 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
-def _group(answers: Sequence[_Answer], tokenizer: TokenizerLike, gaps: bool) -> dict[str, Any]:
-    first = answers[0]
-    prompt = first.experience.prompts[first.row] if first.experience.prompts else None
-    answer_rows = [_answer(answer, tokenizer, gaps) for answer in answers]
-    different = diversity([_tokens(answer)[0] for answer in answers])
-    return {"prompt": prompt and str(prompt)[:_PROMPT], "diversity": different, "answers": answer_rows}
-
-
-def _tokens(answer: _Answer) -> tuple[list[int], list[int]]:
-    """The answer's tokens, and their positions in the sequence; entry t of the mask is of token t + 1."""
-    mask = answer.experience.action_mask[answer.row].bool().cpu()
+def _generated(experience: Experience, row: int) -> tuple[list[int], list[int]]:
+    """An answer's tokens, and their positions in the sequence; entry t of the mask is of token t + 1."""
+    mask = experience.action_mask[row].bool().cpu()
     positions = (mask.nonzero().flatten() + 1).tolist()
-    return answer.experience.sequences[answer.row].cpu()[positions].tolist(), positions
+    return experience.sequences[row].cpu()[positions].tolist(), positions
 
 
-def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, Any]:
-    experience, row, trajectory = answer
-    tokens, positions = _tokens(answer)
+def _answer(
+    experience: Experience, row: int, trajectory: FinishedTrajectory | None, tokenizer: TokenizerLike, gaps: bool
+) -> dict[str, Any]:
+    tokens, positions = _generated(experience, row)
     mask = experience.action_mask[row].bool()
     advantages = [_figure(value) for value in experience.advantages[row][mask].float().tolist()]
     finite = [value for value in advantages if value is not None]
@@ -213,7 +184,11 @@ def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, 
         entry["advantages"] = advantages[:LONGEST]
     if len(tokens) > LONGEST:
         entry["cut"] = len(tokens) - LONGEST
-    rollout = _rollout(answer, positions)
+    rollout = None
+    if trajectory is not None:
+        rollout = [float(trajectory.log_probs[p]) if p < len(trajectory.log_probs) else math.nan for p in positions]
+    elif experience.rollout_log_probs is not None:
+        rollout = experience.rollout_log_probs[row][mask].float().tolist()
     if rollout is not None and gaps:
         trainer = experience.action_log_probs[row][mask].float().tolist()
         entry["gaps"] = [_figure(abs(a - b), 2) for a, b in zip(trainer[:LONGEST], rollout)]
@@ -224,29 +199,13 @@ def _answer(answer: _Answer, tokenizer: TokenizerLike, gaps: bool) -> dict[str, 
     return entry
 
 
-def _rollout(answer: _Answer, positions: Sequence[int]) -> list[float] | None:
-    """log π of the rollout at each token; None where it was not kept."""
-    experience, row, trajectory = answer
-    if trajectory is not None:
-        return [float(trajectory.log_probs[p]) if p < len(trajectory.log_probs) else math.nan for p in positions]
-    if experience.rollout_log_probs is None:
-        return None
-    return experience.rollout_log_probs[row][experience.action_mask[row].bool()].float().tolist()
-
-
 def _figure(value: float, digits: int = 4) -> float | None:
-    """A number with so many significant digits; None where it is none."""
+    """A number with this many significant digits; None for NaN and infinities."""
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def keep(maker: Any, experiences: Sequence[Experience], run: RunConfig) -> None:
-    """Keeps groups of the step at hand, if it is due.
-
-    Args:
-        maker: OpenRLHF's experience maker.
-        experiences: of the step.
-        run: whose folder they are kept in.
-    """
+    """Keeps groups of the current step of OpenRLHF's experience maker, if it is due."""
     step, args, perturbation = maker.training_step, maker.strategy.args, run.perturbation
     if maker.kept_groups is None:
         maker.kept_groups = KeptGroups(Path(require(run.run_dir, "the run's folder")), step)

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs OpenRLHF's own training program in this process, on the Ray and the hardware at hand.
+"""The start of a run: OpenRLHF's own training program in this process, on the available Ray and hardware.
 
-`openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser; what is ours is in place
-before it starts: the upstream patches in this process, and in every Ray worker through `worker_process_setup_hook`.
-Without a perturbation, on CUDA and with flash-attn there is nothing of ours at all: that is stock OpenRLHF.
+`openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser. The upstream patches are installed
+before, in this process and in every Ray worker. Without a perturbation, on CUDA and with flash-attn there are none:
+that is stock OpenRLHF.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -21,22 +23,22 @@ from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware import Profile, processes, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser, placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf import nodes
-from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
-from ngrpo.trainers.openrlhf.worker import setup_hook
+from ngrpo.trainers.openrlhf import failure
+from perturbations.errors import UsageError
 
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
 
-# What OpenRLHF 0.11.2 gives its own ray.init (cli/train_ppo_ray.py); ours takes its place.
+# As OpenRLHF 0.11.2 gives it to its own ray.init (cli/train_ppo_ray.py), which ours replaces.
 _OPENRLHF_ENV = {
     "TOKENIZERS_PARALLELISM": "true",
     "NCCL_DEBUG": "WARN",
     "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
 }
 
-# Beginnings of the variables that docs name, which every worker gets as they are here; these alone differ by node.
+# How the variables begin that docs name and every worker gets as they are here; the last two differ by node.
 _TRAVELS = ("DS_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TRANSFORMERS_", "VLLM_", "WANDB_")
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
+_OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags whose value may be a path
 
 
 class TrainingFailed(RuntimeError):
@@ -47,29 +49,30 @@ def launch(run: RunConfig) -> None:
     """Trains until OpenRLHF's program ends.
 
     Args:
-        run: with OpenRLHF's flags complete, and all of ngrpo/config/rules.py looked at.
+        run: with complete OpenRLHF flags, checked by ngrpo/config/rules.py.
 
     Raises:
-        TrainingFailed: With the root cause, whatever process it happened in.
-        UsageError: For a path that another node of the cluster lacks.
-        SystemExit: OpenRLHF's parser refused a flag (or printed its help).
+        TrainingFailed: with the root cause, whatever process it happened in.
+        UsageError: for a path that another node of the cluster lacks.
+        SystemExit: from OpenRLHF's parser, which refused a flag or printed its help.
     """
-    profile = profile_for(run.hardware)
-    flags = Flags(run.openrlhf)
+    profile, flags = profile_for(run.hardware), Flags(run.openrlhf)
     conditions = conditions_for(profile, run)
     for name, value in profile.env.items():
         os.environ.setdefault(name, value)
     processes.add_programs_to_path()
-    os.environ[RUN_ID] = uuid4().hex
+    os.environ[failure.RUN_ID] = uuid4().hex
     if conditions:
         if not flags.has("--help"):
+            handler = signal.getsignal(signal.SIGTERM)
             _start_ray(profile, flags, conditions, run)
+            signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
         patches.install(conditions)
     _run(flags.argv)
 
 
 def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
-    """Returns the conditions of `patches.py` that hold; none means stock OpenRLHF."""
+    """The conditions of `patches.py` that hold; none means stock OpenRLHF."""
     held = {
         "cpu": profile.name == "cpu",
         stand_ins.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not stand_ins.has_flash_attn(),
@@ -78,9 +81,9 @@ def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
 
 
 def worker_env(profile: Profile) -> dict[str, str]:
-    """Returns the environment of every Ray worker process; what the user exported wins."""
+    """The environment of every Ray worker process; the user's own values win."""
     env = {name: os.environ.get(name, value) for name, value in {**_OPENRLHF_ENV, **profile.env}.items()}
-    # A cluster that was there before has not this process's environment.
+    # The processes of a cluster that was joined do not have this process's environment.
     env |= {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _OF_A_NODE}
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
@@ -91,7 +94,7 @@ def worker_env(profile: Profile) -> dict[str, str]:
 
 
 def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: RunConfig) -> None:
-    """Starts Ray here, or joins the cluster at hand, with the setup hook for every worker."""
+    """Starts Ray here, or joins the available cluster, with the setup hook for every worker."""
     import ray
     from ray.exceptions import RayError
 
@@ -104,7 +107,7 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
         return
     ray.init(address=address, runtime_env=everywhere)
     try:
-        nodes.check_paths(nodes.opened(flags, run.run_dir))
+        _check_paths(opened(flags, run.run_dir))
     except RayError as error:
         raise _failed(error) from None
     gpus = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.argv)))
@@ -131,21 +134,67 @@ def _run(flags: Sequence[str]) -> None:
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
         if not finished:
-            end_processes(os.environ[RUN_ID])
+            failure.end_processes(os.environ[failure.RUN_ID])
+
+
+def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
+    """Ray's `worker_process_setup_hook`, which runs in every worker before its tasks and actors.
+
+    Ray keeps the function, and with it the run, in its own store: no disk need be shared, and no environment variable,
+    which Linux limits to 131,072 bytes, holds them. Relative paths mean in a worker what they mean here, also on a
+    cluster that was started in another folder.
+    """
+    here = os.getcwd()
+
+    def in_worker() -> None:
+        with suppress(OSError):  # another node need not have the folder
+            os.chdir(here)
+        processes.add_programs_to_path()
+        begin(run)
+        # Nodes of a cluster may differ, and the driver looked at its own only.
+        patches.install(conditions if stand_ins.has_flash_attn() else [*conditions, stand_ins.WITHOUT_FLASH_ATTN])
+
+    return in_worker
+
+
+def opened(flags: Flags, run_dir: str | None) -> dict[str, str]:
+    """The files and folders of this machine that a run's flags name and another node may open, each with its flag."""
+    given = {"--run-dir": run_dir or ""} | {f.name: f.values[0] for f in flags if f.name.endswith(_OPENED) and f.values}
+    found = {os.path.expanduser(part.strip()): name for name, value in given.items() for part in value.split(",")}
+    return {path: name for path, name in found.items() if path and os.path.exists(path)}
+
+
+def _check_paths(paths: Mapping[str, str]) -> None:
+    """Raises ``UsageError`` for the first path of :func:`opened` that another node of the joined cluster lacks."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    @ray.remote(num_cpus=0)
+    class Node:  # an actor, whose end says why where a node is without this project; that of a task does not
+        def missing(self) -> list[str]:
+            return [path for path in paths if not os.path.exists(path)]
+
+    here = ray.get_runtime_context().get_node_id()
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+    others = [node for node in nodes if node != here]
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in others]
+    actors = [Node.options(scheduling_strategy=place).remote() for place in places]  # type: ignore[missing-attribute]
+    for node, absent in zip(others, ray.get([actor.missing.remote() for actor in actors])):
+        for path in absent:
+            raise UsageError(
+                f"{paths[path]} {path}: the cluster's node {nodes[node]} does not have it, and a process there may open"
+                " it. Put it into a folder that all nodes share, or where it is under the same path on each of them."
+            )
 
 
 def _failed(error: Exception) -> TrainingFailed:
-    explained = explanation(error)
+    explained = failure.explanation(error)
     if explained is None:
         traceback.print_exception(error)
-    return TrainingFailed((explained or root_cause(error)) + _log_folder())
-
-
-def _log_folder() -> str:
-    try:
+    logs = ""
+    with suppress(ImportError, AttributeError):
         import ray
 
         node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
-        return "" if node is None else f"\n  logs of all processes: {node.get_logs_dir_path()}"
-    except (ImportError, AttributeError):
-        return ""
+        logs = "" if node is None else f"\n  logs of all processes: {node.get_logs_dir_path()}"
+    return TrainingFailed((explained or failure.root_cause(error)) + logs)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's models: ``PolicyModelActor`` and ``ReferenceModelActor``, whose forwards see what the rollout saw, and
-the parameters that a perturbation adds to a model.
+"""OpenRLHF's models: ``PolicyModelActor`` and ``ReferenceModelActor`` replay the rollout's inputs in their forwards.
+
+Also the parameters that a perturbation adds to a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
-from ngrpo.trainers.common.densities import densities
-from ngrpo.trainers.common.log_probs import corrected, no_overrides
+from ngrpo.trainers.common.log_probs import corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
 from ngrpo.trainers.common.side_inputs import OURS, records
 from perturbations.base import Perturbation
@@ -24,8 +24,6 @@ from perturbations.parameters import attached, freeze
 from perturbations.replay.scope import LastHidden, ReplayScope
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 
@@ -97,12 +95,12 @@ class _Replaying:
         return log_probs
 
     def unperturbed_log_probs(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Any:
-        """log π of texts that nothing is replayed in, as OpenRLHF's own forward takes it."""
+        """log π without a replay or an override, by OpenRLHF's own forward."""
         with no_overrides():
             return super().forward(sequences, action_mask, attention_mask)  # type: ignore[misc]
 
     def token_log_probs(self) -> list[Tensor]:
-        """The tokens' own log π of each forward since the last call, kept where a perturbation has a density."""
+        """The tokens' own log π of each forward since the last call, kept if a perturbation has a density."""
         tokens, self._tokens = self._tokens, ()
         return list(tokens)
 
@@ -113,15 +111,12 @@ class _Replaying:
 
 
 def kept_by_actors(maker: Any, method: str, own: Sequence[Tensor]) -> list[Tensor]:
-    """What the actors kept of each batch, besides the log-probabilities that they returned.
+    """A tensor that the actors kept of each batch, by the method that hands it over.
 
     Args:
         maker: OpenRLHF's experience maker.
-        method: of our actors; it hands over what was kept.
-        own: the log-probabilities of each batch, (B, A), as they were returned.
-
-    Returns:
-        One for each batch, of the same shape.
+        method: of our actors.
+        own: the log-probabilities of each batch, (B, A), as they were returned: the shapes of the result.
     """
     import ray
 
@@ -139,7 +134,7 @@ def kept_by_actors(maker: Any, method: str, own: Sequence[Tensor]) -> list[Tenso
 
 @contextmanager
 def _kept_entropies(model: Any) -> Iterator[list[Tensor]]:
-    """Has OpenRLHF's ``Actor`` keep the entropies of its forwards in this context, (B, A) each."""
+    """The entropies of the forwards of OpenRLHF's ``Actor`` in this context, (B, A) each."""
     original, entropies = model.forward, []
 
     def forward(*inputs: object, **options: object) -> Any:
@@ -166,15 +161,14 @@ def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, l
     """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
     model = model_of(actor)
     hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
-    embedding = model.get_input_embeddings()
-    return ReplayScope(embedding, measure, attached(model), perturbation, look_up, hidden=hidden)
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up, hidden=hidden)
 
 
 def merge_mm_train_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """`merge_mm_train_inputs`: what a multimodal model's forward gets of a batch, without our entries.
 
-    OpenRLHF carries ``mm_train_inputs`` for each sample from the rollout to the forwards of actor and reference and the
-    training step. It is meant for images; text-only models ignore it.
+    OpenRLHF carries ``mm_train_inputs``, which is meant for images, with each sample from the rollout to the forwards
+    of actor, reference and training step.
     """
 
     def theirs(entry: Any) -> Any:
@@ -195,9 +189,8 @@ def merge_mm_train_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 def actor_init(original: Callable[..., None]) -> Callable[..., None]:
     """`Actor.__init__`: the perturbation's parameters join the model before DeepSpeed and the optimizer see it.
 
-    So ZeRO, gradient clipping, checkpoints and weight sync take them for the policy's. What the perturbation freezes
-    gets no gradient from then on. The reference model has the parameters that its own folder came with, or the ones
-    that training starts from.
+    So ZeRO, gradient clipping, checkpoints and weight sync treat them as the policy's. What the perturbation freezes
+    gets no gradient. The reference model has the parameters of its own folder, or the ones that training starts from.
     """
 
     def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
@@ -211,7 +204,7 @@ def actor_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def get_model_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DeepspeedStrategy._get_model_parameters`: parameters with a learning rate of their own get their own group."""
+    """`DeepspeedStrategy._get_model_parameters`: parameters with their own learning rate get their own group."""
 
     def _get_model_parameters(self: DeepspeedStrategy, model: nn.Module, *args: object, **kwargs: object) -> Any:
         raw, groups = original(self, model, *args, **kwargs)
@@ -224,8 +217,8 @@ def get_model_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
             return raw, groups
         if not all(isinstance(group, dict) for group in groups):
             raise ValueError(
-                f"perturbation {perturbation.name!r} has learning rates of its own, which need --actor.optim adam. Use"
-                " it, or set them to none."
+                f"perturbation {perturbation.name!r} has its own learning rates, which need --actor.optim adam. Use it,"
+                " or set them to none."
             )
         return raw, separate(groups, rates)
 
@@ -233,14 +226,11 @@ def get_model_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> list[dict[str, Any]]:
-    """Moves parameters into groups by learning rate.
+    """An optimizer's parameter groups without the parameters that have a rate, then one group with ``lr`` per rate.
 
     Args:
-        groups: an optimizer's parameter groups.
+        groups: the optimizer's.
         rates: learning rate by ``id`` of a parameter, None for the optimizer's.
-
-    Returns:
-        The groups without the parameters that have a rate, then one group with ``lr`` for each rate.
     """
     remaining, by_rate = [], {}
     for group in groups:

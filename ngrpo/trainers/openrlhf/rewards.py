@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: a reward function that fails, hangs or gives no number ends the run with the answer at which it did.
+"""Rewards: a reward function that fails, hangs or gives no number ends the run with its prompt and answer.
 
-OpenRLHF 0.11.2 logs such an error in one line, goes on with None for a reward, and fails later somewhere else; for one
-that hangs it waits.
+OpenRLHF 0.11.2 logs such an error in one line, goes on with None for a reward and fails later; for one that hangs it
+waits.
 """
 
 from __future__ import annotations
@@ -30,19 +30,12 @@ class RewardFailed(RuntimeError):
 
 
 class CheckedReward:
-    """OpenRLHF's ``reward_func``, watched; what goes wrong is kept for :meth:`raise_failure`.
+    """OpenRLHF's ``reward_func``, watched.
 
-    OpenRLHF calls it from a thread for each answer, and swallows its errors.
+    OpenRLHF calls it from a thread for each answer, and swallows its errors: :meth:`raise_failure` raises them later.
     """
 
     def __init__(self, reward_func: Callable[..., Any]) -> None:
-        """
-        Args:
-            reward_func: takes lists of one query, one prompt and one label.
-
-        Raises:
-            UsageError: where the environment's time limit is no number of seconds.
-        """
         text = os.environ.get(SECONDS, str(_DEFAULT_SECONDS))
         try:
             self._seconds = float(text)
@@ -54,7 +47,7 @@ class CheckedReward:
         self._failure: str | None = None
 
     def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> Any:
-        """As the reward function's, which runs in a thread of its own: one that hangs is left behind."""
+        """The reward function's result. It runs in its own thread: one that hangs is left behind."""
         answered: list[Any] = []
 
         def run() -> None:
@@ -74,10 +67,9 @@ class CheckedReward:
             fault = _fault(answered[0])
         if fault is None:
             return answered[0]
-        query, prompt = queries[0], prompts[0]
-        answer = query.removeprefix(prompt)
+        answer = queries[0].removeprefix(prompts[0])
         self._failure = (
-            f"the reward function {fault}.\n  prompt: {_short(prompt)}\n  answer: {_short(answer)}\n"
+            f"the reward function {fault}.\n  prompt: {_short(prompts[0])}\n  answer: {_short(answer)}\n"
             "It must return {'rewards': a finite number} for each answer, such as 0 for one that it cannot read."
         )
         raise RewardFailed(self._failure)
@@ -89,7 +81,7 @@ class CheckedReward:
 
 
 def _fault(result: object) -> str | None:
-    """What is wrong with a reward function's result for one answer; None where nothing is."""
+    """The fault of a reward function's result for one answer; None if there is none."""
     if not isinstance(result, Mapping) or "rewards" not in result:
         return f"returned {_short(str(result))} where a dictionary with 'rewards' is needed"
     for name in ("rewards", "scores"):
@@ -98,8 +90,7 @@ def _fault(result: object) -> str | None:
             continue
         flat = value.flatten().tolist() if hasattr(value, "flatten") else value
         values = list(flat) if isinstance(flat, (list, tuple)) else [flat]
-        numeric = len(values) == 1 and isinstance(values[0], (int, float))
-        if not numeric or not math.isfinite(values[0]):
+        if len(values) != 1 or not isinstance(values[0], (int, float)) or not math.isfinite(values[0]):
             return f"returned {_short(str(value))} as {name!r} of one answer"
     return None
 
@@ -112,10 +103,7 @@ def responses(tokenizer: PreTrainedTokenizerBase, experience: Experience) -> lis
 
 
 def refuse_non_finite(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[Experience]) -> None:
-    """Raises ``UsageError`` for the first reward that is NaN or infinite, with its prompt and answer.
-
-    Such a reward makes every advantage of its group NaN, and the weights with them.
-    """
+    """Raises ``UsageError`` for the first reward that is NaN or infinite: all advantages of its group would be NaN."""
     for experience in experiences:
         rewards = experience.rewards
         for row in [] if rewards is None else (~rewards.isfinite()).nonzero().flatten().tolist():
@@ -128,10 +116,7 @@ def refuse_non_finite(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[
 
 
 def refuse_untrained(samples: Sequence[Experience]) -> None:
-    """Raises ``UsageError`` for the first response without a token to train on, with its prompt.
-
-    Its reward would shift the advantages of its siblings, and its mean log-probability is 0 / 0.
-    """
+    """Raises ``UsageError`` for the first response without a token to train on, whose mean log-probability is 0 / 0."""
     for sample in samples:
         for row in (sample.action_mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
             raise UsageError(

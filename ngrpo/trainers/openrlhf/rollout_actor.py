@@ -14,21 +14,12 @@ import numpy as np
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import engine_arguments
+from ngrpo.machine.hardware.processes import own_children
+from ngrpo.rollout import settings
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
-from ngrpo.rollout.settings import (
-    DEFERRED_PROBE,
-    KEY,
-    REPLAY_BUFFER,
-    SAMPLING_MASK_GIB,
-    SAMPLING_MASKS,
-    SAMPLING_SCHEDULE,
-    SEEDED_DRAWS,
-    fingerprint,
-    request_arguments,
-)
-from ngrpo.trainers.common.conversation import Conversation
-from ngrpo.trainers.common.engine_records import EngineCheck, PickUps, final_output
+from ngrpo.rollout.settings import KEY, fingerprint, request_arguments
+from ngrpo.trainers.common.engine_records import Conversation, EngineCheck, PickUps
 from ngrpo.trainers.common.weights_file import load_weights_file
 from ngrpo.trainers.openrlhf import second_round
 from ngrpo.trainers.openrlhf.rewards import CheckedReward
@@ -40,17 +31,17 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 CONTROLS, _CONTROL_TOKENS = 4, 16
-"""Unperturbed responses of each engine in each round, and in the trainer's forward; tokens of each at most."""
+"""Unperturbed responses, the controls, of each engine in each round and of the trainer's forward; tokens of each."""
 _SHOWN = 200
 _LONGEST_CONTROL_PROMPT = 512  # the trainer's forward has logits for the whole vocabulary at each token
-# Each trajectory of OpenRLHF runs as an asyncio task of its own, so a context variable keeps them apart.
+# Each trajectory of OpenRLHF runs as its own asyncio task, so a context variable keeps them apart.
 _conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
 
 
 def rollout_actor(plain: Any) -> type:
     """A subclass of `RolloutRayActor`; a run without a feature skips its line.
 
-    Ray pickles the class by value, and a context variable cannot be: its methods call functions below.
+    Ray pickles the class by value, which a context variable does not allow: its methods call functions below.
     """
 
     class PerturbedRolloutRayActor(plain):  # type: ignore[misc, valid-type]
@@ -67,7 +58,8 @@ def rollout_actor(plain: Any) -> type:
                 kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **engine_settings(spec)}
             if run.hardware == "cpu":
                 kwargs |= engine_arguments(run, kwargs.get("tensor_parallel_size", 1))
-            await plain.__init__(self, *args, **kwargs)
+            with own_children():
+                await plain.__init__(self, *args, **kwargs)
             if spec is not None:
                 perturbation = registry.create(**spec)
                 await confirm(self.llm, fingerprint(perturbation, run.sampling_schedule))
@@ -122,7 +114,7 @@ def rollout_actor(plain: Any) -> type:
 
 
 def engine_spec(seed: int) -> dict[str, Any]:
-    """The run's perturbation for the engine with this OpenRLHF seed: every engine has streams of its own.
+    """The run's perturbation for the engine with this OpenRLHF seed: every engine has its own streams.
 
     Under ``--reproducible`` an unperturbed run has them too, for its token draws.
     """
@@ -135,37 +127,22 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
     run = current_run()
     return {
         KEY: spec,
-        SEEDED_DRAWS: run.reproducible,
-        SAMPLING_MASKS: run.sampling.correct_mask,
-        SAMPLING_MASK_GIB: run.sampling.mask_gib,
-        SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
-        REPLAY_BUFFER: run.specs.get("replay_buffer"),
-        DEFERRED_PROBE: True,
+        settings.SEEDED_DRAWS: run.reproducible,
+        settings.SAMPLING_MASKS: run.sampling.correct_mask,
+        settings.SAMPLING_MASK_GIB: run.sampling.mask_gib,
+        settings.SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
+        settings.REPLAY_BUFFER: run.specs.get("replay_buffer"),
+        settings.DEFERRED_CHECK: True,
     }
 
 
-class ControlQuota:
-    """Which responses are followed by a short unperturbed one, the control: the first perturbed ones of each round."""
-
-    def __init__(self) -> None:
-        self._round, self._asked = -1, 0
-
-    def next(self, round_: int, perturbed: bool) -> bool:
-        """Whether the response that begins now has a control; round 0 is that of none."""
-        if round_ != self._round:
-            self._round, self._asked = round_, 0
-        if not perturbed or round_ < 1 or self._asked >= CONTROLS:
-            return False
-        self._asked += 1
-        return True
-
-
 class RecordingExecutor:
-    """Wraps OpenRLHF's agent executor: puts the record of a trajectory into its response."""
+    """Wraps OpenRLHF's agent executor: puts a trajectory's record into its response."""
 
     def __init__(self, executor: Any) -> None:
         self._executor = executor
-        self._numbers, self._quota = seeds.AnswerNumbers(), ControlQuota()
+        self._numbers = seeds.AnswerNumbers()
+        self._round, self._controls = 0, 0
         self._reward: CheckedReward | None = None
         if getattr(executor, "reward_func", None) is not None:
             self._reward = executor.reward_func = CheckedReward(executor.reward_func)
@@ -179,9 +156,13 @@ class RecordingExecutor:
         number = self._numbers.next(key, round_)
         perturbed = run.perturbation is not None and run.perturbation.active and arguments.get("enabled", True)
         if "answers" in arguments:
-            # A prompt that stands in the batch twice is asked twice as often: each time it is a group of its own.
+            # A prompt that is in the batch twice has twice as many responses: two groups.
             arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
-        conversation = Conversation({"sample": number, **arguments}, self._quota.next(round_, perturbed))
+        if round_ != self._round:
+            self._round, self._controls = round_, 0
+        followed = perturbed and round_ >= 1 and self._controls < CONTROLS  # by a control; round 0 is no training round
+        self._controls += followed
+        conversation = Conversation({"sample": number, **arguments}, followed)
         conversation.filters = filters_of(kwargs.get("sampling_params"))
         token = _conversation.set(conversation)
         where = f"{type(self._executor).__name__}, for the prompt {str(kwargs.get('prompt'))[:_SHOWN]!r}"
@@ -212,7 +193,7 @@ def filters_of(params: SamplingParams | None) -> tuple[float, ...]:
 async def generate(
     actor: Any, prompt: list[int], sampling_params: SamplingParams, pictures: Mapping[str, Any] | None = None
 ) -> Any:
-    """One request, and its record. (Where it is cancelled, vLLM aborts it, and the record is dropped.)
+    """One request, and its record. (If it is cancelled, vLLM aborts it, and the record is dropped.)
 
     Args:
         actor: the rollout actor.
@@ -229,10 +210,10 @@ async def generate(
         if conversation.filters != (given := filters_of(sampling_params)):
             raise RuntimeError(
                 f"an agent requested {given} where the run samples with {conversation.filters} (temperature, top_p,"
-                " top_k, min_p): the trainer would score its tokens at other temperatures than they were drawn at."
-                " Hand on the sampling parameters that execute() was given."
+                " top_k, min_p), so the trainer would score its tokens at another temperature. Hand on the sampling"
+                " parameters that execute() was given."
             )
-        # An agent may have made sampling parameters of its own: the trajectory's arguments hold.
+        # An agent may have made its own sampling parameters: the trajectory's arguments win.
         seed = seeds.of_prompt(prompt, pictures_key((pictures or {}).get("image")))
         arguments = {"seed": seed, **arguments, **conversation.arguments}
         conversation.go_on(prompt)
@@ -251,8 +232,8 @@ async def generate(
         conversation.add(parts, prompt, output.outputs[0].token_ids, output.num_cached_tokens or 0)
         if conversation.followed:
             conversation.followed = False
-            # Without its pictures: the scale is that of both sides' rounding, and pictures that they read differently
-            # stand out from it.
+            # Without its pictures: the scale is both sides' rounding, and pictures that they read differently exceed
+            # it.
             text = [token for token in prompt if token not in (actor._mm_pad_token_ids or ())] if pictures else prompt
             control = seeds.trajectory_seed(arguments["seed"], arguments["sample"])
             conversation.unperturbed = await unperturbed_response(actor, text, sampling_params, control)
@@ -262,16 +243,10 @@ async def generate(
 async def unperturbed_response(
     actor: Any, prompt: list[int], sampling_params: SamplingParams, seed: int
 ) -> UnperturbedAnswer | None:
-    """A short response to a prompt, by the path of all rollouts, with the perturbation off.
+    """A short response to a prompt as all rollouts have, unperturbed; None for a prompt too long to be worth its
+    forward.
 
-    Args:
-        actor: the rollout actor.
-        prompt: token ids.
-        sampling_params: the rollout's; without its filters of tokens, so that log π is over all of them.
-        seed: of the response.
-
-    Returns:
-        None for a prompt that is too long to be worth its forward.
+    It is drawn without the rollout's filters of tokens, so that log π is over all of them.
     """
     from vllm.inputs import TokensPrompt
 
@@ -292,23 +267,21 @@ async def _asked(actor: Any, request: Any, params: SamplingParams) -> tuple[Any,
     """A request's final output, and the parts of its record."""
     from vllm.utils import random_uuid
 
-    name = random_uuid()
-    output = await final_output(actor.llm.generate(request, params, request_id=name))
-    return output, await actor.pick_ups.take(name)
+    name, output = random_uuid(), None
+    async for latest in actor.llm.generate(request, params, request_id=name):
+        output = latest
+    return require(output, "a response"), await actor.pick_ups.take(name)
 
 
 # ---- pictures in a prompt ----------------------------------------------------------------------------------------
 
 
 def pictures_key(pictures: object) -> bytes:
-    """A key of a prompt's pictures, the same in every run.
+    """A key of a prompt's pictures, the same in every run, 16 bytes; empty without pictures.
 
     Args:
         pictures: as a dataset or vLLM's ``multi_modal_data`` has them: paths, addresses, bytes or PIL images; one of
             them, a list, or None.
-
-    Returns:
-        Empty where there is none, else 16 bytes.
     """
     each = list(pictures) if isinstance(pictures, list | tuple) else [pictures]
     each = [picture for picture in each if picture is not None]
@@ -327,26 +300,16 @@ def pictures_key(pictures: object) -> bytes:
 
 
 def unexpanded(prompt: list[int], placeholders: Collection[int]) -> list[int]:
-    """A prompt as vLLM takes it, which itself expands a picture's one placeholder into the picture's places.
-
-    Args:
-        prompt: token ids, in which a picture has all of its places.
-        placeholders: the tokens that stand at these places.
-    """
+    """A prompt for vLLM, which itself expands a picture's one placeholder into the picture's places."""
     from openrlhf.utils.vlm_utils import dedup_media_tokens
 
     return dedup_media_tokens(prompt, set(placeholders)) if placeholders else prompt
 
 
 def check_places(trainer: Sequence[int], engine: Sequence[int]) -> None:
-    """Positions in a record are those of the expanded prompt, which must be the same on both sides.
+    """Raises RuntimeError if the trainer's processor and vLLM expanded a prompt's pictures into different tokens.
 
-    Args:
-        trainer: the prompt's tokens as the trainer's processor expanded them.
-        engine: as vLLM did.
-
-    Raises:
-        RuntimeError: where vLLM gives a picture other places than the trainer's processor.
+    Positions in a record are the expanded prompt's.
     """
     if list(trainer) != list(engine):
         first = next((i for i, pair in enumerate(zip(trainer, engine)) if pair[0] != pair[1]), "the end")

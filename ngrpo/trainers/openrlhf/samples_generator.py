@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenRLHF's ``SamplesGenerator``: what its requests say to the engines.
+"""OpenRLHF's ``SamplesGenerator``: the arguments of its requests to the engines.
 
 Under ``--reproducible`` the same seed gives the same rollouts. Stock OpenRLHF 0.11.2 sends requests to an engine that
-is already running, and trains on responses in the order in which they finish. Both follow the clock: the first requests
-run in smaller batches, which round otherwise.
+is already running, whose first batches are smaller and round otherwise, and trains on responses as they finish.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ from ngrpo.config.run import current_run
 from ngrpo.rollout.settings import KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm import SamplingParams
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
@@ -36,9 +33,9 @@ def samples_generator(plain: type) -> type:
     class PerturbedSamplesGenerator(plain):  # type: ignore[misc, valid-type]
         """
         Attributes:
-            rollout_round: number of the batch of training prompts, from 1 on; a checkpoint holds it.
-            temperature_factor: of the sampling schedule, chosen by the trainer.
-            evaluating: whether the current samples are those of an evaluation.
+            rollout_round: number of the batch of training prompts, from 1; part of a checkpoint.
+            temperature_factor: of the sampling schedule, set by the trainer.
+            evaluating: whether the current samples are an evaluation's.
         """
 
         rollout_round = 0
@@ -59,8 +56,8 @@ def samples_generator(plain: type) -> type:
 
         def _dispatch_prompts_to_vllm(self, prompts: list[str], *args: object, **kwargs: Any) -> Any:
             run, schedule = current_run(), current_run().sampling_schedule
-            # Where the prompts end with a batch, OpenRLHF asks for one more of none, which is no round; prompts that
-            # take the place of filtered ones are of the same round.
+            # If the prompts end with a batch, OpenRLHF requests one more of none, which is no round; prompts that
+            # replace filtered ones are of the same round.
             if not (self._in_round or self.evaluating):
                 self._in_round = True
                 self.rollout_round += 1
@@ -68,7 +65,10 @@ def samples_generator(plain: type) -> type:
             if self.evaluating and run.perturbation is not None and not run.perturbation.perturb_eval:
                 arguments["enabled"] = False
             if schedule is not None and (schedule.evaluation or not self.evaluating):
-                arguments["training_step"] = self._training_step()
+                # The first step, from 0, that trains on this round: asynchronous runs may draw several at once.
+                rollout = self.args.rollout
+                drawn = getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size
+                arguments["training_step"] = max(self.rollout_round - 1, 0) * max(drawn // rollout.batch_size, 1)
                 kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor
             elif schedule is not None:
                 arguments["scheduled"] = False
@@ -77,36 +77,29 @@ def samples_generator(plain: type) -> type:
             engines = self.vllm_engines
             self.vllm_engines = [_Engine(engine, arguments, masks, two_rounds) for engine in engines]
             try:
-                # With dynamic filtering, which asks for further prompts one by one, batches are never whole.
+                # With dynamic filtering, which requests further prompts one by one, batches are never whole.
                 if not run.reproducible or self.args.algo.dynamic_filtering_enable:
                     return super()._dispatch_prompts_to_vllm(prompts, *args, **kwargs)
                 group = kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
                 with _paused_until_complete(engines, len(prompts) * group):
                     responses = super()._dispatch_prompts_to_vllm(prompts, *args, **kwargs)
-                return _in_order(responses)
+                # One reference to all responses in the order of their prompts; OpenRLHF reads several as they come.
+                import ray
+
+                return [ray.put([response for group in ray.get(responses) for response in group])]
             finally:
                 self.vllm_engines = engines
-
-        def _training_step(self) -> int:
-            """The first step, from 0, that trains on the current round: asynchronous runs may draw several at once."""
-            rollout = self.args.rollout
-            steps = (getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size) // rollout.batch_size
-            return max(self.rollout_round - 1, 0) * max(steps, 1)
 
     return PerturbedSamplesGenerator
 
 
 class _Engine:
-    """A proxy of an engine's handle that adds to each request."""
+    """A proxy of a rollout actor's handle that adds our arguments and OpenRLHF's missing masks to each request.
+
+    With ``two_rounds`` a prompt whose responses are all wrong gets a second round.
+    """
 
     def __init__(self, engine: Any, arguments: Mapping[str, Any], masks: Mapping[str, Any], two_rounds: bool) -> None:
-        """
-        Args:
-            engine: Ray's handle of a rollout actor.
-            arguments: of ours, for the engine's workers.
-            masks: of the sampling parameters: ``top_k``, ``min_p``.
-            two_rounds: whether a prompt whose responses are all wrong gets a second round.
-        """
         self._engine, self._arguments, self._masks, self._two_rounds = engine, arguments, masks, two_rounds
         self.generate_responses = self
 
@@ -131,38 +124,26 @@ class _Engine:
 @contextmanager
 def _paused_until_complete(engines: Sequence[Any], expected: int) -> Iterator[None]:
     """Engines start on the requests of this context when all have arrived."""
-    _call(engines, "pause_generation")
+    import ray
+
+    def call(method: str) -> list[Any]:
+        return ray.get([getattr(engine, method).remote() for engine in engines])
+
+    call("pause_generation")
     try:
         yield
-        _wait_for_requests(engines, expected)
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while (arrived := sum(call("get_num_unfinished_requests"))) < expected:
+            if time.monotonic() >= until:
+                logger.warning(
+                    "reproducible: only %d of %d requests of this batch have reached the engines after %g seconds, so"
+                    " they start without the others, and this step's rollouts may differ in a repeated run. An agent"
+                    " that does other work before it requests tokens has this effect.",
+                    arrived,
+                    expected,
+                    _PATIENCE_SECONDS,
+                )
+                break
+            time.sleep(_POLL_SECONDS)
     finally:
-        _call(engines, "resume_generation")
-
-
-def _wait_for_requests(engines: Sequence[Any], expected: int) -> None:
-    until = time.monotonic() + _PATIENCE_SECONDS
-    while (arrived := sum(_call(engines, "get_num_unfinished_requests"))) < expected:
-        if time.monotonic() >= until:
-            logger.warning(
-                "reproducible: only %d of %d requests of this batch have reached the engines after %g seconds, so they"
-                " start without the others. This step's rollouts may differ when the run is repeated. An agent that"
-                " does other work before it asks for tokens has this effect.",
-                arrived,
-                expected,
-                _PATIENCE_SECONDS,
-            )
-            return
-        time.sleep(_POLL_SECONDS)
-
-
-def _in_order(responses: list[Any]) -> list[Any]:
-    """One reference to all responses in the order of their prompts; OpenRLHF reads several as they come."""
-    import ray
-
-    return [ray.put([response for group in ray.get(responses) for response in group])]
-
-
-def _call(engines: Sequence[Any], method: str) -> list[Any]:
-    import ray
-
-    return ray.get([getattr(engine, method).remote() for engine in engines])
+        call("resume_generation")

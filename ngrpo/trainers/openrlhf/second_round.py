@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--second_round``: rollouts of two rounds.
+"""``--second_round``: OpenRLHF's rollout actor has all responses to a prompt in one call, so a second round follows
+there.
 
-OpenRLHF's rollout actor draws all responses to one prompt in one call, with their rewards. So a second round follows
-there: its right responses go on as responses to the prompt of the data, each with what the loss needs of it.
+Its right responses become responses to the prompt of the data, each with its part of the loss.
 """
 
 from __future__ import annotations
@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 
 def reward_of(response: Mapping[str, Any]) -> float:
-    """The reward in one of OpenRLHF's responses.
-
-    Raises:
-        RuntimeError: where it has none: a round cannot be told right from wrong.
-    """
+    """The reward in one of OpenRLHF's responses; RuntimeError if there is none."""
     reward = response.get("reward")
     if reward is None:
-        raise RuntimeError("--second_round: a response came without a reward, so whether it is wrong is not known.")
+        raise RuntimeError("--second_round: a response came without a reward, so it is neither right nor wrong.")
     return float(torch.as_tensor(reward).flatten()[0])
 
 
@@ -47,17 +43,14 @@ def regrouped(
     *,
     with_log_probs: bool,
 ) -> list[dict[str, Any]]:
-    """The group of G answers that are trained: right answers of the second round in the place of the first ones.
+    """The trained group of G responses to the prompt of the data: right ones of the second round replace first ones.
 
     Args:
         first: OpenRLHF's responses to the prompt of the data, G.
         second: those of the second round, with their log-probabilities.
         method: the run's.
-        random: chooses where more are right than there is place for.
+        random: chooses among right responses if there are too many.
         with_log_probs: whether responses hand on the rollout's log-probabilities.
-
-    Returns:
-        G responses to the prompt of the data.
     """
     own, others = ([reward_of(response) for response in responses] for responses in (first, second))
     rewards = np.asarray([*own, *others], np.float32)
@@ -75,7 +68,7 @@ def regrouped(
 
 
 def _moved(response: Mapping[str, Any], onto: Mapping[str, Any], with_log_probs: bool) -> dict[str, Any]:
-    """An answer as one to the prompt of another response, whose tokens stand in front of it."""
+    """A response with the prompt of another."""
     (start, end), *_ = response["action_ranges"]
     prompt = list(onto["observation_tokens"][: onto["action_ranges"][0][0]])
     tokens, log_probs = (list(response[name][start:end]) for name in ("observation_tokens", "rollout_log_probs"))
@@ -97,10 +90,10 @@ async def in_two_rounds(
     hf_tokenizer: PreTrainedTokenizerBase,
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """The answers to one prompt, with a second round where all of them are wrong.
+    """The responses to one prompt, with a second round if all of them are wrong.
 
-    The arguments are those of ``RolloutRayActor.generate_responses``. A prompt that is too long for the run, and so was
-    cut, has no second round: there is no room for another one.
+    The arguments are those of ``RolloutRayActor.generate_responses``. A prompt that was cut, as too long for the run,
+    has no second round: there is no room for one.
     """
 
     async def answers(text: str, params: SamplingParams, length: int, **others: Any) -> list[dict[str, Any]]:
@@ -116,7 +109,7 @@ async def in_two_rounds(
     if not method.is_needed([reward_of(response) for response in first]) or first[0]["action_ranges"][0][0] < length:
         return first
     actor.second_rounds_asked[prompt] += 1
-    # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the one before.
+    # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
     time = arguments.get("round", f"{actor.second_rounds_asked[prompt]} here")
     random = Random(f"{method.seed} {time} {prompt}")
     prompts = [method.prompt(prompt, hf_tokenizer, random) for _ in range(method.prompts)]
@@ -129,7 +122,7 @@ async def in_two_rounds(
             )
     params = deepcopy(sampling_params)
     params.logprobs = params.logprobs or 1
-    if "answers" in arguments:  # a ladder of temperatures is over the answers to each prompt of the round at hand
+    if "answers" in arguments:  # a ladder of temperatures is over the answers to each prompt of this round
         params.extra_args = {**(params.extra_args or {}), KEY: {**arguments, "answers": method.answers}}
     second = await asyncio.gather(
         *(answers(text, params, max_length + extra, num_samples=method.answers) for text, extra in zip(prompts, longer))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's advantages: those of the run in the place of OpenRLHF's, and their shares among tokens."""
+"""A step's advantages: the run's own replace OpenRLHF's, and a credit shares them among tokens."""
 
 from __future__ import annotations
 
@@ -27,28 +27,22 @@ if TYPE_CHECKING:
 
 
 class Visits:
-    """How often each (prompt, response) outcome has been seen over a run, by hashes of 8 bytes: COPO's N."""
+    """How often each (prompt, outcome) has been seen in a run, by hashes of 8 bytes: COPO's N."""
 
     def __init__(self) -> None:
         self._seen: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        """The number of different outcomes seen."""
+        """The number of different outcomes."""
         return len(self._seen)
 
     def __repr__(self) -> str:
         return f"Visits of {len(self)} outcomes"  # OpenRLHF prints what a checkpoint holds
 
     def visit(self, prompts: Sequence[str], responses: Sequence[str]) -> list[int]:
-        """Counts a batch.
+        """Counts a batch; returns how often each response's outcome was seen before it, and in *other* responses of it.
 
-        Args:
-            prompts: one per response.
-            responses: the generated texts.
-
-        Returns:
-            For each response how often its outcome was seen before: in earlier batches, and by *other* responses of
-            this batch. So equal responses get equal counts, in whatever order they stand.
+        So equal responses have equal counts, in any order.
         """
         keys = [
             hashlib.blake2b(f"{prompt}\0{outcome(response)}".encode(), digest_size=8).digest()
@@ -59,17 +53,14 @@ class Visits:
 
 
 class StepAdvantages:
-    """The run's advantages of one step in the place of OpenRLHF's, or OpenRLHF's with exact zeros.
+    """Inserts the run's advantages of one step, or exact zeros into OpenRLHF's.
 
-    In a group of equal rewards every estimator with a baseline of the group means 0. OpenRLHF 0.11.2 divides what
-    rounding leaves by a deviation of 1e-9, which gave every response -10.
+    In a group of equal rewards every estimator with a group baseline means 0. OpenRLHF 0.11.2 divides the rest of
+    rounding by a deviation of 1e-9, which gave every response -10.
 
-    OpenRLHF 0.11.2 goes from rewards to advantages in one method: penalties, the estimator's group statistics, then for
-    each micro batch `compute_reward` (clip, KL penalty, the last token) and the returns. All of that stays;
-    `compute_reward` receives another number for each response.
-
-    Attributes:
-        measures: of the step, once the advantages were taken.
+    OpenRLHF goes from rewards to advantages in one method: penalties, the estimator's group statistics, then for each
+    micro-batch `compute_reward` (clip, KL penalty, last token) and the returns. Only the numbers that `compute_reward`
+    receives change.
     """
 
     def __init__(self, maker: Any, experiences: list[Experience], advantage: Advantage | None) -> None:
@@ -77,8 +68,8 @@ class StepAdvantages:
         count = sum(len(experience.index) for experience in experiences)
         if count % size:
             raise RuntimeError(
-                f"{count} answers are not a whole number of groups of {size} (--rollout.n_samples_per_prompt):"
-                " some prompt was not answered as often as it was asked."
+                f"{count} responses are not a whole number of groups of {size} (--rollout.n_samples_per_prompt): a"
+                " prompt has too few."
             )
         refuse_non_finite(maker.tokenizer, experiences)
         self.measures: dict[str, float] = {}
@@ -88,26 +79,18 @@ class StepAdvantages:
         self._left = len(experiences)
 
     def through(self, compute: Callable[[list[Experience]], list[Experience]]) -> list[Experience]:
-        """OpenRLHF's own method, while `compute_reward` is given our advantages.
-
-        Raises:
-            RuntimeError: unless it asked once for each micro batch.
-        """
+        """Calls OpenRLHF's own method with our advantages; RuntimeError unless it took one row for each micro-batch."""
         token = _step.set(self)
         try:
             result = compute(self._experiences)
         finally:
             _step.reset(token)
         if self._left:
-            raise RuntimeError(f"OpenRLHF did not take our advantages for {self._left} micro batches of the step.")
+            raise RuntimeError(f"OpenRLHF did not take our advantages for {self._left} micro-batches of the step.")
         return result
 
     def next(self, estimated: Tensor) -> Tensor:
-        """The advantages of the next micro batch, (B,), from rewards with OpenRLHF's length penalties.
-
-        Args:
-            estimated: OpenRLHF's, (B,).
-        """
+        """The advantages of the next micro-batch, (B,), given OpenRLHF's."""
         if self._rows is None:
             self._rows = iter(self._compute())
         self._left -= 1
@@ -116,7 +99,7 @@ class StepAdvantages:
 
     def _compute(self) -> tuple[Tensor, ...]:
         experiences, advantage = self._experiences, self._advantage
-        # Where each response stood when it was generated: a prompt's side by side (micro batches may be mixed).
+        # The order of generation, a prompt's responses side by side: micro-batches may be mixed.
         order = torch.tensor(list(itertools.chain.from_iterable(e.index for e in experiences)))
 
         def grouped(values: Tensor) -> Tensor:
@@ -130,7 +113,13 @@ class StepAdvantages:
         rewards = grouped(torch.cat([e.rewards for e in experiences]))
         if advantage is None:
             return split((rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)).expand_as(rewards))
-        counts = grouped(self._visits()) if advantage.counted else None
+        counts = None
+        if advantage.counted:
+            if self._maker.visits is None:
+                self._maker.visits = Visits()
+            prompts = [prompt for experience in experiences for prompt in experience.prompts]
+            texts = [text for experience in experiences for text in responses(self._maker.tokenizer, experience)]
+            counts = grouped(torch.tensor(self._maker.visits.visit(prompts, texts), dtype=torch.float32))
         overlong = None
         if advantage.leaves_out_overlong:
             overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
@@ -145,20 +134,12 @@ class StepAdvantages:
             self.measures["advantage/outcomes"] = float(len(self._maker.visits))
         return split(advantages)
 
-    def _visits(self) -> Tensor:
-        maker = self._maker
-        if maker.visits is None:
-            maker.visits = Visits()
-        prompts = [prompt for experience in self._experiences for prompt in experience.prompts]
-        texts = [text for experience in self._experiences for text in responses(maker.tokenizer, experience)]
-        return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
-
 
 _step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
 
 
 def compute_reward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """OpenRLHF's `compute_reward`, given our advantages of a micro batch where a step has them."""
+    """OpenRLHF's `compute_reward`, with our advantages of a micro-batch in a step that has them."""
 
     def compute_reward(r: Tensor, *args: object, **kwargs: object) -> Any:
         return original(_own(r), *args, **kwargs)
@@ -174,16 +155,13 @@ def _own(estimated: Tensor) -> Tensor:  # apart from the above, which Ray may pi
 def advantages_of_all(
     advantage: Advantage, rewards: Tensor, advantages: Tensor, carried: Sequence[TwoRounds | None]
 ) -> Tensor:
-    """The advantages of groups with a second round, as of all G + G' responses.
+    """Advantages (P, G) in which a group with a second round is compared with all of its G + G' responses.
 
     Args:
         advantage: the run's, at the step.
-        rewards: of the responses that are trained, (P, G), with the penalties that OpenRLHF applied.
-        advantages: of these as they are, (P, G).
+        rewards: of the trained responses, (P, G), with OpenRLHF's penalties.
+        advantages: of these alone, (P, G).
         carried: of each response, P · G in the order of the rewards.
-
-    Returns:
-        (P, G).
     """
     result, size = advantages.clone(), rewards.shape[1]
     for row in range(len(rewards)):
@@ -198,7 +176,7 @@ def advantages_of_all(
 
 
 def _in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
-    """What the samples of a step carry of two rounds, in the order in which they were generated."""
+    """The samples' two rounds in the order of generation."""
     by_place = {}
     for experience in experiences:
         by_place.update(zip(experience.index, two_rounds(experience.mm_train_inputs, len(experience.index))))
@@ -206,13 +184,7 @@ def _in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
 
 
 def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | None = None) -> dict[str, float]:
-    """What a step reports of its advantages, all (P, G).
-
-    Returns:
-        ``mean``, ``min``, ``max`` over all responses; ``uniform_groups``, the share of prompts whose responses all got
-        the same reward, and ``uniform_mean``, their mean advantage (0 in GRPO, below 0 in NGRPO unless all are
-        correct); ``count_mean`` with counts.
-    """
+    """The metrics ``advantage/…`` of a step (docs/exploration.md) from rewards, advantages and counts, (P, G) each."""
     uniform = rewards.amax(-1) == rewards.amin(-1)
     result = {
         "mean": advantages.mean().item(),
@@ -228,11 +200,11 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
 
 
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
-    """Gives the tokens of a step the advantages of the run's credit, in place, whatever the estimator was.
+    """Replaces the tokens' advantages by the run's credit, in place, for any estimator.
 
     Returns:
-        ``entropy``: mean over the tokens; ``trained``: the share of tokens with an advantage other than 0, of those
-        that had one; ``size``: the mean size of the advantages, over that of those before.
+        ``credit/entropy``: mean over the tokens; ``trained``: share of tokens that keep an advantage other than 0, of
+        those that had one; ``size``: mean size of the advantages over the one before.
     """
     credit = require(current_run().credit, "--credit")
     masks = [experience.action_mask.bool() for experience in experiences]

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
-from ngrpo.methods.sampling_schedules.base import PastStep, Run
+from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from perturbations.errors import require
 
@@ -31,8 +31,7 @@ _STATE, _ROUND = "ngrpo", "ngrpo_round"
 def trainer(plain: Any) -> type:
     """A subclass of `PPOTrainer` and of `TrainingActor`; a run without a feature skips its line.
 
-    ``@ray.remote`` copies inherited methods into the class it decorates: one replaced in ``BasePPOTrainer`` would not
-    be called.
+    Not of `BasePPOTrainer`: ``@ray.remote`` copies inherited methods into the class it decorates.
     """
 
     class PerturbedTrainer(plain):
@@ -40,7 +39,7 @@ def trainer(plain: Any) -> type:
         Attributes:
             noise_step: the training step whose rollouts come next.
             noise: the step that the engines' noise was last chosen for, and its σ.
-            past_steps: what the sampling schedule follows.
+            past_steps: for the sampling schedule.
         """
 
         noise_step = 0
@@ -62,8 +61,7 @@ def trainer(plain: Any) -> type:
             return states
 
         def train_step(self, rollout_samples: list[Experience], global_step: int) -> tuple[dict[str, Any], int]:
-            run, rolled_out = current_run(), self.noise[1]
-            schedule = run.sampling_schedule if follows_training() else None
+            run, rolled_out, schedule = current_run(), self.noise[1], followed_schedule()
             factor = self.samples_generator.temperature_factor if schedule is not None else 1.0
             self.experience_maker.training_step, self.noise_step = global_step, global_step + 1
             status, global_step = super().train_step(rollout_samples, global_step)
@@ -76,15 +74,15 @@ def trainer(plain: Any) -> type:
             if run.policy_noise is not None:
                 status["policy_noise/scale"] = rolled_out
             if schedule is not None:
-                status["sampling/temperature"] = run_of(self).temperature * factor
+                status["sampling/temperature"] = self.args.rollout.temperature * factor
                 self.past_steps = (*self.past_steps, PastStep(factor, self.experience_maker.rollout_entropy))
                 self.choose_temperature()
             return status, global_step
 
         def choose_temperature(self) -> None:
-            """Sets what the requests of the next step's rollouts multiply their temperature with."""
-            if follows_training():
-                schedule = require(current_run().sampling_schedule, "--sampling.schedule")
+            """Sets the factor of the temperature in the next step's requests."""
+            schedule = followed_schedule()
+            if schedule is not None:
                 self.samples_generator.temperature_factor = schedule.factor_of_step(self.past_steps, run_of(self))
 
         def broadcast_to_vllm(self) -> None:
@@ -120,9 +118,11 @@ def trainer(plain: Any) -> type:
             if client_states is not None:  # the best checkpoint is then saved with the same ones
                 client_states[_STATE] = self.state()
             super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+            if self.tensorboard_logger:  # which flushes every two minutes: a run that is killed keeps its steps
+                self.tensorboard_logger.writer.flush()
 
         def state(self) -> dict[str, Any]:
-            """Everything of ours that a resumed run needs; where asynchronous, the generator has the round."""
+            """Our part of a checkpoint; in an asynchronous run the generator has the round."""
             return {
                 "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
                 "visits": self.experience_maker.visits,
@@ -170,36 +170,33 @@ def prepare_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_datasets
 
 
-def follows_training() -> bool:
-    """Whether the run's sampling schedule chooses a temperature for each step."""
+def followed_schedule() -> SamplingSchedule | None:
+    """The run's sampling schedule if it chooses a temperature for each step."""
     schedule = current_run().sampling_schedule
-    return schedule is not None and schedule.follows_training
+    return schedule if schedule is not None and schedule.follows_training else None
 
 
 def run_of(trainer: Any) -> Run:
-    """What a schedule knows of the run of OpenRLHF's trainer."""
+    """The run of OpenRLHF's trainer, for a schedule."""
     args = trainer.args
     steps = steps_of_run(args, len(trainer.prompts_dataloader))
     return Run(steps, args.rollout.temperature, vocabulary(args.actor.model_name_or_path))
 
 
 def steps_of_run(args: argparse.Namespace, prompts: int) -> int:
-    """Training steps of a run over so many prompts: in each episode the last batch may be a smaller one.
-
-    Fewer where prompts are filtered out.
-    """
+    """Training steps of a run, of which the last in an episode may be short; fewer if prompts are filtered out."""
     return max(1, args.train.num_episodes * ceil(prompts / args.rollout.batch_size))
 
 
 @lru_cache(maxsize=1)
 def vocabulary(model: str) -> int:
-    """V of a model, as its configuration says."""
+    """V of a model, from its configuration."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model, trust_remote_code=True).get_text_config().vocab_size
 
 
-def add_measures(status: dict[str, Any], measures: dict[str, float]) -> None:
+def add_measures(status: dict[str, Any], measures: Mapping[str, float]) -> None:
     """Adds a step's measures to OpenRLHF's status, and turns the sums of the replay into means."""
     status.update(measures)
     for mean, (total, count) in MEAN_METRICS.items():
@@ -209,19 +206,11 @@ def add_measures(status: dict[str, Any], measures: dict[str, float]) -> None:
 
 
 def neighbor_drift(engines: Sequence[Any] | None) -> dict[str, float]:
-    """Shares of neighbor sets that the step's weight sync changed, over all engines' anchors.
-
-    Args:
-        engines: handles of the rollout actors.
-
-    Returns:
-        ``perturbation/neighbors_changed`` and ``…_since_start``; empty for perturbations without neighbors.
-    """
+    """Shares of neighbor sets that the step's weight sync changed, over all engines; empty without neighbors."""
     import ray
 
     from perturbations.neighbors import Drift
 
     counts = ray.get([engine.perturbation_drift.remote() for engine in engines or ()])
-    drifts = [Drift(*each) for each in counts if each is not None]
-    total = sum(drifts, Drift(0, 0, 0, 0))
+    total = sum((Drift(*each) for each in counts if each is not None), Drift(0, 0, 0, 0))
     return {f"perturbation/{name}": share for name, share in total.shares().items()}

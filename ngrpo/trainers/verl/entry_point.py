@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's plugin entry point (group ``verl.plugins``): the trainer's mode ``perturbed``, and a platform for CPUs.
 
-verl loads this module at the end of ``import verl``, in each of its processes. So nothing heavy is imported here; the
-trainer is registered once verl's own trainers are. verl 0.9.1 swallows errors here, so nothing is checked here either;
-without this module verl refuses the mode ``perturbed``.
+verl loads this module at the end of ``import verl``, in each of its processes, and swallows its errors (0.9.1). So
+nothing heavy is imported and nothing is checked here; without this module verl refuses the mode ``perturbed``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def registered(upstream: type) -> type:
 
 
 def refuse_without_mode(argv: Sequence[str]) -> None:
-    """Ends a run that asks for a perturbation and for a trainer that knows none: verl would train unperturbed.
+    """Ends a run with a perturbation and a trainer of verl's, which would train unperturbed.
 
     Raises:
         SystemExit: which verl, unlike an error, does not swallow here.

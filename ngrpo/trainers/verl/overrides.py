@@ -15,7 +15,7 @@ from ngrpo.config.features import Combination
 from ngrpo.config.verl_lines import MODE
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage
-from ngrpo.rollout.settings import DEFERRED_PROBE, KEY
+from ngrpo.rollout.settings import DEFERRED_CHECK, KEY
 from perturbations import registry
 from perturbations.base import Perturbation
 from perturbations.errors import UsageError
@@ -29,11 +29,10 @@ _GAP_LIMIT = 10.0
 
 
 def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
-    """Reads ``config.perturbation`` and enters what verl's processes are to find in its configuration.
+    """Reads ``config.perturbation``, and enters its parts into verl's configuration, in place.
 
-    Args:
-        config: verl's, an ``omegaconf.DictConfig``, changed in place: the engine's ``additional_config``, the agent
-            loop manager, and the trainer's mode, which for all else of verl is the synchronous one.
+    These are the engine's ``additional_config``, the agent loop manager, and the trainer's mode, which is verl's
+    synchronous one.
 
     Returns:
         The perturbation, the gap limit, and whether a wider gap is an error.
@@ -58,13 +57,13 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     compatibility.check(compatibility.VERL, Combination(parts={"perturbation": perturbation}, settings=config))
     with open_dict(config):
         config.trainer.v1.trainer_mode = "sync"
-        OmegaConf.update(config, _ADDITIONAL, {KEY: perturbation.spec(), DEFERRED_PROBE: True}, force_add=True)
+        OmegaConf.update(config, _ADDITIONAL, {KEY: perturbation.spec(), DEFERRED_CHECK: True}, force_add=True)
         config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
     return perturbation, float(limit), strict
 
 
 def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: bool) -> None:
-    """Enters an advantage of this project into verl's registry; verl's own estimators are there already.
+    """Enters this project's advantage ``name`` into verl's registry; verl's own estimators stay.
 
     Args:
         name: ``algorithm.adv_estimator``.
@@ -72,8 +71,7 @@ def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: b
         kl_in_reward: ``algorithm.use_kl_in_reward``.
 
     Raises:
-        UsageError: for bad options, options of an estimator of verl's, an advantage that needs more than the rewards of
-            a group, or rewards that would contain a KL term.
+        UsageError: for bad options, or an advantage that verl cannot use.
     """
     if name not in advantages.available():
         if options:
@@ -88,7 +86,7 @@ def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: b
 
 
 def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
-    """As verl calls it: token rewards and mask, (B, T) each, and the group of each row; returns (B, T) twice."""
+    """For verl: from token rewards and mask, (B, T) each, and the group of each row to advantages, (B, T), twice."""
 
     def compute(
         token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **_: object

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import ray
 import transfer_queue as tq
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -19,10 +19,6 @@ from ngrpo.trainers.verl import overrides
 from ngrpo.trainers.verl.replaying_engine import TOKEN_LOG_PROBS, PerturbedWorker, trajectories
 from ngrpo.trainers.verl.rollout_server import PerturbedReplica
 from perturbations.base import Perturbation
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-    from transfer_queue import KVBatchMeta
 
 _REPLAYED, _SHIFT = (f"actor/{KEY}/{name}" for name in ("replayed", "shift_sum"))
 
@@ -76,10 +72,10 @@ _NOT_REPLAYED = (
 
 
 def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]:
-    """The step's measures of rollout against replay, before the update; see docs/metrics.md.
+    """The step's metrics ``perturbation/…`` before the update.
 
     Raises:
-        RuntimeError: where the old log-probabilities were not replayed, or a sample came without its record.
+        RuntimeError: if the old log-probabilities were not replayed, or a sample has no record.
     """
     fields = ["extra_fields", "uid", "prompts", "responses", "response_mask", TOKEN_LOG_PROBS]
     try:

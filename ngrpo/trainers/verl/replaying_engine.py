@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP engine whose forwards see what the rollout saw, and the worker that it runs in.
+"""verl's FSDP engine whose forwards replay, and its worker.
 
 The workers of a perturbed run import this module, which registers the engine in verl's `EngineRegistry`. A batch is
 replayed if the trainer put the perturbation's spec into it.
@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nested._internal.nested_tensor import NestedTensor
+from transformers.modeling_outputs import CausalLMOutput
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id, get_device_name
 from verl.workers.engine import EngineRegistry
@@ -25,25 +25,22 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainers.common.densities import Densities
+from ngrpo.trainers.common.log_probs import Densities
 from perturbations import registry
 from perturbations.errors import UsageError, require
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
 
-if TYPE_CHECKING:
-    from transformers.modeling_outputs import CausalLMOutput
-
 TOKEN_LOG_PROBS = "perturbation_token_log_probs"
-"""A further output of forward-only passes: the tokens' own log-probabilities, which a density replaces."""
+"""An output of forward-only passes: the tokens' own log-probabilities, which a density replaces."""
 Loss = Callable[..., tuple[Tensor, dict[str, object]]]
 
 
 def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
-    """What each sample of a batch brought from its rollout; None for verl's padding.
+    """The trajectory of each sample of a batch; None for verl's padding.
 
     Raises:
-        RuntimeError: for a sample without one, or whose tokens are not those of the rollout.
+        RuntimeError: for a sample without one, or with other tokens than the rollout's.
     """
     fields, names = (
         part if isinstance(part, list) else [part] * len(batch)
@@ -58,9 +55,8 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
         packed = (row or {}).get(KEY)
         if packed is None:
             raise RuntimeError(
-                f"sample {name} has no replay record. Each sample of a perturbed run brings its own in extra_fields;"
-                " without it the model would be trained on inputs that the rollout did not see. A custom agent loop"
-                " must pass on the extra_fields of what generate() returns."
+                f"sample {name} has no replay record, so the model would be trained on inputs that the rollout did not"
+                " see. A custom agent loop must pass on the extra_fields of what generate() returns."
             )
         trajectory = FinishedTrajectory.unpack(packed)
         start, end = trajectory.record.prompt_tokens, trajectory.record.num_tokens
@@ -81,7 +77,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
     def forward_step(
         self, micro_batch: TensorDict, loss_function: Loss | None, forward_only: bool
     ) -> tuple[Tensor, dict[str, dict]]:
-        """As verl's. The output also has the tokens' own log-probabilities without a loss, and measures with one."""
+        """As verl's, with the tokens' own log-probabilities in the output without a loss, and measures with one."""
         spec = tu.get_non_tensor_data(micro_batch, key=KEY, default=None)
         if spec is None:
             return super().forward_step(micro_batch, loss_function, forward_only)

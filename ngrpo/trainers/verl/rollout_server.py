@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.workers.rollout.replica import TokenOutput
@@ -26,18 +27,13 @@ from perturbations import registry, seeds
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import FinishedTrajectory
 
-if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from omegaconf import DictConfig
-
 _SINGLE_TURN = "single_turn_agent"
 
 
 def request_arguments(
     config: DictConfig, trajectory: Mapping[str, object], agent_name: str, session: int
 ) -> dict[str, object]:
-    """What a request tells the engine: the seed follows from step, sample and the trajectory's number in the group.
+    """A request's arguments; its seed follows from step, sample and number in the group.
 
     Raises:
         UsageError: for an agent loop other than verl's of a single turn.
@@ -56,7 +52,7 @@ def request_arguments(
 def perturbed_worker(upstream: type) -> type:
     """`AgentLoopWorkerTQ` with these arguments.
 
-    Its class has no importable name, as verl's own behind ``@ray.remote``: so Ray pickles both by value.
+    Its class has no importable name, like verl's own behind ``@ray.remote``: so Ray pickles both by value.
     """
 
     class PerturbedAgentLoopWorker(upstream):  # type: ignore[misc]
@@ -90,27 +86,19 @@ class PerturbedHttpServer(vLLMHttpServer):
     _pick_ups: PickUps | None = None
 
     async def run_server(self, args: Namespace) -> None:
-        """Starts the engine; every worker confirms the perturbation and checks its overrides before the first request.
-
-        Raises:
-            RuntimeError: where a worker runs unperturbed.
-        """
+        """Starts the engine; every worker confirms the perturbation, or raises, and checks its overrides."""
         await super().run_server(args)
         spec = (args.additional_config or {}).get(KEY)
         if spec is None:
             return
         await confirm(self.engine, settings.fingerprint(registry.create(**spec), None))
-        await self.engine.collective_rpc("perturbation_probe")
+        await self.engine.collective_rpc("perturbation_check")
         self._pick_ups = PickUps(self.engine)
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: object, **kwargs: object
     ) -> TokenOutput:
-        """As verl's; ``extra_fields`` of a perturbed response has the record.
-
-        Raises:
-            RuntimeError: for an aborted response: its last input token is unknown.
-        """
+        """As verl's, with the record in ``extra_fields``; RuntimeError for an aborted response."""
         if self._pick_ups is None:
             return await super().generate(prompt_ids, sampling_params, request_id, *args, **kwargs)
         extra_args = sampling_params.get("extra_args") or {}

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ _SET_BY_US = {
     **dict.fromkeys(_PATHS, "give --out DIR for the whole comparison"),
 }
 _SHARED = "--perturbation.replay_buffer"  # where records wait changes no result, so all runs have the same
-_REPEATED = ("strategy", "sweep")
 _SWITCHES = ("stock", "discard-models")
-_OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", *_SWITCHES, *_REPEATED)
+_OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", "strategy", "sweep", *_SWITCHES)
 # Flags of other commands, by their prefix, each with the training flags that share the prefix.
 _TRAINING = tuple(f"--eval.{end}" for end in ("at_start", "dataset", "split", "steps", "temperature_", "n_samples"))
 _GROUPS: dict[str, tuple[str, ...]] = {"eval": _TRAINING, "diagnose": ()}
@@ -49,14 +48,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """A comparison.
+    """A comparison; every arm has every seed.
 
     Attributes:
-        arms: in the order given; each has every seed.
-        seeds: OpenRLHF's ``--train.seed``: data order, draws and noise.
         baseline: the id of the arm that the others are compared with.
         shared: flags for ``ngrpo train`` that all runs have.
-        model: the model before training.
         task: task or dataset, for people.
         reproducible: whether a run with the same seed repeats its rollouts.
         keep_models: whether a run's trained model stays after its evaluation.
@@ -79,14 +75,14 @@ class Plan:
 
     def runs(self) -> list[Run]:
         """Seed by seed, so that a comparison cut short has whole seeds."""
-        return [Run(f"{_file_name(arm.id)}-seed{seed}", arm, seed) for seed in self.seeds for arm in self.arms]
+        return [Run(f"{folder_name(arm.id)}-seed{seed}", arm, seed) for seed in self.seeds for arm in self.arms]
 
     def common(self) -> dict[str, Any]:
         """What all runs of one folder must share; arms and seeds may be added later."""
         return {name: getattr(self, name) for name in ("model", "task", "shared", "evaluation", "reproducible")}
 
 
-def _file_name(label: str) -> str:
+def folder_name(label: str) -> str:
     """A folder's name for an arm; a hash separates labels that differ only in odd characters."""
     plain = re.sub(r"[^\w.=+-]+", "-", label).strip("-")
     if plain == label.replace(" ", "-") and len(plain) <= 80:
@@ -103,14 +99,15 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     Raises:
         UsageError: for anything that could not be run.
     """
-    options, groups, train = _split_words(argv)
+    own, groups, train = _split_words(argv)
     rest = Flags(train)
     model = rest.value("--model") or rest.value("--actor.model_name_or_path") or ""
     # Part of the comparison, so that the diagnosis draws with them too.
     rest = rest.with_defaults(packaged.training_flags(model))
-    single = {name: values[-1] for name, values in options.items() if name not in _REPEATED}
-    sweeps, lines = options.get("sweep", []), options.get("strategy", [])
-    arms = parse_arms(single.get("perturbations"), sweeps, lines, bases=_listed(single, "base"), training=True)
+    single = {name: values[-1] for name, values in own.items()}
+    bases, seeds = _listed(single, "base"), _listed(single, "seeds") or ["0"]
+    sweeps, lines = own.get("sweep", []), own.get("strategy", [])
+    arms = parse_arms(single.get("perturbations"), sweeps, lines, bases=bases, training=True)
     for arm in arms:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
@@ -119,9 +116,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     ids = [arm.id for arm in arms]
     baseline = single.get("baseline") or next((arm.id for arm in arms if arm.name == "none"), ids[0])
     if baseline not in ids:
-        hint = nearest(baseline, ids)
-        raise UsageError(f"--baseline {baseline!r} is none of the strategies.{hint} They are: {ids}.")
-    seeds = _listed(single, "seeds") or ["0"]
+        raise UsageError(f"--baseline {baseline!r} is none of the strategies {ids}.{nearest(baseline, ids)}")
     for seed in seeds:
         if not seed.isdecimal():
             raise UsageError(f"--seeds {seed!r} must be a whole number of at least 0; give several as 0,1,2.")
@@ -160,7 +155,8 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
     rest: list[str] = []
     for flag in (*Flags(_file_argv(file) if file else ()), *Flags(argv)):
         name, value = flag.name.removeprefix("--"), flag.values[0] if flag.values else ""
-        group = next((g for g in _GROUPS if name.startswith(f"{g}.") and not flag.name.startswith(_GROUPS[g])), None)
+        group, _, option = name.partition(".")
+        of_command = group in groups and option and not flag.name.startswith(_GROUPS[group])
         if name in _OURS:
             if len(flag.values) > 1:
                 raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
@@ -169,16 +165,15 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
             if name not in _SWITCHES and not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
             ours.setdefault(name, []).append(value)
-        elif group is not None:
-            groups[group] += [f"--{name[len(group) + 1 :]}", *flag.values]
+        elif of_command:
+            groups[group] += [f"--{option}", *flag.values]
         elif flag.name != parse.DRY_RUN:  # no part of the plan
             if not flag.name:
                 raise UsageError(f"unexpected word {flag.argv[0]!r}: flags begin with '--'. See: ngrpo compare --help")
             _refuse_set_by_us(flag.name)
             # A misspelt flag of ours must not end in OpenRLHF, run by run.
             ordinary = "." in name or name in ("task", "model", "hardware")
-            hint = "" if ordinary else nearest(flag.name, [f"--{own}" for own in _OURS])
-            if hint:
+            if not ordinary and (hint := nearest(flag.name, [f"--{own}" for own in _OURS])):
                 raise UsageError(f"unknown flag {flag.name!r}.{hint} See: ngrpo compare --help")
             rest += flag.argv
     return ours, groups, rest
@@ -204,35 +199,29 @@ def _file_argv(path: str) -> list[str]:
         elif not isinstance(value, dict):
             raise UsageError(f"--config {path}: {key} must hold lines of 'option: value'.")
         elif key == "sweep":
-            for name, values in value.items():
-                argv += ["--sweep", f"{name}={','.join(datafiles.texts(values))}"]
+            swept = (f"{name}={','.join(datafiles.texts(values))}" for name, values in value.items())
+            argv += [word for text in swept for word in ("--sweep", text)]
         else:
             argv += datafiles.words(value, prefix="" if key == "flags" else f"{key}.")
     return argv
 
 
 def _listed(single: Mapping[str, str], name: str) -> list[str]:
-    text = single.get(name)
-    values = [part.strip() for part in text.split(",")] if text else []
+    values = [part.strip() for part in single[name].split(",")] if name in single else []
     if not all(values):
-        raise UsageError(f"--{name} {text!r}: a value is missing between the commas.")
+        raise UsageError(f"--{name} {single[name]!r}: a value is missing between the commas.")
     return values
 
 
 def _threshold(text: str | None, evaluation: Sequence[str] | None) -> float | None:
     if text is None:
         return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 <= value < 1.0:
-        raise UsageError(f"--threshold {text}: the Mean@n that a run is to exceed, a number of at least 0 and below 1.")
     if evaluation is None:
-        raise UsageError(
-            f"--threshold {text} counts evaluated runs, and nothing is evaluated: give --eval.data or --task."
-        )
-    return value
+        raise UsageError(f"--threshold {text} counts evaluated runs: give --eval.data or --task.")
+    with suppress(ValueError):
+        if 0.0 <= float(text) < 1.0:
+            return float(text)
+    raise UsageError(f"--threshold {text}: the Mean@n that a run is to exceed, a number of at least 0 and below 1.")
 
 
 def _evaluation(options: Flags, rest: Flags, model: str) -> tuple[str, ...] | None:
@@ -240,23 +229,21 @@ def _evaluation(options: Flags, rest: Flags, model: str) -> tuple[str, ...] | No
     for flag in options:
         if flag.name in ("--model", "--out") or flag.name.startswith("--perturbation"):
             raise UsageError(f"--eval.{flag.name[2:]} is set by ngrpo compare for each run; leave it out.")
-    if options.value("--data") == "none":
-        return None
-    options = _with_problems(options, rest, "--eval.dataset")
-    if not options.has("--data", "--task"):
+    options = options.with_defaults(_problems(options, rest, "--eval.dataset"))
+    if not options.has("--data", "--task") or options.value("--data") == "none":
         return None
     return tuple(options.with_defaults({"--n": "8", **packaged.evaluation_flags(model)}).argv)
 
 
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:
     """The flags of ``ngrpo diagnose``, which draws as the rollouts of the training do."""
-    options = _with_problems(options, rest, "--data.prompt_dataset")
     alike = {
         "--max-tokens": "--rollout.max_new_tokens",
         "--temperature": "--rollout.temperature",
         "--top-p": "--rollout.top_p",
     }
-    options = options.with_defaults({"--prompts": "8", **_values_of(rest, alike)})
+    problems = _problems(options, rest, "--data.prompt_dataset")
+    options = options.with_defaults({**problems, "--prompts": "8", **_values_of(rest, alike)})
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")
@@ -264,12 +251,10 @@ def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, .
     return (*options.argv, *(word for line in lines for word in ("--strategy", line))) if int(prompts) else None
 
 
-def _with_problems(options: Flags, rest: Flags, dataset: str) -> Flags:
-    """Options with the problems of the training, unless they name their own: its task, or the dataset of a flag."""
-    task, data = rest.value("--task"), rest.value(dataset)
-    if options.has("--data", "--task") or not (task or data):
-        return options
-    return options.with_defaults({"--task": task} if task else {"--data": data or ""})
+def _problems(options: Flags, rest: Flags, dataset: str) -> dict[str, str]:
+    """The problems of the training, for options that name none: its task, or the dataset of a flag."""
+    alike = {"--task": "--task"} if rest.value("--task") else {"--data": dataset} if rest.value(dataset) else {}
+    return {} if options.has("--data", "--task") else _values_of(rest, alike)
 
 
 def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:
@@ -279,11 +264,9 @@ def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:
 
 def _drawn_line(arm: Arm) -> str:
     """A value of ``--strategy`` of ``ngrpo diagnose``, with all that changes the rollouts of the first step."""
-    try:
+    with suppress(UsageError):  # needs a training, or its length
         policy = policy_of(arm)
-    except UsageError:  # needs a training, or its length
-        return arm.line
-    if policy.schedule is None and not policy.scale:
-        return arm.line
-    more = (f"{key}={value}" if value else f"--{key}" for key, value in arm.rollouts.items())
-    return shlex.join([*shlex.split(arm.line), *more])
+        if policy.schedule is not None or policy.scale:
+            more = (f"{key}={value}" if value else f"--{key}" for key, value in arm.rollouts.items())
+            return shlex.join([*shlex.split(arm.line), *more])
+    return arm.line

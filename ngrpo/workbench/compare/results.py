@@ -6,17 +6,20 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ngrpo.config.arms import Arm
 from ngrpo.config.kinds import of_a_run
+from ngrpo.machine.console.text import text_table
 from ngrpo.machine.storage.result_folder import write_text
+from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
+from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.statistics import ENOUGH_SEEDS, pass_at_k
 
@@ -32,12 +35,10 @@ Runs = Mapping[int, Mapping[str, Any]]  # of one strategy, as in results.json, b
 
 
 def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], created: str) -> dict[str, Any]:
-    """The content of ``results.json``, read from what the runs left; every number is finite or None.
+    """The content of ``results.json``, from what the runs left; every number is finite or None.
 
-    ``command`` is the words that started the comparison, ``created`` when it was first started, ISO 8601.
+    ``command`` started the comparison, for the first time at ``created``, ISO 8601.
     """
-    from ngrpo.machine.upstream.versions import machine, versions
-
     runs = [_run(plan, run, folder) for run in plan.runs()]
     for run in runs:  # a report has no room for more
         run["groups"] = fitting(run["groups"], MOST_BYTES // len(plan.arms))
@@ -77,29 +78,24 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
 
 def write(results: Mapping[str, Any], folder: ComparisonFolder) -> None:
     """Writes ``results.json``, ``results.csv`` and ``report.html``."""
-    from ngrpo.workbench.report import write_report
-
     folder.write("results.json", results)
     write_text(folder.path / "results.csv", as_csv(results))
-    write_report(dict(results), folder.path / "report.html")
+    write_report(results, folder.path / "report.html")
 
 
 def as_csv(results: Mapping[str, Any]) -> str:
     """One line per run and training step, for a spreadsheet or pandas; the last step has the evaluation."""
     text = io.StringIO()
     ks = sorted({k for run in results["runs"] for k in ((run["evaluation"] or {}).get("pass_at_k") or {})}, key=int)
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        ["run", "strategy", "seed", "status", "step", *_CSV_STEP, "mean_at_n", *(f"pass_at_{k}" for k in ks)]
-    )
+    columns = ["run", "strategy", "seed", "status", "step", *_CSV_STEP, "mean_at_n", *(f"pass_at_{k}" for k in ks)]
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     for run in results["runs"]:
-        head = [run["id"], run["strategy"], run["seed"], run["status"]]
         evaluation = run["evaluation"] or {}
-        scores = [evaluation.get("mean_at_n"), *((evaluation.get("pass_at_k") or {}).get(k) for k in ks)]
-        steps = run["steps"] or [{}]
-        for i, step in enumerate(steps):
-            last = scores if i == len(steps) - 1 else [None] * len(scores)
-            writer.writerow([*head, step.get("step"), *(step.get(key) for key in _CSV_STEP), *last])
+        scores = {f"pass_at_{k}": value for k, value in (evaluation.get("pass_at_k") or {}).items()}
+        *steps, last = run["steps"] or [{}]
+        for step in (*steps, {**last, "mean_at_n": evaluation.get("mean_at_n"), **scores}):
+            writer.writerow({**run, **step, "run": run["id"]})
     return text.getvalue()
 
 
@@ -128,10 +124,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
-    """The diagnosis under the arms' names: it depends on rollouts only, an arm has a base algorithm and flags too.
-
-    An arm whose rollouts differ in a way that a diagnosis cannot have, such as another top-p, was not diagnosed.
-    """
+    """The diagnosis under the names of the arms that roll out as it did: another top-p, for one, was not diagnosed."""
     if diagnosis is None:
         return None
     names: dict[str, str] = {}
@@ -165,32 +158,41 @@ def summarise(
         baseline: the id of one of them.
         threshold: the Mean@n above which runs are counted; each row then has ``above``: ``threshold``, ``runs`` above
             it ``of`` the evaluated ones, and except for the baseline ``p`` of :func:`fisher` and ``p_corrected``.
-            Counts are not paired: a strategy may have other seeds than the baseline.
+            Counts are not paired: a strategy may have other seeds than the baseline. Where a run either finds the
+            better way or does not, scores lie in two heaps, and counts say more than means.
     """
     done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
-    failed = {arm: [r["seed"] for r in runs if r["strategy"] == arm and r["status"] == "failed"] for arm in arms}
-    rows = [_row(arm, done[arm], failed[arm], baseline, done[baseline]) for arm in arms]
+    rows = [_row(arm, done[arm], done[baseline], baseline) for arm in arms]
     differences = [row["difference"] for row in rows if row["difference"] is not None]
     statistics.correct([d["mean_at_n"] for d in differences if d["mean_at_n"] is not None])
     for k in {k for d in differences for k in d["pass_at_k"]}:
         statistics.correct([d["pass_at_k"][k] for d in differences if k in d["pass_at_k"]])
     for row in rows:
+        row["failed"] = [r["seed"] for r in runs if r["strategy"] == row["strategy"] and r["status"] == "failed"]
         main = row["difference"] and row["difference"]["mean_at_n"]
-        shared = len(set(row["seeds"]) & set(done[baseline]))
-        said = verdict(main, f"Mean@{row['n']}", baseline, shared)
+        said = verdict(main, f"Mean@{row['n']}", baseline, len(done[row["strategy"]].keys() & done[baseline].keys()))
         row["verdict"] = "the baseline" if row["strategy"] == baseline else said
+        if threshold is not None:
+            scores = [run["evaluation"]["mean_at_n"] for run in done[row["strategy"]].values() if run["evaluation"]]
+            above = {"threshold": threshold, "runs": sum(score > threshold for score in scores), "of": len(scores)}
+            row["above"] = above
+            row["verdict"] += f"; {above['runs']} of {above['of']} runs end above {threshold:g}"
     if threshold is not None:
-        evaluated = {arm: [run["evaluation"] for run in of.values() if run["evaluation"]] for arm, of in done.items()}
-        counts = {arm: (sum(e["mean_at_n"] > threshold for e in of), len(of)) for arm, of in evaluated.items()}
-        _add_counts(rows, counts, baseline, threshold)
+        base = next(row["above"] for row in rows if row["strategy"] == baseline)
+        tested = [row for row in rows if row["strategy"] != baseline]
+        p_values = [fisher(row["above"]["runs"], row["above"]["of"], base["runs"], base["of"]) for row in tested]
+        for row, p, corrected in zip(tested, p_values, statistics.holm(p_values)):
+            row["above"] |= {"p": p, "p_corrected": corrected}
+            more = "" if len(tested) == 1 else f", {corrected:.2g} corrected for {len(tested)} comparisons"
+            row["verdict"] += f", of {baseline} {base['runs']} of {base['of']} (Fisher's exact p {p:.2g}{more})"
     return rows
 
 
-def _row(arm: str, mine: Runs, failed: list[int], baseline: str, theirs: Runs) -> dict[str, Any]:
-    shared = sorted(set(mine) & set(theirs))
+def _row(arm: str, mine: Runs, theirs: Runs, baseline: str) -> dict[str, Any]:
+    shared = sorted(mine.keys() & theirs.keys())
     problems = next((run["evaluation"]["problems"] for run in mine.values() if run["evaluation"]), None)
     n = problems[0]["n"] if problems else None
-    row = {"strategy": arm, "seeds": sorted(mine), "failed": failed, "n": n, "difference": None}
+    row = {"strategy": arm, "seeds": sorted(mine), "failed": [], "n": n, "difference": None}
     row |= {name: None for name in ("reward_first", "reward_last", "reward_change")}
     row |= _judged([{**_rewards(mine[seed]), **_scores(mine[seed])} for seed in sorted(mine)])
     if arm != baseline and shared:
@@ -200,10 +202,7 @@ def _row(arm: str, mine: Runs, failed: list[int], baseline: str, theirs: Runs) -
 
 
 def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """The mean reward of a run's first and last quarter of steps, at least one each, and how it changed.
-
-    The scores have one entry, for no problem.
-    """
+    """The mean reward of a run's first and last quarter of steps, and its change; each for one unnamed problem."""
     rewards = [step["reward"] for step in run["steps"]]
     if not rewards:
         return {}
@@ -243,28 +242,27 @@ def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
 def _cost(mine: Runs, theirs: Runs, shared: list[int]) -> dict[str, Any]:
     """Medians over steps and seeds; ratios are of runs with the same seed. The first step warms up and is left out."""
 
-    def median(values: Sequence[float | None]) -> float | None:
+    def median(values: Iterable[float | None]) -> float | None:
         numbers = [v for v in values if v is not None]
         return float(np.median(numbers)) if numbers else None
 
     def spent(run: Mapping[str, Any], key: str) -> float | None:
         if key == "memory_bytes":
             return run["peak_memory_bytes"]
-        return median([step.get(key) for step in run["steps"][1:] or run["steps"]])
+        return median(step.get(key) for step in run["steps"][1:] or run["steps"])
 
     cost: dict[str, Any] = {}
     for key in (*_COSTS, "memory_bytes"):
         own, base = ({seed: spent(run, key) for seed, run in side.items()} for side in (mine, theirs))
         pairs = [(own[seed], base[seed]) for seed in shared]
-        ratio = median([a / b for a, b in pairs if a is not None and b])
-        cost[key] = {"value": median(list(own.values())), "ratio": ratio}
+        cost[key] = {"value": median(own.values()), "ratio": median(a / b for a, b in pairs if a is not None and b)}
     return cost
 
 
 def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, seeds: int) -> str:
-    """One plain sentence on a strategy's difference, corrected (None where nothing could be compared), in ``Mean@8``.
+    """One sentence on a strategy's corrected difference in ``Mean@8``, None where nothing could be compared.
 
-    ``seeds`` is how many seeds the strategy and the baseline both have.
+    ``seeds`` is the number that the strategy and the baseline share.
     """
     if seeds == 0:
         return f"could not be compared with {baseline}: no seed has finished for both"
@@ -291,26 +289,6 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
     return f"{'better' if value > 0 else 'worse'}: {text}"
 
 
-def _add_counts(
-    rows: Sequence[dict[str, Any]], counts: Mapping[str, tuple[int, int]], baseline: str, threshold: float
-) -> None:
-    """Adds ``above`` to each row, and its sentence to the verdict; counts are runs above the threshold, and all runs.
-
-    Where a run either finds the better way or does not, scores lie in two heaps: one run of the baseline among five
-    that found it hides a large difference from a t test, and counts say more than means.
-    """
-    tested = [row for row in rows if row["strategy"] != baseline]
-    p_values = [fisher(*counts[row["strategy"]], *counts[baseline]) for row in tested]
-    for row in rows:
-        runs, of = counts[row["strategy"]]
-        row["above"] = {"threshold": threshold, "runs": runs, "of": of}
-        row["verdict"] += f"; {runs} of {of} runs end above {threshold:g}"
-    for row, p, corrected in zip(tested, p_values, statistics.holm(p_values)):
-        row["above"] |= {"p": p, "p_corrected": corrected}
-        more = "" if len(tested) == 1 else f", {corrected:.2g} corrected for {len(tested)} comparisons"
-        row["verdict"] += f", of {baseline} {'{} of {}'.format(*counts[baseline])} (Fisher's exact p {p:.2g}{more})"
-
-
 def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
     """The two-sided p-value of Fisher's exact test (J. R. Stat. Soc. 85, 1922) of two counts, each of its runs.
 
@@ -323,3 +301,27 @@ def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
     from scipy.stats import fisher_exact
 
     return float(fisher_exact([[ours, of_ours - ours], [theirs, of_theirs - theirs]]).pvalue)
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The outcome in a few lines for the screen."""
+    n = next((row["n"] for row in results["summary"] if row["n"]), None)
+    ks = next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {})
+    largest_k = [k for k in ks if k != "1"][-1:]
+    evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in largest_k)]
+    lines = [["strategy", "seeds", *evaluated, "reward of own rollouts", "tokens/s", "s/step"]]
+    for row in results["summary"]:
+        scores = [*([row["mean_at_n"]] if n else []), *(row["pass_at_k"].get(k) for k in largest_k)]
+        first, last = (row[key] and f"{row[key]['value']:.3f}" for key in ("reward_first", "reward_last"))
+        reward = "–" if last is None else f"{first} → {last}"
+        ratios = (row["cost"][key]["ratio"] for key in ("tokens_per_second", "step_seconds"))
+        costs = ("–" if ratio is None else f"×{ratio:.2f}" for ratio in ratios)
+        lines.append([row["strategy"], str(len(row["seeds"])), *map(_with_interval, scores), reward, *costs])
+    verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
+    return "\n".join([*text_table(lines, left=len(lines[0])), "", *verdicts])
+
+
+def _with_interval(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return "–"
+    return f"{score['value']:.3f}" + ("" if score["low"] is None else f" [{score['low']:.3f}, {score['high']:.3f}]")

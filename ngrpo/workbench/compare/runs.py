@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of a comparison: `ngrpo train`, then `ngrpo eval`, each in its own process; and their folder."""
+"""The runs of a comparison: `ngrpo train`, then `ngrpo eval`, in processes of their own; their folder and progress."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm
 from ngrpo.config.run import FILE, RunConfig
-from ngrpo.machine.console.progress import StepLine, follow, read_step, read_total
+from ngrpo.machine.console.progress import StepLine, follow, read_step, read_total, span
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
@@ -44,7 +44,7 @@ class ComparisonFolder(ResultFolder):
         return self.path / "runs" / run.id
 
     def fresh(self, run: Run) -> Path:
-        """An empty folder for a run; files of an interrupted one are removed, for they cannot be trusted."""
+        """An empty folder for a run, without the files of an interrupted one."""
         folder = self.run_folder(run)
         shutil.rmtree(folder, ignore_errors=True)
         with writing(folder):
@@ -60,15 +60,12 @@ class ComparisonFolder(ResultFolder):
 
 
 def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
-    """A run of a comparison: the shared flags, with the differences of its arm. An arm's own flags win.
-
-    Raises:
-        UsageError: for flags that are none of ``ngrpo train``'s.
-    """
+    """A run of a comparison: the shared flags, and its arm's own, which win; ``UsageError`` for unknown ones."""
     own = Flags(run.arm.training_flags)
     shared = Flags(plan.shared).without(*(flag.name for flag in own))
     both = Flags(["--perturbation", "none", *shared.argv, *own.argv])
-    both = both.with_defaults({"--reproducible": "true"} if plan.reproducible else {})
+    if plan.reproducible:
+        both = both.with_defaults({"--reproducible": "true"})
     common = parse.run_config([*both.argv, "--train.seed", str(run.seed), "--run-dir", str(folder)])
     perturbed = {} if run.arm.spec is None else {"perturbation": run.arm.spec}
     return replace(common, specs={**perturbed, **common.specs}, notes=run.arm.notes)
@@ -86,10 +83,8 @@ def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> l
 
 
 def identity(plan: Plan, run: Run) -> str:
-    """A hash of all that a finished run depends on: every flag of its commands, the files they name, and the versions.
-
-    A user's own perturbation counts with its source; a dataset, a reward function and a file behind an option with
-    their content; a model folder with its weights. A choice of vLLM's model runner by the user counts too.
+    """A hash of everything a finished run depends on: its commands' flags, the content of the files they name (a user's
+    method, data, a reward function, a model's weights), the versions, and the user's choice of vLLM's model runner.
     """
     from ngrpo.machine.upstream.versions import versions
 
@@ -103,18 +98,15 @@ def identity(plan: Plan, run: Run) -> str:
     files = contents(named)
     models = [flag.values[0] for flag in flags if flag.name.endswith(parse.MODEL_FLAG) and flag.values]
     for name in {name for value in models for name in value.split(",")} - set(packaged.PACKAGED):
-        weights = packaged.fingerprint(name)
-        if weights is not None:
+        if (weights := packaged.fingerprint(name)) is not None:
             files[name] = weights
     parts = json.dumps([config.flags(), plan.evaluation, files, chosen], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
 def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    """The content of a run's ``run.json``.
-
-    ``{"status": "pending"}`` where the run has not ended or a file of its results is missing, and
-    ``{"status": "other"}`` where a run with another identity has finished under the same name.
+    """The content of a run's ``run.json``; only ``status`` for a run that is ``pending``, which has not ended or lacks
+    a file, or ``other``: one with another identity has finished under the same name.
     """
     record = folder.read(f"runs/{run.id}/run.json") or {}
     done = record.get("status") == "done"
@@ -127,10 +119,13 @@ def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 
 
 def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> dict[str, Any]:
-    """Trains and evaluates, and writes how it ended.
+    """Trains and evaluates, and writes how it ended; the child processes keep the folder's lock while they live.
 
-    ``on_step`` is called with each training step and the number of prompts of the whole run, if known. The child
-    processes keep the folder's lock, so that no second comparison starts there while they live.
+    Args:
+        plan: the comparison.
+        run: one of its runs.
+        folder: the comparison's.
+        on_step: called with each training step and the number of prompts of the whole run, if known.
 
     Returns:
         The content of ``run.json``.
@@ -141,7 +136,7 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     run_folder, began = folder.fresh(run), time.time()
     log = run_folder / "train.log"
     record: dict[str, Any] = {"identity": identity(plan, run), "arm": run.arm.id, "seed": run.seed, "error": None}
-    peak: int | None = None
+    peak = None
     try:
         run_config(plan, run, run_folder).write(run_folder / FILE)
         argv = ["train", "--config", str(run_folder / FILE), "--run-dir", str(run_folder)]
@@ -156,8 +151,8 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     except CommandFailed as failure:
         folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.
         record.update(status="failed", error=str(failure))
-    seconds, path = round(time.time() - began, 1), str(log.relative_to(folder.path))
-    record.update(seconds=seconds, peak_memory_bytes=peak, log=path)
+    record |= {"seconds": round(time.time() - began, 1), "peak_memory_bytes": peak}
+    record["log"] = str(log.relative_to(folder.path))
     folder.write(f"runs/{run.id}/run.json", record)
     return record
 
@@ -195,8 +190,7 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
             if time.monotonic() - measured > _MEMORY_EVERY_SECONDS:
                 peak, measured = max(peak, _memory(process.pid)), time.monotonic()
             prompts = read_total(line + " ") or prompts
-            step = read_step(line)
-            if step is not None:
+            if (step := read_step(line)) is not None:
                 on_step(step, prompts)
     finally:
         # The user interrupted: end the process and its children, politely first.
@@ -212,7 +206,7 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
 
 
 def _die_with_parent() -> None:
-    """In the child: ask Linux for SIGTERM when the comparison dies, however it dies. Elsewhere nothing happens."""
+    """In the child: Linux sends it SIGTERM when the comparison dies."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
@@ -243,3 +237,50 @@ def _memory(pid: int) -> int:
         answer = subprocess.run(query, capture_output=True, text=True, check=False)
         total += sum(int(line) << 20 for line in answer.stdout.split() if line.isdigit())
     return total
+
+
+class Screen:
+    """Prints one line per event; a comparison may run for hours in a log file, so nothing is overwritten."""
+
+    def __init__(self, total: int, batch: int, took: Sequence[float] = ()) -> None:
+        """For ``total`` runs, of which the finished ones ``took`` seconds each, with ``batch`` prompts per step."""
+        self._total, self._batch, self._took = total, batch, list(took)
+
+    def begin(self, number: int, run: Run) -> None:
+        """A run starts; ``number`` counts from 1."""
+        self._began = time.monotonic()
+        self._head = f"[{number}/{self._total}] {run.arm.id}, seed {run.seed}"
+        self._say("starts")
+
+    def step(self, line: StepLine, prompts: int | None) -> None:
+        """A training step of the current run, with the number of prompts of the whole run."""
+        took = "" if line.seconds is None else f", {line.seconds:.0f} s"
+        of, left = "", ""
+        if prompts is not None:
+            steps = max(line.step, -(-prompts // self._batch))
+            of, left = f"/{steps}", f", about {span(self._left(line, steps))} left"
+        self._say(f"step {line.step}{of}: reward {line.reward:.3f}{took}{left}")
+
+    def _left(self, line: StepLine, steps: int) -> float:
+        """Seconds until all runs have ended, if each takes as long as the finished ones did.
+
+        The estimate of the first run uses its steps only; the first step waits for the engine.
+        """
+        passed = time.monotonic() - self._began
+        training = (steps - line.step) * (passed / line.step if line.seconds is None else line.seconds)
+        if not self._took:
+            return training + (self._total - 1) * (passed + training)
+        run = sum(self._took) / len(self._took)
+        return max(training, run - passed) + (self._total - len(self._took) - 1) * run
+
+    def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
+        """The current run has ended."""
+        self._took.append(time.monotonic() - self._began)
+        score = "" if not evaluation else f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}"
+        if record["status"] == "failed":
+            self._say(f"FAILED: {str(record['error']).splitlines()[0]} (log: {record['log']})")
+        else:
+            self._say(f"done in {span(record['seconds'])}{score}")
+
+    def _say(self, text: str) -> None:
+        print(f"{self._head}: {text}", flush=True)

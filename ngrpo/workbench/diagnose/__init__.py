@@ -11,16 +11,7 @@ from perturbations.errors import UsageError
 
 
 def policy_of(strategy: Arm, step: int = 0, steps: int | None = None) -> RolloutPolicy:
-    """The sampling schedule and the parameter noise of a strategy at a training step.
-
-    Args:
-        strategy: its options ``sampling.schedule`` and ``policy_noise`` are read as ``ngrpo train`` reads the flags.
-        step: from 0.
-        steps: of the whole run, where something depends on it.
-
-    Raises:
-        UsageError: with the strategy, as :meth:`RolloutPolicy.of`.
-    """
+    """A strategy's sampling schedule and parameter noise at a step; UsageError as :meth:`RolloutPolicy.of`."""
     from ngrpo.config import parse
 
     words = [word for key, value in strategy.rollouts.items() for word in (f"--{key}", *([value] if value else []))]
@@ -31,12 +22,6 @@ def policy_of(strategy: Arm, step: int = 0, steps: int | None = None) -> Rollout
 
 
 def without_repeats(strategies: Sequence[Arm], step: int = 0, steps: int | None = None) -> list[Arm]:
-    """The strategies, without those that an earlier one equals up to its id; step and steps as in :func:`policy_of`."""
-    distinct: list[Arm] = []
-    seen: list[tuple[object, ...]] = []
-    for strategy in strategies:
-        drawn = (strategy.name, dict(strategy.options), policy_of(strategy, step, steps).described())
-        if drawn not in seen:
-            distinct.append(strategy)
-            seen.append(drawn)
-    return distinct
+    """The strategies, without those that equal an earlier one up to its id; step and steps as in :func:`policy_of`."""
+    drawn = [(s.name, dict(s.options), policy_of(s, step, steps).described()) for s in strategies]
+    return [strategy for i, strategy in enumerate(strategies) if drawn[i] not in drawn[:i]]

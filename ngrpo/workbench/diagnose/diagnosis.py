@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole diagnosis: sample missing strategies into its folder, then work out every result from the samples."""
+"""A whole diagnosis: samples of the missing strategies, then every result from the samples of all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ngrpo.workbench.diagnose.measures import groups_of, strategy_rows
 from ngrpo.workbench.evaluate.engine import load_tokenizer
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 from ngrpo.workbench.evaluate.scorers import check_problems
-from ngrpo.workbench.report import write_diagnosis
+from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.values import dig, format_number
 from ngrpo.workbench.scoring import Problem, digest
 from perturbations.errors import UsageError
@@ -75,7 +75,7 @@ def diagnose(
     llm: LLM | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Samples groups under each strategy and measures their diversity and validity.
+    """Samples groups under each strategy, and writes their diversity and validity with a page for people.
 
     Strategies that are finished in the folder are kept; new ones may be added to it.
 
@@ -89,14 +89,14 @@ def diagnose(
         dataset: the name of the problems in the result.
         policies: sampling schedule and parameter noise of each strategy; None: neither.
         with_map: make the embedding map too.
-        map_words: the words of the map, with commas between them; None: ten usual ones.
+        map_words: the words of the map, with commas between; None: ten usual ones.
         hardware: a hardware profile.
         dtype: of the model, as vLLM takes it; None: float32 on a CPU, the model's own with CUDA.
         llm: a live engine of `group_sampling.build` with room for these prompts, instead of a new one.
         report: called with lines of progress.
 
     Returns:
-        The content of ``diagnosis.json``, which is also written, with its page ``diagnosis.html``.
+        The content of ``diagnosis.json``.
 
     Raises:
         UsageError: for bad settings, a folder begun with others, or one that cannot be written.
@@ -159,7 +159,7 @@ def diagnose(
             "embedding_map": folder.read(MAP)["map"] if with_map else None,
         }
         folder.write(DIAGNOSIS, result)
-        write_diagnosis(result, folder.path / REPORT)
+        write_report(result, folder.path / REPORT)
     return result
 
 
@@ -180,11 +180,7 @@ def map_settings_of(strategies: Sequence[Arm], words: str | None) -> dict[str, o
 
 
 class DiagnosisFolder(ResultFolder):
-    """The folder of a diagnosis: finished strategies are kept, whatever happens to later ones.
-
-    ``samples.jsonl`` grows by one strategy at a time; only then does ``finished.jsonl`` name the strategy. Samples of a
-    strategy that is missing there come from an interrupted run and are dropped.
-    """
+    """``finished.jsonl`` names a strategy once all its samples are in ``samples.jsonl``; other samples are dropped."""
 
     finished: dict[str, dict[str, Any]]
     """The engine's facts about each finished strategy, by id; with its ``perturbation`` and ``seconds``."""
@@ -201,7 +197,7 @@ class DiagnosisFolder(ResultFolder):
             self.write_lines(SAMPLES, remaining)
 
     def belongs_to_another(self, settings: Mapping[str, object], drawn: Mapping[str, tuple[object, object]]) -> bool:
-        """Whether the folder holds another diagnosis than this one, which cannot continue there.
+        """Whether the folder holds another diagnosis, so that this one cannot continue there.
 
         Args:
             settings: of :func:`settings_of`.
@@ -218,15 +214,13 @@ class DiagnosisFolder(ResultFolder):
         document = self.read(DIAGNOSIS)
         if document is None or {row["name"] for row in document["strategies"]} != set(strategies):
             return False
-        if map_settings is None or document.get("embedding_map") is None:
-            return map_settings is None and document.get("embedding_map") is None
-        return (self.read(MAP) or {}).get("asked") == json.loads(json.dumps(map_settings))
+        made = None if document.get("embedding_map") is None else (self.read(MAP) or {}).get("asked")
+        return made == json.loads(json.dumps(map_settings))
 
     def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
-        """Whether a strategy is finished here, with this ``RolloutPolicy.described()``.
+        """Whether a strategy is finished here; UsageError where it was sampled with other options.
 
-        Raises:
-            UsageError: where it was sampled with other options.
+        ``rollouts`` is its ``RolloutPolicy.described()``.
         """
         row = self.finished.get(strategy.id)
         now = (strategy.spec, dict(rollouts))
@@ -266,13 +260,7 @@ def _drawn(row: Mapping[str, object]) -> tuple[object, object]:
 def side_by_side(
     problems: Sequence[Problem], groups: Mapping[str, Sequence[Sequence[Sample]]], tokenizer: TokenizerLike
 ) -> list[dict[str, Any]]:
-    """``samples`` of diagnosis.json: the first questions, and each strategy's first response, drawn with one noise.
-
-    Args:
-        problems: the P problems.
-        groups: strategy id to its P groups.
-        tokenizer: of the model.
-    """
+    """``samples`` of diagnosis.json: the first questions, and the first response under each strategy's id."""
     questions = []
     for number, problem in enumerate(problems[:QUESTIONS]):
         by_strategy = []
@@ -280,10 +268,9 @@ def side_by_side(
             sample = its_groups[number][0]
             texts, perturbed = token_texts(sample.tokens, tokenizer), sample.perturbed
             tokens: list[dict[str, Any]] = [{"text": text, "perturbed": i in perturbed} for i, text in enumerate(texts)]
-            if sample.record is not None:
-                rows = {p - sample.record.prompt_tokens: row for row, p in enumerate(sample.record.positions.tolist())}
-                for i in perturbed:
-                    tokens[i] |= fed_texts(sample.record, rows[i], tokenizer)
+            for i in perturbed:
+                row = sample.record.positions.tolist().index(i + sample.record.prompt_tokens)
+                tokens[i] |= fed_texts(sample.record, row, tokenizer)
             by_strategy.append({"strategy": name, "reward": sample.reward, "tokens": tokens})
         question = {"problem": problem.messages[-1]["content"], "answer": problem.answer}
         questions.append({**question, "by_strategy": by_strategy})
@@ -317,12 +304,7 @@ def differences(diagnosis: dict[str, Any]) -> str:
 
 
 def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Arm]) -> list[str]:
-    """What a reader should know before trusting or training anything.
-
-    Args:
-        rows: ``strategies`` of diagnosis.json.
-        strategies: in the same order.
-    """
+    """Reasons to doubt a strategy, from ``strategies`` of diagnosis.json."""
     warnings = []
     for row, strategy in zip(rows, strategies):
         if row["single_trajectory_groups"] == 1.0:

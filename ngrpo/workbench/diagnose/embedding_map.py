@@ -48,11 +48,7 @@ Contexts = dict[int, list[tuple[Tensor, int]]]
 
 
 def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int, str]]:
-    """The tokens of the map: (id, text).
-
-    Args:
-        tokenizer: of the model.
-        words: separated by commas; None for the first ten of :data:`WORDS` that are one token with their blank.
+    """The tokens (id, text) of words with commas between; None: of the first ten of :data:`WORDS` that are one token.
 
     Raises:
         UsageError: for a word that is more than one token.
@@ -72,7 +68,7 @@ def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int
 
 
 def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
-    """The map of all perturbing strategies; of those that differ in their gates alone, the first.
+    """``embedding_map`` of diagnosis.json: all perturbing strategies; of those that differ only in gates, the first.
 
     Args:
         llm: of :func:`ngrpo.workbench.diagnose.group_sampling.build`.
@@ -80,27 +76,22 @@ def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
         tokens: of :func:`choose_tokens`.
         seed: of the contexts and the perturbations.
 
-    Returns:
-        ``embedding_map`` of diagnosis.json.
-
     Raises:
         UsageError: where the model never writes any of the tokens, or a strategy needs more than logits.
     """
     gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # options of every perturbation
     perturbing: dict[str, tuple[Arm, Perturbation]] = {}
     for strategy in strategies:
-        if strategy.spec is not None:
-            spec = json.dumps(
-                {name: value for name, value in strategy.spec.items() if name not in gate}, sort_keys=True
-            )
-            if spec not in perturbing:
-                perturbing[spec] = strategy, registry.create(**strategy.spec)
-    for strategy, perturbation in perturbing.values():
+        if strategy.spec is None:
+            continue
+        perturbation = registry.create(**strategy.spec)
         if perturbation.reads_hidden:
             raise UsageError(
                 f"--embedding-map: {strategy.name} decides by the last hidden state, and the map's contexts have logits"
                 " alone. Leave it out of the perturbations, or leave the map out."
             )
+        options = {name: value for name, value in strategy.spec.items() if name not in gate}
+        perturbing.setdefault(json.dumps(options, sort_keys=True), (strategy, perturbation))
     occurrences = contexts(llm, tokens, seed)
     tokens = [token for token in tokens if occurrences[token[0]]]
     if not tokens:
@@ -154,7 +145,7 @@ class Plane:
     """The first two principal components of some embeddings: the tokens and their nearest neighbors."""
 
     def __init__(self, vectors: Tensor) -> None:
-        """``vectors``: (M, D), M of at least 2."""
+        """Of ``vectors`` (M, D), M at least 2."""
         wide = vectors.double().cpu()
         self._mean = wide.mean(dim=0)
         _, scales, directions = torch.linalg.svd(wide - self._mean, full_matrices=False)

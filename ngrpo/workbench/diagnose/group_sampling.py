@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of responses under one strategy after another, from one vLLM engine in this process.
-
-Model, prompts and random draws are the same for all strategies.
-"""
+"""Groups of responses under one strategy after another: one vLLM engine, the same prompts and random draws."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ _MOST_INPUTS = 2048
 
 @dataclass(frozen=True)
 class GroupSampling(Sampling):
-    """How the responses of a group are drawn, the same for every strategy; ``group`` is their number."""
+    """How the responses of a group are drawn; ``group`` is their number."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -65,20 +62,16 @@ class GroupSampling(Sampling):
 
 @dataclass(frozen=True)
 class Sample:
-    """One response of one strategy.
+    """One response of one strategy, with the scorer's verdict.
 
     Attributes:
         strategy: the strategy's id.
         problem: the problem's id.
         group: the number of its prompt, from 0.
         member: its number in its group, from 0.
-        text: without special tokens, as the scorer reads it.
+        text: without special tokens.
         tokens: all generated tokens, the end token included.
         ended: whether the last token is the end token; False where the length limit cut the response.
-        reward: of the scorer.
-        correct: whether it counts as right.
-        extracted: the final answer in canonical form, or None.
-        parsed: whether a final answer was found.
         nll: -log p of the tokens under the unperturbed model at temperature 1, summed, in nats.
         record: the inputs of perturbed positions, or None for an unperturbed strategy.
     """
@@ -104,7 +97,7 @@ class Sample:
 
     @property
     def perturbed(self) -> list[int]:
-        """Indices into ``tokens`` of perturbed inputs, from 0."""
+        """Indices into ``tokens`` of perturbed inputs."""
         if self.record is None:
             return []
         positions = self.record.positions.astype(int) - self.record.prompt_tokens
@@ -153,19 +146,12 @@ PROBE = f"{__name__}:{Probe.__name__}"
 
 
 def prompt_tokens(tokenizer: TokenizerLike, problem: Problem) -> list[int]:
-    """The prompt as the model sees it: chat template with a generation prompt, or plain text where there is none."""
+    """The tokens of the prompt as the model sees it."""
     return tokenizer.encode(render(tokenizer, problem), add_special_tokens=False)
 
 
 def build(model: str, longest: int, *, hardware: str = "auto", dtype: str) -> LLM:
-    """A ``vllm.LLM`` in this process with a replaceable perturbation.
-
-    Args:
-        model: a local folder or a hub name.
-        longest: tokens of the longest prompt and its response.
-        hardware: a hardware profile.
-        dtype: as vLLM takes it.
-    """
+    """A ``vllm.LLM`` in this process with a replaceable perturbation; ``longest``: tokens of prompt and response."""
     # Records, embedding and the probe's steps are read in this process.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     options = {"dtype": dtype, "max_num_seqs": _CONCURRENT, "distributed_executor_backend": "uni"}
@@ -196,13 +182,13 @@ def sample_strategy(
     model: str = "",
     policy: RolloutPolicy = RolloutPolicy(),
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Samples a group for every problem under one strategy and measures what needs the model.
+    """Samples a group for each of P problems under one strategy and measures what needs the model.
 
     Args:
         llm: of :func:`build`.
         strategy: which.
         problems: the P problems.
-        sampling: group size, length, temperature and seed.
+        sampling: group size G, length, temperature and seed.
         model: the engine's model; needed where the policy has noise.
         policy: the strategy's sampling schedule and parameter noise.
 
@@ -212,7 +198,7 @@ def sample_strategy(
     put(llm, strategy, policy.schedule)
     tokenizer, group = llm.get_tokenizer(), sampling.group
     texts = [render(tokenizer, problem) for problem in problems]
-    prompts = [prompt_tokens(tokenizer, problem) for problem in problems]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     jobs = [(prompt, trajectory_seed(sampling.seed, i), j) for i, prompt in enumerate(prompts) for j in range(group)]
 
     def responses(limit: int) -> list[Generated]:
@@ -243,13 +229,7 @@ def sample_strategy(
 
 
 def losses_of(llm: LLM, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float]:
-    """-log p of each response under the unperturbed model at temperature 1, summed over its tokens, in nats.
-
-    Args:
-        llm: of :func:`build`.
-        prompts: the prompt of each response.
-        responses: generated tokens, at least one each.
-    """
+    """-log p of each response under the unperturbed model at temperature 1, summed over its tokens, in nats."""
     from vllm import SamplingParams
 
     from ngrpo.rollout import take_trajectories
@@ -273,12 +253,6 @@ def fed_inputs(
     module: nn.Module | None,
 ) -> dict[str, float | None]:
     """Where perturbed inputs lie among the embeddings: at most 2,048, evenly spaced over all responses.
-
-    Args:
-        records: of the responses.
-        responses: the generated tokens.
-        embeddings: of the model.
-        module: the perturbation's module, or None.
 
     Returns:
         ``anchor_nearest``, the fraction whose nearest token is the anchor, the heaviest candidate; ``text_nearest``,

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Diversity and validity of sampled groups: measures of tokens, the two axes, and a strategy's row of diagnosis.json.
 
-A response is a sequence of token ids without EOS. Both axes are means of parts in [0, 1] that need no tuning:
-
-- diversity: the normalised edit distance, and the distinct final answers, scaled so that a group of one answer is 0;
-- validity: the fraction of responses with a final answer, the fraction that does not end in a loop, and the perplexity
-  of the unperturbed strategy's responses over that of these responses, at most 1 (both under the unperturbed model).
+A response is a sequence of token ids without EOS.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ _WEIGHTS_APART = 1e-3
 
 
 def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
-    """The n-grams in their order, max(0, len - n + 1) of them."""
+    """The max(0, len - n + 1) n-grams in their order."""
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
 
 
@@ -50,18 +46,11 @@ def distinct_n(group: Sequence[Tokens], n: int) -> float | None:
 
 
 def bleu(hypothesis: Tokens, references: Sequence[Tokens]) -> float:
-    """BLEU-4 with add-one smoothing.
+    """BLEU-4 of a response against at least one other, in [0, 1].
 
     The geometric mean of the clipped n-gram precisions for n = 1 to min(4, length), times the brevity penalty with
-    the closest reference length (the shorter of two as close). As in Lin and Och (2004), for n above 1 one is added
-    to the matches and to the n-grams, so that a response without a common 4-gram is not simply 0.
-
-    Args:
-        hypothesis: one response.
-        references: at least one other.
-
-    Returns:
-        In [0, 1]. An empty hypothesis has 1 where a reference is empty too, else 0.
+    the closest reference length (the shorter of two as close). For n above 1, add-one smoothing (Lin and Och, 2004).
+    An empty hypothesis has 1 if a reference is empty too, else 0.
     """
     if not hypothesis:
         return float(any(not reference for reference in references))
@@ -87,23 +76,15 @@ def self_bleu(group: Sequence[Tokens]) -> float:
 
 
 def edit_distance(group: Sequence[Tokens]) -> float:
-    """The mean over pairs of the Levenshtein distance over tokens, divided by the longer length.
-
-    All pairs advance together, one row of the distance table at a time. Within a row, insertions are a running
-    minimum: D[j] - j = min over i ≤ j of (candidate[i] - i).
-
-    Args:
-        group: at least two responses.
-
-    Returns:
-        In [0, 1]; two empty responses are 0 apart.
-    """
+    """The mean over pairs of the Levenshtein distance over tokens, divided by the longer length; in [0, 1]."""
     lengths = np.array([len(tokens) for tokens in group])
     width = int(lengths.max(initial=0))
     padded = np.full((len(group), width), -1, dtype=np.int64)
     for row, tokens in enumerate(group):
         padded[row, : len(tokens)] = tokens
     left, right = np.array([*itertools.combinations(range(len(group)), 2)]).T
+    # All pairs advance together, one row of the distance table at a time. Within a row, insertions are a running
+    # minimum: D[j] - j = min over i ≤ j of (candidate[i] - i).
     steps = np.arange(width + 1)
     table = np.tile(steps, (len(left), 1))
     distances = np.where(lengths[left] == 0, lengths[right], 0)
@@ -125,11 +106,7 @@ def loops(tokens: Tokens) -> bool:
 
 
 def intermediate_results(text: str, question: str, final: str | None) -> set[str]:
-    """The numbers of a response that are neither in the question nor in the final answer.
-
-    Returns:
-        Numbers in one form each: ``1,200.50`` is ``1200.5``.
-    """
+    """The numbers of a response that are neither in the question nor in the final answer, in one form each."""
     own, in_question, in_final = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
     return own - in_question - in_final
 
@@ -150,28 +127,23 @@ def fed_the_same(group: Group) -> bool:
     for other in others:
         fed = min(len(first.tokens), len(other.tokens)) - 1  # the last token is no input
         texts_differ |= first.tokens[:fed] != other.tokens[:fed]
-        if not _same_inputs(first, other, fed):
+        one, two = (_inputs(sample)[:fed] for sample in (first, other))
+        if one.shape != two.shape or not np.allclose(one, two, rtol=0, atol=_WEIGHTS_APART):
             return False
     return texts_differ
 
 
-def _same_inputs(one: Sample, other: Sample, fed: int) -> bool:
-    a, b = one.record, other.record
-    rows, other_rows = ({place: row for row, place in enumerate(sample.perturbed)} for sample in (one, other))
-    for place in range(fed):
-        row, other_row = rows.get(place), other_rows.get(place)
-        if row is None and other_row is None:
-            if one.tokens[place] != other.tokens[place]:
-                return False
-            continue
-        if a is None or b is None or row is None or other_row is None:
-            return False
-        if any(part is not None for part in (a.sigma, b.sigma, a.vectors, b.vectors)):
-            return False
-        close = np.allclose(a.weights[row], b.weights[other_row], rtol=0, atol=_WEIGHTS_APART)
-        if not close or not np.array_equal(a.ids[row], b.ids[other_row]):
-            return False
-    return True
+def _inputs(sample: Sample) -> np.ndarray:
+    """Each input as a row: its token and zeros; -1, the candidates and their weights; or NaN for noise."""
+    record, perturbed = sample.record, sample.perturbed
+    if record is None:
+        return np.array(sample.tokens, dtype=np.float64)[:, None]
+    inputs = np.zeros((len(sample.tokens), 1 + 2 * record.ids.shape[1]))
+    inputs[:, 0] = sample.tokens
+    mixtures = np.column_stack([record.ids, record.weights])[: len(perturbed)]
+    inputs[perturbed, 0] = -1
+    inputs[perturbed, 1:] = mixtures if record.sigma is None and record.vectors is None else np.nan
+    return inputs
 
 
 # --- the two axes -----------------------------------------------------------------------------------
@@ -198,7 +170,10 @@ class PromptStatistics:
 
 
 def diversity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
-    """The diversity axis of prompts ``draws`` (N, P): (N,)."""
+    """The diversity axis of prompts ``draws`` (N, P): (N,) in [0, 1].
+
+    The mean of the normalised edit distance and the distinct final answers, scaled so that a group of one answer is 0.
+    """
     distinct = np.clip((stats.distinct * stats.group - 1) / (stats.group - 1), 0.0, 1.0)
     return ((stats.edit_distance + distinct) / 2)[draws].mean(axis=1)
 
@@ -209,12 +184,10 @@ def perplexity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
 
 
 def validity(stats: PromptStatistics, baseline: PromptStatistics | None, draws: np.ndarray) -> np.ndarray:
-    """The validity axis of prompts ``draws`` (N, P): (N,).
+    """The validity axis of prompts ``draws`` (N, P): (N,) in [0, 1].
 
-    Args:
-        stats: of the strategy.
-        baseline: of the unperturbed strategy on the same prompts; without one the perplexity is left out.
-        draws: which prompts.
+    The mean of the fraction of responses with a final answer, the fraction that does not end in a loop, and the
+    perplexity of the unperturbed strategy (``baseline``, if any) over this one's, at most 1.
     """
     parts = [stats.parseable[draws].mean(axis=1), 1.0 - stats.repetition[draws].mean(axis=1)]
     if baseline is not None:
@@ -244,8 +217,7 @@ def strategy_rows(
         strategies: in the order of the result.
         groups: by strategy, P groups of G samples.
         problems: the P problems.
-        facts: by strategy, the numbers of `group_sampling.sample_strategy`; a folder of an earlier version has no
-            ``relative_shift``.
+        facts: by strategy, the numbers of `group_sampling.sample_strategy`; an old folder has no ``relative_shift``.
         seed: of the bootstrap.
     """
     stats = {strategy.id: PromptStatistics(groups[strategy.id]) for strategy in strategies}

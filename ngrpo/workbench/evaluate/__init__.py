@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation: problems, answer checking, and Mean@n and Pass@k over samples from vLLM.
-
-Importing this loads nothing heavy; each name is imported on first use.
-"""
+"""Evaluation: problems, answer checking, and Mean@n and Pass@k over vLLM's samples; names are imported on first use."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.machine.hardware import processes
+from ngrpo.machine.hardware import processes, profile_for
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
@@ -30,13 +30,9 @@ Job = tuple[list[int], int, int]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are drawn.
+    """How responses are drawn: temperature 0 is greedy, ``max_tokens`` is the longest response.
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: in (0, 1].
-        max_tokens: the longest response, in tokens.
-        seed: with the problem's text, its number of earlier repeats, and the sample's number it decides every draw.
+    The seed, the problem's text, its number of earlier repeats and the sample's number determine every draw.
     """
 
     temperature: float = 0.6
@@ -64,7 +60,7 @@ class Generated:
         text: without special tokens.
         tokens: all generated ones, with the end token.
         finish: ``stop``, or ``length`` where the limit cut it.
-        record: the inputs that replaced tokens; None where the engine keeps no records.
+        record: of the perturbed inputs; None where the engine keeps no records.
     """
 
     job: int
@@ -87,7 +83,7 @@ def build(
 
     Args:
         model: a folder or hub name.
-        spec: the perturbation, or None.
+        spec: of the perturbation, or None.
         max_model_len: tokens of prompt and response together.
         hardware: a hardware profile.
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
@@ -96,8 +92,6 @@ def build(
     Raises:
         UsageError: where vLLM refuses the model or the options.
     """
-    from ngrpo.machine.hardware import profile_for
-
     profile = profile_for(hardware)
     environment = {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
@@ -167,7 +161,7 @@ def generate(
     step: int = 0,
     answers: int = 1,
 ) -> Generator[list[Generated], None, None]:
-    """Responses in the order in which they finish.
+    """Responses to jobs, in the order in which they finish.
 
     Args:
         llm: an idle ``vllm.LLM``.
@@ -195,15 +189,16 @@ def generate(
                 live[name] = following
                 following += 1
             outputs: list[Any] = engine.step()
-            done = [output for output in outputs if output.finished]
+            done = {output.request_id: output.outputs[0] for output in outputs if output.finished}
             if not done:
                 continue
-            records = take_records(llm, [output.request_id for output in done]) if reproducible else {}
-            batch = []
-            for output in done:
-                job, answer, record = live.pop(output.request_id), output.outputs[0], records.get(output.request_id)
-                batch.append(Generated(job, answer.text, list(answer.token_ids), str(answer.finish_reason), record))
-            yield batch
+            records = take_records(llm, [*done]) if reproducible else {}
+            yield [
+                Generated(
+                    live.pop(name), answer.text, [*answer.token_ids], str(answer.finish_reason), records.get(name)
+                )
+                for name, answer in done.items()
+            ]
     finally:
         if live:
             engine.abort_request(list(live))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of a model: sample, check, keep, count; and checking kept samples again."""
+"""Evaluation of a model: sampling, checking and Mean@n with Pass@k; and another check of kept samples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,12 +19,13 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder, read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench.evaluate import engine as engines
-from ngrpo.workbench.evaluate.engine import Generated, Job, Sampling
-from ngrpo.workbench.evaluate.outcome import checked_ks, summarise
+from ngrpo.workbench.evaluate.engine import Job, Sampling
 from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED, RolloutPolicy, noisy_folder
 from ngrpo.workbench.evaluate.scorers import check_problems, check_scorer, score
-from ngrpo.workbench.scoring import Problem, digest
+from ngrpo.workbench.scoring import TIMED_OUT, Problem, digest
+from ngrpo.workbench.statistics import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
+DEFAULT_KS = (1, 4, 8, 16, 32)
 _REPORT_SECONDS = 10.0
 
 Report = Callable[[str], None]
@@ -56,9 +58,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Samples n answers per problem, checks them and counts.
 
-    Every sample goes to ``samples.jsonl`` as it finishes. A second call with the same settings and folder resumes; a
-    finished evaluation is only counted again. The same seed gives the same samples, within the limits of
-    docs/evaluation.md.
+    Every finished sample goes to ``samples.jsonl``. A second call with the same settings and folder resumes; a finished
+    evaluation is only counted again. The same seed gives the same samples, within the limits of docs/evaluation.md.
 
     Args:
         model: a packaged name, a folder or a hub name; or a live, idle ``vllm.LLM``. A live engine takes
@@ -69,41 +70,42 @@ def evaluate(
         k: for Pass@k, each in [1, n]; None: those of 1, 4, 8, 16, 32.
         sampling: how answers are drawn.
         perturbation: a spec; None: the model as it is.
-        policy: a sampling schedule and noise on the weights, for a model that is loaded here.
+        policy: a sampling schedule and noise on the weights; not for a live engine.
         dataset: the problems' name in the result.
-        hardware: a hardware profile, for a model that is loaded here.
-        engine_options: keyword arguments of ``vllm.LLM``, for a model that is loaded here.
+        hardware: a hardware profile; not for a live engine.
+        engine_options: keyword arguments of ``vllm.LLM``; not for a live engine.
         report: called with lines of progress.
 
     Returns:
-        The content of ``evaluation.json``, which is also written.
+        The content of ``evaluation.json``.
 
     Raises:
         UsageError: for bad settings, a folder with another evaluation, or one that cannot be written.
     """
     sampling = sampling or Sampling()
+    name = weights = None
     if isinstance(model, str):
-        model = packaged.resolve(model, report=report)
+        model = name = packaged.resolve(model, report=report)
+        weights = packaged.fingerprint(name)
         engine_options = {**profile_for(hardware).engine_options, **(engine_options or {})}
     ks = checked_ks(k, n)
     check_problems(problems)
+    if name is None and not policy.plain:
+        raise UsageError("a sampling schedule or policy noise needs a model that is loaded here: give its name.")
     settings = {
         "format": 1,
-        "model": model if isinstance(model, str) else str(model.llm_engine.model_config.model),
-        "weights": packaged.fingerprint(model) if isinstance(model, str) else None,
+        "model": name or str(model.llm_engine.model_config.model),
+        "weights": weights,
         "engine": dict(engine_options or {}),
         "dataset": dataset,
         "problems": len(problems),
         "digest": digest(problems),
-        "scorer": ", ".join(sorted({problem.scorer for problem in problems})),
-        "scorer_files": contents(problem.scorer for problem in problems),
+        **_scorers(problems),
         "n": n,
         "sampling": asdict(sampling),
         "perturbation": None if perturbation is None else dict(perturbation),
+        **policy.described(),
     }
-    if not (policy.plain or isinstance(model, str)):
-        raise UsageError("a sampling schedule or policy noise needs a model that is loaded here: give its name.")
-    settings |= policy.described()
     with ResultFolder.opened(Path(out), report) as folder:
         folder.claim(settings)
         if not (folder.path / PROBLEMS).exists():
@@ -111,27 +113,27 @@ def evaluate(
         samples = _samples(folder)
         existing = {(sample["problem"], sample["sample"]) for sample in samples}
         missing = [(p, i) for p in problems for i in range(n) if (p.id, i) not in existing]
-        seconds, runner = _known(folder)
+        seconds, runner = _last_run(folder)
         if missing:
             from ngrpo.rollout import model_runner
 
             before, total = len(samples), len(samples) + len(missing)
             if samples:
                 report(f"going on: {before} of {total} samples are in {out}")
-            tokenizer = engines.load_tokenizer(model) if isinstance(model, str) else model.get_tokenizer()
+            tokenizer = model.get_tokenizer() if name is None else engines.load_tokenizer(name)
             prompts = {p.id: engines.render(tokenizer, p) for p in problems}
             jobs = _jobs(tokenizer, prompts, missing, sampling.seed)
-            if isinstance(model, str):
-                length = _checked_length(model, jobs, sampling.max_tokens)
-                report(f"loading {model}")
+            if name is None:
+                llm, reproducible = model, engines.prepare(model, perturbation)
+            else:
+                length = _checked_length(name, jobs, sampling.max_tokens)
+                report(f"loading {name}")
                 schedule = policy.specs.get("sampling_schedule")
-                with noisy_folder(model, policy) as weights:
+                with noisy_folder(name, policy) as loaded:
                     llm = engines.build(
-                        weights, perturbation, length, hardware=hardware, options=engine_options, schedule=schedule
+                        loaded, perturbation, length, hardware=hardware, options=engine_options, schedule=schedule
                     )
                 reproducible = True
-            else:
-                llm, reproducible = model, engines.prepare(model, perturbation)
             if not reproducible:
                 report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
             runner = model_runner(llm) if reproducible else None
@@ -147,19 +149,141 @@ def evaluate(
             )
             with closing(stream):
                 for batch in stream:
-                    rows = [_row(answer, *missing[answer.job], prompts, perturbation) for answer in batch]
+                    rows = []
+                    for answer in batch:
+                        problem, number = missing[answer.job]
+                        prompt = prompts[problem.id]
+                        row = {
+                            "problem": problem.id,
+                            "sample": number,
+                            "prompt": prompt,
+                            "text": answer.text,
+                            "tokens": len(answer.tokens),
+                            "finish": answer.finish,
+                            **score(problem, answer.text, prompt=prompt).columns(),
+                        }
+                        if perturbation is not None:
+                            row["perturbed"] = None if answer.record is None else len(answer.record)
+                        rows.append(row)
                     folder.append(SAMPLES, rows)
                     samples += rows
                     now, done = time.monotonic(), len(samples)
                     if now - told >= _REPORT_SECONDS or done == total:
                         told = now
-                        mean = sum(sample["reward"] for sample in samples) / done
+                        mean = _mean(sample["reward"] for sample in samples)
                         left = (now - began) / (done - before) * (total - done)
                         report(f"{done} of {total} samples, mean reward {mean:.3f}, {span(left)} left")
             seconds = time.monotonic() - began
         result = summarise(settings, problems, samples, ks, seconds, runner)
         folder.write(RESULT, result)
     return result
+
+
+def rescore(
+    folder: str | Path, *, scorer: str = "auto", k: Sequence[int] | None = None, report: Report = lambda line: None
+) -> dict[str, Any] | None:
+    """Checks the samples of an evaluation's folder again, without generating.
+
+    Args:
+        folder: of an evaluation.
+        scorer: another scorer for all problems; ``auto`` keeps theirs.
+        k: as in :func:`evaluate`.
+        report: called with lines of progress.
+
+    Returns:
+        The new result; None where samples are missing: the others are checked again, but nothing is counted.
+
+    Raises:
+        UsageError: for a folder without an evaluation, or a bad scorer.
+    """
+    path = Path(folder)
+    for name in (SETTINGS, PROBLEMS):
+        if not (path / name).is_file():
+            raise UsageError(f"--rescore {folder}: no {name} there. Give the --out folder of an evaluation.")
+    if scorer != "auto":
+        check_scorer(scorer)
+    with ResultFolder.opened(path, report) as held:
+        settings: dict[str, Any] = held.read(SETTINGS)
+        samples = _samples(held)
+        rows = held.lines(PROBLEMS, "id", "messages", "answer", "scorer")
+        problems = [replace(Problem(**row), messages=tuple(row["messages"])) for row in rows]
+        ks = checked_ks(k, settings["n"])
+        if scorer != "auto":
+            problems = [replace(problem, scorer=scorer) for problem in problems]
+            settings["digest"] = digest(problems)
+        settings |= _scorers(problems)
+        by_id = {problem.id: problem for problem in problems}
+        for sample in samples:
+            verdict = score(by_id[sample["problem"]], sample["text"], prompt=sample["prompt"])
+            sample.update(verdict.columns())
+        held.write_lines(SAMPLES, samples)
+        held.write_lines(PROBLEMS, map(asdict, problems))
+        held.write(SETTINGS, settings)
+        expected = len(problems) * settings["n"]
+        if len(samples) < expected:
+            report(f"{len(samples)} of {expected} samples are there and were checked again; sample the rest first")
+            return None
+        result = summarise(settings, problems, samples, ks, *_last_run(held))
+        held.write(RESULT, result)
+    return result
+
+
+def check_rescore_flags(
+    argv: Sequence[str],
+    args: argparse.Namespace,
+    engine: Mapping[str, object],
+    spec: Mapping[str, object] | None,
+    policy: RolloutPolicy,
+) -> None:
+    """Checks that the sampling flags of ``ngrpo eval --rescore`` have the values of the samples that are there.
+
+    ``argv`` is everything after ``ngrpo eval``; our own options, vLLM's, the perturbation and the policy come from it.
+
+    Raises:
+        UsageError: for a flag with another value, or without an effect on scores.
+    """
+    folder = Path(args.rescore).expanduser()
+    settings = read_json(folder / SETTINGS)
+    if not (isinstance(settings, dict) and (folder / PROBLEMS).is_file()):
+        return  # no evaluation: `rescore` raises
+    model = str(packaged.folder_of(args.model)) if args.model in packaged.PACKAGED else args.model
+    # By flag: the setting of the samples, and of the command line.
+    pairs: dict[str, tuple[object, object]] = {
+        "--model": (settings["model"], str(Path(model).expanduser()) if (model or "").startswith("~") else model),
+        "--data": (settings["dataset"], args.data),
+        "--task": (settings["dataset"], f"task {args.task}"),
+        "--limit": (settings["problems"], args.limit),
+        "--n": (settings["n"], args.n),
+        "--perturbation": (settings["perturbation"], spec),
+        "rollouts": ({name: settings[name] for name in DESCRIBED if name in settings}, policy.described()),
+        **{f"--{key.replace('_', '-')}": (value, getattr(args, key)) for key, value in settings["sampling"].items()},
+        **{f"--vllm.{key}": (value, engine.get(key)) for key, value in settings["engine"].items()},
+    }
+    for flag in Flags(argv):
+        name = flag.name
+        if name in ("--rescore", "--scorer", "--k"):
+            continue
+        if name == "--actor.model_name_or_path":
+            name = "--model"
+        elif name in ("--at-step", "--of-steps") or name.startswith(("--sampling.schedule", "--policy_noise")):
+            name = "rollouts"
+        elif name.startswith("--vllm."):
+            name = "--" + name[2:].replace("-", "_")
+        elif name.startswith("--perturbation"):
+            name = "--perturbation"
+        before, now = pairs.get(name, (None, flag.name))
+        if before != now:
+            kept = f" The samples there were drawn with {before}." if before not in (None, {}) else ""
+            raise UsageError(
+                f"{' '.join(flag.argv)} has no effect on --rescore {args.rescore}, which scores the samples that are"
+                f" there.{kept} Leave it out, or evaluate into another folder without --rescore."
+            )
+
+
+def _scorers(problems: Sequence[Problem]) -> dict[str, Any]:
+    """The settings of the problems' scorers."""
+    names = {problem.scorer for problem in problems}
+    return {"scorer": ", ".join(sorted(names)), "scorer_files": contents(problem.scorer for problem in problems)}
 
 
 def _jobs(
@@ -195,142 +319,109 @@ def _checked_length(model: str, jobs: Sequence[Job], max_tokens: int) -> int:
     return needed
 
 
-def _row(
-    answer: Generated, problem: Problem, sample: int, prompts: Mapping[str, str], spec: Mapping[str, Any] | None
-) -> Sample:
-    """A line of ``samples.jsonl``."""
-    prompt = prompts[problem.id]
-    row = {
-        "problem": problem.id,
-        "sample": sample,
-        "prompt": prompt,
-        "text": answer.text,
-        "tokens": len(answer.tokens),
-        "finish": answer.finish,
-        **score(problem, answer.text, prompt=prompt).columns(),
-    }
-    if spec is not None:
-        row["perturbed"] = None if answer.record is None else len(answer.record)
-    return row
-
-
-def rescore(
-    folder: str | Path,
-    *,
-    scorer: str = "auto",
-    k: Sequence[int] | None = None,
-    report: Report = lambda line: None,
-) -> dict[str, Any] | None:
-    """Checks the samples of an evaluation's folder again, without generating.
-
-    Args:
-        folder: of an evaluation.
-        scorer: another scorer for all problems; ``auto`` keeps theirs.
-        k: as in :func:`evaluate`.
-        report: called with lines of progress.
-
-    Returns:
-        The new result; None where samples are missing: the others are checked again, but nothing is counted.
-
-    Raises:
-        UsageError: for a folder without an evaluation, or a bad scorer.
-    """
-    path = Path(folder)
-    for name in (SETTINGS, PROBLEMS):
-        if not (path / name).is_file():
-            raise UsageError(f"--rescore {folder}: no {name} there. Give the --out folder of an evaluation.")
-    if scorer != "auto":
-        check_scorer(scorer)
-    with ResultFolder.opened(path, report) as held:
-        settings: dict[str, Any] = held.read(SETTINGS)
-        samples = _samples(held)
-        rows = held.lines(PROBLEMS, "id", "messages", "answer", "scorer")
-        problems = [replace(Problem(**row), messages=tuple(row["messages"])) for row in rows]
-        ks = checked_ks(k, settings["n"])
-        if scorer != "auto":
-            problems = [replace(problem, scorer=scorer) for problem in problems]
-            settings |= {"scorer": scorer, "digest": digest(problems)}
-        settings["scorer_files"] = contents(problem.scorer for problem in problems)
-        by_id = {problem.id: problem for problem in problems}
-        for sample in samples:
-            verdict = score(by_id[sample["problem"]], sample["text"], prompt=sample["prompt"])
-            sample.update(verdict.columns())
-        held.write_lines(SAMPLES, samples)
-        held.write_lines(PROBLEMS, map(asdict, problems))
-        held.write(SETTINGS, settings)
-        expected = len(problems) * settings["n"]
-        if len(samples) < expected:
-            report(f"{len(samples)} of {expected} samples are there and were checked again; sample the rest first")
-            return None
-        result = summarise(settings, problems, samples, ks, *_known(held))
-        held.write(RESULT, result)
-    return result
-
-
 def _samples(folder: ResultFolder) -> list[Sample]:
-    """The samples so far; of two with the same number the first counts."""
+    """The samples in a folder; of two with the same number the first counts."""
     samples: dict[tuple[str, int], Sample] = {}
     for row in folder.lines(SAMPLES, "problem", "sample", "text"):
         samples.setdefault((row["problem"], row["sample"]), row)
     return list(samples.values())
 
 
-def _known(folder: ResultFolder) -> tuple[float, str | None]:
+def _last_run(folder: ResultFolder) -> tuple[float, str | None]:
     """Seconds and model runner of the last run that sampled into a folder."""
     last = folder.read(RESULT) or {}
     return last.get("seconds", 0.0), last.get("versions", {}).get("model runner")
 
 
-def check_rescore_flags(
-    argv: Sequence[str],
-    args: argparse.Namespace,
-    engine: Mapping[str, object],
-    spec: Mapping[str, object] | None,
-    policy: RolloutPolicy,
-) -> None:
-    """Checks that the sampling flags of ``ngrpo eval --rescore`` have the values that the samples were drawn with.
+# --- from samples to Mean@n and Pass@k --------------------------------------------------------------
 
-    ``argv`` is everything after ``ngrpo eval``; our own options, vLLM's, the perturbation and the policy are read from
-    it.
+
+def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
+    """The k of Pass@k, sorted; by default those of 1, 4, 8, 16, 32 up to n.
 
     Raises:
-        UsageError: for a flag with another value, or without an effect on scores.
+        UsageError: for n below 1, or a k outside [1, n].
     """
-    folder = Path(args.rescore).expanduser()
-    settings = read_json(folder / SETTINGS)
-    if not (isinstance(settings, dict) and (folder / PROBLEMS).is_file()):
-        return  # no evaluation: `rescore` raises
-    model = str(packaged.folder_of(args.model)) if args.model in packaged.PACKAGED else args.model
-    # By flag: the setting of the samples, and of the command line.
-    pairs: dict[str, tuple[object, object]] = {
-        "--model": (settings["model"], str(Path(model).expanduser()) if (model or "").startswith("~") else model),
-        "--data": (settings["dataset"], args.data),
-        "--task": (settings["dataset"], f"task {args.task}"),
-        "--limit": (settings["problems"], args.limit),
-        "--n": (settings["n"], args.n),
-        "--perturbation": (settings["perturbation"], spec),
-        "rollouts": ({name: settings[name] for name in DESCRIBED if name in settings}, policy.described()),
+    if n < 1:
+        raise UsageError(f"n={n}: must be at least 1 sample per problem.")
+    if ks is None:
+        return tuple(k for k in DEFAULT_KS if k <= n)
+    for k in ks:
+        if not 1 <= k <= n:
+            raise UsageError(f"k={k}: Pass@k of n={n} samples needs k in [1, {n}]. Draw more with --n.")
+    return tuple(sorted(set(ks)))
+
+
+def summarise(
+    settings: Mapping[str, Any],
+    problems: Sequence[Problem],
+    samples: Sequence[Mapping[str, Any]],
+    ks: Sequence[int],
+    seconds: float,
+    runner: str | None,
+) -> dict[str, Any]:
+    """The content of `evaluation.json`, from n samples for each problem.
+
+    ``seconds`` is the last run's time of sampling, ``runner`` vLLM's model runner, where it is known.
+    """
+    n = settings["n"]
+    right = Counter(sample["problem"] for sample in samples if sample["correct"])
+    counts = [right[problem.id] for problem in problems]
+    tokens = sum(sample["tokens"] for sample in samples)
+    result = {
+        "format": 1,
+        **{key: settings[key] for key in DESCRIBED if key in settings},
+        **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
+        "versions": versions(runner),
+        "machine": machine(),
+        "seconds": round(seconds, 1),
+        "mean_at_n": _mean(mean_at_n(n, c) for c in counts),
+        "pass_at_k": {str(k): _mean(pass_at_k(n, c, k) for c in counts) for k in ks},
+        "reward": _mean(sample["reward"] for sample in samples),
+        "parsed": _mean(sample["parsed"] for sample in samples),
+        "timed_out": _mean(sample.get("verdict") == TIMED_OUT for sample in samples),
+        "cut": _mean(sample["finish"] == "length" for sample in samples),
+        "tokens_per_answer": tokens / len(samples),
+        "problems": [{"id": problem.id, "n": n, "correct": c} for problem, c in zip(problems, counts)],
     }
-    for name, value in settings["sampling"].items():
-        pairs[f"--{name.replace('_', '-')}"] = value, getattr(args, name)
-    for name, value in settings["engine"].items():
-        pairs[f"--vllm.{name}"] = value, engine.get(name)
-    for flag in Flags(argv):
-        name = flag.name
-        if name in ("--rescore", "--scorer", "--k"):
-            continue
-        if name == "--actor.model_name_or_path":
-            name = "--model"
-        elif name in ("--at-step", "--of-steps") or name.startswith(("--sampling.schedule", "--policy_noise")):
-            name = "rollouts"
-        elif name.startswith("--vllm."):
-            name = "--" + name[2:].replace("-", "_")
-        elif name.startswith("--perturbation"):
-            name = "--perturbation"
-        before, now = pairs.get(name, (None, flag.name))
-        if before != now:
-            kept = f" The samples there were drawn with {before}." if before not in (None, {}) else ""
-            raise UsageError(
-                f"{' '.join(flag.argv)} has no effect on --rescore {args.rescore}, which scores the samples that are"
-                f" there.{kept} Leave it out, or evaluate into another folder without --rescore."
-            )
+    perturbed = [sample["perturbed"] for sample in samples if sample.get("perturbed") is not None]
+    if perturbed:
+        result["perturbed_rate"] = sum(perturbed) / max(1, tokens)
+    return result
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [*values]
+    return sum(known) / len(known)
+
+
+def table(result: Mapping[str, Any], folder: object) -> str:
+    """The result for people."""
+    sampling, problems, n = result["sampling"], result["problems"], result["n"]
+    spec = result["perturbation"] or {"name": "off"}
+    drawn_with = [f"{key.replace('_', ' ')} {result[key]['name']}" for key in DESCRIBED[:2] if key in result]
+    always = sum(problem["correct"] == n for problem in problems)
+    never = sum(problem["correct"] == 0 for problem in problems)
+    lines = [
+        "",
+        f"model         {result['model']}",
+        f"problems      {result['dataset']}: {len(problems)} × {n} samples, checked by {result['scorer']}",
+        f"sampling      temperature {sampling['temperature']:g}, top-p {sampling['top_p']:g}, at most"
+        f" {sampling['max_tokens']} tokens, seed {sampling['seed']}",
+        f"perturbation  {spec['name']}" + (f" rate={spec['rate']}" if "rate" in spec else ""),
+    ]
+    if drawn_with:
+        sigma = f", σ {result['sigma']:g}" if "sigma" in result else ""
+        lines.append(f"drawn with    {', '.join(drawn_with)}{sigma}, of training step {result['training_step']}")
+    lines += [
+        "",
+        f"Mean@{n:<7}  {result['mean_at_n']:.3f}",
+        *(f"Pass@{k:<7}  {value:.3f}" for k, value in result["pass_at_k"].items()),
+        "",
+        f"answers       {result['parsed']:.0%} readable, {result['cut']:.0%} cut by the length limit,"
+        f" {result['timed_out']:.0%} timed out in scoring, {result['tokens_per_answer']:.0f} tokens on average",
+        f"solved        {always} always, {len(problems) - always - never} sometimes, {never} never",
+    ]
+    if "perturbed_rate" in result:
+        lines.append(f"perturbed     {result['perturbed_rate']:.3f} of the generated positions")
+    return "\n".join([*lines, f"samples       {folder}", ""])

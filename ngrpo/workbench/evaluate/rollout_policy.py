@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a training step draws its rollouts apart from the perturbation: a sampling schedule, and noise on the weights.
-
-Both change over a training; without one they are taken at a given step.
-"""
+"""The sampling schedule and the noise on the weights with which a given training step draws its rollouts."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +29,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 @dataclass(frozen=True)
 class RolloutPolicy:
-    """How the rollouts of one training step are drawn, apart from their perturbation; :meth:`of` checks it.
+    """How one training step draws rollouts, apart from their perturbation; :meth:`of` checks it.
 
     Attributes:
         run: only its sampling schedule and its noise on the weights count.
@@ -58,8 +55,8 @@ class RolloutPolicy:
         policy = cls(run, step, steps)
         if policy.schedule is not None and policy.schedule.follows_training:
             raise UsageError(
-                f"--sampling.schedule {policy.schedule.name} chooses its temperature by the rollouts of a training, and"
-                " there is none here. Leave it out; --temperature sets another one."
+                f"--sampling.schedule {policy.schedule.name} follows a training's rollouts, and there is none here."
+                " Leave it out, or set a --temperature."
             )
         if policy.noise is not None and steps is None:
             lengths = (step + 1, 10 * (step + 1), 1000 * (step + 1))
@@ -77,12 +74,10 @@ class RolloutPolicy:
 
     @property
     def schedule(self) -> SamplingSchedule | None:
-        """The sampling schedule."""
         return self.run.sampling_schedule
 
     @property
     def noise(self) -> PolicyNoise | None:
-        """The noise on the weights."""
         return self.run.policy_noise
 
     @property
@@ -100,16 +95,13 @@ class RolloutPolicy:
         """Warnings about the step."""
         if self.noise is None or self.scale > 0.0:
             return []
-        return [
-            f"--policy_noise {self.noise.name} has no noise at training step {self.step}: --at-step N takes another one"
-        ]
+        return [f"--policy_noise {self.noise.name} has no noise at training step {self.step}: give another --at-step N"]
 
     def check_temperature(self, temperature: float) -> None:
         """Raises ``UsageError`` for a schedule with greedy answers, which no temperature changes."""
         if self.schedule is not None and temperature == 0.0:
             raise UsageError(
-                f"--sampling.schedule {self.schedule.name} cannot be used with --temperature 0: which token is the"
-                " likeliest does not depend on the temperature. Leave one of them out."
+                f"--sampling.schedule {self.schedule.name} has no effect with --temperature 0. Leave one of them out."
             )
 
     def described(self) -> dict[str, Any]:
@@ -123,14 +115,12 @@ class RolloutPolicy:
 def noisy_model(model: str, policy: RolloutPolicy) -> Iterator[Any]:
     """The Hugging Face model of a folder or hub name, in its own dtype, with the noise of a policy on its weights.
 
-    On a CPU the noise is that of a training on a CPU with the same model at this step; on another device a training
-    draws other noise of the same kind.
+    The noise is that of a training on a CPU with the same model at this step; other devices draw other noise.
     """
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    assert policy.noise is not None
-    with policy.noise.added(dict(loaded.named_parameters()), policy.scale, policy.step):
+    with require(policy.noise, "policy noise").added(dict(loaded.named_parameters()), policy.scale, policy.step):
         yield loaded
 
 
@@ -159,13 +149,7 @@ def noisy_folder(model: str, policy: RolloutPolicy) -> Iterator[str]:
 
 @contextmanager
 def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
-    """An idle engine in this process with noise on its weights, and with the model's own ones again after it.
-
-    Args:
-        llm: of `ngrpo.workbench.diagnose.group_sampling.build`, idle.
-        model: what it was built from, a folder or hub name.
-        policy: of its rollouts.
-    """
+    """An idle engine of this folder or hub name with noise on its weights, and with its own weights again after it."""
     if not policy.scale:
         yield
         return

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares per-sample results of ``ngrpo eval`` with the first file's, problem by problem.
-
-Chance has drawn the problems: a mean difference has Student's t interval over them and its paired t test, corrected for
-the number of files compared with the first one (Holm), and the smallest true difference that this number of problems
-detects in four of five repetitions. Other training runs are another matter: they take seeds (`ngrpo compare`).
-"""
+"""Compares per-sample results of ``ngrpo eval`` with the first file's: a paired t test over problems (Holm's p)."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ import numpy as np
 
 from ngrpo.machine.console.text import text_table
 from ngrpo.workbench import statistics
-from ngrpo.workbench.evaluate.outcome import DEFAULT_KS
+from ngrpo.workbench.evaluate.evaluation import DEFAULT_KS
 from ngrpo.workbench.statistics import cover_at, pass_at_k
 from perturbations.errors import UsageError
 
@@ -28,7 +23,7 @@ _EXAMPLES = {"k": "1,8", "tau": "0.25,0.5"}
 
 
 class SampleFile(NamedTuple):
-    """One evaluation's answers: ``counts`` has the number of answers and of right ones by problem."""
+    """One evaluation: its name, and by problem the number of answers and of right ones."""
 
     name: str
     counts: dict[str, tuple[int, int]]

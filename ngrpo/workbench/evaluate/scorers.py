@@ -23,15 +23,9 @@ _FULL = 1.0 - 1e-6
 
 
 def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
-    """Checks one answer.
+    """The verdict on a response; one that cannot be read is wrong, not an error.
 
-    Args:
-        problem: the question, its reference and its scorer.
-        text: the model's response.
-        prompt: the prompt as the model saw it, for a reward file; the question's own text if None.
-
-    Returns:
-        The verdict. An answer that cannot be read is wrong, not an error.
+    ``prompt`` is the prompt as the model saw it, for a reward file; None: the question's own text.
 
     Raises:
         UsageError: for an unknown scorer, a missing package, or a reward file that fails.

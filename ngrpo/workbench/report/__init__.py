@@ -5,6 +5,6 @@ The page is rendered from templates, charts as SVG; a little JavaScript adds rea
 strategies. The same result gives the same bytes.
 """
 
-from ngrpo.workbench.report.page import write_diagnosis, write_report, write_training
+from ngrpo.workbench.report.page import write_report
 
-__all__ = ["write_diagnosis", "write_report", "write_training"]
+__all__ = ["write_report"]

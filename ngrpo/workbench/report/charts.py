@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The charts: curves over steps and over k, and diversity against validity.
+"""The charts: curves over steps and over k, diversity against validity, and the embedding map.
 
 Each is paths and labels that templates/charts.html draws as SVG.
 """
@@ -7,9 +7,11 @@ Each is paths and labels that templates/charts.html draws as SVG.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ngrpo.workbench.report import drawing
 from ngrpo.workbench.report.drawing import (
     SMALL,
     SQUARE,
@@ -18,15 +20,13 @@ from ngrpo.workbench.report.drawing import (
     Scale,
     Series,
     Size,
-    counted,
-    doubling,
+    by_series,
     place_label,
     spread,
 )
-from ngrpo.workbench.report.values import between, dig, ends, format_number, number, rows
+from ngrpo.workbench.report.values import between, dig, ends, format_number, number, rows, token
 
-_MOST_MARKERS = 12
-_MOST_BINS = 60
+_MOST_MARKERS, _MOST_BINS, _MOST_COPIES = 12, 60, 1500
 # Key in a step, title, decimals.
 _SMALL_CHARTS = (
     ("rate", "Perturbation rate", 3),
@@ -56,10 +56,15 @@ _MEASURES = (
     ("Tokens per second", ("tokens_per_second",), 1),
     ("Record (bytes per token)", ("record_bytes_per_token",), 2),
 )
+# Class, outline around a point, and meaning of the map's marks.
+_DOT = ("anchor", "M{:g} {:g}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z", "a token")
+_NEAR = ("near", "M{:g} {:g}h0", "perturbed, still the token or one related to it")
+_FAR = ("far", "M{:g} {:g}m-2.5 -2.5l5 5m-5 0l5 -5", "perturbed, nearest to an unrelated token")
+_DIAMOND = ("nearby", "M{:g} {:g}m-3 0l3 -3l3 3l-3 3Z", "a neighbor of a token")
 
 Point = tuple[float, float | None, float | None, float | None]
 """x; y, None in a gap; the ends of its band, None where there is none."""
-Logged = Mapping[int, Mapping[str, Any]]
+Rows = Mapping[int, Mapping[str, Any]]
 """A run's rows by step."""
 
 
@@ -88,26 +93,13 @@ class Chart(NamedTuple):
     data: dict[str, Any]
 
 
-class Score(NamedTuple):
-    """A strategy's point: validity ``x``, diversity ``y``, their intervals, and further lines of its tooltip."""
-
-    series: Series
-    x: float
-    y: float
-    across: tuple[float, float] | None
-    upward: tuple[float, float] | None
-    notes: Sequence[str]
-
-
 def line_chart(
     name: str,
     lines: Mapping[Series, Sequence[Point]],
     xs: Scale,
     labels: Sequence[str],
+    titles: tuple[str, str, str],
     *,
-    title: str,
-    y_title: str,
-    x_title: str = "training step",
     size: Size = WIDE,
     digits: int = 3,
 ) -> Chart | None:
@@ -118,9 +110,7 @@ def line_chart(
         lines: points by strategy, one (or a gap) for every position of ``labels``.
         xs: the scale across.
         labels: the tooltip's name of each position, ``step 12``.
-        title: description for those who cannot see the chart.
-        y_title: title of the axis upward, written above it.
-        x_title: title of the axis across.
+        titles: of the chart for those who cannot see it, of the axis across, and of the axis upward.
         size: its size.
         digits: decimals in the tooltip.
 
@@ -130,7 +120,7 @@ def line_chart(
     reach = [value for points in lines.values() for point in points for value in point[1:] if value is not None]
     if not reach:
         return None
-    ys = spread(reach, *size.upward, count=4 if size is SMALL else 5, share=True)
+    ys = spread(reach, size.upward, count=size.y_ticks, share=True)
     groups, readings, finals = [], [], []
     many = " many" if len(lines) > 5 else ""
     for series, points in lines.items():
@@ -157,17 +147,15 @@ def line_chart(
         finals.append(f"{series.name}: {format_number(last, digits)}")
     columns = [xs(point[0]) for point in next(iter(lines.values()))]
     data = {"kind": "lines", "x": columns, "labels": list(labels), "series": readings}
+    title, x_title, y_title = titles
     return Chart(name, title, f"Last values: {'; '.join(finals)}.", size, xs, ys, x_title, y_title, groups, data)
 
 
 def _path(pixels: Sequence[tuple[float, float | None]]) -> str:
     parts, pen = [], "M"
     for x, y in pixels:
-        if y is None:
-            pen = "M"
-            continue
-        parts.append(f"{pen}{x:g} {y:g}")
-        pen = "L"
+        parts.append("" if y is None else f"{pen}{x:g} {y:g}")
+        pen = "M" if y is None else "L"
     return "".join(parts)
 
 
@@ -177,62 +165,48 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
     Means are over the finished runs of a strategy. Only the evaluation compares strategies: each draws its rollouts,
     and so their rewards, in its own way.
     """
-    runs, evaluated = _by_step(results, series, "steps"), _by_step(results, series, "evaluations")
-    steps = sorted({step for group in runs.values() for run in group for step in run})
+    runs: dict[str, list[Rows]] = {}
+    evaluated: dict[str, list[Rows]] = {}
+    for run in rows(results, "runs"):
+        if run.get("status") == "done" and run.get("strategy") in series:
+            for key, into in (("steps", runs), ("evaluations", evaluated)):
+                logged = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
+                into.setdefault(run["strategy"], []).append(logged)
+    steps, at = (sorted({s for of in kind.values() for run in of for s in run}) for kind in (runs, evaluated))
     if not steps:
         return {"order": []}
     width = -(-len(steps) // _MOST_BINS)
     bins = [steps[i : i + width] for i in range(0, len(steps), width)]
-    labels = [f"step {part[0]}" if len(part) == 1 else f"steps {part[0]}–{part[-1]}" for part in bins]
     order = [one for one in series.values() if one.name in runs]
-    at = sorted({step for group in evaluated.values() for run in group for step in run})
-    held_out = line_chart(
-        "learning-evaluation",
-        {one: _points(evaluated[one.name], "mean_at_n", [[step] for step in at]) for one in order},
-        counted(steps + at, *WIDE.across, count=7),
-        [f"step {step}" for step in at],
-        title="Evaluation while training, unperturbed, over training steps",
-        y_title="Mean@n",
-    )
 
-    def chart(key: str, title: str, digits: int, size: Size) -> Chart | None:
-        lines = {one: _points(runs[one.name], key, bins) for one in order}
+    def chart(key: str, y_title: str, digits: int = 3, size: Size = WIDE, title: str = "") -> Chart | None:
+        of, parts = (evaluated, [[step] for step in at]) if key == "mean_at_n" else (runs, bins)
+        lines = {one: _points(of[one.name], key, parts) for one in order}
         lines = {one: points for one, points in lines.items() if any(y is not None for _, y, _, _ in points)}
-        xs = counted(steps, *size.across, count=4 if size is SMALL else 7)
-        about = f"{title} over training steps"
-        return line_chart(f"learning-{key}", lines, xs, labels, title=about, y_title=title, size=size, digits=digits)
+        labels = [f"step {part[0]}" if len(part) == 1 else f"steps {part[0]}–{part[-1]}" for part in parts]
+        titles = (f"{title or y_title} over training steps", "training step", y_title)
+        xs = drawing.counted(steps + at, size)
+        return line_chart(f"learning-{key}", lines, xs, labels, titles, size=size, digits=digits)
 
-    notes = ["Lines are means over the finished runs of a strategy."]
-    if any(len(group) > 1 for group in runs.values()):
-        notes.append("Bands run from the lowest to the highest seed.")
-    if width > 1:
-        notes.append(f"Each point is the mean of {width} steps.")
     ids = [row.get("id") for row in rows(results, "strategies")]
-    absent = [one.name for one in series.values() if one.name in ids and one.name not in runs]
-    if absent:
-        notes.append(f"No finished run, so no curve: {', '.join(absent)}.")
-    small = [made for key, title, digits in _SMALL_CHARTS if (made := chart(key, title, digits, SMALL))]
-    reward = chart("reward", "Reward of the training rollouts", 3, WIDE)
-    return {"order": order, "notes": notes, "evaluation": held_out, "reward": reward, "small": small}
+    return {
+        "order": order,
+        "several": any(len(group) > 1 for group in runs.values()),
+        "width": width,
+        "absent": [one.name for one in series.values() if one.name in ids and one.name not in runs],
+        "evaluation": chart("mean_at_n", "Mean@n", title="Evaluation while training, unperturbed,"),
+        "reward": chart("reward", "Reward of the training rollouts"),
+        "small": [made for key, title, digits in _SMALL_CHARTS if (made := chart(key, title, digits, SMALL))],
+    }
 
 
-def _by_step(results: Mapping[str, Any], series: Mapping[str, Series], key: str) -> dict[str, list[Logged]]:
-    """The rows that each strategy's finished runs logged under a key."""
-    runs: dict[str, list[Logged]] = {}
-    for run in rows(results, "runs"):
-        if run.get("status") == "done" and run.get("strategy") in series:
-            logged = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
-            runs.setdefault(run["strategy"], []).append(logged)
-    return runs
-
-
-def _points(runs: Sequence[Logged], key: str, bins: Sequence[Sequence[int]]) -> list[Point]:
+def _points(runs: Sequence[Rows], key: str, bins: Sequence[Sequence[int]]) -> list[Point]:
     """Mean over seeds in each bin of steps, with the lowest and the highest seed where there are several."""
     points: list[Point] = []
     for part in bins:
         seeds = []
         for run in runs:
-            values = [value for step in part if (value := number(dig(run.get(step), key))) is not None]
+            values = [value for step in part if (value := number(run.get(step), key)) is not None]
             if values:
                 seeds.append(sum(values) / len(values))
         mean = sum(seeds) / len(seeds) if seeds else None
@@ -241,96 +215,143 @@ def _points(runs: Sequence[Logged], key: str, bins: Sequence[Sequence[int]]) -> 
     return points
 
 
-def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series], *, trained: bool) -> dict[str, Any] | None:
-    """Pass@k over k, of results (``trained``: their ``summary``) or of a diagnosis (its ``strategies``)."""
-    curves: dict[str, dict[int, Any]] = {}
-    for row in rows(source, "summary" if trained else "strategies"):
-        name = str(row.get("strategy" if trained else "name"))
+def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
+    """Pass@k over k, of the ``summary`` of results or of a diagnosis's ``strategies``."""
+    curves: dict[Series, dict[int, Mapping[str, Any]]] = {}
+    for row in rows(source, "summary") or rows(source, "strategies"):
+        name = str(row.get("strategy", row.get("name")))
         for k, value in (row.get("pass_at_k") or {}).items():
-            interval = value if trained else {"value": value}
-            if number(dig(interval, "value")) is not None and name in series:
-                curves.setdefault(name, {})[int(k)] = interval
+            interval = value if isinstance(value, Mapping) else {"value": value}
+            if number(interval.get("value")) is not None and name in series:
+                curves.setdefault(series[name], {})[int(k)] = interval
     ks = sorted({k for curve in curves.values() for k in curve})
     if not ks:
         return None
 
     def point(k: int, interval: object) -> Point:
-        value, low, high = (number(dig(interval, key)) for key in ("value", "low", "high"))
+        value, low, high = (number(interval, key) for key in ("value", "low", "high"))
         return math.log2(k), value, low, high
 
-    lines = {one: [point(k, curves[one.name].get(k)) for k in ks] for one in series.values() if one.name in curves}
+    lines = {one: [point(k, curves[one].get(k)) for k in ks] for one in series.values() if one in curves}
     over = [dig(row, "mean_at_n", "over") for row in rows(source, "summary")]
-    chart = line_chart(
-        "pass-at-k",
-        lines,
-        doubling(ks, *WIDE.across),
-        [f"Pass@{k}" for k in ks],
-        title="Pass@k over the number of samples k",
-        x_title="samples k",
-        y_title="Pass@k",
-    )
+    labels = [f"Pass@{k}" for k in ks]
+    titles = ("Pass@k over the number of samples k", "samples k", "Pass@k")
+    chart = line_chart("pass-at-k", lines, drawing.doubling(ks, WIDE), labels, titles)
     banded = " or ".join(what for what in ("seeds", "problems") if what in over)
     return {"order": list(lines), "chart": chart, "banded": banded}
 
 
 def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """One point per strategy, with whiskers: more valid to the right, more diverse upward; and all numbers."""
-    strategies = rows(diagnosis, "strategies")
-    if not strategies:
+    listed = by_series(diagnosis, series)
+    if not listed:
         return None
-    scores = []
-    for row in strategies:
-        x, y = (number(dig(row, axis, "score")) for axis in ("validity", "diversity"))
-        if x is None or y is None:
-            continue
-        across, upward = (ends(dig(row, "intervals", axis)) for axis in ("validity", "diversity"))
+    columns = [column for column in _MEASURES if any(number(row, *column[1]) is not None for _, row in listed)]
+    axes = ("validity", "diversity")
+    placed = [(one, row) for one, row in listed if ends([dig(row, axis, "score") for axis in axes])]
+    chart = _scatter(placed) if placed else None
+    return {"chart": chart, "order": [one for one, _ in placed], "columns": columns, "listed": listed}
+
+
+def _scatter(placed: Sequence[tuple[Series, Mapping[str, Any]]]) -> Chart:
+    across, upward = ([ends(dig(row, "intervals", axis)) for _, row in placed] for axis in ("validity", "diversity"))
+    right, up = ([float(row[axis]["score"]) for _, row in placed] for axis in ("validity", "diversity"))
+    xs = spread([*right, *(end for pair in across for end in pair or ())], SQUARE.across)
+    ys = spread([*up, *(end for pair in upward for end in pair or ())], SQUARE.upward)
+    x_title, y_title = "validity → more valid is better", "↑ diversity: more diverse is better"
+    drawn, readings, boxes, values = [], [], [], []
+    for (one, row), valid, diverse, wide, high in zip(placed, right, up, across, upward):
+        x, y = xs(valid), ys(diverse)
+        boxes.append((x - 6, y - 6, x + 6, y + 6))  # labels keep off markers and whiskers
+        whiskers = []
+        if wide:
+            boxes.append((xs(wide[0]), y - 1, xs(wide[1]), y + 1))
+            whiskers.append(("whisker", f"M{xs(wide[0]):g} {y:g}H{xs(wide[1]):g}"))
+        if high:
+            boxes.append((x - 1, ys(high[1]), x + 1, ys(high[0])))
+            whiskers.append(("whisker", f"M{x:g} {ys(high[0]):g}V{ys(high[1]):g}"))
+        drawn.append((one, x, y, whiskers))
         notes = [
             f"{axis} {format_number(value)}" + (f" ({between(*interval)})" if interval else "")
-            for axis, value, interval in (("validity", x, across), ("diversity", y, upward))
+            for axis, value, interval in (("validity", valid, wide), ("diversity", diverse, high))
         ]
         if number(row.get("reward")) is not None:
             notes.append(f"reward {format_number(row['reward'])}")
-        scores.append(Score(series[str(row.get("name"))], x, y, across, upward, notes))
-    columns = [column for column in _MEASURES if any(number(dig(row, *column[1])) is not None for row in strategies)]
-    order = [one.series for one in scores]
-    return {"chart": _scatter(scores), "order": order, "columns": columns, "listed": by_series(strategies, series)}
-
-
-def _scatter(scores: Sequence[Score]) -> Chart | None:
-    if not scores:
-        return None
-    xs = spread([value for one in scores for value in (one.x, *(one.across or ()))], *SQUARE.across)
-    ys = spread([value for one in scores for value in (one.y, *(one.upward or ()))], *SQUARE.upward)
-    drawn, readings, boxes = [], [], []
-    for one in scores:  # Labels keep off markers and whiskers.
-        x, y = xs(one.x), ys(one.y)
-        boxes.append((x - 6, y - 6, x + 6, y + 6))
-        whiskers = []
-        if one.across:
-            left, right = map(xs, one.across)
-            boxes.append((left, y - 1, right, y + 1))
-            whiskers.append(("whisker", f"M{left:g} {y:g}H{right:g}"))
-        if one.upward:
-            low, high = map(ys, one.upward)
-            boxes.append((x - 1, high, x + 1, low))
-            whiskers.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
-        drawn.append((one.series, x, y, whiskers))
-        readings.append([x, y, one.series.index, [one.series.name, *one.notes]])
+        readings.append([x, y, one.index, [one.name, *notes]])
+        values.append(f"{one.name}: {x_title} {format_number(valid)}, {y_title} {format_number(diverse)}")
     groups = [
-        Group(f"{series.classes} big", whiskers, series, [(x, y)], place_label(series.name, x, y, SQUARE, boxes))
-        for series, x, y, whiskers in drawn
-    ]
-    x_title, y_title = "validity → more valid is better", "↑ diversity: more diverse is better"
-    values = [
-        f"{one.series.name}: {x_title} {format_number(one.x)}, {y_title} {format_number(one.y)}" for one in scores
+        Group(f"{one.classes} big", whiskers, one, [(x, y)], place_label(one.name, x, y, SQUARE, boxes))
+        for one, x, y, whiskers in drawn
     ]
     title = "Diversity against validity, one point per strategy"
     data = {"kind": "points", "points": readings}
     return Chart("diversity-validity", title, f"{'; '.join(values)}.", SQUARE, xs, ys, x_title, y_title, groups, data)
 
 
-def by_series(
-    strategies: Sequence[Mapping[str, Any]], series: Mapping[str, Series]
-) -> list[tuple[Series, Mapping[str, Any]]]:
-    """The rows of a diagnosis, each with its strategy's look."""
-    return [(series[str(row.get("name"))], row) for row in strategies]
+def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
+    """Tokens and their perturbed copies in the plane of two principal components, one panel per perturbation.
+
+    Copies related and unrelated to their token differ in shape and colour.
+    """
+    found = dig(diagnosis, "embedding_map")
+    tokens = _placed([{**row, "index": i} for i, row in enumerate(rows(found, "tokens"))])
+    neighbors, perturbations = _placed(rows(found, "neighbors")), rows(found, "perturbations")
+    if not tokens or not perturbations:
+        return None
+    copies = [_placed(rows(perturbation, "points")) for perturbation in perturbations]
+    xs, ys = (  # The same plane in every panel.
+        spread([point[axis] for points in (tokens, neighbors, *copies) for point in points], edges, count=7)
+        for axis, edges in (("x", SQUARE.across), ("y", SQUARE.upward))
+    )
+
+    def pixels(points: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+        return [(xs(point["x"]), ys(point["y"])) for point in points]
+
+    def path(mark: tuple[str, str, str], points: Sequence[tuple[float, float]]) -> tuple[str, str]:
+        return mark[0], "".join(mark[1].format(x, y) for x, y in points) or "M0 0"
+
+    anchors, nearby = pixels(tokens), pixels(neighbors)
+    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
+
+    def labels(named: Sequence[Mapping[str, Any]], at: Sequence[tuple[float, float]], force: bool) -> list[Label]:
+        texts = [token(row.get("text")).strip() for row in named]
+        return [label for text, xy in zip(texts, at) for label in place_label(text, *xy, SQUARE, boxes, force=force)]
+
+    bold, faint = labels(tokens, anchors, True), labels(neighbors, nearby, False)
+    variance = dig(found, "explained_variance") or (None, None)
+    x_title, y_title = (
+        f"component {i}" + ("" if v is None else f" ({100 * v:.0f}% of variance)") for i, v in enumerate(variance, 1)
+    )
+    panels = []
+    for count, (perturbation, points) in enumerate(zip(perturbations, copies)):
+        name = str(perturbation.get("strategy"))
+        stride = -(-len(points) // _MOST_COPIES) or 1
+        near, far = (pixels([p for p in points[::stride] if bool(p.get("related")) is kind]) for kind in (True, False))
+        unrelated, other = (
+            "–" if (part := number(perturbation.get(key))) is None else f"{format_number(100 * part, 1)}%"
+            for key in ("unrelated_share", "changed_share")
+        )
+        share, changed = f"{unrelated} became an unrelated token", f"{other} changed their nearest token"
+        readings = [[x, y, -1, _nearest(row, points)] for row, (x, y) in zip(tokens, anchors)]
+        marks = [path(_NEAR, near), path(_FAR, far), path(_DIAMOND, nearby), path(_DOT, anchors)]
+        groups = [Group("halo faint", marks, labels=faint), Group("halo", (), labels=bold)]
+        title = f"{name}: perturbed embeddings and their nearest tokens"
+        data = {"kind": "points", "points": readings}
+        chart = Chart(f"map-{count}", title, f"{share}, {changed}.", SQUARE, xs, ys, x_title, y_title, groups, data)
+        panel = {"name": name, "series": series.get(name), "share": share, "changed": changed, "points": len(points)}
+        panels.append({**panel, "stride": stride, "chart": chart})
+    shapes = [_DOT, _NEAR, _FAR, *([_DIAMOND] if neighbors else [])]
+    legend = [(kind, outline.format(6, 6), words) for kind, outline, words in shapes]
+    return {"panels": panels, "legend": legend, "metric": dig(found, "metric")}
+
+
+def _placed(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [point for point in points if ends((point.get("x"), point.get("y"))) is not None]
+
+
+def _nearest(row: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines of the tooltip: the tokens that a token's copies are read as, the most frequent first."""
+    counts = Counter(token(point.get("nearest")) for point in points if point.get("token") == row["index"])
+    lines = [f"“{other}” {count}×" for other, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))]
+    more = [f"and {len(lines) - 6} others"] if len(lines) > 6 else []
+    return [f"“{token(row.get('text'))}” is read as", *lines[:6], *more]

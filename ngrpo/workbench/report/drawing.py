@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of every drawing: a strategy's look, axes with ticks at round numbers, and labels beside points."""
+"""Parts of every chart: a strategy's look, axes with ticks at round numbers, labels beside points."""
 
 from __future__ import annotations
 
@@ -23,17 +23,12 @@ _SHAPES = (
     "M-1.2 -3.4H1.2V-1.2H3.4V1.2H1.2V3.4H-1.2V1.2H-3.4V-1.2H-1.2Z",
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 30, 46
-# Places of a label: right and down of its point, SVG's text-anchor, and the share of the text to the left of it.
+# Places of a label: right and down of its point, SVG's text-anchor.
 _SPOTS = (
-    (9, 0, "start", 0.0),
-    (-9, 0, "end", 1.0),
-    (0, -14, "middle", 0.5),
-    (0, 14, "middle", 0.5),
-    (8, -12, "start", 0.0),
-    (-8, -12, "end", 1.0),
-    (8, 12, "start", 0.0),
-    (-8, 12, "end", 1.0),
+    *((9, 0, "start"), (-9, 0, "end"), (0, -14, "middle"), (0, 14, "middle")),
+    *((8, -12, "start"), (-8, -12, "end"), (8, 12, "start"), (-8, 12, "end")),
 )
+_BEFORE = {"start": 0.0, "middle": 0.5, "end": 1.0}  # the share of the text that is left of its point
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Label = tuple[str, float, float, str]  # text, x, y, text-anchor
 
@@ -47,36 +42,43 @@ class Series:
 
     @property
     def classes(self) -> str:
-        """The CSS classes of its hue and its dash; the pair is unique among the first 37."""
+        """CSS classes of its hue and dash; the pair is unique among the first 37."""
         hue = 0 if self.index == 0 else 1 + (self.index - 1) % (HUES - 1)
         return f"h{hue} d{(self.index + self.index // _DASHES) % _DASHES}"
 
     @property
     def shape(self) -> str:
-        """The outline of its marker."""
+        """Its marker's outline."""
         return _SHAPES[self.index % len(_SHAPES)]
 
     @property
     def hollow(self) -> bool:
-        """Whether its marker is hollow, as in every second half-dozen of strategies."""
+        """Whether its marker is hollow: in every second half-dozen."""
         return bool(self.index // _DASHES % 2)
 
 
 def all_series(results: Mapping[str, Any]) -> dict[str, Series]:
     """The look of each strategy of a comparison, of a diagnosis, or of both; the baseline comes first."""
-    names = [str(row.get("id")) for row in rows(results, "strategies")]
-    names += [str(row.get("name")) for row in rows(results, "diagnosis", "strategies")]
+    both = [*rows(results, "strategies"), *rows(results, "diagnosis", "strategies")]
+    names = [str(row.get("id", row.get("name"))) for row in both]
     baseline = dig(results, "baseline") or dig(results, "diagnosis", "baseline")
     ordered = dict.fromkeys([name for name in names if name == baseline] + names)
     return {name: Series(index, name) for index, name in enumerate(ordered)}
 
 
+def by_series(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> list[tuple[Series, Mapping[str, Any]]]:
+    """The rows of a diagnosis, each with its strategy's look."""
+    return [(series[str(row.get("id", row.get("name")))], row) for row in rows(diagnosis, "strategies")]
+
+
 class Size(NamedTuple):
-    """A chart's own units; ``kind`` sets the size of its type in style.css."""
+    """A chart's own units, its type's size in style.css, and about how many ticks its axes have."""
 
     width: int
     height: int
     kind: str
+    x_ticks: int
+    y_ticks: int
 
     @property
     def across(self) -> tuple[float, float]:
@@ -89,7 +91,7 @@ class Size(NamedTuple):
         return self.height - _BOTTOM, _TOP
 
 
-WIDE, SMALL, SQUARE = Size(560, 300, "wide"), Size(360, 210, "small"), Size(480, 380, "square")
+WIDE, SMALL, SQUARE = Size(560, 300, "wide", 7, 5), Size(360, 210, "small", 4, 4), Size(480, 380, "square", 5, 5)
 
 
 @dataclass(frozen=True)
@@ -114,16 +116,11 @@ class Scale:
         return [(self(tick), label) for tick, label in zip(self.ticks, self.labels)]
 
 
-def spread(values: Sequence[float], start: float, end: float, *, count: int = 5, share: bool = False) -> Scale:
-    """A scale with about ``count`` ticks over values, which ends at round numbers.
+def spread(values: Sequence[float], edges: tuple[float, float], *, count: int = 5, share: bool = False) -> Scale:
+    """A scale between two pixels over at least one value, with about ``count`` ticks, ending at round numbers.
 
-    Args:
-        values: at least one.
-        start: pixel of its low end.
-        end: pixel of its high end.
-        count: about how many ticks.
-        share: whether values are mostly in [0, 1]: the scale then starts at 0 where that is near, and ends at 1 where
-            no value is larger.
+    ``share``: values are mostly in [0, 1]; the scale then starts at 0 where that is near, and ends at 1 where no value
+    is larger.
     """
     low, high = min(values), max(values)
     if share and 0 <= low <= 0.35 * high:
@@ -139,25 +136,25 @@ def spread(values: Sequence[float], start: float, end: float, *, count: int = 5,
     decimals = next((digits for digits in range(7) if math.isclose(round(step, digits), step)), None)
     form = ".3g" if decimals is None or high >= 1e6 else f",.{decimals}f"
     labels = [re.sub(r"e\+?(-?)0*", r"e\1", f"{tick:{form}}").replace("-", "−") for tick in ticks]
-    return Scale(ticks[0], max(ticks[-1], *values), start, end, ticks, labels)
+    return Scale(ticks[0], max(ticks[-1], *values), *edges, ticks, labels)
 
 
-def counted(values: Sequence[float], start: float, end: float, *, count: int) -> Scale:
-    """A scale over training steps: whole numbers as ticks, the first and the last step among them."""
+def counted(values: Sequence[float], size: Size) -> Scale:
+    """The scale across over training steps: whole numbers as ticks, the first and the last step among them."""
     low, high = min(values), max(values)
     if low == high:
-        return Scale(low - 1, high + 1, start, end, (low,), (f"{low:,.0f}",))
-    step = max(1.0, _step(low, high, count))
+        return Scale(low - 1, high + 1, *size.across, (low,), (f"{low:,.0f}",))
+    step = max(1.0, _step(low, high, size.x_ticks))
     inner = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
     ticks = [low, *(tick for tick in inner if tick - low > 0.6 * step and high - tick > 0.6 * step), high]
-    return Scale(low, high, start, end, ticks, [f"{tick:,.0f}" for tick in ticks])
+    return Scale(low, high, *size.across, ticks, [f"{tick:,.0f}" for tick in ticks])
 
 
-def doubling(values: Sequence[int], start: float, end: float) -> Scale:
-    """A logarithmic scale for k = 1, 2, 4, …: call it with ``math.log2(k)``; each k is a tick."""
+def doubling(values: Sequence[int], size: Size) -> Scale:
+    """The logarithmic scale across for k = 1, 2, 4, …: call it with ``math.log2(k)``; each k is a tick."""
     logs = [math.log2(value) for value in values]
     pad = 0.5 if len(logs) == 1 else 0.0
-    return Scale(logs[0] - pad, logs[-1] + pad, start, end, logs, [str(value) for value in values])
+    return Scale(logs[0] - pad, logs[-1] + pad, *size.across, logs, [str(value) for value in values])
 
 
 def _step(low: float, high: float, count: int) -> float:
@@ -171,12 +168,11 @@ def place_label(text: str, x: float, y: float, size: Size, boxes: list[Box], *, 
     """A label beside a point, clear of all boxes; without room none, unless forced."""
     short = text if len(text) <= 28 else text[:27] + "…"
     width = 7.6 * len(short)  # at the largest size of type; see style.css
-    for right, down, anchor, before in _SPOTS:
-        left, middle = x + right - before * width, y + down
+    for right, down, anchor in _SPOTS:
+        left, middle = x + right - _BEFORE[anchor] * width, y + down
         box = (left, middle - 6.5, left + width, middle + 6.5)
         inside = left >= 2 and box[2] <= size.width - 2 and box[1] >= _TOP - 10 and box[3] <= size.upward[0]
-        clear = (box[2] <= b[0] or b[2] <= left or box[3] <= b[1] or b[3] <= box[1] for b in boxes)
-        if inside and all(clear):
+        if inside and all(box[2] <= b[0] or b[2] <= left or box[3] <= b[1] or b[3] <= box[1] for b in boxes):
             boxes.append(box)
             return [(short, x + right, middle, anchor)]
     if not force:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ngrpo.workbench.report.drawing import Series
+from ngrpo.workbench.report.drawing import Series, by_series
 from ngrpo.workbench.report.values import (
     MISSING,
     between,
@@ -21,14 +22,12 @@ from ngrpo.workbench.report.values import (
     shortened,
     shown,
     signed,
-    size,
 )
 from ngrpo.workbench.statistics import ENOUGH_SEEDS
 
 _MOST_NAMES = 4
 _MOST_K = 4
 _MIDDLE, _HALF = 100.0, 92.0  # of a drawing 200 wide
-_COSTS = (("tokens_per_second", 1), ("step_seconds", 2), ("memory_bytes", None))
 # A column: its heading, and the keys of its value in a row of the summary.
 Metric = tuple[str, tuple[str, ...]]
 Summary = Mapping[str, Mapping[str, Any]]
@@ -61,7 +60,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
     """Facts, failures, what was found in one sentence, and each strategy's difference to the baseline."""
     runs = rows(results, "runs")
     seeds = list(dict.fromkeys(shown(run.get("seed")) for run in runs))
-    states = {state: [run for run in runs if run.get("status") == state] for state in ("done", "failed", "pending")}
+    states = Counter(run.get("status") for run in runs)
     created = results.get("created") or ""  # 2026-11-22T05:50:00+0000
     zone = "UTC" if created[19:] in ("+0000", "+00:00") else created[19:]
     summary, baseline = by_strategy(results), str(results.get("baseline"))
@@ -73,12 +72,12 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
             "Task": results.get("task"),
             "Machine": _machine(results),
             "Seeds": f"{len(seeds)} ({', '.join(seeds)})" if seeds else None,
-            "Runs": ", ".join(f"{len(of_state)} {state}" for state, of_state in states.items() if of_state) or "none",
+            "Runs": ", ".join(f"{states[key]} {key}" for key in ("done", "failed", "pending") if states[key]) or "none",
             "Made": created and f"{created[:10]} {created[11:16]} {zone}",
         },
         "runs": len(runs),
-        "failed": [{**run, "error": _cause(run.get("error"))} for run in states["failed"]],
-        "pending": len(states["pending"]),
+        "failed": [{**run, "error": _cause(run.get("error"))} for run in runs if run.get("status") == "failed"],
+        "pending": states["pending"],
         "one_seed": len(seeds) == 1,
         "sentence": sentence(summary, baseline, metrics),
         "forest": forest(series, summary, baseline, measure) if baseline in summary else [],
@@ -103,8 +102,8 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
     """Facts, warnings, and each strategy's diversity and validity against the unperturbed one's, in words."""
     strategies = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
-    first = strategies[0] if strategies else {}
-    baseline = next((row for row in strategies if row.get("name") == diagnosis.get("baseline")), first)
+    named = [row for row in strategies if row.get("name") == diagnosis.get("baseline")]
+    baseline = next(iter([*named, *strategies]), {})
     return {
         "facts": {
             "Model": diagnosis.get("model"),
@@ -116,11 +115,8 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         "warnings": diagnosis.get("warnings"),
         "beside": baseline.get("name"),
         "verdicts": [
-            (
-                series[str(row.get("name"))],
-                f"{_against(row, baseline, 'diversity', 'diverse')}; {_against(row, baseline, 'validity', 'valid')}.",
-            )
-            for row in strategies
+            (one, f"{_against(row, baseline, 'diversity', 'diverse')}; {_against(row, baseline, 'validity', 'valid')}.")
+            for one, row in by_series(diagnosis, series)
             if row is not baseline
         ],
     }
@@ -128,7 +124,7 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
 
 def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adjective: str) -> str:
     """``more diverse (0.61 against 0.35)``, or that the intervals overlap."""
-    one, other = number(dig(row, axis, "score")), number(dig(baseline, axis, "score"))
+    one, other = number(row, axis, "score"), number(baseline, axis, "score")
     if one is None or other is None:
         return f"{axis} unknown"
     pair = f"{format_number(one)} against {format_number(other)}"
@@ -140,7 +136,7 @@ def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adj
 
 
 def _machine(source: Mapping[str, Any]) -> str | None:
-    cores = number(dig(source, "machine", "cores"))
+    cores = number(source, "machine", "cores")
     facts = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
     parts = [*facts, None if cores is None else f"{cores:.0f} cores"]
     return ", ".join(str(part) for part in parts if part) or None
@@ -153,13 +149,13 @@ def _cause(error: object) -> str:
 
 
 class Row(NamedTuple):
-    """One strategy's line of the picture of differences.
+    """One strategy's line of the picture of differences, which is 200 wide; 100 is no difference.
 
     Attributes:
         series: the strategy.
         text: its difference, interval and test in words; its verdict where there is no difference.
         hint: the tooltip's lines, among them its whole verdict.
-        at: the place of its difference, 100 of 200 for no difference; None where nothing was compared.
+        at: the place of its difference; None where nothing was compared.
         ends: the places of its interval's ends.
         band: the places between which these seeds would often have missed a difference.
     """
@@ -177,13 +173,8 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
     measure, keys = metric
     changes = {name: dig(row, "difference", *keys) or {} for name, row in summary.items() if name != baseline}
     values = {name: number(change.get("value")) for name, change in changes.items()}
-    lengths = [
-        abs(length)
-        for change in changes.values()
-        for key in ("value", "low", "high", "detectable")
-        if (length := number(change.get(key)))
-    ]
-    reach = max(lengths, default=1.0)
+    lengths = [number(change.get(key)) for change in changes.values() for key in ("value", "low", "high", "detectable")]
+    reach = max((abs(length) for length in lengths if length), default=1.0)
 
     def beside(value: float) -> float:
         return round(_MIDDLE + _HALF * value / reach, 1)
@@ -206,15 +197,9 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
 
 
 def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str | None:
-    """The strategies that are better or worse than the baseline beyond noise, and in which measure.
+    """The strategies that are better or worse than the baseline beyond noise; None where nothing was compared.
 
-    Args:
-        summary: by strategy.
-        baseline: its name.
-        metrics: the evaluation's columns; the first one decides, a later one adds strategies not named yet.
-
-    Returns:
-        None where nothing was compared.
+    The first of ``metrics`` decides; a later one adds strategies that are not named yet.
     """
     names = [name for name in summary if name != baseline]
     if not names or not metrics or baseline not in summary:
@@ -251,69 +236,26 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
 def _beyond_noise(summary: Summary, names: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """The strategies that are better, and those that are worse, than the baseline beyond noise."""
     changes = {name: dig(summary[name], "difference", *keys) for name in names}
-    values = {name: number(dig(c, "value")) or 0.0 for name, c in changes.items() if noise(c) == "beyond noise"}
+    values = {name: number(c, "value") or 0.0 for name, c in changes.items() if noise(c) == "beyond noise"}
     return [name for name in values if values[name] > 0], [name for name in values if values[name] < 0]
 
 
 def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Per strategy: Mean@n and Pass@k with interval and difference to the baseline, and the change of its reward."""
+    """The summary's rows with what their tables show beside them: columns, and what the intervals and tests are of."""
     summary = by_strategy(results)
-    metrics = evaluated(results, summary)
-    perturbed = {str(row.get("id")) for row in rows(results, "strategies") if row.get("perturbation") is not None}
-    listed = []
-    for name, one in series.items():
-        if name not in summary:
-            continue
-        row = summary[name]
-        failed = len(rows(row, "failed"))
-        under = "baseline, " if name == results.get("baseline") else ""
-        under += plural(len(rows(row, "seeds")), "seed") + (f", {failed} failed" if failed else "")
-        listed.append((one, under, row, "of perturbed rollouts" if name in perturbed else "of its rollouts"))
+    changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
+    least = [value for change in changes if (value := number(change, "detectable"))]
+    reach = dict.fromkeys(format_number(end) for end in (min(least), max(least))) if least else ()
     return {
-        "metrics": metrics,
-        "listed": listed,
-        "notes": _notes(summary),
-        "verdicts": [(series[name], row.get("verdict")) for name, row in summary.items()],
+        "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
+        "metrics": evaluated(results, summary),
+        "baseline": results.get("baseline"),
+        "perturbed": [row.get("id") for row in rows(results, "strategies") if row.get("perturbation") is not None],
+        "over": [dig(row, "mean_at_n", "over") for row in summary.values()],
+        "comparisons": max((number(change, "comparisons") or 0 for change in changes), default=0),
+        "detectable": " to ".join(reach),
         "untrained": results.get("untrained"),
     }
-
-
-def _notes(summary: Summary) -> list[str]:
-    """What the intervals are over, the correction for several comparisons, and the smallest detectable difference."""
-    changes = [change for row in summary.values() if (change := dig(row, "difference", "mean_at_n"))]
-    over = [dig(row, "mean_at_n", "over") for row in summary.values()]
-    notes = []
-    if "seeds" in over:
-        notes.append("Intervals over seeds are of 95%, by Student's t, each for itself; they hold for these problems.")
-    if "problems" in over:
-        notes.append("With one seed the interval is over problems alone: none over seeds can be given.")
-    if (count := max((number(change.get("comparisons")) or 0 for change in changes), default=0)) > 1:
-        notes.append(
-            "“Beyond noise” is a paired t test over seeds at 5%, by Holm's correction for"
-            f" {count:.0f} comparisons within each column."
-        )
-    least = [value for change in changes if (value := number(change.get("detectable")))]
-    if least:
-        reach = " to ".join(dict.fromkeys((format_number(min(least)), format_number(max(least)))))
-        notes.append(
-            f"Smallest difference in Mean@n that so many seeds find with a chance of 80%: {reach}, by the spread seen."
-        )
-    return notes
-
-
-def cost_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
-    """Each strategy's costs, and their ratios to the baseline of the same comparison."""
-    listed = []
-    for name, row in by_strategy(results).items():
-        costs = []
-        for key, digits in _COSTS:
-            value, ratio = dig(row, "cost", key, "value"), number(dig(row, "cost", key, "ratio"))
-            under = None if ratio is None else f"×{format_number(ratio, 2)}"
-            if name == results.get("baseline"):
-                under = "baseline"
-            costs.append((size(value) if digits is None else format_number(value, digits), under))
-        listed.append((series[name], costs, format_number(dig(row, "cost", "record_bytes_per_token", "value"), 2)))
-    return {"listed": listed} if listed else None
 
 
 def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -325,8 +267,8 @@ def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def evaluated(results: Mapping[str, Any], summary: Summary) -> list[Metric]:
     """The evaluation's columns. Pass@1 is Mean@n; of many k a few are enough for a table."""
     columns: list[Metric] = []
-    if any(number(dig(row, "mean_at_n", "value")) is not None for row in summary.values()):
-        counts = {number(dig(run, "evaluation", "n")) for run in rows(results, "runs")} - {None}
+    if any(number(row, "mean_at_n", "value") is not None for row in summary.values()):
+        counts = {number(run, "evaluation", "n") for run in rows(results, "runs")} - {None}
         columns.append((f"Mean@{counts.pop():.0f}" if len(counts) == 1 else "Mean@n", ("mean_at_n",)))
     ks = sorted({k for row in summary.values() for k in row.get("pass_at_k") or ()}, key=int)
     if columns and "1" in ks:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.workbench.report.drawing import Series
-from ngrpo.workbench.report.values import dig, format_number, number, plural, rows, shortened, shown, signed, token
+from ngrpo.workbench.report.values import format_number, number, plural, rows, shortened, shown, signed, token
 
 MOST_BYTES = 1_500_000
 """Of all kept groups of a page, as JSON; the page names the number of steps left out."""
@@ -53,15 +54,10 @@ def _marked(one: Mapping[str, Any], more: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def groups(runs: Sequence[Mapping[str, Any]], series: Mapping[str, Series]) -> dict[str, Any] | None:
-    """The steps that runs kept, under their strategy and seed.
-
-    Args:
-        runs: of a comparison, or one; of each strategy the first run that kept anything is shown.
-        series: the look of each strategy.
+    """The steps that were kept by the first run of each strategy that kept any; None where no run did.
 
     Returns:
-        ``runs``: name, series, seed and steps; ``left_out``: the number of kept steps beyond the page's limit. None
-        where no run kept anything.
+        ``runs``: name, series, seed and steps; ``left_out``: the number of kept steps beyond the page's limit.
     """
     having: dict[str, Mapping[str, Any]] = {}
     for run in runs:
@@ -95,65 +91,46 @@ def _step(line: Mapping[str, Any]) -> dict[str, Any]:
     if len(edges) > _MOST_BARS:
         low, width = min(rewards), (max(rewards) - min(rewards)) / _MOST_BARS
         edges = [(low + i * width, low + (i + 1) * width) for i in range(_MOST_BARS)]
-    group_rows = [_group(group, edges) for group in rows(line, "groups")]
-    counts = Counter(_bar(edges, reward) for reward in rewards)
-    held = Counter(answer["bar"] for group in group_rows for answer in group["answers"])
+    begins = [low for low, _ in edges]
+
+    def bar(reward: float | None) -> int | None:
+        """The last bar that begins at or below a reward."""
+        return None if reward is None or not begins else max(bisect_right(begins, reward) - 1, 0)
+
+    groups = []
+    for group in rows(line, "groups"):
+        prompt, answers = (
+            group.get("prompt"),
+            [{**_answer(one), "bar": bar(number(one, "reward"))} for one in rows(group, "answers")],
+        )
+        diversity = {key: number(group, "diversity", key) for key in ("different", "distinct_2", "common_prefix")}
+        groups.append({"short": shortened(shown(prompt)), "prompt": prompt, "answers": answers, **diversity})
+    counts = Counter(map(bar, rewards))
+    held = Counter(answer["bar"] for group in groups for answer in group["answers"])
     bars = [
         {
-            "label": format_number(low, 2) if low == high else f"{format_number(low, 2)} to {format_number(high, 2)}",
+            "label": " to ".join(dict.fromkeys(format_number(end, 2) for end in edge)),
             "count": counts[i],
             "share": round(100 * counts[i] / max(counts.values())),
             "held": held[i],
         }
-        for i, (low, high) in enumerate(edges)
+        for i, edge in enumerate(edges)
     ]
     mean = format_number(sum(rewards) / len(rewards) if rewards else None)
-    return {"step": line.get("step"), "answers": len(rewards), "mean": mean, "bars": bars, "groups": group_rows}
+    return {"step": line.get("step"), "answers": len(rewards), "mean": mean, "bars": bars, "groups": groups}
 
 
-def _bar(edges: Sequence[tuple[float, float]], reward: float) -> int:
-    """The last bar that begins at or below a reward."""
-    return max((i for i, (low, _) in enumerate(edges) if low <= reward), default=0)
-
-
-def _group(group: Mapping[str, Any], edges: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    prompt = group.get("prompt")
-    answers = [_answer(answer, i, edges) for i, answer in enumerate(rows(group, "answers"), start=1)]
-    facts = [plural(len(answers), "answer")]
-    different, distinct, common = (
-        number(dig(group, "diversity", key)) for key in ("different", "distinct_2", "common_prefix")
-    )
-    if different is not None:
-        facts = [f"{different:.0f} different answers of {len(answers)}"]
-        if different == 1 < len(answers):
-            facts = [f"all {len(answers)} answers are the same"]
-        if distinct is not None:
-            facts.append(f"distinct-2 {format_number(distinct, 2)}")
-        if common is not None and different != 1:
-            facts.append(f"two answers part after {format_number(common, 1)} tokens on average")
-    return {"short": shortened(shown(prompt)), "prompt": prompt, "told": " · ".join(facts), "answers": answers}
-
-
-def _answer(answer: Mapping[str, Any], place: int, edges: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _answer(answer: Mapping[str, Any]) -> dict[str, Any]:
     texts, fed = rows(answer, "tokens"), dict(rows(answer, "fed"))
     notes: list[list[str]] = [[] for _ in texts]
     for lines, gap in zip(notes, rows(answer, "gaps")):
-        if number(gap) is not None:
-            lines.append(f"gap {gap:.2g}")
+        lines += [] if number(gap) is None else [f"gap {gap:.2g}"]
     for lines, advantage in zip(notes, rows(answer, "advantages")):
-        if number(advantage) is not None:
-            lines.append(f"advantage {signed(advantage, 2)}")
+        lines += [] if number(advantage) is None else [f"advantage {signed(advantage, 2)}"]
     tokens = [
         _marked({"text": text, "perturbed": i in fed, **fed.get(i, {})}, notes[i]) for i, text in enumerate(texts)
     ]
-    reward, cut = number(answer.get("reward")), answer.get("cut")
-    facts = [f"reward {format_number(reward, 2)}", f"advantage {signed(answer.get('advantage'), 2)}"]
+    facts = [f"reward {format_number(answer.get('reward'), 2)}", f"advantage {signed(answer.get('advantage'), 2)}"]
     facts.append(f"{len(fed)} of {plural(len(texts), 'token')} perturbed" if fed else plural(len(texts), "token"))
-    return {
-        "name": f"answer {place}",
-        "facts": " · ".join(facts),
-        "tokens": tokens,
-        "notes": notes if any(notes) else None,
-        "cut": None if cut is None else plural(cut, "more token"),
-        "bar": None if reward is None or not edges else _bar(edges, reward),
-    }
+    cut = None if answer.get("cut") is None else plural(answer["cut"], "more token")
+    return {"facts": " · ".join(facts), "tokens": tokens, "notes": notes if any(notes) else None, "cut": cut}

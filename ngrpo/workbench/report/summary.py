@@ -17,19 +17,21 @@ from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import defaults
 from ngrpo.machine.upstream.versions import machine, versions
-from ngrpo.rollout import used_runner
+from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import kept_groups
 from perturbations import registry
 
-NO_STEP = (
-    "no training step was logged: are there fewer prompts than --rollout.batch_size, or were all of them filtered out"
-    " (--algo.dynamic_filtering_range)?"
+NO_STEP = "no training step was logged: are there fewer prompts than --rollout.batch_size?"
+ALL_FILTERED = (
+    "no training step was logged: all prompts were filtered out, because the mean score of every group was outside"
+    " --algo.dynamic_filtering_range."
 )
 RUNNERS = "model_runner"
 """Folder beside the summary in which the engines name their model runner."""
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
+_TRAINED = ("trained_groups", "trained_responses", "optimizer_steps")
 _ROWS = 14
 
 # Heading, key in a step, format.
@@ -73,7 +75,7 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
         "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
         "hardware": run.hardware,
         "machine": machine(),
-        "versions": versions(used_runner.read(folder / RUNNERS)),
+        "versions": versions(runner_marker.read(folder / RUNNERS)),
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),
@@ -111,8 +113,7 @@ def steps(scalars: Series) -> list[dict[str, float]]:
             row["tokens_per_second"] = at["rollout/response_length_mean"] * at["rollout/num_samples"] / seconds
         if "group_reward_std" in at:  # OpenRLHF's mean over groups: 0 where none has anything to learn from
             row["group_reward_std"] = at["group_reward_std"]
-        if "optimizer_steps" in at:
-            row["optimizer_steps"] = at["optimizer_steps"]
+        row |= {key: at[key] for key in _TRAINED if key in at}
         if "timing/step_total" in at:
             row["step_seconds"] = at["timing/step_total"]
         rows.append(row)
@@ -129,7 +130,8 @@ def table(summary: Mapping[str, Any]) -> str:
     if rows:
         lines += ["", *_grid(rows), "", *_figures(rows, summary["evaluation"])]
     else:
-        lines += ["", NO_STEP]
+        filters = Flags(summary["openrlhf_args"]).has("--algo.dynamic_filtering_enable")
+        lines += ["", ALL_FILTERED if filters else NO_STEP]
     lines.append(f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}")
     for name in ("checkpoint", "TensorBoard", "summary", "report"):
         lines.append(f"{name:<13} {places[name.lower()]}")
@@ -170,6 +172,9 @@ def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
         ends = dict((points[0], points[-1]))  # step 0 is before the training
         scores = " → ".join(f"{value:.3f} (step {step})" for step, value in ends.items())
         lines.append(f"evaluation    {scores}, {tag.rpartition('/')[2]}")
+    if any("trained_groups" in row for row in rows):
+        groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _TRAINED)
+        lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
     gaps = [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]
     if gaps:
         lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")

@@ -32,8 +32,9 @@ def rows(data: object, *keys: str) -> list[Any]:
     return dig(data, *keys) or []
 
 
-def number(value: object) -> float | None:
-    """A finite number; None for anything else."""
+def number(data: object, *keys: str) -> float | None:
+    """A finite number, or the one under nested keys; None for anything else."""
+    value = dig(data, *keys)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) <= _LARGEST else None  # NaN compares as false

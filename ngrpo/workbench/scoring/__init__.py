@@ -14,14 +14,14 @@ RIGHT, WRONG, UNREADABLE, TIMED_OUT = "right", "wrong", "unreadable", "timed_out
 
 @dataclass(frozen=True)
 class Problem:
-    """A question that a model is asked.
+    """A question for a model.
 
     Attributes:
         id: unique in its set, and the same in every run.
         messages: the chat, without a generation prompt: dictionaries with ``role`` and ``content``.
         answer: the reference; empty only where the scorer needs none.
         scorer: ``math``, ``choice``, ``reasoning_gym``, ``task:NAME``, or a Python file with ``reward_func``.
-        meta: further data for the scorer or for people; JSON values only.
+        meta: further JSON values for the scorer or for people.
     """
 
     id: str

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a response, for tasks, evaluation and trainer alike: its generated part, text after thinking, boxes,
-statements and numbers; and the checks of math answers and of a choice's letter."""
+"""Reading a response: its generated part, boxes, statements and numbers; and checks of math answers and of letters."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ def visible(text: str) -> str:
 def last_boxes(text: str) -> list[str]:
     """The contents of the last ``\\boxed{...}`` and of boxes joined to it by a comma, "and" or "or".
 
-    Braces are balanced; ``\\boxed 3`` gives ``3``. A last box that was cut off has an empty content: the text does not
-    settle on an earlier one. No boxes give no contents.
+    Braces are balanced; ``\\boxed 3`` gives ``3``. A last box that was cut off gives an empty content.
     """
     contents: list[str] = []
     begin = len(text)
@@ -94,9 +92,7 @@ def stated(text: str) -> str | None:
 def numbers(text: str, *, alone: bool = False) -> list[str]:
     """The numbers in a text, each in one form: ``1,200.50`` is ``1200.5``, and ``-0`` is ``0``.
 
-    Args:
-        text: any text.
-        alone: leave out numbers with a letter right after them, such as those of ``2x`` and ``3rd``.
+    ``alone`` leaves numbers with a letter right after them out, such as those of ``2x`` and ``3rd``.
     """
     texts = [m[0] for m in _NUMBER.finditer(text) if not (alone and re.match(r"\w", text[m.end() :]))]
     values = (Decimal(number.replace(",", "")) + 0 for number in texts)  # + 0: there is no -0
@@ -118,10 +114,9 @@ def last_statement(text: str) -> str | None:
 
 
 def outcome(text: str) -> str:
-    """The result of a response, so that two ways to the same answer are one outcome.
+    """The result of a response: the last box, else the last number, else the text in lower case with single spaces.
 
-    The content of the last box, else the last number, else the whole text in lower case with single spaces. Unlike
-    :func:`last_statement` it keeps all of a box, such as a fraction.
+    Unlike :func:`last_statement` it keeps all of a box, such as a fraction.
     """
     text = visible(text)
     boxed = "".join((last_boxed(text) or "").split())
@@ -138,15 +133,10 @@ _child: Any = None
 
 
 def check_math(answer: str, text: str) -> Verdict:
-    """Compares a model's answer with the reference; from any thread.
-
-    Args:
-        answer: the reference: LaTeX or plain, without dollar signs or with them.
-        text: the response. docs/evaluation.md says which part of it counts.
+    """Compares a response with the reference (LaTeX or plain) from any thread; docs/evaluation.md has the rules.
 
     Returns:
-        The verdict; ``timed_out`` where two tries took more than `math_equality.CPU_SECONDS` of the processor each,
-        however busy the machine.
+        The verdict; ``timed_out`` where two tries took more than `math_equality.CPU_SECONDS` of the processor each.
 
     Raises:
         UsageError: where math-verify is not installed.
@@ -221,16 +211,9 @@ _LISTED = re.compile(r"^\W*([A-Z])\s*[.):]\s*\S|\(([A-Z])\)", re.MULTILINE)
 
 
 def check_choice(answer: str, text: str, options: Sequence[str] | None = None) -> Verdict:
-    """Compares the letter that a response settles on with the right one.
+    """Compares the letter that a response settles on, ``extracted`` in the verdict, with the right one.
 
-    Args:
-        answer: the right letter.
-        text: the response.
-        options: the options' texts in order, where known: then only their letters count, and an option's text counts
-            as its letter.
-
-    Returns:
-        The verdict; ``extracted`` is the letter.
+    Where the options' texts are given, only their letters count, and an option's text counts as its letter.
     """
     letter = chosen_letter(text, options)
     return Verdict.of(letter is not None and letter == answer.strip().strip("().").upper(), letter)

@@ -57,7 +57,7 @@ def load_problems(
     skip_unanswered: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Problem]:
-    """Reads problems.
+    """Reads problems, in the order of the dataset; their ids do not depend on ``limit``.
 
     Args:
         source: a name of :data:`BENCHMARKS`, a JSONL, JSON, CSV or parquet file, or a hub dataset
@@ -67,13 +67,9 @@ def load_problems(
         scorer: ``auto`` (by layout), or one of :func:`ngrpo.workbench.evaluate.score`'s.
         limit: only the first so many.
         split: of a hub dataset; the same as ``@split``.
-        instruction: appended to the last message of each; None: a sentence on the answer's form where the dataset
-            has bare questions, nothing where it has prompts; "": nothing.
+        instruction: appended to the last message of each; None: a sentence on the answer's form after bare questions.
         skip_unanswered: leave problems without an answer out, instead of refusing the dataset.
         report: called with a line that says how many were left out.
-
-    Returns:
-        The problems, in the order of the dataset. Their ids do not depend on ``limit``.
 
     Raises:
         UsageError: for a missing, empty or unknown dataset, a problem without an answer, or an unknown scorer.

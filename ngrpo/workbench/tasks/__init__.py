@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks by name: one module here for each, with its problems and its reward.
 
-A module has ``problems()``, training and held-out rows with the columns ``input`` and ``label`` (None: nothing is held
-out); ``reward_func``, since OpenRLHF loads its file as ``--reward.remote_url``; and for evaluation ``score(answer,
-label)`` and ``final_answer(answer)``. An answer is right from a reward of ``RIGHT_FROM``, by default 1. With a constant
-``ARGUMENT``, a name for help, the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one;
-with ``OPTIONAL`` it may be left out.
+A module has ``problems()``: training and held-out rows with ``input`` and ``label`` (None: nothing is held out);
+``reward_func``, since OpenRLHF loads its file as ``--reward.remote_url``; for evaluation ``score(answer, label)``,
+``final_answer(answer)`` and ``RIGHT_FROM``, the least reward of a right answer [1]. With ``ARGUMENT``, a name for help,
+the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one; ``OPTIONAL``: may be left out.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ def usage() -> list[str]:
 
 
 def check_name(task: str, *, argument_needed: bool = True) -> None:
-    """Raises ``UsageError`` for an unknown task, or a wrong or missing argument, with the nearest match.
-
-    Args:
-        task: ``name`` or ``name:argument``.
-        argument_needed: whether a task that takes an argument must have one here.
-    """
+    """Raises ``UsageError`` for an unknown ``name`` or ``name:argument``, or a missing argument if it is needed."""
     name, colon, argument = task.partition(":")
     if name not in available():
         raise UsageError(
@@ -69,17 +63,10 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
 
 
 def prepare(task: str, folder: Path) -> dict[str, Default]:
-    """Writes a task's problems to ``train.jsonl`` and, if some are held out, ``eval.jsonl``.
-
-    Args:
-        task: ``name`` or ``name:argument``.
-        folder: where to write; made if missing.
+    """Writes a task's ``train.jsonl`` and, if some problems are held out, ``eval.jsonl``; UsageError as check_name.
 
     Returns:
         OpenRLHF's flags for the task (None: a switch).
-
-    Raises:
-        UsageError: as :func:`check_name`.
     """
     check_name(task)
     name, _, argument = task.partition(":")
@@ -101,11 +88,7 @@ def prepare(task: str, folder: Path) -> dict[str, Default]:
 
 
 def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
-    """The held-out problems of a task, scored by its own reward.
-
-    Args:
-        task: as ``--task`` takes it: ``arithmetic``, ``reasoning_gym:chain_sum``.
-        limit: only the first so many.
+    """The held-out problems of a task such as ``reasoning_gym:chain_sum``, scored by its own reward.
 
     Raises:
         UsageError: for an unknown task.
@@ -131,11 +114,7 @@ def distinct_rows(draw: Callable[[], tuple[str, str]], count: int) -> Rows:
 
 
 def number_score(answer: str, label: str) -> float:
-    """1 where the last number of a response is the label, else 0; no credit for the form.
-
-    The last, because a response like ``7 + 5 = 12`` repeats the question first. A number that the length limit cut is
-    wrong.
-    """
+    """1 where the last number of a response is the label, else 0: ``7 + 5 = 12`` repeats the question first."""
     return float(last_number(answer) == label)
 
 
@@ -147,9 +126,8 @@ def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -
         log: the name under which the fraction of such responses is logged.
 
     Returns:
-        A function of ``queries`` (prompts with responses, special tokens included), ``prompts`` (chat template applied)
-        and ``labels``. It returns ``rewards`` and ``scores``, (N,) float32, and in ``extra_logs`` 1 for each response
-        of that form, else 0.
+        From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards``
+        and ``scores``, (N,) float32, with ``extra_logs``: 1 for each response of that form, else 0.
     """
 
     def reward_func(

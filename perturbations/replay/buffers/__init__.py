@@ -17,8 +17,7 @@ from perturbations.replay.trajectory import FinishedTrajectory
 class ReplayBuffer(Options, ABC):
     """Holds the finished trajectories of one vLLM worker, by request; each tensor-parallel rank has its own.
 
-    Subclasses are frozen dataclasses whose fields come from :func:`perturbations.option`. What a buffer holds is no
-    field: see ``perturbations/replay/buffers/memory.py``.
+    Subclasses are frozen dataclasses with fields of :func:`perturbations.option`; their content is no field.
     """
 
     kind = "replay buffer"

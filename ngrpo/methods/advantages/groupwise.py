@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages relative to the group: `group_norm`, `copo`, `rs_grpo`, `ngrpo`; and NGRPO's baselines without a group."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.openrlhf_parser import value_of
+from ngrpo.methods.advantages import register
+from ngrpo.methods.advantages.base import ROUNDING, Advantage, VerifiedAdvantage, normalised
+from perturbations import UsageError, option
+from perturbations.errors import require
+
+
+@register("group_norm")
+@dataclass(frozen=True, kw_only=True)
+class GroupNorm(Advantage):
+    """GRPO's: rewards normalised within the group."""
+
+    paper = "GRPO, arXiv 2402.03300"
+    sums_to_zero = True
+
+    overlong: str = option(
+        "keep",
+        "answers that were cut off: as any, or out of mean and deviation, with advantage 0",
+        choices=("keep", "exclude"),
+    )
+
+    @property
+    def leaves_out_overlong(self) -> bool:  # type: ignore[override]
+        """As the option says."""
+        return self.overlong == "exclude"
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """(r − mean) / (std + 1e-9), with the sample standard deviation."""
+        return normalised(rewards)
+
+
+@register("copo")
+@dataclass(frozen=True, kw_only=True)
+class CountBonus(Advantage):
+    """COPO: a bonus of beta / sqrt(1 + N) on rarely seen (prompt, answer) outcomes, then as group_norm.
+
+    In a group of equal rewards β cancels in the normalisation: there the advantages depend on the counts alone.
+    """
+
+    paper = "COPO, arXiv 2501.12735"
+    sums_to_zero = True
+    counted = True
+
+    beta: float = option(0.1, "β, the bonus of an outcome never seen before", low=0.0)
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """The normalised r + β / √(1 + N)."""
+        seen = require(counts, "counts")
+        return normalised(rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt())
+
+
+@register("rs_grpo")
+@dataclass(frozen=True, kw_only=True)
+class RiskSensitive(Advantage):
+    """RS-GRPO: answers count by the exponential of their reward, so that rare good ones count most."""
+
+    paper = "RS-GRPO, arXiv 2509.24261"
+    sums_to_zero = True
+
+    beta: float = option(2.0, "β; at 0 the reward less its group's mean, towards ∞ only the best answer", low=0.0)
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """(exp(β r_i) / mean_j exp(β r_j) − 1) / β, its limit r_i − mean_j r_j at β = 0.
+
+        With it the loss has the gradient of (1/β) log E[exp(β r)], but for a share of 1/G, as the mean is of the same
+        answers.
+        """
+        # From the best reward down, so that nothing overflows and equal rewards give exactly 0.
+        below = rewards - rewards.amax(-1, keepdim=True)
+        if self.beta == 0.0:
+            return below - below.mean(-1, keepdim=True)
+        utility = torch.expm1(self.beta * below)
+        mean = utility.mean(-1, keepdim=True)
+        return (utility - mean) / (1.0 + mean) / self.beta
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Also a wider clip where groups are large: an only right answer has up to (G − 1) / β."""
+        added = super().flags(flags)
+        size = value_of(flags, "--rollout.n_samples_per_prompt")
+        largest = int(size) / self.beta if size.isdecimal() and self.beta > 0.0 else 0.0
+        if largest > 10.0:  # OpenRLHF's own
+            added["--reward.clip_range"] = (f"-{math.ceil(largest)}", f"{math.ceil(largest)}")
+        return added
+
+
+@register("ngrpo")
+@dataclass(frozen=True, kw_only=True)
+class NegativeEnhanced(Advantage):
+    """NGRPO's calibration (not N-GRPO): the group is normalised with virtual best answers appended."""
+
+    paper = "NGRPO, arXiv 2509.18851"
+
+    n: int = option(1, "virtual answers of the maximum reward", low=1)
+    max_reward: float = option(1.0, "the maximum reward of the task")
+
+    def check_rewards(self, rewards: Tensor) -> None:
+        """Raises ``UsageError`` for rewards above the maximum."""
+        highest = float(rewards.max()) if rewards.numel() else self.max_reward
+        if highest > self.max_reward + self._rounding:
+            raise UsageError(
+                f"advantage ngrpo: a reward of {highest:g} is above the maximum reward {self.max_reward:g}. Give the"
+                " task's maximum with --advantage.max_reward."
+            )
+
+    @property
+    def _rounding(self) -> float:
+        """How far float32 may be from the maximum: 0.7 is stored as 0.69999999, which is below 0.7."""
+        return ROUNDING * max(1.0, abs(self.max_reward))
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """(r − mean′) / (std′ + 1e-6), over the group and n virtual answers of the maximum reward."""
+        # Measured from the maximum, so that the virtual answers are 0 and an all-correct group is exactly 0.
+        below = rewards - self.max_reward
+        below = torch.where(below > -self._rounding, 0.0, below)
+        size = rewards.shape[1] + self.n
+        mean = below.sum(-1, keepdim=True) / size
+        squares = (below - mean).square().sum(-1, keepdim=True) + self.n * mean.square()
+        return (below - mean) / ((squares / (size - 1)).sqrt() + 1e-6)
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Also the asymmetric clipping, and the filter that drops all-correct prompts and keeps all-wrong ones."""
+        # Without an exponent, which argparse takes for a flag where the number is negative.
+        highest = f"{self.max_reward - self._rounding:.7f}".rstrip("0").rstrip(".")
+        added: dict[str, Default] = {
+            **super().flags(flags),
+            "--algo.dynamic_filtering_enable": None,
+            # OpenRLHF keeps min < mean score < max; argparse takes no "-inf" or "-1e6" for a value.
+            "--algo.dynamic_filtering_range": ("-1000000", highest),
+        }
+        # The range is for ratios of tokens; GSPO's, of whole sequences, has another scale.
+        if flags.value("--actor.policy_loss_type") != "gspo":
+            added["--actor.eps_clip_low_high"] = ("0.16", "0.24")
+        return added
+
+    def notes(self, flags: Flags) -> list[str]:
+        """Where the user's own filter drops the groups that the method is about."""
+        lowest = flags.value("--algo.dynamic_filtering_range")
+        if lowest is None or lowest.startswith("-"):
+            return []
+        return [
+            f"--advantage ngrpo learns from all-wrong groups, but --algo.dynamic_filtering_range {lowest} … drops them"
+            " from the batch."
+        ]
+
+
+@register("psr")
+@dataclass(frozen=True, kw_only=True)
+class PositiveOnly(VerifiedAdvantage):
+    """PSR, positive samples only: A = r."""
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """r."""
+        return rewards.clone()
+
+
+@register("nsr")
+@dataclass(frozen=True, kw_only=True)
+class NegativeOnly(VerifiedAdvantage):
+    """NSR, negative samples only: A = r - 1."""
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """r - 1."""
+        return rewards - 1.0
+
+
+@register("w_reinforce")
+@dataclass(frozen=True, kw_only=True)
+class WeightedReinforce(VerifiedAdvantage):
+    """W-REINFORCE: lam * r for a correct answer, r - 1 for a wrong one."""
+
+    lam: float = option(0.1, "λ, the weight of the correct answers", low=0.0)
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """λ r where r = 1, else r - 1."""
+        return torch.where(rewards >= 1.0 - ROUNDING, self.lam * rewards, rewards - 1.0)

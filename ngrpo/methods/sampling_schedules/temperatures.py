@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Temperatures of tokens (`ead`, `edt`), of responses (`ladder`) and of training steps (`e3`)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ngrpo.methods.sampling_schedules import register
+from ngrpo.methods.sampling_schedules.base import NextTokens, PastStep, Run, SamplingSchedule
+from perturbations import UsageError, option
+
+_SLOWEST = 40000.0
+# Those of t / d at s = 0; the paper's own d_0 is not known here, so it takes the release's 20 · 25.
+_D_0 = {"paper": 500.0, "released": 25.0}
+_PER_D = {"paper": 1.0, "released": 20.0}
+# The release counts training steps from 1, so its first one has d = 30 and begins with exp(t / 600).
+_FIRST_STEP = {"paper": 0, "released": 1}
+
+
+@register("ead")
+@dataclass(frozen=True, kw_only=True)
+class EAD(SamplingSchedule):
+    """EAD: each answer begins hot and cools down, later the further the training is."""
+
+    paper = "EAD, arXiv 2510.05251"
+
+    tau_max: float = option(1.2, "τ_max, the temperature after the first c tokens", above=0.0)
+    tau_min: float = option(0.1, "τ_min, the lowest temperature", above=0.0)
+    c: int = option(10, "tokens at the beginning that are drawn at temperature 1", low=0)
+    d_0: float | None = option(None, "how slowly it cools at s = 0; none: 500, or 25 as released", above=0.0)
+    growth: float = option(5.0, "by which d grows from step to step", low=0.0)
+    variant: str = option(
+        "paper", "the exponent: t / d, or t / (20 d) as released, with s from 1", choices=("paper", "released")
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tau_min > self.tau_max:
+            raise UsageError(
+                f"sampling schedule option tau_min={self.tau_min}: must be at most tau_max={self.tau_max}."
+            )
+
+    def factor(self, at: NextTokens) -> Tensor:
+        """1 for t < c, then max(1 + τ_max − exp(t / d_s), τ_min), d_s = min(d_0 + 5 s, 40000).
+
+        The first training step is s = 0, and s = 1 as released.
+        """
+        first = _D_0[self.variant] if self.d_0 is None else self.d_0
+        step = (at.step + _FIRST_STEP[self.variant]).float()
+        d = (first + self.growth * step).clamp_max(_SLOWEST) * _PER_D[self.variant]
+        cooling = (1.0 + self.tau_max - (at.generated / d).exp()).clamp_min(self.tau_min)
+        return torch.where(at.generated < self.c, 1.0, cooling)
+
+
+@register("edt")
+@dataclass(frozen=True, kw_only=True)
+class EDT(SamplingSchedule):
+    """EDT: the lower the entropy at a position, the lower the temperature there."""
+
+    paper = "EDT, arXiv 2403.14541"
+
+    t_0: float = option(1.0, "T_0, the temperature where the entropy is high", above=0.0)
+    base: float = option(0.8, "N; at 1 nothing changes", above=0.0, high=1.0)
+    theta: float = option(0.1, "θ, how fast the temperature falls with the entropy", above=0.0)
+    least: float = option(0.1, "the lowest temperature", above=0.0)
+
+    def factor(self, at: NextTokens) -> Tensor:
+        """max(T_0 · N^(θ / H), least), H the entropy of the model's distribution in nats; at H = 0, its limit."""
+        return (self.t_0 * self.base ** (self.theta / at.entropies())).clamp_min(self.least)
+
+
+@register("ladder")
+@dataclass(frozen=True, kw_only=True)
+class Ladder(SamplingSchedule):
+    """Each answer to a prompt has a temperature of its own, from the lowest to the highest in equal ratios."""
+
+    least: float = option(0.8, "the temperature of a prompt's first answer", above=0.0)
+    most: float = option(1.25, "… and of its last one", above=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least > self.most:
+            raise UsageError(f"sampling schedule option least={self.least}: must be at most most={self.most}.")
+
+    def factor(self, at: NextTokens) -> Tensor | None:
+        """least · (most / least)^(i / (n − 1)) for answer i of n, from 0; an only answer has the one asked for."""
+        if at.answer is None or at.answers is None:
+            return None
+        share = at.answer / (at.answers - 1).clamp_min(1)
+        return torch.where(at.answers > 1, self.least * (self.most / self.least) ** share, 1.0)
+
+
+# Entropies below this count as this: the rule takes logarithms of them.
+_LEAST_ENTROPY = 1e-4
+
+
+@register("e3")
+@dataclass(frozen=True, kw_only=True)
+class E3(SamplingSchedule):
+    """E3: hotter where the policy's entropy has fallen below that of the first step, colder where it is above."""
+
+    paper = "E3, arXiv 2505.18573"
+
+    annealing: bool = option(True, "let the target fall towards the end of the run")
+    share: float = option(0.4, "the last part of the run, in which it falls", above=0.0, high=1.0)
+    end: float = option(0.9, "f: at the end the target is f times the first step's entropy", above=0.0, high=1.0)
+    most: float = option(2.0, "the temperature goes no higher than this times the one asked for", low=1.0)
+    least: float = option(0.1, "… and no lower than this times the one asked for", above=0.0, high=1.0)
+
+    def factor_of_step(self, past: Sequence[PastStep], run: Run) -> float:
+        """τ ← τ (1 + τ ln(H* / H) / (ln V + ln ln V)), H* = H_0 · ((1 − f) · ½(1 + cos πx) + f)."""
+        if not past:
+            return 1.0
+        first, last = (max(one.entropy, _LEAST_ENTROPY) for one in (past[0], past[-1]))
+        target = first * self._share_of_first(len(past), run.steps)
+        slowness = math.log(run.vocabulary) + math.log(math.log(run.vocabulary))
+        change = run.temperature * past[-1].factor * math.log(target / last) / slowness
+        return min(max(past[-1].factor * (1.0 + change), self.least), self.most)
+
+    def _share_of_first(self, past: int, steps: int) -> float:
+        start = steps - int(self.share * steps)
+        # As in the release, the target that a step is compared with was set after the step before it.
+        since = past - 1 - start
+        if not self.annealing or since <= 0:
+            return 1.0
+        x = min(since / (steps - start), 1.0)
+        return (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * x)) + self.end

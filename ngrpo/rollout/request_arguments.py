@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's arguments for its perturbation: checked where they come in, numbered, and keys of its cached blocks.
+
+They are checked in the caller's process, because a worker that fails takes its engine along. The functions that take
+an ``original`` are rows of `ngrpo.patches`.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ngrpo.rollout.settings import KEY, read, request_arguments
+from perturbations.errors import UsageError, nearest
+from perturbations.replay import ReplayRecord
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import ModelConfig
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.request import Request
+
+_WHERE = f"SamplingParams.extra_args[{KEY!r}]"
+# What travels to a worker, whose arrays are int64.
+_INTEGER = (int, "an integer from 0 to 9223372036854775807")
+_ALLOWED = {
+    "seed": _INTEGER,
+    "sample": _INTEGER,
+    "enabled": (bool, "True or False"),
+    "record": (bytes, "the bytes of a record: ReplayRecord.to_bytes(), in a request to a server in base64"),
+    "training_step": _INTEGER,
+    "scheduled": (bool, "True or False"),
+    "answer": _INTEGER,
+    "answers": _INTEGER,
+}
+_FIRST_POSITION = "perturbation_first_position"
+
+
+def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams:
+    """The parameters, or a copy, with valid arguments for the perturbation; UsageError for others.
+
+    The arguments may be JSON text with the record in base64, as a server passes them on.
+    """
+    raw = (getattr(params, "extra_args", None) or {}).get(KEY)
+    if raw is None:
+        return params
+    arguments = raw
+    if isinstance(raw, str):
+        try:
+            arguments = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{_WHERE} is no JSON object: {error}. Send one, such as {{}}.") from None
+        arguments = with_record_read(arguments)
+    arguments = checked_fields(arguments)
+    if arguments.get("record"):
+        if (getattr(params, "n", None) or 1) > 1:
+            raise UsageError(
+                f"{_WHERE}['record'] with n={params.n}: answers that go on with one record have its seed, and would all"
+                " be the same. Ask for one answer."
+            )
+        # D of the input embedding is the hidden size in all models but some of OPT's.
+        hidden = getattr(model_config.hf_text_config, "word_embed_proj_dim", None) or model_config.get_hidden_size()
+        try:
+            ReplayRecord.from_bytes(arguments["record"]).check_model(model_config.get_vocab_size(), hidden)
+        except ValueError as error:
+            raise UsageError(f"{_WHERE}['record']: {error}") from None
+    if arguments is raw:
+        return params
+    params = params.clone()
+    params.extra_args = {**(params.extra_args or {}), KEY: arguments}
+    return params
+
+
+def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str] = ()) -> dict[str, Any]:
+    """Arguments whose names and types are right without regard to the model; UsageError for others.
+
+    ``where``: their name in an error; ``further``: names that an error lists as known, which the caller has taken out.
+    """
+    known = [*_ALLOWED, *further]
+    if not isinstance(arguments, dict):
+        raise UsageError(f"{where} is {arguments!r}: must be a dictionary with {', '.join(known)}.")
+    for name, value in arguments.items():
+        if name not in _ALLOWED:
+            hint = nearest(str(name), known)
+            raise UsageError(f"{where}[{name!r}] is unknown. Known: {', '.join(known)}.{hint}")
+        kind, allowed = _ALLOWED[name]
+        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 <= int(value) < 1 << 63)):
+            raise UsageError(f"{where}[{name!r}]={value!r}: must be {allowed}.")
+    if arguments.get("answer", 0) >= arguments.get("answers", 1):
+        raise UsageError(
+            f"{where}['answer']={arguments.get('answer', 0)}: must be from 0 to 1 below 'answers', which is"
+            f" {arguments.get('answers', 1)}: how many answers the prompt gets."
+        )
+    return arguments
+
+
+def with_record_read(arguments: object, where: str = _WHERE) -> object:
+    """A server's arguments with the record, if any, read from base64; UsageError for other text."""
+    if not isinstance(arguments, dict) or not isinstance(arguments.get("record"), str):
+        return arguments
+    try:
+        return {**arguments, "record": base64.b64decode(arguments["record"], validate=True)}
+    except ValueError as error:
+        raise UsageError(
+            f"{where}['record'] is not base64: {error}. Send base64.b64encode(record.to_bytes()), as text."
+        ) from None
+
+
+def checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A bad argument is the caller's error, in the caller's process."""
+
+    @functools.wraps(original)
+    def process_inputs(
+        self: InputProcessor, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
+    ) -> Any:
+        try:
+            params = checked(params, self.model_config)
+            if kwargs.get("resumable") and read(self.vllm_config.additional_config) is not None:
+                raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
+        except UsageError as error:
+            # vLLM's server answers with status 400 to an error of its own kind alone.
+            base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
+            kind = UsageError if base is None else type("RequestError", (base, UsageError), {})
+            raise kind(str(error)) from None
+        return original(self, request_id, prompt, params, *args, **kwargs)
+
+    return process_inputs
+
+
+def numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``SamplingParams(n=…)`` with a given seed: each child must be another trajectory."""
+
+    @functools.wraps(original)
+    def child_params(self: object, index: int) -> SamplingParams:
+        params = original(self, index)
+        arguments = request_arguments(params)
+        if arguments.get("seed") is not None:
+            params = params.clone()
+            params.extra_args = {**params.extra_args, KEY: {**arguments, "sample": index}}
+        return params
+
+    return child_params
+
+
+def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's ``generate_block_hash_extra_keys``: a block of generated tokens belongs to its trajectory alone.
+
+    A block's hash shows its tokens, and not the embeddings that were fed. So a block that reaches beyond the prompt, or
+    beyond a replayed record's first position, gets the request's id as an extra key: only the same request finds it
+    again, after a preemption.
+    """
+
+    def generate_block_hash_extra_keys(request: Request, start: int, end: int, start_mm_idx: int) -> Any:
+        keys, next_mm_idx = original(request, start, end, start_mm_idx)
+        if end > _shared_tokens(request):
+            keys = (*(keys or ()), f"{KEY}:{request.request_id}")
+        return keys, next_mm_idx
+
+    return generate_block_hash_extra_keys
+
+
+def _shared_tokens(request: Request) -> int:
+    """How many of a request's first tokens are fed as they are, whichever request asks."""
+    record = request_arguments(request.sampling_params).get("record")
+    if not record:
+        return request.num_prompt_tokens
+    # Asked for every block: the record is read for the first one, and its first position stays with the request.
+    if not hasattr(request, _FIRST_POSITION):
+        positions = ReplayRecord.from_bytes(record).positions
+        setattr(request, _FIRST_POSITION, int(positions[0]) if len(positions) else request.num_prompt_tokens)
+    return min(getattr(request, _FIRST_POSITION), request.num_prompt_tokens)

@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model (`replay_check`)?
+
+A row fed with another token's embedding must give the log-probabilities of the text with that token there; all other
+rows, and one fed with its own token's, those of the untouched text. An engine's core runs a few tiny requests for this.
+Functions that take an ``original`` are rows of `ngrpo.patches`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from ngrpo import patches
+from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
+from perturbations.errors import UsageError
+from perturbations.replay import ReplayRecord
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.v1.engine.core import EngineCore
+
+_LENGTH = 10
+# By half precision or not: the fraction of the other token's effect that rounding may reach, and the least effect, in
+# nats, that tells anything.
+_ROUNDING = {False: 0.02, True: 0.25}
+_LEAST_EFFECT = {False: 1e-3, True: 0.2}
+_DUE, _PASSED = "_perturbation_check_due", "_perturbation_check_passed"
+_NUMBERS = itertools.count()
+_ATTEMPTS = 3  # texts that are tried where a model's output hardly depends on one of its inputs
+
+
+class CheckFailure(UsageError):
+    """An override does not land where it belongs; ``is_certain`` is False where the model's output cannot tell."""
+
+    def __init__(self, message: str, is_certain: bool) -> None:
+        super().__init__(message)
+        self.is_certain = is_certain
+
+
+# ---- texts and judgement ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CheckTexts:
+    """A text, the two around it in a batch, and the token whose embedding is fed at one of its rows (1 or later)."""
+
+    first: list[int]
+    text: list[int]
+    last: list[int]
+    row: int
+    other: int
+
+    @property
+    def swapped(self) -> list[int]:
+        """The text with the other token in the row."""
+        return [*self.text[: self.row], self.other, *self.text[self.row + 1 :]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two sets of log-probabilities that must agree: their mean |Δ log p| in nats, and the other token's effect.
+
+    ``allowed`` is a fraction of the effect, in place of the one for the model's dtype.
+    """
+
+    subject: str
+    apart: float
+    effect: float
+    allowed: float | None = None
+
+
+def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParallelEmbedding) -> bool:
+    """Whether modules (without the output head) have a further table of tokens, as Gemma 3n and 4 for each layer."""
+    rows = embedding.num_embeddings
+    tables = (module for module in modules if module is not embedding and hasattr(module, "embedding_dim"))
+    # Gemma's own vocabulary of a layer may lack the last tokens.
+    return any(0.9 * rows <= getattr(table, "num_embeddings", 0) <= rows for table in tables)
+
+
+def texts_of_check(vocabulary: int, longest: int, attempt: int = 0) -> CheckTexts:
+    """Texts of at most ``longest`` tokens from the vocabulary's lower half; UsageError for too short a context."""
+    length = min(_LENGTH, longest)
+    if length < 4:
+        raise UsageError(f"the start-up check needs at least 7 tokens, not {longest + 3}: raise max_model_len.")
+    usual = np.arange(vocabulary // 20, max(vocabulary // 2, min(vocabulary, 32)))
+    tokens = np.resize(np.random.default_rng(attempt).permutation(usual), 3 * length + 1).tolist()
+    first, text, last = (tokens[start : start + length] for start in (0, length, 2 * length))
+    row, other = length // 2, tokens[-1]
+    if other == text[row]:  # a vocabulary of fewer tokens than the texts have
+        other = next(token for token in usual.tolist() if token != text[row])
+    return CheckTexts(first, text, last, row, other)
+
+
+def record_of(fed: Mapping[int, int], prompt_tokens: int, num_tokens: int) -> ReplayRecord:
+    """A record that feeds tokens at positions, which ascend."""
+    ids = np.array([[token] for token in fed.values()], dtype=np.int32)
+    ones = np.ones((len(ids), 1), dtype=np.float32)
+    positions = np.array(list(fed), dtype=np.int32)
+    return ReplayRecord(0, prompt_tokens, num_tokens, positions, ids, ones, None, ones[:, 0] > 0)
+
+
+def check_texts(
+    vocabulary: int,
+    longest: int,
+    compare: Callable[[CheckTexts], Sequence[Comparison]],
+    *,
+    half_precision: bool,
+    where: str,
+    model: str,
+) -> None:
+    """Compares up to three texts, until one tells where overrides land; raises :class:`CheckFailure` otherwise."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            comparisons = compare(texts_of_check(vocabulary, longest, attempt))
+            return _judge(comparisons, half_precision=half_precision, where=where, model=model)
+        except CheckFailure as error:
+            if error.is_certain or attempt == _ATTEMPTS - 1:
+                raise
+
+
+def _judge(comparisons: Sequence[Comparison], *, half_precision: bool, where: str, model: str) -> None:
+    least = min(comparison.effect for comparison in comparisons)
+    if not least >= _LEAST_EFFECT[half_precision]:
+        raise CheckFailure(
+            f"{where} cannot be proven right for {model}: another token in its text changes log-probabilities by"
+            f" {least:.1g} on average, and {_LEAST_EFFECT[half_precision]:g} is needed to see where an override lands."
+            " Is it a trained model, and are its weights loaded?",
+            is_certain=False,
+        )
+    limits = [(each.allowed or _ROUNDING[half_precision]) * each.effect for each in comparisons]
+    lines = "\n".join(
+        f"  {each.subject}: off by {each.apart:.2g}, at most {limit:.2g} is expected"
+        for each, limit in zip(comparisons, limits)
+        if not each.apart <= limit
+    )
+    if lines:
+        raise CheckFailure(
+            f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
+            f" in the text changes it by {least:.2g}:\n{lines}\nNothing was started, since its inputs cannot be"
+            " trusted. Use a model of docs/models.md, or report this one with the lines above.",
+            is_certain=True,
+        )
+
+
+# ---- when an engine is checked ----------------------------------------------------------------------------------
+
+
+def checked_core(original: Callable[..., None]) -> Callable[..., None]:
+    """The check of an engine that perturbs ends its start, unless it is deferred; its core hashes blocks."""
+
+    @functools.wraps(original)
+    def init(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
+        config: Any = vllm_config.additional_config
+        perturbation = read(config)
+        if perturbation is not None:
+            patches.install([patches.IN_PERTURBED_CORE])
+        original(self, vllm_config, *args, **kwargs)
+        if perturbation is not None and perturbation.active:
+            setattr(self, _DUE, True)
+            if not config.get(DEFERRED_CHECK):
+                check_before_request(self)
+
+    return init
+
+
+def checked_first(original: Callable[..., None]) -> Callable[..., None]:
+    """The first request after a weight sync comes after the check that is due, where one is."""
+
+    @functools.wraps(original)
+    def add_request(self: EngineCore, *args: object, **kwargs: object) -> None:
+        check_before_request(self)
+        original(self, *args, **kwargs)
+
+    return add_request
+
+
+def with_calls_of_core(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The remote procedures that concern an engine's core; all others concern its workers."""
+
+    @functools.wraps(original)
+    def collective_rpc(self: EngineCore, method: object, *args: object, **kwargs: object) -> Any:
+        if method == "perturbation_check":
+            return [check_when_idle(self)]
+        if method != "perturbation_replace":
+            return original(self, method, *args, **kwargs)
+        # vLLM tells workers of finished requests with the next step, which an engine in its caller's process takes with
+        # the next requests only.
+        while _is_idle(self) and (self.scheduler.has_finished_requests() or self.batch_queue):
+            _, executed = self.step_fn()
+            self.post_step(executed)
+        result = original(self, method, *args, **kwargs)
+        if not getattr(self, _PASSED, False):  # it may have started without an active perturbation
+            setattr(self, _DUE, True)
+        return result
+
+    return collective_rpc
+
+
+def check_when_idle(core: EngineCore) -> None:
+    """Checks an engine with an override now, where it is idle, or else before the next request that finds it so."""
+    if read(core.vllm_config.additional_config) is not None:
+        setattr(core, _DUE, True)
+        if _is_idle(core):
+            check_core(core)
+
+
+def check_before_request(core: EngineCore) -> None:
+    """Checks the engine where that is due and nothing else is running; vLLM's dummy weights tell nothing."""
+    has_weights = core.vllm_config.load_config.load_format != "dummy"
+    if getattr(core, _DUE, False) and has_weights and _is_idle(core):
+        check_core(core)
+
+
+def _is_idle(core: EngineCore) -> bool:
+    """Whether an engine, paused or not, could run the check's requests now, and has no others.
+
+    A sleeping engine cannot: its weights or its KV cache are not in memory.
+    """
+    if core.model_executor.is_sleeping:
+        return False
+    with _without_pause(core):
+        return not core.scheduler.has_unfinished_requests()
+
+
+@contextmanager
+def _without_pause(core: EngineCore) -> Iterator[None]:
+    """Lifts the pause of a scheduler, which counts and runs no request while paused; the core's own loop waits."""
+    scheduler, state = core.scheduler, core.scheduler.pause_state
+    scheduler.set_pause_state(type(state).UNPAUSED)
+    try:
+        yield
+    finally:
+        scheduler.set_pause_state(state)
+
+
+# ---- the check of an engine -------------------------------------------------------------------------------------
+
+
+def check_core(core: EngineCore) -> float:
+    """Runs the check's requests in an idle engine and judges the answers; returns the seconds that it took."""
+    began = time.perf_counter()
+    model = core.vllm_config.model_config
+    # The check's own requests ask for no check; a failure leaves it due, so that no request runs unchecked.
+    setattr(core, _DUE, False)
+    try:
+        with _without_pause(core):
+            partly = any(core.collective_rpc("perturbation_reads_tokens"))
+            check_texts(
+                model.get_vocab_size(),
+                model.max_model_len - 3,
+                lambda texts: _comparisons(core, texts, partly),
+                half_precision=str(model.dtype) != "torch.float32",
+                where="vLLM's engine",
+                model=", ".join(model.architectures or ["a model"]),
+            )
+    except BaseException:
+        setattr(core, _DUE, True)
+        raise
+    setattr(core, _PASSED, True)
+    return time.perf_counter() - began
+
+
+@dataclass
+class _Answer:
+    """log π of each token of a text but the first, and of the likeliest tokens at the two generated ones."""
+
+    tokens: list[int] = field(default_factory=list)
+    of_text: list[np.ndarray] = field(default_factory=list)
+    next_tokens: list[dict[int, float]] = field(default_factory=list)
+
+    def since(self, row: int) -> Any:
+        """log π of the tokens behind ``row`` + 1, and the likeliest first tokens after the text."""
+        return np.concatenate(self.of_text)[row:], self.next_tokens[0]
+
+
+def _comparisons(core: EngineCore, texts: CheckTexts, partly: bool) -> list[Comparison]:
+    """Asks twice: of texts as they are, and of the same ones with overrides in the midst of others."""
+    first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
+    plain_first, plain, plain_last, as_text = _ask(core, [(t, {}) for t in (first, text, last, texts.swapped)])
+    end, fed = len(text), plain.tokens[0]
+    # The first request's rows come first in the batch, the last one's after those with an override.
+    requests: list[tuple[list[int], Mapping[int, int]]] = [
+        (first, {}),
+        (text, {row: other}),
+        (text, {row: text[row], end: fed}),
+        (text, {end: other}),
+        (last, {}),
+        ([*text, other], {}),
+    ]
+    beside_first, replaced, own, decoded, beside_last, longer = _ask(core, requests)
+
+    def whole(answer: _Answer, start: int = 0) -> Any:
+        return (*answer.since(start), answer.next_tokens[1])
+
+    def row_alone(answer: _Answer, start: int = row, stop: int = row + 1) -> Any:
+        return (np.concatenate(answer.of_text)[start:stop],)
+
+    effect = _distance(plain.since(row), as_text.since(row))
+    compared = {
+        "rows before the overridden one": (row_alone(replaced, 0, row - 1), row_alone(plain, 0, row - 1)),
+        "a row overridden with its own token's embedding": (whole(own, row), whole(plain, row)),
+        "the request in front": (whole(beside_first), whole(plain_first)),
+        "the request behind": (whole(beside_last), whole(plain_last)),
+        "the text in front of a generated token's override": (decoded.since(row), plain.since(row)),
+    }
+    if not partly:
+        compared["an overridden row of a prompt"] = (replaced.since(row), as_text.since(row))
+    comparisons = [Comparison(subject, _distance(*both), effect) for subject, both in compared.items()]
+    if partly:
+        # A table that follows the token in the text has a part in the row: only that this very row changes is known.
+        here, changed = (_distance(row_alone(plain), row_alone(answer)) for answer in (as_text, replaced))
+        same = 1.0 - min(changed / here, 1.0) if here else 1.0
+        return [*comparisons, Comparison("an overridden row, which must change", same * here, here, 0.9)]
+    step = _distance((decoded.next_tokens[1],), (longer.next_tokens[0],))
+    step_effect = _distance((plain.next_tokens[1],), (longer.next_tokens[0],))
+    return [*comparisons, Comparison("an overridden generated token", step, step_effect)]
+
+
+def _distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
+    """Mean |Δ log p|, in nats, of log-probabilities of a text (arrays) and of likeliest next tokens (dictionaries)."""
+    apart: list[float] = []
+    for one, other in zip(ones, others, strict=True):
+        if isinstance(one, dict):
+            for here, there in ((one, other), (other, one)):
+                # A token that is not among the likeliest ones there is at most as likely as the last of them.
+                apart.extend(abs(value - there.get(token, min(there.values()))) for token, value in here.items())
+        else:
+            apart.extend(np.abs(one - other).tolist())
+    return float(np.mean(apart)) if apart else 0.0
+
+
+def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> list[_Answer]:
+    """Runs requests to their end, two greedy tokens each: a text, and by position the token that is fed there.
+
+    The position after the text's last token is that of the first generated one.
+    """
+    # No name comes twice, as none of vLLM's own does: rows of a batch are known by their names.
+    answers = {f"perturbation-check-{next(_NUMBERS)}": _Answer() for _ in requests}
+    for name, (tokens, fed) in zip(answers, requests):
+        core.add_request(*core.preprocess_add_request(_request(name, tokens, fed)))
+    while core.scheduler.has_requests() or core.batch_queue:
+        steps, executed = core.step_fn()
+        core.post_step(executed)
+        for output in itertools.chain.from_iterable(outputs.outputs for outputs in (steps or {}).values()):
+            answer, of_text = answers[output.request_id], output.new_prompt_logprobs_tensors
+            answer.tokens.extend(output.new_token_ids)
+            if of_text is not None:
+                answer.of_text.append(of_text.logprobs[:, 0].float().cpu().numpy())
+            if output.new_logprobs is not None:
+                for ids, values in zip(output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs):
+                    answer.next_tokens.append({int(token): float(value) for token, value in zip(ids, values)})
+    core.collective_rpc("perturbation_drop", args=(list(answers),))
+    core.reset_prefix_cache()
+    return list(answers.values())
+
+
+def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
+    if fed:
+        arguments |= {"record": record_of(fed, len(tokens), len(tokens) + 2).to_bytes(), "ahead": True}
+    given: dict[str, Any] = {
+        "request_id": name,
+        "external_req_id": name,
+        "prompt_token_ids": tokens,
+        "arrival_time": time.time(),
+        "sampling_params": SamplingParams(
+            temperature=0.0,
+            max_tokens=2,
+            ignore_eos=True,
+            logprobs=5,
+            prompt_logprobs=0,
+            detokenize=False,
+            extra_args={KEY: arguments},
+        ),
+    }
+    # Releases differ in the fields that a request has, and in those without a default.
+    fields = EngineCoreRequest.__struct_fields__
+    required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
+    known: dict[str, Any] = dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields}
+    return EngineCoreRequest(**known)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the rollout actor has its engine check itself, and that requests wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ngrpo.rollout import startup_check
+from ngrpo.trainers.common.engine_records import EngineCheck
+
+
+class Engine:
+    def __init__(self, error: str | None = None) -> None:
+        self.asked, self._error = 0, error
+
+    async def collective_rpc(self, method: str) -> list[Any]:
+        assert method == "perturbation_check"
+        self.asked += 1
+        await asyncio.sleep(0)
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return [None]
+
+
+@pytest.mark.parametrize(("strict", "asked"), [(False, 1), (True, 2)])
+def test_once_at_the_start_and_if_strict_after_each_sync(strict: bool, asked: int) -> None:
+    engine = Engine()
+
+    async def use() -> None:
+        check = EngineCheck(engine, perturbed=True, again=strict)
+        await asyncio.gather(*(check.passed() for _ in range(3)))
+        assert engine.asked == 1
+        check.weights_synced()
+        assert engine.asked == 1, "not at the end of the sync, when a KV cache may be asleep"
+        await asyncio.gather(*(check.passed() for _ in range(3)))
+
+    asyncio.run(use())
+    assert engine.asked == asked
+
+
+def test_every_request_gets_the_error() -> None:
+    async def use() -> list[Any]:
+        check = EngineCheck(Engine("does not feed"), perturbed=True)
+        return await asyncio.gather(*(check.passed() for _ in range(2)), return_exceptions=True)
+
+    assert [str(error) for error in asyncio.run(use())] == ["does not feed"] * 2
+
+
+def test_an_unperturbed_engine_is_not_asked() -> None:
+    engine = Engine()
+    asyncio.run(EngineCheck(engine, perturbed=False).passed())
+    assert engine.asked == 0
+
+
+class PauseState(IntEnum):
+    """vLLM's, of a scheduler."""
+
+    UNPAUSED = 0
+    PAUSED_NEW = 1
+    PAUSED_ALL = 2
+
+
+class Scheduler:
+    """As vLLM's, which counts no requests that a pause holds back."""
+
+    def __init__(self, waiting: int = 0, state: PauseState = PauseState.UNPAUSED, finished: int = 0) -> None:
+        self.waiting, self.pause_state, self.finished = waiting, state, finished
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+
+    def has_unfinished_requests(self) -> bool:
+        return self.pause_state == PauseState.UNPAUSED and self.waiting > 0
+
+    def has_finished_requests(self) -> bool:
+        return self.finished > 0
+
+    def has_requests(self) -> bool:
+        return self.has_unfinished_requests() or self.has_finished_requests()
+
+
+def core_with(scheduler: Scheduler, sleeping: bool = False) -> Any:
+    """An engine's core as far as it is asked whether it can be checked; ``states``: its scheduler's in each check."""
+    model = SimpleNamespace(dtype="torch.float32", max_model_len=32, architectures=None, get_vocab_size=lambda: 32)
+    config = SimpleNamespace(
+        additional_config={"perturbation": {"name": "neighbor"}},
+        model_config=model,
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    core = SimpleNamespace(vllm_config=config, scheduler=scheduler, states=[])
+    core.model_executor = SimpleNamespace(is_sleeping=sleeping)
+    core.collective_rpc = lambda method: [core.states.append(scheduler.pause_state)]
+    return core
+
+
+@pytest.fixture
+def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup_check, "check_texts", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("no_requests")
+@pytest.mark.parametrize("state", PauseState)
+def test_a_paused_engine_is_checked_and_paused_again(state: PauseState) -> None:
+    """As in a run that is strict and reproducible: it pauses its engines until a batch is complete."""
+    core = core_with(Scheduler(state=state))
+    startup_check.check_when_idle(core)
+    assert core.states == [PauseState.UNPAUSED] and core.scheduler.pause_state == state
+    startup_check.check_before_request(core)
+    assert len(core.states) == 1, "nothing is due any more"
+
+
+@pytest.mark.usefixtures("no_requests")
+@pytest.mark.parametrize("state", PauseState)
+def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState) -> None:
+    core = core_with(Scheduler(waiting=1, state=state))
+    startup_check.check_when_idle(core)
+    startup_check.check_before_request(core)
+    assert not core.states and core.scheduler.pause_state == state
+    core.scheduler.waiting = 0
+    startup_check.check_before_request(core)
+    assert len(core.states) == 1
+
+
+@pytest.mark.usefixtures("no_requests")
+def test_the_pause_of_a_sleeping_engine_is_not_lifted() -> None:
+    core = core_with(Scheduler(state=PauseState.PAUSED_NEW), sleeping=True)
+    startup_check.check_when_idle(core)
+    startup_check.check_before_request(core)
+    assert not core.states
+    core.model_executor.is_sleeping = False
+    startup_check.check_before_request(core)
+    assert len(core.states) == 1
+
+
+@pytest.mark.usefixtures("no_requests")
+def test_finished_requests_do_not_make_an_engine_busy() -> None:
+    """An engine in its caller's process takes no step after its last request, so that its workers hear of none."""
+    core = core_with(Scheduler(finished=2))
+    startup_check.check_when_idle(core)
+    assert len(core.states) == 1
+
+
+@pytest.mark.parametrize(("waiting", "told"), [(0, True), (1, False)])
+def test_workers_hear_of_finished_requests_before_a_perturbation_is_replaced(waiting: int, told: bool) -> None:
+    """The step that tells them would lose the tokens of requests that are running."""
+    core, calls = core_with(Scheduler(waiting=waiting, finished=2)), []
+
+    def step() -> tuple[dict[int, Any], bool]:
+        core.scheduler.finished = 0
+        calls.append("step")
+        return {}, False
+
+    core.step_fn, core.post_step, core.batch_queue = step, lambda executed: None, None
+    startup_check.with_calls_of_core(lambda self, method: calls.append(method))(core, "perturbation_replace")
+    assert calls == [*(["step"] if told else []), "perturbation_replace"]
+
+
+def test_no_request_runs_after_a_proof_that_failed() -> None:
+    """The engine lives on in its caller's process, and has to refuse the next request as it did the first one."""
+    failures = iter(["first", "second"])
+
+    def collective_rpc(method: str) -> list[Any]:
+        raise RuntimeError(next(failures))
+
+    core = core_with(Scheduler())
+    core.collective_rpc = collective_rpc
+    with pytest.raises(RuntimeError, match="first"):
+        startup_check.checked_core(lambda self, config: None)(core, core.vllm_config)
+    with pytest.raises(RuntimeError, match="second"):
+        startup_check.check_before_request(core)

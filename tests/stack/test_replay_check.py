@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's start-up check on Transformers' classes: each way of embedding passes, wrong replays are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ngrpo.rollout.startup_check import CheckFailure, texts_of_check
+from ngrpo.trainers.common.replay_check import check_replay
+from perturbations.errors import UsageError
+from perturbations.replay import scope
+from tests.stack.tiny_models import FORMS, tiny_model
+
+pytestmark = pytest.mark.stack
+_FORMS = [form for form, (_, _, engine) in FORMS.items() if "model_impl" not in engine]
+
+
+def loaded(form: str, folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model(form, folder), dtype=dtype).eval()
+
+
+def forward_of(model: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    @torch.no_grad()
+    def log_probs(sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
+        found = model(sequences, attention_mask=attention_mask).logits.float().log_softmax(-1)
+        return found[:, :-1].gather(-1, sequences[:, 1:, None]).squeeze(-1)[:, -action_mask.shape[1] :]
+
+    return log_probs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", _FORMS)
+def test_every_way_of_embedding_is_replayed(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = loaded(form, tmp_path, dtype)
+    check_replay(model, forward_of(model))
+
+
+_right = scope.flat_rows
+
+
+def _one_row_off(*args: object) -> tuple[Tensor, Tensor]:
+    rows, inside = _right(*args)
+    return rows + 1, inside
+
+
+def _first_row(*args: object) -> tuple[Tensor, Tensor]:
+    rows, inside = _right(*args)
+    return torch.zeros_like(rows), inside
+
+
+def _nowhere(*args: object) -> tuple[Tensor, Tensor]:
+    rows, inside = _right(*args)
+    return rows, torch.zeros_like(inside)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["plain", "scaled", "per_layer"])
+@pytest.mark.parametrize("wrong", [_one_row_off, _first_row, _nowhere])
+def test_a_replay_that_misses_its_row_is_named(
+    form: str, dtype: torch.dtype, wrong: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(form, tmp_path, dtype)
+    monkeypatch.setattr(scope, "flat_rows", wrong)
+    with pytest.raises(CheckFailure, match=r"the trainer does not feed .*\n  [^:]+: off by"):
+        check_replay(model, forward_of(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_factor_once_too_often_is_named(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, right = loaded("scaled", tmp_path, dtype), scope.mix
+    factor = model.get_input_embeddings().scalar_embed_scale
+    monkeypatch.setattr(scope, "mix", lambda *args: factor * right(*args))
+    with pytest.raises(CheckFailure, match="its own token's embedding: off by"):
+        check_replay(model, forward_of(model))
+
+
+def test_a_model_that_ignores_its_inputs_cannot_be_proven(tmp_path: Path) -> None:
+    model = loaded("plain", tmp_path)
+    nn.init.zeros_(model.lm_head.weight)
+    with pytest.raises(CheckFailure, match="cannot be proven right for LlamaForCausalLM"):
+        check_replay(model, forward_of(model))
+
+
+class Normed(nn.Embedding):
+    """An input embedding that normalises rows, as some models have."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = super().forward(ids)
+        return rows / rows.norm(dim=-1, keepdim=True)
+
+
+def test_an_embedding_that_is_no_multiple_of_its_matrix_is_refused(tmp_path: Path) -> None:
+    model = loaded("plain", tmp_path)
+    model.get_input_embeddings().__class__ = Normed
+    with pytest.raises(ValueError, match="replay cannot mix embeddings of Normed"):
+        check_replay(model, forward_of(model))
+
+
+@pytest.mark.parametrize("vocabulary", [6, 32, 512, 49152, 262144])
+def test_the_texts_of_a_probe(vocabulary: int) -> None:
+    texts = texts_of_check(vocabulary, 100)
+    tokens = {*texts.first, *texts.text, *texts.last, texts.other}
+    assert all(0 <= token < vocabulary for token in tokens)
+    assert texts.other != texts.text[texts.row] and len(texts.text) == len(texts.first) == 10
+    if vocabulary >= 512:
+        assert len(tokens) == 31
+        assert min(tokens) >= vocabulary // 20
+        assert max(tokens) < vocabulary // 2
+    with pytest.raises(UsageError, match="at least 7 tokens, not 6"):
+        texts_of_check(vocabulary, 3)
