@@ -48,8 +48,8 @@ class CommandParser(argparse.ArgumentParser):
             )
         return namespace
 
-    def add_problems(self) -> None:
-        """Adds the flags of the model and of the problems, for :func:`checked_model` and :func:`problems_of`."""
+    def add_problems(self, temperature: float, top_p: float, max_tokens: int) -> None:
+        """Adds the flags of the model, the problems and the draws, with defaults of the latter."""
         add = self.add_argument
         add("--model", "--actor.model_name_or_path", metavar="NAME", help="packaged name, model folder or hub name")
         add("--data", metavar="SRC", help="the problems: benchmark, file or hub dataset, see below")
@@ -60,6 +60,12 @@ class CommandParser(argparse.ArgumentParser):
         add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")
         add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
         add("--skip-unanswered", action="store_true", help="leave problems without an answer out")
+        add("--temperature", type=float, default=temperature, help=f"[{temperature:g}]")
+        add("--top-p", type=float, default=top_p, help=f"[{top_p:g}]")
+        add("--max-tokens", type=int, default=max_tokens, help=f"longest answer [{max_tokens}]")
+        add("--seed", type=int, default=0, help="the same seed draws the same samples [0]")
+        add("--at-step", type=int, default=0, help="training step that schedules and noises are of, from 0 [0]")
+        add("--of-steps", type=int, help="training steps of the run, where a noise depends on it")
 
 
 @contextmanager

@@ -82,22 +82,14 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
 
 
 def check(argv: Sequence[str]) -> None:
-    """Reads words and problems as :func:`run` would, and samples nothing.
-
-    Raises:
-        UsageError: for bad input.
-    """
+    """Reads words and problems as :func:`run` would; raises ``UsageError`` for bad input."""
     args, _, _ = _read(argv)
     problems_of(args, args.prompts, lambda line: None)
     checked_model(args)
 
 
 def state(argv: Sequence[str], path: Path) -> Literal["finished", "unfinished", "other"]:
-    """The state of a folder for the diagnosis that :func:`run` would make with these words.
-
-    Returns:
-        ``finished`` where its document is complete; ``other`` where it has other settings, so that it cannot be
-        continued; else ``unfinished``.
+    """The state of a folder for the diagnosis of these words: ``other`` where it has other settings.
 
     Raises:
         UsageError: for bad input, or a damaged file.
@@ -139,7 +131,7 @@ def parser() -> CommandParser:
         "Before any training: how different the answers of a group are under each strategy, and how valid.",
         _EXAMPLES,
     )
-    made.add_problems()
+    made.add_problems(temperature=1.0, top_p=1.0, max_tokens=256)
     add = made.add_argument
     add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")
     add("--sweep", action="append", default=[], metavar="perturbation.OPTION=V,V",
@@ -150,12 +142,6 @@ def parser() -> CommandParser:
     )  # fmt: skip
     add("--prompts", type=int, default=32, help="only the first so many problems [32]")
     add("--group", type=int, default=8, help="answers per prompt [8]")
-    add("--max-tokens", type=int, default=256, help="longest answer [256]")
-    add("--temperature", type=float, default=1.0, help="[1]")
-    add("--top-p", type=float, default=1.0, help="[1]")
-    add("--seed", type=int, default=0, help="the same for all strategies; the same seed draws the same samples [0]")
-    add("--at-step", type=int, default=0, help="training step that schedules and noises are of, from 0 [0]")
-    add("--of-steps", type=int, help="training steps of the run, where a noise depends on it")
     add("--embedding-map", action="store_true", help="where some tokens go when they are perturbed")
     add("--tokens", metavar="WORDS", help="words of the embedding map, with commas [ten common ones]")
     add("--hardware", default="auto", help="auto, cpu or cuda [auto]")

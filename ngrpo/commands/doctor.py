@@ -79,13 +79,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
 
 
 def _examine(model: str | None, report: Callable[[str], None], named: str | None) -> Iterator[Finding]:
-    """All findings; the self-test, which takes longest, comes last.
-
-    Args:
-        model: of the self-test; None leaves it out.
-        report: called before the self-test.
-        named: the model of ``--model``; an unsupported one has no self-test.
-    """
+    """All findings, the self-test of ``model`` last; ``named``, if unsupported, has none."""
     release = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
     yield Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")

@@ -34,9 +34,6 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
 
     Returns:
         0, or 1 where a check fails or the memory does not suffice.
-
-    Raises:
-        UsageError: for flags that make no run.
     """
     machine = placement.planned(shape, parse.DRY_RUN)
     if run.hardware == "auto" and shape.lower() != "true":

@@ -90,11 +90,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
 
 
 def check(argv: Sequence[str]) -> None:
-    """Reads words and problems as :func:`run` would, and samples nothing.
-
-    Raises:
-        UsageError: for bad input: an unknown option, an empty dataset, a problem without an answer.
-    """
+    """Reads words and problems as :func:`run` would; raises ``UsageError`` for bad input."""
     args, asked, _ = _read(argv)
     _drawing(args, asked)
     problems_of(args, args.limit, lambda line: None)
@@ -145,17 +141,11 @@ def parser() -> CommandParser:
     made = CommandParser(
         "eval", "Samples n answers per problem through vLLM, checks them, and counts Mean@n and Pass@k.", _EXAMPLES
     )
-    made.add_problems()
+    made.add_problems(temperature=0.6, top_p=0.95, max_tokens=4096)
     add = made.add_argument
     add("--n", type=int, default=32, help="samples per problem [32]")
     add("--k", type=_ks, help="for Pass@k, with commas [those of 1,4,8,16,32 up to n]")
-    add("--temperature", type=float, default=0.6, help="[0.6]")
-    add("--top-p", type=float, default=0.95, help="[0.95]")
-    add("--max-tokens", type=int, default=4096, help="longest answer [4096]")
-    add("--seed", type=int, default=0, help="the same seed draws the same samples [0]")
     add("--limit", type=int, help="only the first so many problems")
-    add("--at-step", type=int, default=0, help="training step that schedule and noise are of, from 0 [0]")
-    add("--of-steps", type=int, help="training steps of the run, where the noise depends on it")
     add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: goes on there")
     add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating; takes --scorer, --k")
     return made

@@ -33,13 +33,7 @@ class _Batch:
 def inspect(
     target: Advantage | type[Advantage] | str, kind: str = "advantage", **options: object
 ) -> Iterator[tuple[str, PerturbationError | None]]:
-    """Runs one check after the other, as :func:`perturbations.testing.inspect`.
-
-    Args:
-        target: an advantage, its class, or its name.
-        kind: ``advantage``.
-        options: options to create it with; none where it is already made.
-    """
+    """Checks an advantage, or its class or name with options, as :func:`perturbations.testing.inspect`."""
     return outcomes(target, advantages.registry, _checks, options)
 
 

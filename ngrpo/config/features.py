@@ -62,12 +62,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class Feature:
-    """One side of a row.
-
-    Attributes:
-        name: as the table prints it.
-        given: how it was asked for, such as ``--train.batch_size 4``; empty where it was not.
-    """
+    """One side of a row: its name in the table, and how it was given, ``--train.batch_size 4``; empty where not."""
 
     name: str
     given: Callable[[Combination], str]

@@ -184,12 +184,7 @@ def check_preset(name: str) -> None:
 
 
 def with_preset(flags: Flags, name: str | None, advantage: Advantage | None = None) -> Flags:
-    """Adds the flags of ``--preset`` and ``--advantage``; where both set one, the advantage's wins.
-
-    Args:
-        flags: OpenRLHF's flags so far, which win over both.
-        name: a preset, or None.
-        advantage: that of ``--advantage``, or None.
+    """Adds the flags of ``--preset`` and ``--advantage``: given flags win over the advantage's, these over a preset.
 
     Raises:
         UsageError: for an unknown preset, or flags that it or the advantage cannot go with.

@@ -77,10 +77,8 @@ _IN_RANGE: dict[str, tuple[Callable[[float], bool], str]] = {
 class Rule:
     """One rule.
 
-    Attributes:
-        stage: when it is looked at.
-        check: raises ``UsageError`` where the rule is broken; returns why it could not look, or None.
-        about: its line in a dry run; None for a rule without which there is no run to be shown.
+    ``check`` raises ``UsageError`` where it is broken, and returns why it could not look, or None. ``about`` is its
+    line in a dry run; None for a rule without which there is no run to be shown.
     """
 
     stage: Stage
@@ -228,15 +226,7 @@ def check_eval_at_start(flags: Flags, run: RunConfig) -> None:
 
 
 def check_model(folder: str, perturbation: Perturbation | None, noise: PolicyNoise | None = None) -> str | None:
-    """Checks the options of a perturbation and of policy noise against a local model.
-
-    Args:
-        folder: a resolved model; a hub name is left to OpenRLHF.
-        perturbation: the run's, or None.
-        noise: the run's, or None.
-
-    Returns:
-        Why the noise's weights could not be told, or None.
+    """Checks a perturbation's and a noise's options against a local model; returns why it could not look, or None.
 
     Raises:
         UsageError: where an option, such as k, does not fit the vocabulary, or no weight gets noise.
@@ -320,11 +310,7 @@ def outcomes(flags: Flags, run: RunConfig) -> list[tuple[str, Callable[[], str |
 
 
 def completed(run: RunConfig) -> Flags:
-    """OpenRLHF's flags with those of the run's folder, a preset and the methods.
-
-    Raises:
-        UsageError: for flags that make no run, whatever the machine and the data.
-    """
+    """OpenRLHF's flags with those of folder, preset and methods; ``UsageError`` for flags that make no run."""
     flags, folder = Flags(run.openrlhf), Path(run.run_dir or "run")
     check("given", flags, run)
     flags = parse.replace_model_names(flags, packaged.check_name)
@@ -361,11 +347,7 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
 
 
 def resolve_flags(run: RunConfig) -> Flags:
-    """All flags of a run that is not started; the files of its task are elsewhere.
-
-    Raises:
-        UsageError: as :func:`completed`.
-    """
+    """All flags of a run that is not started, with its task's files in a temporary folder; as :func:`completed`."""
     flags = completed(run)
     if run.task is not None:
         with suppress(UsageError):  # the rule of the dataset says it

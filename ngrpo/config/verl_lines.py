@@ -40,11 +40,7 @@ _UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # se
 
 
 def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
-    """The overrides of a run, with OpenRLHF's defaults that verl lacks, and the flags without an override.
-
-    Args:
-        run: the run.
-        flags: OpenRLHF's, those of the preset among them.
+    """The overrides of a run with complete flags of OpenRLHF, its defaults included, and the flags without an override.
 
     Raises:
         UsageError: for methods, estimators and losses that verl lacks, and for flags that would change our advantage.

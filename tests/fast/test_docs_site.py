@@ -102,7 +102,7 @@ def test_a_method_is_tabulated_once() -> None:
 
 def test_links_between_pages_lead_somewhere() -> None:
     """By file; anchors are mkdocs' to check."""
-    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "llms.txt", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]:
         for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"
 

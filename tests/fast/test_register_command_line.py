@@ -12,6 +12,7 @@ from ngrpo.config import parse
 from ngrpo.workbench.report import summary
 from perturbations import create
 from tests.fast.own_files import GATE, clean, message, write
+from tests.fast.run import refused
 
 __all__ = ["clean"]  # a fixture of every test here
 
@@ -42,19 +43,7 @@ def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
     assert (perturbation.strength, perturbation.gate.least) == (0.25, 9)
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        ("--perturbation.gate top_margn", ["unknown gate 'top_margn'", "Did you mean 'top_margin'?"]),
-        ("--perturbation.gate top_margin --perturbation.gate.margn 1", ["gate 'top_margin'", "Did you mean 'margin'?"]),
-        ("--perturbation.gate top_margin --perturbation.gate.margin 2", ["gate option margin='2'", "in [0, 1]"]),
-        ("--perturbation.gate top_margin --perturbation.gate.margin", ["gate.margin needs a value"]),
-        ("--perturbation.gate.margin 0.1", ["'gate.margin'", "no gate's name", "option 'gate'"]),
-        ("--perturbation.gate none --perturbation.gate.margin 0.1", ["no gate's name"]),
-        ("--perturbation.gate perturbations.base:Step", ["not a subclass of perturbations.Gate"]),
-        ("--perturbation.gate mine.py:Mine", ["holds no gate", "It defines Mine", "perturbations.Gate"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "parts"), [(words, parts) for words, *parts in refused("gates")])
 def test_bad_gates(words: str, parts: list[str]) -> None:
     write("mine.py")
     said = message(lambda: parse.run_config(["--perturbation", "soft", *words.split()]))
@@ -93,15 +82,7 @@ class TestCheck:
         assert "ok     a small model that it fits" in out and "WRONG  proposals for ordinary logits" in out
         assert "what: mine.py:Mine, ordinary logits: edit.ids holds" in out and "fix: Token ids must be in" in out
 
-    @pytest.mark.parametrize(
-        ("words", "code", "says"),
-        [
-            (["--help"], 0, "usage: ngrpo check"),
-            (["./mien.py"], 2, "Did you mean 'mine.py'?"),
-            (["./mine.py", "strenth=1"], 2, "Did you mean 'strength'?"),
-            (["gate", "./mine.py"], 2, "holds no gate"),
-        ],
-    )
+    @pytest.mark.parametrize(("words", "code", "says"), refused("check"))
     def test_words(self, words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
         write("mine.py")
         assert cli.main(["check", *words]) == code

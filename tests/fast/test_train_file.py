@@ -11,6 +11,7 @@ from ngrpo.config import parse
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
+from tests.fast.run import refused
 
 
 def parsed(tmp_path: Path, text: str, line: str = "") -> RunConfig:
@@ -75,16 +76,7 @@ def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: P
     assert (command.spec["k"], command.spec["rate"]) == (2, 0.2), "the same one keeps them"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("perturbation:\n  name: neighbor\n", "perturbation: holds lines of its own. Write each in full"),
-        ("config: other.yaml\n", "would read another file"),
-        ("data.input_template: it's\n", "Quote it as in a shell"),
-        ("preset: grpo\npreset: gspo\n", "'preset' is given twice"),
-        ("- grpo\n", "must hold lines such as"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), refused("config_files"))
 def test_bad_files(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--config") as error:
         parsed(tmp_path, text)

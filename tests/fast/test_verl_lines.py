@@ -12,6 +12,7 @@ from ngrpo import cli
 from ngrpo.config.verl_lines import hydra
 from ngrpo.trainers.verl.overrides import register_advantage
 from perturbations.errors import UsageError
+from tests.fast.run import refused
 
 pytest.importorskip("openrlhf")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -64,29 +65,7 @@ def test_the_last_clip_counts(capsys: pytest.CaptureFixture[str]) -> None:
     assert clip == {"low": "0.2", "high": "0.28"}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--print trl", "--print trl: verl is the one trainer"),
-        ("--print verl --credit first_token", "--credit is of OpenRLHF's trainer"),
-        ("--print verl --preset grpo --sampling.schedule edt", "--sampling.schedule is of OpenRLHF's trainer"),
-        ("--print verl --preset grpo --sampling.min_p 0.1", "--sampling.min_p is of OpenRLHF's trainer"),
-        ("--print verl --algo.advantage.estimator rloo", "rloo is not translated; group_norm is"),
-        ("--print verl", "gae (OpenRLHF's default) is not translated"),
-        ("--print verl --preset grpo --actor.eps_clip_low_high 0.2", "must be two numbers"),
-        ("--print verl --advantage copo", "--advantage copo cannot be used with verl: it looks at more than rewards"),
-        # Silently constant, and silently of rewards less the KL term.
-        (
-            "--print verl --rollout.n_samples_per_prompt 4 --advantage pass_at_k --advantage.k_end 2",
-            "--advantage pass_at_k cannot be used with verl: it changes over the run",
-        ),
-        ("--print verl --advantage rs_grpo", "--algo.kl.init_coef 0.01 (OpenRLHF's default) cannot be used with --adv"),
-        (
-            "--print verl --advantage rs_grpo --algo.kl.init_coef 0.1",
-            "--algo.kl.init_coef 0.1 cannot be used with --advantage rs_grpo: verl subtracts the KL term",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), refused("verl"))
 def test_what_verl_has_not(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--model", "m", "--task", "arithmetic", *words.split()]) == 2
     assert said in capsys.readouterr().err

@@ -32,17 +32,7 @@ def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str
     rules.check_stack()
 
 
-@pytest.mark.parametrize(
-    ("found", "parts"),
-    [
-        ({}, ["OpenRLHF is not installed", "pip install --no-deps openrlhf==0.11.2"]),
-        ({"openrlhf": "0.10.0"}, ["OpenRLHF 0.10.0", "supported: 0.11.2"]),
-        ({"openrlhf": "0.11.2"}, ["vLLM is not installed", "0.26 to 0.31"]),
-        ({"openrlhf": "0.11.2", "vllm": "0.25.1"}, ["vLLM 0.25.1", "0.26 to 0.31"]),
-        ({"openrlhf": "0.11.2", "vllm": "0.32.0"}, ["vLLM 0.32.0"]),
-        ({"openrlhf": "0.11.2", "vllm": "1.0"}, ["vLLM 1.0"]),
-    ],
-)
+@pytest.mark.parametrize(("found", "parts"), [(found, parts) for found, *parts in refused("stacks")])
 def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], parts: list[str]) -> None:
     install(monkeypatch, **found)
     with pytest.raises(ValueError) as caught:
@@ -145,17 +135,7 @@ class TestFiles:
         jsonl.write_text(jsonl.read_text() * 500 + f"{row}\n")
         self.refuse(self.args(jsonl, "--data.input_key", "inputs"), "row 501 has no 'inputs' (--data.input_key)")
 
-    @pytest.mark.parametrize(
-        ("name", "text", "part"),
-        [
-            ("a.jsonl", "", "is empty"),
-            ("a.jsonl", "\n\n", "is empty"),
-            ("a.csv", "input\n", "is empty"),
-            ("a.jsonl", "{oops\n", "line 1 is not JSON"),
-            ("a.jsonl", "[1]\n", "not a JSON object"),
-            ("a.parquet", "nonsense", "cannot be read as parquet"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "text", "part"), refused("datasets"))
     def test_empty_or_broken(self, tmp_path: Path, name: str, text: str, part: str) -> None:
         file = tmp_path / name
         file.write_text(text)
@@ -179,17 +159,7 @@ class TestFiles:
         check_files(Flags(self.args("owner/dataset@sub")))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "No such file"),
-        ("def reward_func(:\n", r"is not Python \(line 1: "),
-        ("x = '\0'\n", "is not Python"),
-        ("def reward_fun(queries, prompts, labels):\n    return 0\n", "Did you mean 'reward_fun'"),
-        ("def make():\n    def reward_func(q, p, l):\n        return 0\n", "does not define reward_func"),
-        ("# reward_func\n", "does not define reward_func"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), refused("reward_files"))
 def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said: str) -> None:
     file = tmp_path / "reward.py"
     if text is not None:
