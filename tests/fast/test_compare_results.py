@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo.commands import compare as command
-from ngrpo.machine.storage.result_folder import write_json
+from ngrpo.machine.storage.result_folder import CannotWrite, write_json
 from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan
 from ngrpo.workbench.compare.runs import ComparisonFolder, identity, status

@@ -173,7 +173,7 @@ def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
         scores = " → ".join(f"{value:.3f} (step {step})" for step, value in ends.items())
         lines.append(f"evaluation    {scores}, {tag.rpartition('/')[2]}")
     if any("trained_groups" in row for row in rows):
-        groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _TRAINED)
+        groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _AS_LOGGED[1:])
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
     gaps = [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]
     if gaps:
