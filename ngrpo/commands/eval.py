@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
-from ngrpo.machine.storage.result_folder import folder_for
+from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -45,7 +45,7 @@ examples
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again."""
-    from ngrpo.workbench.evaluate.evaluation import check_rescore_flags, evaluate, rescore, table
+    from ngrpo.workbench.evaluate.evaluation import evaluate, rescore, table
     from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     args, asked, engine_options = _read(argv)
@@ -54,7 +54,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     if args.rescore is not None:
         folder = Path(args.rescore).expanduser()
         policy = RolloutPolicy(asked, args.at_step, args.of_steps)
-        check_rescore_flags(argv, args, engine_options, asked.spec, policy)
+        _check_rescore_flags(argv, args, engine_options, asked.spec, policy)
         result = rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
@@ -175,3 +175,59 @@ def _engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         else:
             rest += flag.argv
     return rest, options
+
+
+def _check_rescore_flags(
+    argv: Sequence[str],
+    args: argparse.Namespace,
+    engine: Mapping[str, object],
+    spec: Mapping[str, object] | None,
+    policy: RolloutPolicy,
+) -> None:
+    """Checks that the sampling flags of ``ngrpo eval --rescore`` have the values of the samples that are there.
+
+    ``argv`` is everything after ``ngrpo eval``; our own options, vLLM's, the perturbation and the policy come from it.
+
+    Raises:
+        UsageError: for a flag with another value, or without an effect on scores.
+    """
+    from ngrpo.machine.models import packaged
+    from ngrpo.workbench.evaluate.evaluation import PROBLEMS
+    from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED
+
+    folder = Path(args.rescore).expanduser()
+    settings = read_json(folder / SETTINGS)
+    if not (isinstance(settings, dict) and (folder / PROBLEMS).is_file()):
+        return  # no evaluation: `rescore` raises
+    model = str(packaged.folder_of(args.model)) if args.model in packaged.PACKAGED else args.model
+    # By flag: the setting of the samples, and of the command line.
+    pairs: dict[str, tuple[object, object]] = {
+        "--model": (settings["model"], str(Path(model).expanduser()) if (model or "").startswith("~") else model),
+        "--data": (settings["dataset"], args.data),
+        "--task": (settings["dataset"], f"task {args.task}"),
+        "--limit": (settings["problems"], args.limit),
+        "--n": (settings["n"], args.n),
+        "--perturbation": (settings["perturbation"], spec),
+        "rollouts": ({name: settings[name] for name in DESCRIBED if name in settings}, policy.described()),
+        **{f"--{key.replace('_', '-')}": (value, getattr(args, key)) for key, value in settings["sampling"].items()},
+        **{f"--vllm.{key}": (value, engine.get(key)) for key, value in settings["engine"].items()},
+    }
+    for flag in Flags(argv):
+        name = flag.name
+        if name in ("--rescore", "--scorer", "--k"):
+            continue
+        if name == "--actor.model_name_or_path":
+            name = "--model"
+        elif name in ("--at-step", "--of-steps") or name.startswith(("--sampling.schedule", "--policy_noise")):
+            name = "rollouts"
+        elif name.startswith("--vllm."):
+            name = "--" + name[2:].replace("-", "_")
+        elif name.startswith("--perturbation"):
+            name = "--perturbation"
+        before, now = pairs.get(name, (None, flag.name))
+        if before != now:
+            kept = f" The samples there were drawn with {before}." if before not in (None, {}) else ""
+            raise UsageError(
+                f"{' '.join(flag.argv)} has no effect on --rescore {args.rescore}, which scores the samples that are"
+                f" there.{kept} Leave it out, or evaluate into another folder without --rescore."
+            )

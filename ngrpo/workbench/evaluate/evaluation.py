@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import Counter
@@ -17,8 +16,7 @@ from ngrpo.machine.console.progress import span
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
-from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder, read_json
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Job, Sampling
@@ -228,58 +226,6 @@ def rescore(
         result = summarise(settings, problems, samples, ks, *_last_run(held))
         held.write(RESULT, result)
     return result
-
-
-def check_rescore_flags(
-    argv: Sequence[str],
-    args: argparse.Namespace,
-    engine: Mapping[str, object],
-    spec: Mapping[str, object] | None,
-    policy: RolloutPolicy,
-) -> None:
-    """Checks that the sampling flags of ``ngrpo eval --rescore`` have the values of the samples that are there.
-
-    ``argv`` is everything after ``ngrpo eval``; our own options, vLLM's, the perturbation and the policy come from it.
-
-    Raises:
-        UsageError: for a flag with another value, or without an effect on scores.
-    """
-    folder = Path(args.rescore).expanduser()
-    settings = read_json(folder / SETTINGS)
-    if not (isinstance(settings, dict) and (folder / PROBLEMS).is_file()):
-        return  # no evaluation: `rescore` raises
-    model = str(packaged.folder_of(args.model)) if args.model in packaged.PACKAGED else args.model
-    # By flag: the setting of the samples, and of the command line.
-    pairs: dict[str, tuple[object, object]] = {
-        "--model": (settings["model"], str(Path(model).expanduser()) if (model or "").startswith("~") else model),
-        "--data": (settings["dataset"], args.data),
-        "--task": (settings["dataset"], f"task {args.task}"),
-        "--limit": (settings["problems"], args.limit),
-        "--n": (settings["n"], args.n),
-        "--perturbation": (settings["perturbation"], spec),
-        "rollouts": ({name: settings[name] for name in DESCRIBED if name in settings}, policy.described()),
-        **{f"--{key.replace('_', '-')}": (value, getattr(args, key)) for key, value in settings["sampling"].items()},
-        **{f"--vllm.{key}": (value, engine.get(key)) for key, value in settings["engine"].items()},
-    }
-    for flag in Flags(argv):
-        name = flag.name
-        if name in ("--rescore", "--scorer", "--k"):
-            continue
-        if name == "--actor.model_name_or_path":
-            name = "--model"
-        elif name in ("--at-step", "--of-steps") or name.startswith(("--sampling.schedule", "--policy_noise")):
-            name = "rollouts"
-        elif name.startswith("--vllm."):
-            name = "--" + name[2:].replace("-", "_")
-        elif name.startswith("--perturbation"):
-            name = "--perturbation"
-        before, now = pairs.get(name, (None, flag.name))
-        if before != now:
-            kept = f" The samples there were drawn with {before}." if before not in (None, {}) else ""
-            raise UsageError(
-                f"{' '.join(flag.argv)} has no effect on --rescore {args.rescore}, which scores the samples that are"
-                f" there.{kept} Leave it out, or evaluate into another folder without --rescore."
-            )
 
 
 def _scorers(problems: Sequence[Problem]) -> dict[str, Any]:
