@@ -193,12 +193,14 @@ def _latest(flags: Flags) -> Path:
 
 
 def check_output(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` where the run's folder or its log file can be neither made nor written."""
-    for flag, name in (("--run-dir", run.run_dir), ("--log-file", run.log_file)):
-        if name is None:
+    """Raises ``UsageError`` where a folder of the run or its log file can be neither made nor written."""
+    folders = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
+    outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file, **{flag: flags.value(flag) for flag in folders}}
+    for flag, name in outputs.items():
+        if not name:
             continue
         path = Path(name).expanduser()
-        if path.exists() and path.is_dir() != (flag == "--run-dir"):
+        if path.exists() and path.is_dir() == (flag == "--log-file"):
             raise UsageError(f"{flag} {path}: is a {'folder' if path.is_dir() else 'file'}. Give another path.")
         base = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not (base.is_dir() or base == path) or not os.access(base, os.W_OK):
