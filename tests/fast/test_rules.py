@@ -100,6 +100,17 @@ def test_k_above_the_vocabulary(tmp_path: Path) -> None:
     rules.check_model("owner/name-on-the-hub", create("neighbor", k=11))
 
 
+def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
+    flags = Flags(["--actor.model_name_or_path", str(tmp_path), "--data.apply_chat_template"])
+    rules.check_template(flags, run_of())  # no tokenizer: another rule's matter
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"has no chat template\. Use a model that has one"):
+        rules.check_template(flags, run_of())
+    rules.check_template(Flags(flags.argv[:2]), run_of())
+    (tmp_path / "chat_template.jinja").touch()
+    rules.check_template(flags, run_of())
+
+
 class TestFiles:
     def args(self, path: object, *more: str) -> list[str]:
         return ["--data.prompt_dataset", str(path), *more]
