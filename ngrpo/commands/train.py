@@ -155,10 +155,10 @@ def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
             launch.launch(run)
     except launch.TrainingFailed as error:
         report(f"training failed: {error}")
-        _conclude(folder, run, began)
+        _conclude(folder, run, began, stopped=True)
         return 1
     except KeyboardInterrupt:
-        _conclude(folder, run, began)
+        _conclude(folder, run, began, stopped=True)
         report(f"stopped; {folder} has the steps so far. --ckpt.load_enable continues from the last checkpoint.")
         raise
     written = _conclude(folder, run, began)
@@ -169,9 +169,10 @@ def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
     return 0
 
 
-def _conclude(folder: Path, run: RunConfig, began: float) -> dict[str, Any]:
-    """Writes the summary and the report, and prints the summary's table."""
-    text = summary.finish(folder, run, began=began)
+def _conclude(folder: Path, run: RunConfig, began: float, stopped: bool = False) -> dict[str, Any]:
+    """Writes the summary and the report, and prints the summary's table; nothing where no step was trained."""
+    if not (text := summary.finish(folder, run, began=began, stopped=stopped)):
+        return {}
     written = read_json(folder / "summary.json")
     write_report(written, folder / "report.html")
     print(text, flush=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a step that must divide each other; otherwise DeepSpeed fails late, or ranks wait forever."""
+"""Sizes of a step that must fit each other; otherwise vLLM or DeepSpeed fails late, or ranks wait forever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,13 @@ def _groups(args: Args) -> dict[str, int]:
 
 
 def check(args: Args) -> None:
-    """Raises ``UsageError`` for batches that do not divide over the ranks."""
+    """Raises ``UsageError`` for batches that do not divide over the ranks, and for no room for a prompt."""
+    longest, generated = args["data.max_len"], args["rollout.max_new_tokens"]
+    if generated is not None and generated >= longest:
+        raise UsageError(
+            f"--rollout.max_new_tokens {generated} leaves no room for a prompt in --data.max_len {longest}, the length"
+            " of prompt and response together. Raise --data.max_len, or lower --rollout.max_new_tokens."
+        )
     ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
     for role, groups in _groups(args).items():
         world = placement.world_size(args, role)

@@ -168,6 +168,12 @@ TRAINING = (
     Row(given.OTHER_ESTIMATOR, given.ADVANTAGE, "the advantage takes the place of the estimator", "give one of them"),
     Row(flag("--reward.overlong_buffer_len"), given.VERIFIED, _PENALTY, _NO_PENALTY),
     Row(flag("--reward.stop_properly_penalty_coef"), given.VERIFIED, _PENALTY, _NO_PENALTY),
+    Row(
+        both(_ASYNC, flag("--ckpt.save_steps", off="-1")),
+        given.DRAWN_AHEAD,
+        "a checkpoint has no prompts that were drawn ahead, so a resumed run would never train them",
+        "set --rollout.vllm_generate_batch_size to --rollout.batch_size, or save no checkpoints",
+    ),
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
 )
 

@@ -14,7 +14,7 @@ from perturbations.options import nearest
 
 _CHECKED = 100_000  # rows that are looked at before a run: a second or two
 _IN_FOLDERS = (*ENDINGS, ".arrow", ".txt", ".gz", ".zst")
-_NOTHING, _TEXT, _MESSAGES = "nothing", "a text", "chat messages"
+_NOTHING, _EMPTY, _TEXT, _MESSAGES = "nothing", "empty", "a text", "chat messages"
 
 
 def check_files(flags: Flags) -> None:
@@ -56,7 +56,7 @@ def _check_file(flag: str, name: str, flags: Flags) -> None:
     for kind, row in by_column.get(TOOLS, {}).items() if TOOLS not in (prompt, label) else ():
         if kind != _NOTHING:
             raise UsageError(f"{subject}: row {row} has {TOOLS}, which no prompt shows. {NO_TOOLS}")
-    kinds = by_column[label] if label else {}
+    kinds = {_TEXT if kind == _EMPTY else kind: row for kind, row in reversed(by_column.get(label or "", {}).items())}
     # `datasets` 5.2, with which OpenRLHF reads files, makes the number 7 of the text 007 in such a column.
     if len(kinds) > 1 and _TEXT in kinds:
         other, row = next((kind, row) for kind, row in kinds.items() if kind != _TEXT)
@@ -139,7 +139,9 @@ def _kind(value: object) -> str:
     if isinstance(value, list):
         fault = prompt_fault(value)
         return _MESSAGES if fault in ("", PICTURES) else fault
+    if isinstance(value, str):
+        return _TEXT if value.strip() else _EMPTY
     if isinstance(value, bool):
         return "true or false"
-    kinds = ((type(None), _NOTHING), (str, _TEXT), (dict, "an object"), ((int, float), "a number"))
+    kinds = ((type(None), _NOTHING), (dict, "an object"), ((int, float), "a number"))
     return next((word for kind, word in kinds if isinstance(value, kind)), f"a {type(value).__name__}")

@@ -279,6 +279,10 @@ TOKEN_WEIGHTS = {
     "--algo.advantage.is_correction_gating": "ratio",
     LOSS: "ppo",
 }
+DRAWN_AHEAD = when(
+    f"--rollout.vllm_generate_batch_size above {SIZES[0]}",
+    lambda asked: int(asked.value("--rollout.vllm_generate_batch_size") or 0) > int(asked.value(SIZES[0])),
+)
 SMALL_BATCH = Feature("--train.batch_size below the samples of a rollout", _small_batch)
 KL_TERM = Feature(f"{KL} above 0", _kl_term)
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda asked: asked.value(SIZES[1]) == "1")

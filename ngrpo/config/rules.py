@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable
@@ -193,12 +194,14 @@ def _latest(flags: Flags) -> Path:
 
 
 def check_output(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` where the run's folder or its log file can be neither made nor written."""
-    for flag, name in (("--run-dir", run.run_dir), ("--log-file", run.log_file)):
-        if name is None:
+    """Raises ``UsageError`` where a folder of the run or its log file can be neither made nor written."""
+    folders = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
+    outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file, **{flag: flags.value(flag) for flag in folders}}
+    for flag, name in outputs.items():
+        if not name:
             continue
         path = Path(name).expanduser()
-        if path.exists() and path.is_dir() != (flag == "--run-dir"):
+        if path.exists() and path.is_dir() == (flag == "--log-file"):
             raise UsageError(f"{flag} {path}: is a {'folder' if path.is_dir() else 'file'}. Give another path.")
         base = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
         if not (base.is_dir() or base == path) or not os.access(base, os.W_OK):
@@ -252,6 +255,19 @@ def _model(flags: Flags) -> str:
     return str(packaged.folder_of(model)) if model in packaged.PACKAGED else model
 
 
+def check_template(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where a local tokenizer has no chat template and prompts shall pass it."""
+    folder = Path(_model(flags)).expanduser()
+    config = folder / "tokenizer_config.json"
+    if not flags.has("--data.apply_chat_template") or not config.is_file() or any(folder.glob("chat_template*")):
+        return
+    if "chat_template" not in json.loads(config.read_text(encoding="utf-8")):
+        raise UsageError(
+            f"--data.apply_chat_template: the tokenizer in {folder} has no chat template. Use a model that has one, or"
+            " leave the flag out and give prompts as texts."
+        )
+
+
 def _options(flags: Flags, run: RunConfig) -> str | None:
     """The options of perturbation and policy noise and a local model, or why they were not compared."""
     model = flags.value(_MODEL) or ""
@@ -289,6 +305,7 @@ RULES = (
         lambda flags, run: architecture.check_perturbed(_model(flags), run.spec),
         lambda flags, _: architecture.told_of(_model(flags)),
     ),
+    Rule("model", check_template, "the prompts can be rendered"),
     Rule("model", _options, lambda flags, _: f"the options fit the model {flags.value(_MODEL) or ''}"),
 )
 

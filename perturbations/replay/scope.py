@@ -348,7 +348,9 @@ class ReplayScope:
         if self._measure:
             with torch.no_grad():
                 own = plain[self._rows].float()
-                shift = (mixed.float() - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-12)
+                shift = ((mixed.float() - own).norm(dim=-1) / own.norm(dim=-1)).nan_to_num(
+                    posinf=0.0
+                )  # a row of zeros: 0
                 self.stats.shifts.append(shift * self._inside)
                 self.stats.inside.append(self._inside)
                 self._compare_with_vocabulary(mixed)

@@ -98,6 +98,13 @@ def test_each_pair_makes_a_run_or_is_refused_by_a_row() -> None:
         assert all(" cannot be used with " in line and "Fix: " in line for line in error.splitlines()), (pair, error)
 
 
+def test_prompts_that_were_drawn_ahead_are_lost_by_a_resume() -> None:
+    ahead = "--train.async_enable --rollout.vllm_generate_batch_size 24"
+    assert "would never train them" in outcome(f"{ahead} --ckpt.save_steps 1")
+    for fine in (ahead, ahead.replace("24", "8") + " --ckpt.save_steps 1"):
+        assert not outcome(fine)
+
+
 @pytest.mark.parametrize(
     ("settings", "refused"),
     [({"top_p": 0.9}, True), ({"top_k": 20}, True), ({}, False), ({"top_p": 0.9, "weights": False}, False)],

@@ -110,6 +110,12 @@ def test_reward_file(tmp_path: Path) -> None:
     assert not score(problem("8", file), "it is 7").correct
 
 
+def test_reward_file_that_imports_its_neighbor(tmp_path: Path) -> None:
+    (tmp_path / "neighbor_of_the_reward.py").write_text("FULL = 1.0\n")
+    file = reward_file(tmp_path, "from neighbor_of_the_reward import FULL; return [FULL]")
+    assert score(problem("7", file), "7").correct
+
+
 def test_reward_file_with_tensors(tmp_path: Path) -> None:
     body = "import torch; return {'rewards': torch.tensor([0.25]), 'scores': torch.tensor([1.0])}"
     assert score(problem("7", reward_file(tmp_path, body)), "7").reward == 0.25

@@ -127,6 +127,7 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--vllm.num_engines 0", "--vllm.num_engines 0: must be a whole number of at least 1."),
         ("--ref.num_gpus_per_node 4", "--ref.num_gpus_per_node 4 must be those of --actor (1 and 8)"),
         ("--train.colocate_all --vllm.gpu_memory_utilization 0.95", "0.95 without --vllm.enable_sleep"),
+        ("--data.max_len 24 --rollout.max_new_tokens 28", "28 leaves no room for a prompt in --data.max_len 24"),
         ("--train.micro_batch_size 3", "--train.batch_size 64 must be a multiple of 24, 8 ranks of --actor"),
         ("--train.batch_size 60", "--train.batch_size 60 must be a multiple of 8"),
         ("--ds.tensor_parallel_size 3", "× --ds.tensor_parallel_size 3 must divide the 8 ranks"),

@@ -195,6 +195,12 @@ def test_substitution_by_hand() -> None:
     # E[5] = (10, 11): shift = |(-6, -6)| / |(10, 11)| = sqrt(72 / 221).
     assert stats.mean_shift() == pytest.approx((72 / 221) ** 0.5)
     assert stats.count() == 1
+    with torch.no_grad():
+        model.embedding.weight[5] = 0.0  # as of a padding_idx
+    with replaying(model, [small([1]), None]) as stats:
+        model(tokens)
+    assert stats.mean_shift() == 0.0, "a share of nothing"
+    model = Embedder()
     assert model(tokens)[0, 1].tolist() == [10, 11], "the hooks are gone after the scope"
 
 

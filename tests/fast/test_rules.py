@@ -100,6 +100,17 @@ def test_k_above_the_vocabulary(tmp_path: Path) -> None:
     rules.check_model("owner/name-on-the-hub", create("neighbor", k=11))
 
 
+def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
+    flags = Flags(["--actor.model_name_or_path", str(tmp_path), "--data.apply_chat_template"])
+    rules.check_template(flags, run_of())  # no tokenizer: another rule's matter
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"has no chat template\. Use a model that has one"):
+        rules.check_template(flags, run_of())
+    rules.check_template(Flags(flags.argv[:2]), run_of())
+    (tmp_path / "chat_template.jinja").touch()
+    rules.check_template(flags, run_of())
+
+
 class TestFiles:
     def args(self, path: object, *more: str) -> list[str]:
         return ["--data.prompt_dataset", str(path), *more]
@@ -129,6 +140,16 @@ class TestFiles:
         check_files(Flags([*named, "--data.label_key", "answer"]))
         self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
         self.refuse([*named, "--eval.dataset", f"{jsonl}.csv"], "--eval.dataset", "no such file")
+
+    def test_an_empty_prompt_is_named_by_its_row(self, jsonl: Path) -> None:
+        jsonl.write_text(jsonl.read_text() + '{"inputs": " \\n", "answer": ""}\n')
+        keys = ["--data.input_key", "inputs", "--data.label_key", "answer"]
+        self.refuse(self.args(jsonl, *keys), "the input 'inputs' is empty in row 2")
+
+    @pytest.mark.parametrize("flag", ["--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir"])
+    def test_a_folder_that_is_a_file(self, jsonl: Path, flag: str) -> None:
+        with pytest.raises(UsageError, match=f"{flag} .*: is a file. Give another path"):
+            rules.check_output(Flags([flag, str(jsonl)]), run_of())
 
     @pytest.mark.parametrize("row", ['{"answer": "5"}', '{"inputs": null, "answer": "5"}'])
     def test_a_row_without_its_column(self, jsonl: Path, row: str) -> None:

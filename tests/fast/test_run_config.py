@@ -186,15 +186,20 @@ def test_failed_training_is_code_1(launched: list[RunConfig], monkeypatch: pytes
 def test_a_run_that_is_stopped_leaves_its_report(
     launched: list[RunConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a process: tests/pipeline/test_faults.py."""
+    """In a process: tests/pipeline/test_faults.py. One that has trained no step has nothing to report."""
+    from torch.utils.tensorboard import SummaryWriter
 
     def stop(run: RunConfig) -> None:
+        if run.run_dir.endswith("trained"):
+            with SummaryWriter(Flags(run.openrlhf).value("--logger.tensorboard_dir")) as writer:
+                writer.add_scalar("train/rollout/reward_mean", 0.25, 1)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "launch", stop)
-    assert cli.main(["train", *MODEL.split(), "--run-dir", "r"]) == 130
-    assert "--ckpt.load_enable continues from the last checkpoint" in capsys.readouterr().err
-    assert Path("r/summary.json").is_file() and Path("r/report.html").is_file()
+    for folder in ("trained", "begun"):
+        assert cli.main(["train", *MODEL.split(), "--run-dir", folder]) == 130
+        assert "--ckpt.load_enable continues from the last checkpoint" in capsys.readouterr().err
+        assert Path(folder, "summary.json").is_file() == Path(folder, "report.html").is_file() == (folder == "trained")
 
 
 def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ class ResultFolder:
     def opened(cls: type[Opened], path: Path, report: Callable[[str], None] = lambda line: None) -> Iterator[Opened]:
         """Holds a folder, made if missing, while the block runs; ``UsageError`` where another process holds it."""
         folder = cls(path, report)
+        if path.is_file():
+            raise UsageError(f"{path}: is a file. Give a folder.")
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             folder.lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)

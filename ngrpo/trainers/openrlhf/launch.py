@@ -146,6 +146,9 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
         with suppress(OSError):  # another node need not have the folder
             os.chdir(here)
         processes.add_programs_to_path()
+        # A reward's or agent's file may import its neighbors, as a program that Python starts may.
+        files = (Flags(run.openrlhf).value(flag) or "" for flag in ("--reward.remote_url", "--train.agent_func_path"))
+        sys.path.extend(str(Path(file).resolve().parent) for file in files if file.endswith(".py"))
         begin(run)
         # Nodes of a cluster may differ, and the driver looked at its own only.
         patches.install(conditions if stand_ins.has_flash_attn() else [*conditions, stand_ins.WITHOUT_FLASH_ATTN])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -82,6 +83,7 @@ def _task(scorer: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _reward_func(path: str) -> Any:
+    sys.path.append(str(Path(path).expanduser().resolve().parent))  # for what the file imports from its folder
     return runpy.run_path(str(Path(path).expanduser()))["reward_func"]
 
 

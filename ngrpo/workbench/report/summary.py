@@ -51,8 +51,8 @@ _COLUMNS = (
 )
 
 
-def finish(folder: Path, run: RunConfig, *, began: float) -> str:
-    """Writes ``summary.json`` of a finished run.
+def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False) -> str:
+    """Writes ``summary.json`` of a run that has ended; nothing for one that was stopped before its first step.
 
     Args:
         folder: the run's folder.
@@ -60,12 +60,14 @@ def finish(folder: Path, run: RunConfig, *, began: float) -> str:
         began: Unix time of the start; older logs in the same folder are this run's only where it was resumed.
 
     Returns:
-        The table for the screen.
+        The table for the screen; empty where nothing was written.
     """
     flags = Flags(run.openrlhf)
     log = Path(flags.value("--logger.tensorboard_dir") or folder / "tensorboard")
     since = 0.0 if flags.has(LOAD) else began
     scalars = read_scalars(log, since) if log.is_dir() else {}
+    if stopped and not steps(scalars):
+        return ""
     place = folder / "summary.json"
     summary: dict[str, Any] = {
         "format": 1,
