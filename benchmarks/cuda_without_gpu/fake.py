@@ -176,7 +176,7 @@ class FakeDecoding:
                 module.lambda_start = torch.empty_like(module.lambda_start, device=device)
         self.perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, device, module)
         notes = self.perturber.notes
-        notes._write = _on_host(notes._write)
+        notes._drain_edits = _on_host(notes._drain_edits)
         self.perturber._download = lambda part: _arrived(part.to("cpu", non_blocking=True))
         perturbation.prepare(embeddings)
         self.names = [f"request-{i}" for i in range(batch)]
@@ -271,6 +271,6 @@ class _Table(TableIndex):
 def _prepared() -> dict[tuple[Any, str], Any]:
     """Tables are there, and no row of the gate's state needs to be set, which takes long on fake tensors."""
     return {
-        (BoundGate, "reset"): lambda self, row: None,
+        (BoundGate, "reset"): lambda self, row, prompt: None,
         (library_embeddings, "create_index"): lambda shard, *_: _Table(shard.size, shard.rows.device),
     }

@@ -104,7 +104,7 @@ class _Engine:
         embedding = nn.Embedding(*size, dtype=plan.dtype).requires_grad_(False)
         matrix = torch.randn(size, generator=torch.Generator().manual_seed(1))
         embedding._parameters["weight"] = self.up(matrix.to(plan.dtype))
-        self.embedding, self.store = embedding, TrajectoryStore(plan.batch, 4096, size)
+        self.embedding, self.store = embedding, TrajectoryStore(plan.batch, 4096, size, perturbation.has_parameters)
         texts = ["1" if i % 5 == 0 else "b" for i in range(plan.vocabulary)]
         pieces = [text.encode() for text in texts]
         gate = BoundGate(perturbation, lambda: pieces, plan.vocabulary, self.store.slots, self.device)

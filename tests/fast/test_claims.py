@@ -48,6 +48,6 @@ def test_a_file_is_started_where_it_has_such_tests(kind: str) -> None:
     command = [sys.executable, "-m", "pytest", "tests/stack", "--collect-only", "-qq", "-m", chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     collected = {line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/")}
-    assert len(collected) > 15 and collected <= set(files_of("stack", kind)), done.stdout + done.stderr
+    assert len(collected) > 10 and collected <= set(files_of("stack", kind)), done.stdout + done.stderr
     missing = {"tests/stack/test_trl.py"}  # without TRL it is skipped as a whole
     assert set(files_of("stack", kind)) - missing <= collected
