@@ -376,10 +376,10 @@ def _wrong(attached: Any, sent: Path) -> Iterator[str]:
 def main() -> None:
     """`ngrpo` in this process."""
     from ngrpo import cli
-    from ngrpo.config import rules
+    from ngrpo.config import compatibility
     from ngrpo.trainers.openrlhf import launch
 
-    rules.HARDWARE = ()  # NCCL and sleep are what is rehearsed
+    compatibility.HARDWARE = ()  # NCCL and sleep are what is rehearsed
     begin()
     launch.setup_hook = in_every_worker(launch.setup_hook)
     sys.exit(cli.main())

@@ -40,7 +40,7 @@ def test_each_answer_gets_our_advantage(found: dict[str, Any]) -> None:
     assert found["group_norm"] == found["stock"]
     for name in ("group_norm", "ngrpo", "nsr"):
         check_tokens(found[name], compute(name, GROUPS))
-    assert "12 answers are not a whole number of groups of 5" in found["incomplete"]
+    assert "12 responses are not a whole number of groups of 5" in found["incomplete"]
 
 
 def test_answers_that_were_cut_off_are_out_of_their_groups(found: dict[str, Any]) -> None:
