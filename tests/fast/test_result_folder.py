@@ -52,8 +52,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file", tmp_path / "file" / "out"):
-        with pytest.raises(CannotWrite, match="cannot be written"), ResultFolder.opened(place):
+    for place, said in ((tmp_path / "file", "is a file"), (tmp_path / "file" / "out", "cannot be written")):
+        with pytest.raises(UsageError, match=said), ResultFolder.opened(place):
             pass
 
 

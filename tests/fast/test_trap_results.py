@@ -123,7 +123,7 @@ def test_methods_md_says_what_was_measured() -> None:
     for strategy, _, above, mean, *_ in trap_results.ends(json.loads(gzip.decompress(published.read_bytes()))):
         name, _, options = strategy.strip("`").partition(" ")
         measured.setdefault(name, f"{above}, {mean}" + (f" (`{options}`)" if options else ""))
-    table = (DOCS / "methods.md").read_text(encoding="utf-8").partition("| method | paper | what is fed |")[2]
+    table = (DOCS / "methods.md").read_text(encoding="utf-8").partition("| method | what is fed |")[2]
     rows = [line.split(" | ") for line in table.partition("\n\n")[0].splitlines()[2:]]
     told = {tuple(re.findall(r"`(\w+)`", row[0])): row[-1].removesuffix(" |") for row in rows}
     assert told == {names: "; ".join(measured.get(name, "–") for name in names) for names in told}
