@@ -124,11 +124,8 @@ def _error_of(check: Callable[[], object]) -> str | None:
 def _device(hardware: str) -> Finding:
     import torch
 
-    command, driver, built = (
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        "",
-        torch.version.cuda,
-    )
+    built, driver = torch.version.cuda, ""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError):  # there is no GPU
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         driver = done.stdout.partition("\n")[0]

@@ -320,7 +320,7 @@ TABLE = {
 
 
 def check(table: Iterable[Row], asked: Combination) -> None:
-    """Raises ``UsageError`` with a line for each row of which both sides are asked for."""
+    """Raises ``UsageError`` with a line for each row of which the run has both sides."""
     problems = [
         f"{what} cannot be used with {other}: {row.why}. Fix: {row.fix}."
         for row in table

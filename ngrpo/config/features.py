@@ -26,7 +26,7 @@ SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batc
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """What is combined; a field with its default is not known, or not asked for.
+    """What is combined; a field with its default is not known, or not given.
 
     Attributes:
         run: a run of ``ngrpo train``.
@@ -141,7 +141,7 @@ def hardware(name: str) -> Feature:
 
 
 def engine(path: str, counts: Callable[[Any], Any] = bool, *, name: str = "") -> Feature:
-    """A setting of vLLM's configuration; one that only later releases have counts as not asked for."""
+    """A setting of vLLM's configuration; one that only later releases have counts as not given."""
     setting = path.rpartition(".")[2]
 
     def given(asked: Combination) -> str:

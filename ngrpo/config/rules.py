@@ -163,7 +163,7 @@ def _about_gpus(flags: Flags, run: RunConfig) -> str:
 
 
 def _check_patches(flags: Flags, run: RunConfig) -> None:
-    """The patches of the training, and vLLM's where anything is asked for that OpenRLHF lacks."""
+    """The patches of the training, and vLLM's where the run needs what OpenRLHF lacks."""
     conditions = conditions_for(profile_of_run(run.hardware), run)
     patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
 
@@ -179,7 +179,7 @@ def check_loaded(flags: Flags, run: RunConfig) -> None:
 
 
 def first_step(flags: Flags) -> str | None:
-    """A line on where the run starts; None where no checkpoint is asked for."""
+    """A line on where the run starts; None for a run that loads no checkpoint."""
     if not flags.has(LOAD):
         return None
     latest = _latest(flags)

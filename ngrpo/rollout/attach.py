@@ -217,11 +217,15 @@ class _LazyTokenizer:
         revision, trusted = config.tokenizer_revision, config.trust_remote_code
         return AutoTokenizer.from_pretrained(config.tokenizer, revision=revision, trust_remote_code=trusted)
 
-    def token_bytes(self) -> list[bytes]:
-        """The bytes of each token, also of one that is part of a character."""
-        from xgrammar import TokenizerInfo  # which vLLM installs; transformers decodes such a token to U+FFFD
+    @functools.cached_property
+    def _token_bytes(self) -> list[bytes]:
+        from xgrammar import TokenizerInfo  # which vLLM installs; transformers decodes a part of a character to U+FFFD
 
         return TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=len(self._tokenizer)).decoded_vocab
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token, also of one that is part of a character; the same list each time."""
+        return self._token_bytes
 
     def vocabulary(self) -> list[str]:
         """The decoded text of each token."""

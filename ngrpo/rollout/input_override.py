@@ -58,7 +58,7 @@ class InputOverride:
     def clear(self, rewritten: np.ndarray | None = None) -> None:
         """No row of the next forward is replaced, but for ``rewritten`` (N,) int64, which :meth:`put` is given next.
 
-        Where these are the rows of the last forward, as in a batch that goes on decoding, there is nothing to clear.
+        Where these are the rows of the last forward, as in a batch that keeps decoding, there is nothing to clear.
         """
         if self._flagged is None or (len(self._flagged) and not _equal(self._flagged, rewritten)):
             self._module.overridden.zero_()

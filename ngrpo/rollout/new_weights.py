@@ -40,7 +40,7 @@ def _without_ours(original: Callable[..., Any], attached: AttachedPerturbation) 
             name = attached.perturbation.name
             raise ValueError(f"{names} belong to a perturbation with parameters, but this engine runs {name!r}.")
         if any(bool(part.isnan().any()) for part in own.values()):
-            # vLLM's sparse transfer leaves elements out, and NaN stands for them.
+            # vLLM's sparse transfer puts NaN in the place of elements that it leaves out.
             raise ValueError(f"{names} hold NaN, as in vLLM's sparse transfer. Transfer these parameters whole.")
         parameters.load(attached.module, own, whole=False)
         return result

@@ -4,7 +4,7 @@
 `register` puts the rows `VLLM` of `ngrpo.patches` in place; the functions here that take an ``original`` are some of
 them. They act only in an engine that is built with ``additional_config={"perturbation": {...}}``; but the engines of
 `ngrpo eval` and `ngrpo diagnose` end with the process that started them, and those of `ngrpo train` join its Ray. vLLM
-logs an error in the import of this file and goes on, so that little is imported at the top.
+logs an error in the import of this file and continues, so that little is imported at the top.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class RunningRequests:
         self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
         self._counts = seeds.PromptCounts(rank)
         self._dropped: set[str] = set()
-        # Requests that the scheduler has told of as finished, and how many notes had been taken by then: these must all
+        # Requests that the scheduler reported as finished, and how many notes had been taken by then: these must all
         # be in the stores.
         self._ended: dict[str, int] = {}
         # All alive, all in the buffer, and some that the buffer has dropped since, until there are as many.
@@ -106,7 +106,7 @@ class RunningRequests:
 
     @property
     def running(self) -> int:
-        """Requests alive: those not told of as finished, except where their record has been handed over."""
+        """Requests alive: those not reported as finished, except where their record has been handed over."""
         return sum(name not in self._dropped and name not in self._ended for name in self._store.live)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:

@@ -44,7 +44,7 @@ class PerturbationMiddleware:
     """ASGI middleware for vLLM's server."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """app: what the request goes on to."""
+        """app: the application behind this one."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

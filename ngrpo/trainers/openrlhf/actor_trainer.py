@@ -42,7 +42,7 @@ def actor_trainer(plain: Any) -> type:
 
         def ppo_train(self, *args: object, **kwargs: object) -> Any:
             if current_run().reproducible:
-                # DeepSpeed's count of updates is part of a checkpoint: a resumed run goes on with the same orders.
+                # DeepSpeed's count of updates is part of a checkpoint: a resumed run continues with the same orders.
                 torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
             updates = self.actor.model.global_steps
             status = super().ppo_train(*args, **kwargs)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards: a reward function that fails, hangs or gives no number ends the run with its prompt and answer.
 
-OpenRLHF 0.11.2 logs such an error in one line, goes on with None for a reward and fails later; for one that hangs it
+OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward and fails later; for one that hangs it
 waits.
 """
 
