@@ -109,6 +109,8 @@ OPENRLHF: tuple[Patch, ...] = (
         "its checkpoint has the round, where asynchronous"),
     _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer:prepare_datasets", "reproducible",
         "(strategy, tokenizer)", "the order of the prompts follows the seed"),
+    _row("openrlhf.datasets.prompts_dataset", "preprocess_data", "trainer:preprocess_data", "chat_template",
+        "sha:1a21ceede6e1", "one function renders conversations, tools and template arguments, in evaluation too"),
     _row(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator",
         "perturbation or reproducible or sampling_mask or sampling_schedule or sampling or second_round",
         "sha:11458b2545a7", "requests carry round, masks and temperature; batches start whole"),

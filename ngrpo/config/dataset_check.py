@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ngrpo.machine.storage.datafiles import ENDINGS, NO_TOOLS, PICTURES, PROMPT, TOOLS, prompt_fault, read_rows
+from ngrpo.machine.models import conversation
+from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -33,7 +35,7 @@ def check_files(flags: Flags) -> None:
 
 
 def _check_file(flag: str, name: str, flags: Flags) -> None:
-    by_column = _read(flag, name)[0]
+    by_column = _read(flag, name).kinds
     subject, prompt = f"{flag} {name}", flags.value("--data.input_key") or "input"
     label = flags.value("--data.label_key")
     if name.startswith("~"):
@@ -51,11 +53,13 @@ def _check_file(flag: str, name: str, flags: Flags) -> None:
     if flags.has("--data.apply_chat_template"):
         fixes[_MESSAGES] = ""
     for kind, row in by_column[prompt].items():
-        if fix := fixes.get(kind, PROMPT):
+        if fix := fixes.get(kind, conversation.PROMPT):
             raise UsageError(f"{subject}: the input {prompt!r} is {kind} in row {row}. {fix}")
-    for kind, row in by_column.get(TOOLS, {}).items() if TOOLS not in (prompt, label) else ():
-        if kind != _NOTHING:
-            raise UsageError(f"{subject}: row {row} has {TOOLS}, which no prompt shows. {NO_TOOLS}")
+    for row in _read(flag, name).chats.get(prompt, ()):
+        if conversation.TOOLS in row.arguments and not flags.has("--data.apply_chat_template"):
+            raise UsageError(
+                f"{subject}: row {row.number} has tools, which no text shows. Add --data.apply_chat_template."
+            )
     kinds = {_TEXT if kind == _EMPTY else kind: row for kind, row in reversed(by_column.get(label or "", {}).items())}
     # `datasets` 5.2, with which OpenRLHF reads files, makes the number 7 of the text 007 in such a column.
     if len(kinds) > 1 and _TEXT in kinds:
@@ -70,7 +74,7 @@ def label_note(flag: str, flags: Flags) -> str | None:
     """A warning about labels that are neither texts nor numbers, which only some rewards can read."""
     label = flags.value("--data.label_key")
     for name in local_files(flag, flags.value(flag)) if label else ():
-        rows = _read(flag, name)[0].get(label or "", {})
+        rows = _read(flag, name).kinds.get(label or "", {})
         for kind in ("a list", _MESSAGES, "an object"):
             if kind in rows:
                 subject = f"{flag} {name}: the label {label!r} is {kind} in row {rows[kind]}"
@@ -81,7 +85,7 @@ def label_note(flag: str, flags: Flags) -> str | None:
 def rows_of(flag: str, value: str) -> list[int] | None:
     """Rows of each of the named datasets; None where one is no file, is missing, or has more than are looked at."""
     try:
-        rows = [_read(flag, name)[1] for name in local_files(flag, value)]
+        rows = [_read(flag, name).rows for name in local_files(flag, value)]
     except UsageError:
         return None
     return rows if len(rows) == len(value.split(",")) and max(rows, default=_CHECKED) < _CHECKED else None
@@ -117,28 +121,72 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
             raise UsageError(f"{flag} {name}: there is no such folder. Give an existing file or a hub dataset.")
 
 
-def _read(flag: str, name: str) -> tuple[dict[str, dict[str, int]], int]:
-    """A file's columns, with the first row of each kind of value, and the number of rows that were looked at."""
+def check_rendered(flags: Flags, tokenizer: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
+    """Renders the first conversation of each form: roles, kinds of content, calls, tools.
+
+    Args:
+        flags: OpenRLHF's.
+        tokenizer: loads it, where there is a conversation.
+        arguments: of the chat template.
+
+    Raises:
+        UsageError: for one that the chat template cannot render, by row.
+    """
+    prompt = flags.value("--data.input_key") or "input"
+    for flag in ("--data.prompt_dataset", "--eval.dataset"):
+        for name in local_files(flag, flags.value(flag)):
+            for row in _read(flag, name).chats.get(prompt, ()):
+                try:
+                    conversation.rendered(tokenizer(), row.messages, {**arguments, **row.arguments})
+                except UsageError as error:
+                    raise UsageError(f"{flag} {name}: row {row.number}: {error}") from None
+
+
+class _Chat(NamedTuple):
+    number: int
+    messages: list[dict[str, Any]]
+    arguments: dict[str, Any]
+
+
+class _File(NamedTuple):
+    """Rows that were looked at; by column, the first row of each kind of value, and of each form of conversation."""
+
+    rows: int
+    kinds: dict[str, dict[str, int]]
+    chats: dict[str, list[_Chat]]
+
+
+def _read(flag: str, name: str) -> _File:
     path = Path(name).expanduser()
     return _read_once(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
 
 
 @lru_cache  # a comparison checks the same file for each of its strategies
-def _read_once(flag: str, name: str, mtime: int) -> tuple[dict[str, dict[str, int]], int]:
+def _read_once(flag: str, name: str, mtime: int) -> _File:
     rows = read_rows(flag, name, _CHECKED)
-    by_column: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
+    kinds: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
+    chats: dict[str, dict[Any, _Chat]] = {column: {} for column in rows[0]}
     for number, row in enumerate(rows, start=1):
-        for column, kinds in by_column.items():
+        try:
+            tools = conversation.tools_of(row)
+        except UsageError as error:
+            raise UsageError(f"{flag} {name}: row {number}: {error}") from None
+        for column in kinds:
             value = row.get(column)
-            kinds.setdefault(_kind(None if column == TOOLS and not value else value), number)
-    return by_column, len(rows)
+            kind = _kind(value)
+            kinds[column].setdefault(kind, number)
+            if kind == _MESSAGES or (kind == _TEXT and tools):
+                chat = [{"role": "user", "content": value}] if kind == _TEXT else value
+                form = (bool(tools), *((m["role"], type(m.get("content")), bool(m.get("tool_calls"))) for m in chat))
+                chats[column].setdefault(form, _Chat(number, chat, tools))
+    return _File(len(rows), kinds, {column: [*forms.values()] for column, forms in chats.items()})
 
 
 def _kind(value: object) -> str:
     """A word for the kind of a value."""
     if isinstance(value, list):
-        fault = prompt_fault(value)
-        return _MESSAGES if fault in ("", PICTURES) else fault
+        fault = conversation.fault(value)
+        return _MESSAGES if fault in ("", conversation.PICTURES) else fault
     if isinstance(value, str):
         return _TEXT if value.strip() else _EMPTY
     if isinstance(value, bool):

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ngrpo import patches
 from ngrpo.config import batch_check, compatibility, parse
-from ngrpo.config.dataset_check import check_files, is_checked
+from ngrpo.config.dataset_check import check_files, check_rendered, is_checked
 from ngrpo.config.features import ESTIMATOR, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
-from ngrpo.machine.models import architecture, packaged
+from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.upstream import openrlhf_parser, placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import Machine
@@ -256,12 +256,22 @@ def _model(flags: Flags) -> str:
 
 
 def check_template(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` where a local tokenizer has no chat template and prompts shall pass it."""
+    """Raises ``UsageError`` where a local tokenizer cannot render the prompts as its chat."""
     folder = Path(_model(flags)).expanduser()
     config = folder / "tokenizer_config.json"
-    if not flags.has("--data.apply_chat_template") or not config.is_file() or any(folder.glob("chat_template*")):
+    arguments = conversation.template_arguments(run.chat_template_kwargs)
+    if not flags.has("--data.apply_chat_template"):
+        if arguments:
+            raise UsageError(f"{conversation.FLAG} has no effect without --data.apply_chat_template. Add that flag.")
         return
-    if "chat_template" not in json.loads(config.read_text(encoding="utf-8")):
+    if not config.is_file():
+        return
+    if any(folder.glob("chat_template*")) or "chat_template" in json.loads(config.read_text(encoding="utf-8")):
+        tokenizer = lru_cache(partial(packaged.load_tokenizer, str(folder)))
+        check_rendered(flags, tokenizer, arguments)
+        if arguments:
+            conversation.rendered(tokenizer(), [{"role": "user", "content": "?"}], arguments)
+    else:
         raise UsageError(
             f"--data.apply_chat_template: the tokenizer in {folder} has no chat template. Use a model that has one, or"
             " leave the flag out and give prompts as texts."
@@ -288,6 +298,7 @@ RULES = (
         lambda *_: f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there",
     ),
     Rule("given", _check_numbers),
+    Rule("given", lambda _, run: conversation.template_arguments(run.chat_template_kwargs)),
     Rule("complete", lambda flags, run: compatibility.check(compatibility.TRAINING, Combination(run=run, flags=flags))),
     Rule("start", _hardware, lambda _, run: f"hardware {profile_of_run(run.hardware).name} can do it"),
     Rule("start", lambda flags, _: check_parsed(flags), "OpenRLHF's parser and its conditions accept the flags"),

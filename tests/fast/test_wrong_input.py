@@ -71,7 +71,7 @@ CHAT = [{"role": "user", "content": "1 + 1"}]
     [
         *[({"a": 1}, "an object"), (5, "a number"), ([1, 2], "a list"), ([], "a list"), ([{"content": "a"}], "a list")],
         ([{"role": "user"}], "chat messages without content"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "chat messages with content in parts"),
+        ([{"role": "user", "content": [{"text": "a"}]}], "chat messages with content in unknown parts"),
         ([*CHAT, {"role": "assistant", "tool_calls": [{}]}], "chat messages that end without a text"),
     ],
 )
@@ -92,7 +92,7 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
 def test_tools_reach_no_prompt(tmp_path: Path) -> None:
     file = tmp_path / "tools.jsonl"
     file.write_text("".join(json.dumps({"input": "a", "tools": tools}) + "\n" for tools in (None, [], [{}])))
-    assert "row 3 has tools, which no prompt shows" in refused("--data.prompt_dataset", str(file))
+    assert "row 3 has tools, which no text shows" in refused("--data.prompt_dataset", str(file))
 
 
 def test_labels_of_several_kinds(tmp_path: Path) -> None:

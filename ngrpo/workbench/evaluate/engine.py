@@ -11,6 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.hardware import processes, profile_for
+from ngrpo.machine.models import conversation
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
@@ -133,22 +134,12 @@ def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:
         return False
 
 
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model folder or hub name; raises ``UsageError`` where it cannot be loaded."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except OSError as error:
-        raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {error}") from None
-
-
 def render(tokenizer: TokenizerLike, problem: Problem) -> str:
-    """The prompt as the model sees it, as OpenRLHF renders it; the messages' text where there is no chat template."""
-    if getattr(tokenizer, "chat_template", None):
-        messages: list[Any] = list(problem.messages)
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    return "\n\n".join(message["content"] or "" for message in problem.messages) + "\n"
+    """The prompt as the model sees it; ``UsageError`` with the problem's id where it cannot be rendered."""
+    try:
+        return conversation.rendered(tokenizer, problem.messages, problem.template)
+    except UsageError as error:
+        raise UsageError(f"problem {problem.id}: {error}") from None
 
 
 def generate(

@@ -120,7 +120,7 @@ def evaluate(
             before, total = len(samples), len(samples) + len(missing)
             if samples:
                 report(f"going on: {before} of {total} samples are in {out}")
-            tokenizer = live.get_tokenizer() if live else engines.load_tokenizer(name)
+            tokenizer = live.get_tokenizer() if live else packaged.load_tokenizer(name)
             prompts = {p.id: engines.render(tokenizer, p) for p in problems}
             jobs = _jobs(tokenizer, prompts, missing, sampling.seed)
             if live:

@@ -87,18 +87,17 @@ def prepare(task: str, folder: Path) -> dict[str, Default]:
     return {**flags, "--reward.remote_url": str(Path(module.__file__).resolve())}
 
 
-def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
+def load_task(task: str, **options: Any) -> list[Problem]:
     """The held-out problems of a task such as ``reasoning_gym:chain_sum``, scored by its own reward.
 
-    Raises:
-        UsageError: for an unknown task.
+    ``options`` are ``limit`` and ``template`` of `load_problems`. Raises ``UsageError`` for an unknown task.
     """
     with tempfile.TemporaryDirectory() as folder:
         prepare(task, Path(folder))
         held_out = Path(folder) / "eval.jsonl"
         if not held_out.is_file():
             raise UsageError(f"--task {task} has no held-out problems: give --data with a file of your own.")
-        problems = load_problems(str(held_out), limit=limit, instruction="")
+        problems = load_problems(str(held_out), instruction="", **options)
     name = task.replace(":", "-")
     scorer = f"task:{task.partition(':')[0]}"
     return [replace(p, id=f"{name}-{i}", scorer=scorer) for i, p in enumerate(problems)]
