@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Requests that wait inside the engine; more than any engine runs at once, few enough to be cheap.
 _WINDOW = 2048
+_OF_VLLM = ("temperature", "top_p", "max_tokens")
 
 # The tokens of a prompt, the seed that all its samples share, and the sample's number among them.
 Job = tuple[list[int], int, int]
@@ -73,12 +74,9 @@ def build(
     """A ``vllm.LLM`` of a folder or hub name, with reproducible token draws, perturbed or not.
 
     Args:
-        model: a folder or hub name.
-        spec: of the perturbation, or None.
+        spec, schedule: of the perturbation and the sampling schedule, or None.
         max_model_len: tokens of prompt and response together.
-        hardware: a hardware profile.
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
-        schedule: the spec of a sampling schedule, or None.
 
     Raises:
         UsageError: where vLLM refuses the model or the options.
@@ -146,8 +144,6 @@ def generate(
 
     Args:
         llm: an idle ``vllm.LLM``.
-        jobs: one for each response.
-        sampling: how to draw.
         perturbed: whether the engine's perturbation acts.
         reproducible: whether the engine has this project's token draws.
         step: the training step for a sampling schedule of the engine.
@@ -201,5 +197,5 @@ def parameters(
         settings["extra_args"] = {"perturbation": arguments}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
         settings["seed"] = trajectory_seed(seed, sample)
-    drawn = {name: value for name, value in asdict(sampling).items() if name in ("temperature", "top_p", "max_tokens")}
+    drawn: dict[str, Any] = {name: value for name, value in asdict(sampling).items() if name in _OF_VLLM}
     return SamplingParams(**drawn, output_kind=RequestOutputKind.FINAL_ONLY, **settings)

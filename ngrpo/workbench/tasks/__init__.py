@@ -120,13 +120,8 @@ def number_score(answer: str, label: str) -> float:
 def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -> Callable[..., dict[str, Any]]:
     """A reward function as OpenRLHF 0.11.2 calls it (``utils/agent.py``).
 
-    Args:
-        judge: from a response and its label to the reward, and whether the response has the form that is logged.
-        log: the name under which the fraction of such responses is logged.
-
-    Returns:
-        From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards``
-        and ``scores``, (N,) float32, with ``extra_logs``: 1 for each response of that form, else 0.
+    From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards`` and
+    ``scores``, (N,) float32. ``judge`` gives a response's reward, and whether it has the form whose share is logged.
     """
 
     def reward_func(
@@ -142,9 +137,8 @@ def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -
     return reward_func
 
 
-def number_reward() -> Callable[..., dict[str, Any]]:
-    """:func:`reward_function` of :func:`number_score`, with the fraction of responses that have a number."""
-    return reward_function(lambda a, label: (number_score(a, label), last_number(a) is not None), "answers_with_number")
+number_reward = reward_function(lambda a, b: (number_score(a, b), last_number(a) is not None), "answers_with_number")
+"""Of :func:`number_score`, with the fraction of responses that have a number."""
 
 
 def _module(name: str) -> Any:
