@@ -20,6 +20,7 @@ _WEIGHTS, _SIGMA, _ONE_SIGMA, _WIDE_IDS, _VECTORS, _NORMALIZER = (1 << bit for b
 _RECORD_VERSION, _MASK_VERSION = 5, 2
 _TRAJECTORY_VERSION = 1  # of log-probabilities, counts and an unperturbed response
 _32_BITS = 0xFFFFFFFF
+_BYTE_VALUES = np.array([1, 1 << 8, 1 << 16], dtype=np.int32)
 
 # Bytes of a trajectory's name and objects: the growth of a process (Python 3.11, numpy 2) that holds 50,000 of them.
 OVERHEAD = 1300
@@ -128,8 +129,9 @@ class ReplayRecord:
             raise ValueError(f"replay record: token id {largest} is too large; ids below {1 << 24} are supported.")
         size = 3 if largest >= 1 << 16 else 2
         ids = np.ascontiguousarray(self.ids, "<u4").view(np.uint8).reshape(-1, 4)[:, :size]
-        # Modulo 2^32, where the first position is of an earlier turn.
-        steps = np.diff(self.positions.astype(np.int64), prepend=self.prompt_tokens) & _32_BITS
+        steps = self.positions.astype(np.int64)
+        steps[1:] -= self.positions[:-1]
+        steps[:1] = (steps[:1] - self.prompt_tokens) & _32_BITS  # modulo 2^32: it may be of an earlier turn
         one_sigma = self.sigma is not None and count > 0 and bool((self.sigma == self.sigma[0]).all())
         optional = {
             _WEIGHTS: None if width == 1 and bool((self.weights == 1.0).all()) else self.weights,
@@ -162,14 +164,13 @@ class ReplayRecord:
             )
         numbers, length = reader.varints(count), prompt + generated
         steps = numbers >> 1
-        steps[:1] = (steps[:1] + prompt) & _32_BITS
-        positions = np.cumsum(steps)
-        if not length < 1 << 31 or (count and (positions[-1] >= length or not (steps[1:] > 0).all())):
+        if count:
+            steps[0] = (int(steps[0]) + prompt) & _32_BITS
+        positions = steps.cumsum()
+        if length >= 1 << 31 or (count and (positions[-1] >= length or not steps[1:].all())):
             raise ValueError(f"replay record: positions that do not ascend, or that are outside of {length} tokens.")
         size = 3 if flags & _WIDE_IDS else 2
         raw = np.frombuffer(reader.take(count * width * size), dtype=np.uint8).reshape(-1, size)
-        ids = np.zeros((len(raw), 4), dtype=np.uint8)
-        ids[:, :size] = raw
 
         def optional(flag: int, *shape: int) -> np.ndarray | None:
             return reader.floats(*shape) if flags & flag else None
@@ -181,7 +182,7 @@ class ReplayRecord:
             prompt_tokens=prompt,
             num_tokens=length,
             positions=positions.astype(np.int32),
-            ids=ids.view("<u4").astype(np.int32).reshape(count, width),
+            ids=(raw.astype(np.int32) @ _BYTE_VALUES[:size]).reshape(count, width),
             weights=np.ones((count, width), dtype=np.float32) if weights is None else weights,
             sigma=np.repeat(sigma, count) if sigma is not None and flags & _ONE_SIGMA else sigma,
             agreed=numbers % 2 == 1,
