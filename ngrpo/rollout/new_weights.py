@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ngrpo.machine.upstream.patch import around
 from perturbations import parameters
 
 if TYPE_CHECKING:
@@ -63,17 +64,15 @@ def always_after(act: Callable[[], None], original: Callable[..., Any]) -> Calla
 def _then(act: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """After a worker's method, its perturbation, if it has one, acts, given the same arguments."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: object, **kwargs: object) -> Any:
-            result = original(self, *args, **kwargs)
-            attached = getattr(self, "perturbation", None)
-            if attached is not None:
-                act(attached, *args, **kwargs)
-            return result
+    @around
+    def method(original: Callable[..., Any], self: Any, *args: object, **kwargs: object) -> Any:
+        result = original(self, *args, **kwargs)
+        attached = getattr(self, "perturbation", None)
+        if attached is not None:
+            act(attached, *args, **kwargs)
+        return result
 
-        return method
-
-    return make
+    return method
 
 
 def _wake(attached: AttachedPerturbation, tags: list[str] | None = None) -> None:

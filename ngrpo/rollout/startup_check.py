@@ -8,7 +8,6 @@ Functions that take an ``original`` are rows of `ngrpo.patches`.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,9 @@ import numpy as np
 from torch import nn
 
 from ngrpo import patches
+from ngrpo.machine.upstream.patch import around
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
-from perturbations.errors import UsageError
-from perturbations.replay import ReplayRecord
+from perturbations import ReplayRecord, UsageError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -144,55 +143,47 @@ def check_texts(
 # ---- when an engine is checked ----------------------------------------------------------------------------------
 
 
-def checked_core(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def checked_core(
+    original: Callable[..., None], self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object
+) -> None:
     """The check of an engine that perturbs ends its start, unless it is deferred; its core hashes blocks."""
-
-    @functools.wraps(original)
-    def init(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
-        config: Any = vllm_config.additional_config
-        perturbation = read(config)
-        if perturbation is not None:
-            patches.install([patches.IN_PERTURBED_CORE])
-        original(self, vllm_config, *args, **kwargs)
-        if perturbation is not None and perturbation.active:
-            setattr(self, _DUE, True)
-            if not config.get(DEFERRED_CHECK):
-                check_before_request(self)
-
-    return init
+    config: Any = vllm_config.additional_config
+    perturbation = read(config)
+    if perturbation is not None:
+        patches.install([patches.IN_PERTURBED_CORE])
+    original(self, vllm_config, *args, **kwargs)
+    if perturbation is not None and perturbation.active:
+        setattr(self, _DUE, True)
+        if not config.get(DEFERRED_CHECK):
+            check_before_request(self)
 
 
-def checked_first(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def checked_first(original: Callable[..., None], self: EngineCore, *args: object, **kwargs: object) -> None:
     """The first request after a weight sync comes after the check that is due, where one is."""
-
-    @functools.wraps(original)
-    def add_request(self: EngineCore, *args: object, **kwargs: object) -> None:
-        check_before_request(self)
-        original(self, *args, **kwargs)
-
-    return add_request
+    check_before_request(self)
+    original(self, *args, **kwargs)
 
 
-def with_calls_of_core(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def with_calls_of_core(
+    original: Callable[..., Any], self: EngineCore, method: object, *args: object, **kwargs: object
+) -> Any:
     """The remote procedures that concern an engine's core; all others concern its workers."""
-
-    @functools.wraps(original)
-    def collective_rpc(self: EngineCore, method: object, *args: object, **kwargs: object) -> Any:
-        if method == "perturbation_check":
-            return [check_when_idle(self)]
-        if method != "perturbation_replace":
-            return original(self, method, *args, **kwargs)
-        # vLLM tells workers of finished requests with the next step, which an engine in its caller's process takes with
-        # the next requests only.
-        while _is_idle(self) and (self.scheduler.has_finished_requests() or self.batch_queue):
-            _, executed = self.step_fn()
-            self.post_step(executed)
-        result = original(self, method, *args, **kwargs)
-        if not getattr(self, _PASSED, False):  # it may have started without an active perturbation
-            setattr(self, _DUE, True)
-        return result
-
-    return collective_rpc
+    if method == "perturbation_check":
+        return [check_when_idle(self)]
+    if method != "perturbation_replace":
+        return original(self, method, *args, **kwargs)
+    # vLLM tells workers of finished requests with the next step, which an engine in its caller's process takes with
+    # the next requests only.
+    while _is_idle(self) and (self.scheduler.has_finished_requests() or self.batch_queue):
+        _, executed = self.step_fn()
+        self.post_step(executed)
+    result = original(self, method, *args, **kwargs)
+    if not getattr(self, _PASSED, False):  # it may have started without an active perturbation
+        setattr(self, _DUE, True)
+    return result
 
 
 def check_when_idle(core: EngineCore) -> None:
