@@ -44,12 +44,7 @@ def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: 
     """Σ_k w_k · e_k + σ · ε + v in float32, (N, D) in the candidates' dtype, with gradient to them and to the module.
 
     Rollout and replay both call this function, compiled on a GPU and uncompiled on a CPU, so that they round alike.
-
-    Args:
-        candidates: e, the candidates' embeddings, (N, K, D), any float dtype.
-        edit: N positions; its ids are not used.
-        noise_keys: (N,) int64 keys of :data:`perturbations.streams.Stream.NOISE`; needed with σ.
-        module: the perturbation's module, or None.
+    ``candidates``: e, (N, K, D); the edit's ids are not used. ``noise_keys``: (N,) int64 of ``Stream.NOISE``, with σ.
     """
     parts = edit.weights, edit.sigma, edit.vectors, noise_keys, module
     if torch.compiler.is_compiling() or not on_gpu(candidates.device) or not len(candidates):
@@ -124,9 +119,9 @@ def one_hot(tokens: Tensor) -> InputEdit:
 
 
 def dense_edit(tokens: Tensor, vectors: Tensor) -> InputEdit:
-    """The edit that feeds vectors (B, D) float32 alone; ``tokens`` (B,) int64 are any, with weight 0.
+    """The edit that feeds vectors (B, D) float32 alone, without gradient; ``tokens`` (B,) int64 are any.
 
-    Its record takes 4·D bytes per perturbed position (2.3 KB at D = 576), and no gradient reaches the embedding there.
+    Its record takes 4·D bytes per perturbed position (2.3 KB at D = 576).
     """
     ids = tokens.unsqueeze(-1)
     return InputEdit(ids, torch.zeros_like(ids, dtype=torch.float32), None, vectors)

@@ -37,13 +37,10 @@ class ModelEmbeddings:
         special_ids: Callable[[], Sequence[int]] = tuple,
         token_texts: Callable[[], Sequence[str]] | None = None,
     ) -> None:
-        """
-        Args:
-            lookup: ids of any shape to their input embeddings, shape + (D,).
-            input_matrix: gives the input embedding matrix E, (V, D), or the shard of a tensor-parallel rank.
-            output_matrix: gives the output embedding matrix; None where the model ties the two.
-            special_ids: gives the special and never-trained tokens.
-            token_texts: gives the text of each token, for words; rows beyond them are words of their own.
+        """``lookup``: ids of any shape to their input embeddings, shape + (D,). The others give, when first needed:
+
+        the matrices E, (V, D), or a tensor-parallel rank's shards, no output matrix where the model ties the two; the
+        special and never-trained tokens; the tokens' texts, for words (rows beyond them are words of their own).
         """
         self.lookup = lookup
         self._matrices = {"input": input_matrix, "output": output_matrix or input_matrix}
@@ -81,10 +78,7 @@ class ModelEmbeddings:
         skip_same_word: bool = False,
         refresh: str = "every_sync",
     ) -> NeighborIndex:
-        """The neighbor index over the input or output embeddings, built on first use; arguments: `neighbor`'s options.
-
-        ``ValueError`` for ``skip_same_word`` without texts.
-        """
+        """The neighbor index over input or output embeddings, built on first use; arguments: `neighbor`'s options."""
         key = (metric, space, skip_special, kind, skip_same_word, refresh)
         if torch.compiler.is_compiling():
             return _TracedIndex(self._number, key)

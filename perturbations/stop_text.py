@@ -20,13 +20,7 @@ class StopText:
     """
 
     def __init__(self, text: str, token_bytes: Sequence[bytes], vocabulary: int, device: torch.device | str) -> None:
-        """
-        Args:
-            text: not empty.
-            token_bytes: each token's bytes, in the order of the ids.
-            vocabulary: V, the number of logits; ids without bytes change no state.
-            device: of states and tokens.
-        """
+        """``token_bytes``: of each token, by id; of V = ``vocabulary`` logits those without bytes change no state."""
         self._text, self._bytes = text.encode(), [*token_bytes[:vocabulary]]
         self._bytes += [b""] * (vocabulary - len(self._bytes))
         self.complete = len(self._text)

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default gate and its verdict: which rows of a step are perturbed.
-
-On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
-select the position. On the device: the request's sampling allows the proposed token, thinking goes on, the policy is
-uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed unless the
-token is protected or ends the thinking, or the perturbation does not act there.
-"""
+"""The default gate and its verdict: which rows of a step are perturbed."""
 
 from __future__ import annotations
 
@@ -63,11 +57,16 @@ class GateOptions(Options):
 
 
 class BoundGate:
-    """A perturbation's gate in a rollout, for the trajectories of one worker.
+    """A perturbation's gate in a rollout, for the trajectories of one worker: where is what is proposed fed?
 
-    Each trajectory has a row: the states of `StopText` after its latest positions, and where its thinking ended. A
-    position may be observed and drawn again. Only :meth:`selected` runs on the host; nothing waits for the device.
+    On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
+    select the position. On the device: the request's sampling allows the proposed token, thinking goes on, the policy
+    is uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed unless
+    the token is protected or ends the thinking, or the perturbation does not act there.
     """
+
+    # Each trajectory has a row: the states of `StopText` after its latest positions, and where its thinking ended. A
+    # position may be observed and drawn again.
 
     def __init__(
         self,
@@ -77,14 +76,7 @@ class BoundGate:
         rows: int,
         device: torch.device | str,
     ) -> None:
-        """
-        Args:
-            options: of the perturbation.
-            token_bytes: gives the bytes of every token, in the order of the ids.
-            vocabulary: V, the number of logits.
-            rows: trajectories held at once.
-            device: of logits and tokens.
-        """
+        """``token_bytes`` gives the bytes of every token, by id; V = ``vocabulary``; ``rows``: trajectories at once."""
         self._options = options
         # Where nothing is ever perturbed, no token needs to be seen.
         until = options.until if options.rate > 0.0 else None
@@ -131,13 +123,8 @@ class BoundGate:
     ) -> tuple[Tensor, Tensor]:
         """Whether the proposed token is in the text, and whether its input is fed, at G positions: (G,) bool each.
 
-        Args:
-            step: the positions.
-            proposal: the perturbation's answer.
-            rows: of the trajectories, (G,) int64.
-            first: first generated position of each, (G,) int64.
-            allowed: whether the request's filters leave the proposed token, (G,) bool.
-            greedy: argmax tokens of greedy rows, else -1, (G,) int64; None where no row is greedy.
+        ``rows``, ``first``: of the trajectories, and their first generated positions, (G,) int64. ``allowed``: whether
+        the request's filters leave the proposed token, (G,) bool. ``greedy``: argmax tokens of greedy rows, else -1.
         """
         # What the request's own sampling excludes (at temperature 0 all but the likeliest token) is never in its text:
         # such a position stays unperturbed.
@@ -213,7 +200,6 @@ def protected_ids(protect: str | None, size: int | None = None) -> list[int]:
         raise UsageError(f"perturbation option protect={protect!r}: {wrong!r} is no token id; {allowed}.")
     ids = [int(part) for part in parts]
     if size is not None and max(ids) >= size:
-        raise UsageError(
-            f"perturbation option protect={protect!r}: id {max(ids)} is not in the model's [0, {size - 1}]."
-        )
+        wrong = f"id {max(ids)} is not in the model's [0, {size - 1}]"
+        raise UsageError(f"perturbation option protect={protect!r}: {wrong}.")
     return ids

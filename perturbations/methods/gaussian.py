@@ -34,11 +34,9 @@ class Gaussian(Perturbation):
         if self.density == "gaussian" and self.sigma == 0.0:
             raise UsageError("perturbation option sigma=0: density='gaussian' needs noise. The default is 0.33.")
         if self.density == "gaussian" and self.base == "fuzzy":
-            warnings.warn(
-                "gaussian with base='fuzzy' and density='gaussian': the token in the text is the argmax, which is never"
-                " trained. Only the embedding learns at perturbed positions. base='soft' trains the probabilities too.",
-                stacklevel=3,
-            )
+            why = "the token in the text is the argmax, so only the embedding is trained at perturbed positions"
+            fix = "base='soft' trains the probabilities too"
+            warnings.warn(f"gaussian with base='fuzzy' and density='gaussian': {why}. {fix}.", stacklevel=3)
 
     def propose(self, step: Step) -> Proposal:
         """e' = h + σ ε with h = E[token], E[argmax z] or Σ_v softmax(z/τ)_v E[v] over the k likeliest tokens.

@@ -36,10 +36,9 @@ class Latent(LikeliestTokens):
         if self.pool < self.k:
             raise UsageError(f"perturbation option pool={self.pool}: must be at least k={self.k}, the tokens mixed.")
         if self.has_density and self.tau < 0.5:
-            raise UsageError(
-                f"perturbation option tau={self.tau:g}: must be at least 0.5 with density={self.density!r} (the default"
-                " is 1): below, float32 weights cannot hold the noise. Raise it, or take density='token'."
-            )
+            least = f"must be at least 0.5 with density={self.density!r} (the default is 1)"
+            why = "below, float32 weights cannot hold the noise. Raise it, or take density='token'"
+            raise UsageError(f"perturbation option tau={self.tau:g}: {least}: {why}.")
         if self.density == "exact" and self.scale == 0.0:
             raise UsageError("perturbation option scale=0: density='exact' needs noise. Raise scale; the default is 1.")
 

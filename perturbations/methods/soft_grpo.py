@@ -31,10 +31,9 @@ class Gumbel(TopTokens):
         if self.density == "gumbel" and not self.clamp:
             raise UsageError("perturbation option clamp=False: density='gumbel' needs clamped noise. Take clamp=True.")
         if self.density == "gumbel" and self.tau < 0.1:
-            raise UsageError(
-                f"perturbation option tau={self.tau:g}: must be at least 0.1 (the default) with density='gumbel':"
-                " below, float32 weights cannot hold the noise. Raise it, or take density='token'."
-            )
+            least = "must be at least 0.1 (the default) with density='gumbel'"
+            why = "below, float32 weights cannot hold the noise. Raise it, or take density='token'"
+            raise UsageError(f"perturbation option tau={self.tau:g}: {least}: {why}.")
 
     @property
     def zero_mean_score(self) -> bool:

@@ -46,16 +46,10 @@ class HnswIndex(TableIndex):
         hubs: int = 2048,
         lazy: bool | None = None,
     ) -> None:
-        """As :class:`ExactIndex`; copies the embedding unless a CPU has all of it.
+        """As :class:`ExactIndex`; copies the embedding unless a CPU has all of it. ``UsageError`` for l1 too.
 
-        Args:
-            m: links of a vector in the graph (twice as many at its base).
-            ef_construction, ef: candidates compared with each vector while building, and in a search.
-            rerank: candidates of a search that are scored.
-            hubs: tokens compared with every query.
-
-        Raises:
-            UsageError: as :class:`ExactIndex`, for l1, and for a number that is out of range.
+        ``m``: links of a vector in the graph (twice as many at its base). ``ef_construction``, ``ef``: candidates
+        compared while building, and in a search, of which ``rerank`` are scored. ``hubs``: compared with every query.
         """
         if metric == "l1":
             raise UsageError("metric='l1': an HNSW graph knows cosine, l2 and dot; take ExactIndex for l1.")
@@ -73,10 +67,7 @@ class HnswIndex(TableIndex):
 
     @cached_property
     def _graph(self) -> Any:
-        return self._build()
-
-    def _build(self) -> Any:
-        """Its vectors are in the order of ``_kept``."""
+        """The graph, whose vectors are in the order of ``_kept``."""
         faiss, settings = _library(), self._settings
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.cat([self._directions(part) for part in self._embedding.split(4096)])

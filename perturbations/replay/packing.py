@@ -33,10 +33,8 @@ def unsealed(data: bytes, version: int, what: str) -> Reader:
     data = bytes(data)
     end = len(data) - _CHECKSUM.size
     if end < 0 or _CHECKSUM.unpack_from(data, end)[0] != zlib.crc32(memoryview(data)[:end], version):
-        raise ValueError(
-            f"{what} is damaged: its {len(data)} bytes do not have their checksum. They were cut or altered, or written"
-            " by another version of this project. Sample again."
-        )
+        why = "They were cut or altered, or written by another version of this project. Sample again"
+        raise ValueError(f"{what} is damaged: its {len(data)} bytes do not have their checksum. {why}.")
     return Reader(data, end, what)
 
 
