@@ -27,9 +27,9 @@ class InputEdit:
 
     Attributes:
         ids: candidates c. A candidate that is not used repeats another with weight 0.
-        weights: w, float32; each row sums to 1, except with vectors or a module.
+        weights: w; each row sums to 1, except with vectors or a module.
         sigma: noise scale σ, or None for no noise.
-        vectors: v, float32, or None: 4·D bytes of record per position. Replay feeds them as constants.
+        vectors: v, or None: 4·D bytes of record per position. Replay feeds them as constants.
         normalizer: the factor that normalising the weights divided out, where a density needs the raw draws; else None.
     """
 

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations with learned parameters: the contract of their module, and its place in a model.
 
-`Perturbation.module(hidden_size)` maps the first candidate's embedding e and the mixture r = Σ_k w_k E[c_k] + σ ε,
-both (N, D) float32, to the input e', (N, D) float32. It must
-- start the same in every process: trainer, reference and each rollout worker make their own, with other seeds;
-- treat each of the N rows alone, and N may be 0;
-- compute in float32 whatever the dtype of its parameters;
-- have no buffers that matter: only parameters are trained, saved and synced.
+`Perturbation.module(hidden_size)` maps the first candidate's embedding e and the mixture r = Σ_k w_k E[c_k] + σ ε, both
+(N, D) float32, to the input e', (N, D) float32. It must start the same in every process, treat each of the N ≥ 0 rows
+alone, compute in float32 whatever the dtype of its parameters, and have no buffers that matter.
 """
 
 from __future__ import annotations

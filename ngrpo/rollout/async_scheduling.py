@@ -40,28 +40,23 @@ _LENGTHS_KEPT = 1 << 20
 
 @dataclass(frozen=True)
 class Note:
-    """A step's draws, whose tensors are still being copied from a CUDA device.
-
-    Row ``rows[i]`` (i where that is None) drew the token at ``slots[i]``, ``positions[i]``; ``edited``: slots and
-    positions of the edits.
-    """
+    """A step's draws, whose tensors are still being copied from a CUDA device."""
 
     ready: torch.cuda.Event | None
     slots: np.ndarray
     positions: np.ndarray
-    rows: np.ndarray | None
+    rows: np.ndarray | None  # that drew the tokens; None for all
     log_probs: Tensor
     support: SamplingSupport | None
-    edited: tuple[np.ndarray, np.ndarray]
+    edited: tuple[np.ndarray, np.ndarray]  # slots and positions of the edits
     edits: dict[str, Tensor]
 
 
 class Notes:
-    """A queue of notes in the order of their steps: ``taken`` so far, of which ``written`` are whole in the stores.
+    """A queue of notes in the order of their steps: ``taken`` so far, of which ``written`` are whole in the stores."""
 
-    Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is asked for only then,
-    since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
-    """
+    # Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is asked for only then,
+    # since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
 
     def __init__(
         self, store: TrajectoryStore, masks: SamplingMaskStore | None, event: Callable[[], torch.cuda.Event | None]

@@ -24,12 +24,10 @@ from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations.base import Perturbation
+from perturbations import Perturbation, ReplayBuffer, UsageError
 from perturbations.embeddings import ModelEmbeddings
-from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
 from perturbations.neighbors.base import Shard, over_ranks
-from perturbations.replay.buffers import ReplayBuffer
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -59,10 +57,8 @@ class AttachedPerturbation:
         embedding: Any = find_input_embedding(model)
         # The matrix's own dtype: a row must be what the model would have looked up.
         rows, dtype = runner.max_num_tokens, embedding.weight.dtype
-        self._override = InputOverride(
-            embedding, rows, embedding.embedding_dim, dtype, runner.device, VocabParallelEmbedding
-        )
         self._hidden = embedding.embedding_dim
+        self._override = InputOverride(embedding, rows, self._hidden, dtype, runner.device, VocabParallelEmbedding)
         self.reads_tokens = reads_tokens_elsewhere(tables_of_text(model), embedding)
         """Whether a table beside the input embedding follows the token in the text, whatever is fed in its place."""
         self._tokenizer = _LazyTokenizer(config)
@@ -86,25 +82,26 @@ class AttachedPerturbation:
         runner, tokenizer = self._runner, self._tokenizer
         running = self.requests.running if hasattr(self, "requests") else 0
         if running:
-            raise UsageError(
-                f"the perturbation cannot be replaced while {running} requests are running: wait for them."
-            )
+            raise UsageError(f"the perturbation cannot be replaced while {running} requests run: wait for them.")
         self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
         embedding = self._vocabulary, self._hidden
         store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, embedding, perturbation.has_parameters)
-        gate = BoundGate(perturbation, tokenizer.token_bytes, self._vocabulary, store.slots, runner.device)
-        self.module = _module(perturbation, self._hidden, runner)
+        gate = BoundGate(perturbation, lambda: tokenizer.token_bytes, self._vocabulary, store.slots, runner.device)
+        self.module, model = perturbation.module(self._hidden), runner.model_config
+        if self.module is not None:  # with the parameters saved beside the model
+            # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
+            self.module.to(device=runner.device, dtype=model.dtype).requires_grad_(False)
+            load_saved(self.module, perturbation, model.model, model.revision)
         for hook in self._hooks:
             hook.remove()
         # No perturbation pays for the hidden states but one that reads them.
         reads = perturbation.reads_hidden
         self._hooks = _follow_output_layer(runner.get_model(), lambda h: self.perturber.computed(h)) if reads else ()
         self.perturbation = perturbation
-        config = runner.vllm_config.additional_config
-        masks = None
+        config, masks = runner.vllm_config.additional_config, None
         if config.get(SAMPLING_MASKS):
-            masks = SamplingMaskStore(self._vocabulary, store.slots, runner.max_model_len, read_mask_limit(config))
+            masks = SamplingMaskStore(self._vocabulary, store.slots, read_mask_limit(config))
         self.perturber = RolloutPerturber(
             perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks, self.schedule
         )
@@ -142,27 +139,13 @@ class AttachedPerturbation:
 
     def _check_awake(self, what: str) -> None:
         if self.asleep:
-            raise UsageError(
-                f"{what} while the engine sleeps and its weights are not in memory. Wake it first, at least with"
-                " wake_up(tags=['weights'])."
-            )
+            fix = "Wake it first, at least with wake_up(tags=['weights'])"
+            raise UsageError(f"{what} while the engine sleeps and its weights are not in memory. {fix}.")
 
     def weights_changed(self) -> None:
         """All new weights are in place."""
         self.embeddings.refresh()
         self.prepare()
-
-
-def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
-    """The perturbation's module with the parameters saved beside the model, on the runner's device."""
-    module = perturbation.module(hidden)
-    if module is None:
-        return None
-    config = runner.model_config
-    # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
-    module.to(device=runner.device, dtype=config.dtype).requires_grad_(False)
-    load_saved(module, perturbation, config.model, config.revision)
-    return module
 
 
 def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabParallelEmbedding | None:
@@ -218,14 +201,11 @@ class _LazyTokenizer:
         return AutoTokenizer.from_pretrained(config.tokenizer, revision=revision, trust_remote_code=trusted)
 
     @functools.cached_property
-    def _token_bytes(self) -> list[bytes]:
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token, also of one that is part of a character; the same list each time."""
         from xgrammar import TokenizerInfo  # which vLLM installs; transformers decodes a part of a character to U+FFFD
 
         return TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=len(self._tokenizer)).decoded_vocab
-
-    def token_bytes(self) -> list[bytes]:
-        """The bytes of each token, also of one that is part of a character; the same list each time."""
-        return self._token_bytes
 
     def vocabulary(self) -> list[str]:
         """The decoded text of each token."""
@@ -248,8 +228,6 @@ def _follow_output_layer(model: nn.Module, take: Callable[[Tensor], None]) -> li
 
     found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
     if not found:
-        raise UsageError(
-            f"perturbation: {type(model).__name__} has no LogitsProcessor, so the last hidden states that this"
-            " perturbation reads are not known. Use another model, or a perturbation that reads logits alone."
-        )
+        why = f"{type(model).__name__} has no LogitsProcessor, so the last hidden states are not known"
+        raise UsageError(f"perturbation: {why}. Use another model, or a perturbation that reads logits alone.")
     return [module.register_forward_pre_hook(before, with_kwargs=True) for module in found]

@@ -142,12 +142,10 @@ def numbered_children(original: Callable[..., Any], self: object, index: int) ->
 
 
 def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's ``generate_block_hash_extra_keys``: a block of generated tokens belongs to its trajectory alone.
-
-    A block's hash shows its tokens, and not the embeddings that were fed. So a block that reaches beyond the prompt, or
-    beyond a replayed record's first position, gets the request's id as an extra key: only the same request finds it
-    again, after a preemption.
-    """
+    """vLLM's ``generate_block_hash_extra_keys``: a block of generated tokens belongs to its trajectory alone."""
+    # The hash shows its tokens, and not the embeddings that were fed. So a block that reaches beyond the prompt, or
+    # beyond a replayed record's first position, gets the request's id as an extra key: only the same request finds it
+    # again, after a preemption.
 
     def generate_block_hash_extra_keys(request: Request, start: int, end: int, start_mm_idx: int) -> Any:
         keys, next_mm_idx = original(request, start, end, start_mm_idx)

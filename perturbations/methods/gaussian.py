@@ -56,11 +56,9 @@ class Gaussian(Perturbation):
         return Proposal(InputEdit(mean.ids, mean.weights, self.sigma * rms), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """log N(e'; h(θ), σ² I) at the policy that drew e', with gradient to h(θ): its score is ε/σ · ∂h.
-
-        e' − h is σ ε as it was drawn, not a difference of what rollout and trainer computed: in D dimensions that of
-        logits which differ by 0.03 is as long as the noise itself.
-        """
+        """log N(e'; h(θ), σ² I) at the policy that drew e', with gradient to h(θ): its score is ε/σ · ∂h."""
+        # e' − h is σ ε as it was drawn, not a difference of what rollout and trainer computed: in D dimensions that of
+        # logits which differ by 0.03 is as long as the noise itself.
         edit, lookup = replayed.edit, replayed.lookup
         sigma, keys = require(edit.sigma, "edit.sigma"), require(replayed.noise_keys, "noise_keys")
         if self.base == "token":

@@ -91,11 +91,9 @@ class Latent(LikeliestTokens):
         return torch.where(support, terms, 0.0).sum(dim=-1) / support.sum(dim=-1).clamp_min(1)
 
     def _exact(self, replayed: Replayed, scores: Tensor, support: Tensor) -> Tensor:
-        """``exact``, of the scores (N, k) where there is ``support``: y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel.
-
-        Clamped noise lies beyond its bound; that of a token of the nucleus which was not mixed, below what would have
-        made it the last one mixed.
-        """
+        """``exact``, of the scores (N, k) where there is ``support``: y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel."""
+        # Clamped noise lies beyond its bound; that of a token of the nucleus which was not mixed, below what would have
+        # made it the last one mixed.
         low, high = densities.GUMBEL_RANGE
         ids, gumbels = replayed.edit.ids, replayed.gumbel(replayed.edit.ids)
         pool = replayed.top(min(self.pool, replayed.logits.shape[-1]))

@@ -159,7 +159,7 @@ class TableIndex(NeighborIndex):
     """
 
     def __init__(self, size: int, device: torch.device, exclude: Sequence[int] = (), lazy: bool | None = None) -> None:
-        """For V = ``size`` tokens, of which those to ``exclude`` are never neighbors. ``lazy``: None for the rule above."""
+        """For V = ``size`` tokens; those to ``exclude`` are never neighbors. ``lazy``: None for the rule above."""
         bad = [i for i in exclude if not 0 <= i < size]
         if bad:
             raise UsageError(f"exclude holds id {bad[0]}: must be in [0, {size - 1}], the embedding's rows.")

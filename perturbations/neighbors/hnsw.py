@@ -25,14 +25,13 @@ _TINY = 1e-12
 
 
 class HnswIndex(TableIndex):
-    """The k nearest tokens among candidates that a graph proposes, scored and ordered as by :class:`ExactIndex`.
+    """The k nearest tokens among candidates that a graph proposes, scored and ordered as by :class:`ExactIndex`."""
 
-    Token embeddings share a large common part. Tokens close to it are near everything, and hide the rest from a graph
-    over the plain vectors. So the graph holds the vectors (for cosine normalised) less their mean, each divided by a
-    power of its length. The ``hubs`` tokens closest to the mean (for dot the longest) are compared with every query.
-
-    One thread builds the graph in the order of the ids on the first query: all ranks must have the same graph.
-    """
+    # Token embeddings share a large common part. Tokens close to it are near everything, and hide the rest from a graph
+    # over the plain vectors. So the graph holds the vectors (for cosine normalised) less their mean, each divided by a
+    # power of its length. The ``hubs`` tokens closest to the mean (for dot the longest) are compared with every query.
+    #
+    # One thread builds the graph in the order of the ids on the first query: all ranks must have the same graph.
 
     def __init__(
         self,

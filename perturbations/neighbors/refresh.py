@@ -55,13 +55,13 @@ class Drift:
 class Neighborhood(NeighborIndex):
     """Answers from an index that is made again by the refresh policy, and follows the drift.
 
-    Sets that outlive a weight sync are all of the same weights. On a CPU, where rows are filled on first use, the index
-    is made from a copy of the matrix. Elsewhere the table is complete before the weights change, and a larger k
-    computes all sets again from the weights of that moment.
-
     At most 128 of the queried tokens (8 for L1) are followed, evenly spaced by id. At a sync their sets are computed
     from the new weights, used or not. A set is the k nearest, in any order.
     """
+
+    # Sets that outlive a weight sync are all of the same weights. On a CPU, where rows are filled on first use, the
+    # index is made from a copy of the matrix. Elsewhere the table is complete before the weights change, and a larger k
+    # computes all sets again from the weights of that moment.
 
     def __init__(
         self,

@@ -180,10 +180,9 @@ class ReplayRecord:
 
 
 def as_words(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sets of tokens as 16-bit words, each the number of tokens between one and the next.
+    """N sets of tokens, (Σ counts,) ids ascending within each, as words (Σ lengths,) uint16 and lengths (N,) int64.
 
-    From ids, ascending within each set, (Σ counts,), and ``counts`` (N,) of the sets: words, (Σ lengths,) uint16, with
-    one more before a token for each 65,535 skipped; and the lengths of the sets in words, (N,) int64.
+    A word is the number of tokens between one and the next, with one more before a token for each 65,535 skipped.
     """
     gaps = np.diff(ids, prepend=ids[:1])
     gaps -= 1
@@ -211,19 +210,12 @@ def as_ids(words: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """The tokens that top-p, top-k, min-p or a grammar left at the N positions where they cut some.
+    """The tokens that top-p, top-k, min-p or a grammar left at the N positions where they cut some."""
 
-    Attributes:
-        size: V.
-        positions: of the tokens drawn, ascending, (N,) int64.
-        cut: whether the words name the tokens cut, where these are fewer than those left, (N,) bool.
-        lengths, words: the tokens, as of :func:`as_words`.
-    """
-
-    size: int
-    positions: np.ndarray
-    cut: np.ndarray
-    lengths: np.ndarray
+    size: int  # V
+    positions: np.ndarray  # of the tokens drawn, ascending, (N,) int64
+    cut: np.ndarray  # whether the words name the tokens cut, where these are fewer than those left, (N,) bool
+    lengths: np.ndarray  # with ``words`` the tokens, as of :func:`as_words`
     words: np.ndarray
 
     @property
@@ -290,13 +282,10 @@ class SamplingMask:
 
 @dataclass(frozen=True)
 class UnperturbedAnswer:
-    """A short response without a perturbation.
+    """A short response without a perturbation."""
 
-    ``tokens``: prompt and response, (T,) int32. ``log_probs``: of the response at the rollout, (A,) float32.
-    """
-
-    tokens: np.ndarray
-    log_probs: np.ndarray
+    tokens: np.ndarray  # prompt and response, (T,) int32
+    log_probs: np.ndarray  # of the response at the rollout, (A,) float32
 
 
 @dataclass(frozen=True, eq=False)
