@@ -34,7 +34,7 @@ class Gaussian(Perturbation):
         if self.density == "gaussian" and self.sigma == 0.0:
             raise UsageError("perturbation option sigma=0: density='gaussian' needs noise. The default is 0.33.")
         if self.density == "gaussian" and self.base == "fuzzy":
-            why = "the token in the text is the argmax, so only the embedding is trained at perturbed positions"
+            why = "the token in the text is the argmax, which is never trained, and the embedding learns alone"
             fix = "base='soft' trains the probabilities too"
             warnings.warn(f"gaussian with base='fuzzy' and density='gaussian': {why}. {fix}.", stacklevel=3)
 

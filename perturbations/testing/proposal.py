@@ -134,7 +134,7 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     worst = sums[(sums - 1.0).abs().argmax()].item()
     replaced = edit.vectors is not None or perturbation.module(_DIMENSION) is not None
     normalised = kind == "free" or replaced or abs(worst - 1.0) <= CLOSE
-    fix = "They must sum to 1, or the input's length changes. Divide by the sum, or say mixture = 'free' in the class."
+    fix = "They must sum to 1, or the input's length changes: normalise them, or say mixture = 'free' in the class."
     require(normalised, f"{where} the weights of a position sum to {worst:.6g}.", fix)
     if proposal.acts is not None:  # where it does not act, the edit is the token alone
         check_tensor(f"{where} acts", proposal.acts, (rows,), torch.bool, device)
