@@ -5,8 +5,6 @@ A dense perturbation adds vectors v, and one with learned parameters (`perturbat
 e' = module(E[c_1], Σ_k w_k · E[c_k] + σ · ε) + v.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@
 alone, compute in float32 whatever the dtype of its parameters, and have no buffers that matter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 

@@ -4,8 +4,6 @@
 The draw of the token leaves two numbers for each block. The k largest are within the k blocks of largest maxima.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds a text in generated tokens, across token borders: a Knuth–Morris–Pratt automaton over the tokens' bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSL
 log, cos and exp may differ, in the last bits of a float.
 """
 
-from __future__ import annotations
-
 import enum
 import math
 from collections.abc import Sequence

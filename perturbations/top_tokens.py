@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The likeliest tokens: what most perturbations mix."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@
 The spec carries its text, and every process makes a module of it, with the text's hash in the name: one class in all.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import binascii

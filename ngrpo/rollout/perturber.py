@@ -11,8 +11,6 @@ A slot, which `requests.py` opens and closes, has a trajectory's state in the st
 the request is preempted, and until its last note is in the store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

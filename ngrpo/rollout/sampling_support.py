@@ -6,8 +6,6 @@ exactly that many tokens are picked out on the device and sent. Nothing waits, a
 0.2 MB instead of the 19 MB of a bit for each of 151,936 tokens.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's memory of live trajectories: what was fed to each and how likely its tokens were."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

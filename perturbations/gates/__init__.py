@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a gate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

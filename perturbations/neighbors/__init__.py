@@ -2,8 +2,6 @@
 # ruff: noqa: F401
 """Nearest tokens by their embeddings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

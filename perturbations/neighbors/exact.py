@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact nearest neighbors by blocked matrix products, each token's row computed once."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Approximate nearest neighbors by a graph (HNSW, Malkov and Yashunin, arXiv 1603.09320), scored exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property

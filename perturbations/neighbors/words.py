@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens are the same word: up to case, space and English inflection."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence

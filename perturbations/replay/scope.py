@@ -5,8 +5,6 @@ A pre-hook appends the candidates' ids to the embedding module's tokens, and a h
 them: one lookup, in which the module's own hooks (ZeRO-3's gathering of parameters, LoRA) and gradient work as ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suites of perturbations and gates, ours and a third party's: the checks, in order."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a class, its options and its spec: the same for perturbations and gates."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

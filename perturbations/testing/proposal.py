@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of answers to steps of a small synthetic model: a perturbation's, its density and module, a gate's."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 

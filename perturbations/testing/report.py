@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a check that fails says, and the comparisons that several checks need."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

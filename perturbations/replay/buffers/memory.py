@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replay buffer in the worker's memory, bounded in bytes."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
