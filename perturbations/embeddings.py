@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from perturbations.errors import require
 from perturbations.neighbors import Drift, Neighborhood, NeighborIndex, Refresh, create_index, word_numbers
 from perturbations.neighbors.base import Shard, TableIndex
 
@@ -86,7 +87,11 @@ class ModelEmbeddings:
             exclude = self._special_ids() if skip_special else ()
 
             def make(embedding: Shard, probe: bool) -> TableIndex:
-                words = self._word_numbers(embedding.size) if skip_same_word else None
+                words, size = None, embedding.size
+                if skip_same_word:
+                    texts = require(self._token_texts, "token_texts, the tokens' texts that skip_same_word needs,")
+                    words = self._words.get(size)
+                    words = self._words[size] = word_numbers(texts(), size) if words is None else words
                 # No graph is built to look at a few tokens.
                 return create_index(embedding, "exact" if probe else kind, metric, exclude, words, probe or None)
 
@@ -100,13 +105,6 @@ class ModelEmbeddings:
             index.weights_changed()
             self._indices[key] = index, self._syncs
         return index
-
-    def _word_numbers(self, size: int) -> Tensor:
-        if self._token_texts is None:
-            raise ValueError("skip_same_word: needs the tokens' texts; pass token_texts.")
-        if size not in self._words:
-            self._words[size] = word_numbers(self._token_texts(), size)
-        return self._words[size]
 
     def refresh(self) -> None:
         """The weights have changed; several calls without a query in between count as one weight sync."""

@@ -7,8 +7,8 @@ The embedding's override is there before anything is compiled. Requests, inputs 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,8 +42,7 @@ _VOCABULARY_PADDING = 64
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
 
-    asleep = False
-    """While the engine sleeps, the addresses of its weights lead nowhere, and reading them ends the process."""
+    asleep = False  # while the engine sleeps, the addresses of its weights lead nowhere: reading them ends the process
     _hooks: Sequence[RemovableHandle] = ()
 
     def __init__(self, runner: Any, perturbation: Perturbation, buffer: ReplayBuffer) -> None:
@@ -59,8 +58,8 @@ class AttachedPerturbation:
         rows, dtype = runner.max_num_tokens, embedding.weight.dtype
         self._hidden = embedding.embedding_dim
         self._override = InputOverride(embedding, rows, self._hidden, dtype, runner.device, VocabParallelEmbedding)
+        # Whether a table beside the input embedding follows the token in the text, whatever is fed in its place.
         self.reads_tokens = reads_tokens_elsewhere(tables_of_text(model), embedding)
-        """Whether a table beside the input embedding follows the token in the text, whatever is fed in its place."""
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
@@ -72,8 +71,7 @@ class AttachedPerturbation:
         # An encoder of pictures or sound runs between the layout of a step and its forward.
         encoders = (runner, "_execute_mm_encoder"), (getattr(runner, "model_state", None), "execute_mm_encoder")
         for owner, name in encoders:
-            if hasattr(owner, name):
-                # contextmanager's object is a decorator that makes a new one for each call.
+            if hasattr(owner, name):  # contextmanager's object is a decorator that makes a new one for each call
                 setattr(owner, name, self._override.suspended()(getattr(owner, name)))
         new_weights.follow(runner, self)
 
@@ -142,6 +140,10 @@ class AttachedPerturbation:
             fix = "Wake it first, at least with wake_up(tags=['weights'])"
             raise UsageError(f"{what} while the engine sleeps and its weights are not in memory. {fix}.")
 
+    def wake(self, tags: list[str] | None) -> None:
+        """An engine may wake in parts; without tags all of it does."""
+        self.asleep = self.asleep and tags is not None and "weights" not in tags
+
     def weights_changed(self) -> None:
         """All new weights are in place."""
         self.embeddings.refresh()
@@ -161,11 +163,7 @@ def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabPa
 
 
 def _embeddings(
-    model: nn.Module,
-    embedding: VocabParallelEmbedding,
-    override: InputOverride,
-    vocabulary: int,
-    tokenizer: _LazyTokenizer,
+    model: nn.Module, embedding: VocabParallelEmbedding, override: InputOverride, vocabulary: int, texts: _LazyTokenizer
 ) -> ModelEmbeddings:
     def shard(module: Any) -> Shard:
         weight = module.weight.data
@@ -177,13 +175,8 @@ def _embeddings(
         return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
 
     head = _output_head(model, embedding)
-    return ModelEmbeddings(
-        override.lookup,
-        lambda: shard(embedding),
-        None if head is None else (lambda: shard(head)),
-        lambda: tokenizer.special_ids(vocabulary),
-        tokenizer.vocabulary,
-    )
+    matrices = [partial(shard, embedding), None if head is None else partial(shard, head)]
+    return ModelEmbeddings(override.lookup, *matrices, partial(texts.special_ids, vocabulary), texts.vocabulary)
 
 
 class _LazyTokenizer:
@@ -192,7 +185,7 @@ class _LazyTokenizer:
     def __init__(self, model_config: ModelConfig) -> None:
         self._config = model_config
 
-    @functools.cached_property
+    @cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
@@ -200,7 +193,7 @@ class _LazyTokenizer:
         revision, trusted = config.tokenizer_revision, config.trust_remote_code
         return AutoTokenizer.from_pretrained(config.tokenizer, revision=revision, trust_remote_code=trusted)
 
-    @functools.cached_property
+    @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each token, also of one that is part of a character; the same list each time."""
         from xgrammar import TokenizerInfo  # which vLLM installs; transformers decodes a part of a character to U+FFFD

@@ -75,17 +75,8 @@ def _then(act: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[.
     return method
 
 
-def _wake(attached: AttachedPerturbation, tags: list[str] | None = None) -> None:
-    """An engine may wake in parts; without tags all of it does."""
-    attached.asleep = attached.asleep and tags is not None and "weights" not in tags
-
-
-def _sleep(attached: AttachedPerturbation, *_: object, **__: object) -> None:
-    attached.asleep = True
-
-
 # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
 after_update = _then(lambda attached: attached.weights_changed())
 # A worker for CPUs has its own of these two, which do nothing.
-after_sleep = _then(_sleep)
-after_wake_up = _then(_wake)
+after_sleep = _then(lambda attached, *_, **__: setattr(attached, "asleep", True))
+after_wake_up = _then(lambda attached, tags=None: attached.wake(tags))

@@ -151,7 +151,7 @@ class RunningRequests:
         if len(self._names) > self._names_most:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])
             self._names_most = 2 * len(self._names) + 1024
-        self._perturber.opened(new.req_id, new.prompt_token_ids or ())
+        self._perturber.opened(new.req_id, prompt)
 
     def _extract(self, name: str) -> FinishedTrajectory:
         masks = self._perturber.masks
@@ -167,12 +167,9 @@ class RunningRequests:
         self._finish(self._ended if ids is None else ids)
         if ids is None:
             ids = [*self._buffer.names(), *self._store.live]
-        running, trajectories = set(unfinished or ()), {}
-        for name in dict.fromkeys(ids):
-            finished = None if name in running else self._finished_or_ending(name)
-            if finished is not None:
-                trajectories[name] = finished.pack()
-        return trajectories
+        running = set(unfinished or ())
+        trajectories = ((name, self._finished_or_ending(name)) for name in dict.fromkeys(ids) if name not in running)
+        return {name: finished.pack() for name, finished in trajectories if finished is not None}
 
     def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:
         """What is handed over of a request; None where its record has been, or is dropped."""
