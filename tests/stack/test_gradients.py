@@ -71,12 +71,6 @@ def test_neighbors_receive_gradient(hf_model: Any) -> None:
         assert token not in touched, "a replaced token must receive no gradient"
 
 
-def test_replay_changes_the_gradient(hf_model: Any, plain: dict[str, torch.Tensor]) -> None:
-    without = gradients(hf_model, replay=False)
-    name = "model.embed_tokens.weight"
-    assert (plain[name] - without[name]).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(hf_model: Any, plain: dict[str, torch.Tensor], reentrant: bool) -> None:
     hf_model.train()
