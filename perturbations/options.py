@@ -60,7 +60,7 @@ class Options:
     def spec(self) -> dict[str, Any]:
         """Name and every option, as plain values: ``registry.create(**spec)`` gives an equal object in any process.
 
-        A user's file adds its text. An option with options of its own, such as ``gate``, gives its name and ``gate.…``.
+        A user's file adds its text; an option with options of its own, such as ``gate``, its name and ``gate.…``.
         """
         spec: dict[str, Any] = {}
         if self.registry is not None:

@@ -107,8 +107,7 @@ class Registry:
     def create(self, name: str, **options: object) -> Any:
         """Makes an object of this kind; ``UsageError`` for an unknown name or option, or a value out of range.
 
-        ``name``: as in :meth:`get`. ``options``: the rest keep their defaults; ``gate.margin`` is an option of the
-        option ``gate``, and ``source`` is the file's text of a spec.
+        ``name``: as in :meth:`get`. ``gate.margin`` is an option of the option ``gate``, ``source`` the text of a file.
         """
         source = options.pop("source", None)
         cls = self.get(name, None if source is None else str(source))

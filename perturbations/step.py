@@ -91,7 +91,7 @@ class Step:
     def draws(self, n: int, distinct: bool = False) -> Tensor:
         """(B, n) further tokens, each drawn as ``sampled`` was, among those that the request allows.
 
-        With ``distinct`` without replacement, also of ``sampled``, which is repeated where no other token is left.
+        ``distinct``: without replacement, also of ``sampled``, which is repeated where no other token is left.
         """
         # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
         # more than all the rest of a step.

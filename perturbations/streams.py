@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counter-based random streams: each draw is a pure function of (trajectory seed, position, stream, index).
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), exact on every device; only
-log, cos and exp may differ, in the last bits of a float.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), exact on every device.
 """
 
 import enum

@@ -71,10 +71,7 @@ def varints(values: np.ndarray) -> bytes:
 
 
 class Reader:
-    """Takes slices off a byte string; ``ValueError`` where it is too short or too long.
-
-    No memory is taken for a length before so many bytes are there.
-    """
+    """Takes slices off a byte string; ``ValueError`` where it is too short or too long, before memory is taken."""
 
     def __init__(self, data: bytes, end: int, what: str) -> None:
         self._data, self._offset, self._end, self._what = data, 0, end, what

@@ -244,10 +244,7 @@ class ReplayScope:
         return replayed, inside
 
     def to_tokens(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Values of the recorded positions, (N,), at their tokens in the last A of each padded row, with gradient.
-
-        ``shape``: (B, A) of the result, which is 0 at all other tokens.
-        """
+        """Values of the recorded positions (N,) at their tokens in the last A of each row: ``shape`` (B, A), else 0."""
         column, inside = self._columns(shape[1])
         target = torch.where(inside, self._flat.sample * shape[1] + column, shape[0] * shape[1])
         full = values.new_zeros(shape[0] * shape[1] + 1)
