@@ -18,7 +18,7 @@ from ngrpo.trainers.common.policy_loss import behavior
 from ngrpo.trainers.common.side_inputs import two_rounds, unpack
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
-from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, refuse_untrained
+from ngrpo.trainers.openrlhf.rewards import cut_prompts, refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
 from perturbations.errors import require
@@ -26,6 +26,11 @@ from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
+
+CUT = (
+    "ngrpo warning: step {step}: {cut} prompts have more than {longest} tokens (--data.max_len less"
+    " --rollout.max_new_tokens), and OpenRLHF left out their first tokens. Raise --data.max_len, or leave them out."
+)
 
 
 def experience_maker(plain: Any) -> type:
@@ -52,6 +57,10 @@ def experience_maker(plain: Any) -> type:
         def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
             run = current_run()
             refuse_untrained(rollout_samples)
+            longest = self.args.data.max_len - (self.args.rollout.max_new_tokens or 1)
+            if cut := cut_prompts(self.tokenizer, rollout_samples, longest):
+                print(CUT.format(step=self.training_step + 1, cut=cut, longest=longest), flush=True)
+                self.note({"cut_prompts": float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.sampling.correct_mask:
                 refuse_non_finite(self.tokenizer, experiences)
