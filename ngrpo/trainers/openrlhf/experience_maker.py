@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ngrpo.config.run import GROUP_BASELINES, current_run
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common import mismatch
 from ngrpo.trainers.common.policy_loss import behavior
-from ngrpo.trainers.common.side_inputs import two_rounds, unpack
+from ngrpo.trainers.common.sample_records import two_rounds, unpack
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import cut_prompts, refuse_non_finite, refuse_untrained
@@ -141,16 +142,16 @@ def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> flo
     controls = [each for each in controls if len(each.log_probs)][:CONTROLS]
     if not controls:
         return None
+    rows = {
+        "sequences": [each.tokens.astype(np.int64) for each in controls],
+        "action_mask": [np.ones(len(each.log_probs), np.int64) for each in controls],
+        "attention_mask": [np.ones(len(each.tokens), np.int64) for each in controls],
+    }
     # All responses end at the last column, where OpenRLHF looks for actions.
-    rows, longest = len(controls), max(len(each.tokens) for each in controls)
-    sequences = torch.zeros(rows, longest, dtype=torch.int64)
-    attention_mask = torch.zeros_like(sequences)
-    action_mask = torch.zeros(rows, max(len(each.log_probs) for each in controls), dtype=torch.int64)
-    for row, each in enumerate(controls):
-        sequences[row, longest - len(each.tokens) :] = torch.from_numpy(each.tokens.astype(np.int64))
-        attention_mask[row, longest - len(each.tokens) :] = 1
-        action_mask[row, action_mask.shape[1] - len(each.log_probs) :] = 1
-    batch = {"sequences": sequences, "action_mask": action_mask, "attention_mask": attention_mask}
+    batch = {
+        name: pad_sequence([torch.from_numpy(part) for part in parts], batch_first=True, padding_side="left")
+        for name, parts in rows.items()
+    }
     given = maker.actor_model_group.async_run_method(method_name="unperturbed_log_probs", **batch)
     log_probs = ray.get(given)[0].float().numpy()
     gaps = [np.abs(row[len(row) - len(each.log_probs) :] - each.log_probs) for row, each in zip(log_probs, controls)]

@@ -17,7 +17,7 @@ from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.trainers.common.log_probs import corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
-from ngrpo.trainers.common.side_inputs import OURS, records
+from ngrpo.trainers.common.sample_records import OURS, records
 from perturbations.base import Perturbation
 from perturbations.errors import require
 from perturbations.parameters import attached, freeze
