@@ -44,8 +44,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_measures.py"): [
         (
-            "agreed += int(record.agreed[counted].sum())",
-            "agreed += int(record.agreed.sum())",
+            "agreed=int(record.agreed[counted].sum())",
+            "agreed=int(record.agreed.sum())",
             "anchor_agreement counts positions that its denominator leaves out",
         ),
     ],
