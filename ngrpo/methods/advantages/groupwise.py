@@ -31,7 +31,6 @@ class GroupNorm(Advantage):
 
     @property
     def leaves_out_overlong(self) -> bool:  # type: ignore[override]
-        """As the option says."""
         return self.overlong == "exclude"
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ngrpo.config.run import GROUP_BASELINES, current_run
@@ -97,30 +96,24 @@ def experience_maker(plain: Any) -> type:
 
 def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
     """Measures the training–inference mismatch before the update; ``ReplayGap`` if it is too large in a strict run."""
-    records, log_probs = [], []
-    for experience, of_tokens in zip(experiences, token_log_probs(maker, experiences)):
+    perturbation, records, log_probs = current_run().perturbation, [], []
+    own = [experience.action_log_probs for experience in experiences]
+    if perturbation is not None and perturbation.has_density:
+        own = kept_by_actors(maker, "token_log_probs", own)
+    for experience, of_tokens in zip(experiences, own):
         records.extend(unpack(experience.mm_train_inputs))
         # Entry t of the log-probabilities and of their mask is of token t + 1.
         trained = of_tokens.float().masked_fill(~experience.action_mask.cpu().bool(), float("nan"))
         padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
         lengths = experience.attention_mask.sum(dim=-1).tolist()
         log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-    measures = mismatch.step_metrics(records, log_probs, current_run().perturbation)
+    measures = mismatch.step_metrics(records, log_probs, perturbation)
     if not maker.strategy.args.vllm.enable_prefix_caching:
         measures.pop("perturbation/prefix_hit_rate", None)
     if gap_scale(maker).is_needed and (gap := control_gap(maker, records)) is not None:
         measures["perturbation/gap_unperturbed_mean"] = gap
     judge(maker, measures)
     return measures
-
-
-def token_log_probs(maker: Any, experiences: Sequence[Experience]) -> list[Tensor]:
-    """log π of the tokens in each batch; if a perturbation has a density, the actors kept them separately."""
-    own = [experience.action_log_probs for experience in experiences]
-    perturbation = current_run().perturbation
-    if perturbation is None or not perturbation.has_density:
-        return own
-    return kept_by_actors(maker, "token_log_probs", own)
 
 
 def gap_scale(maker: Any) -> mismatch.GapScale:

@@ -48,13 +48,32 @@ _MOST_SHOWN = 5
 # Ray 2.55, raylet: the memory monitor's message, and a row of its table of processes (id, GB, command).
 _MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB", re.DOTALL)
 _PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
-# Python's message on a node without this project, or with an older one.
-_PROJECT = re.compile(r"No module named '(ngrpo|perturbations)(\.\w+)*'")
-# Python's message at OpenRLHF's import, and transformers 5.15's for a missing attention.
-_FLASH_ATTN = re.compile(r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used")
-# torch 2.13 does not pass on the system's word if it cannot write a checkpoint.
-_CHECKPOINT = re.compile(r"inline_container\.cc.*unexpected pos|PytorchStreamWriter failed", re.DOTALL)
-_DISK = re.compile(r"No space left on device")
+_MAKE_ROOM = (
+    "is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer said:"
+)
+# What an error's text means; the line that fits the pattern, or the last one, is appended.
+_KNOWN = {
+    # Python's message on a node without this project, or with an older one.
+    r"No module named '(ngrpo|perturbations)(\.\w+)*'": (
+        "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
+        " (docs/install.md). The node said:"
+    ),
+    # Python's message at OpenRLHF's import, and transformers 5.15's for a missing attention.
+    r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used": (
+        "a node of the cluster has no working flash-attn, but the run was started where it is installed, so OpenRLHF"
+        " needs it everywhere. Install the same flash-attn on every node (docs/install.md), or remove it where runs are"
+        " started, which then use --ds.attn_implementation sdpa. The node said:"
+    ),
+    # torch 2.13 does not pass on the system's word if it cannot write a checkpoint.
+    r"(?s)inline_container\.cc.*unexpected pos|PytorchStreamWriter failed": (
+        "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or --ckpt.output_dir."
+        f" The one before {_MAKE_ROOM}"
+    ),
+    r"No space left on device": (
+        "a file could not be written: no space is left on its device. A run writes to --run-dir, --ckpt.path,"
+        f" --ckpt.output_dir and --logger.tensorboard_dir. The last checkpoint {_MAKE_ROOM}"
+    ),
+}
 
 
 class TrainingFailed(RuntimeError):
@@ -235,11 +254,7 @@ def root_cause(error: BaseException) -> str:
 
 def explanation(error: BaseException) -> str | None:
     """A known error's meaning for the user, in one paragraph; None for any other error."""
-    texts = [str(each) for each in _chain(error)]
-
-    def matching(pattern: re.Pattern[str]) -> str | None:
-        return next((text.strip() for text in texts if pattern.search(text)), None)
-
+    texts = [str(each).strip() for each in _chain(error)]
     if match := _MEMORY.search("\n".join(texts)):
         held: dict[str, str] = {}
         for process, gigabytes, command in _PROCESS.findall("\n".join(texts)):
@@ -253,31 +268,10 @@ def explanation(error: BaseException) -> str | None:
             " --rollout.batch_size, --rollout.max_new_tokens, vLLM's memory (--vllm.gpu_memory_utilization; on a CPU"
             " VLLM_CPU_KVCACHE_SPACE) or the model."
         )
-    if text := matching(_PROJECT):
-        line = next(line for line in text.splitlines() if _PROJECT.search(line)).strip()  # Ray appends its log's end
-        return (
-            "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
-            f" (docs/install.md). The node said: {line}"
-        )
-    if text := matching(_FLASH_ATTN):
-        return (
-            "a node of the cluster has no working flash-attn, but the run was started where it is installed, so"
-            " OpenRLHF needs it everywhere. Install the same flash-attn on every node (docs/install.md), or remove it"
-            f" where runs are started, which then use --ds.attn_implementation sdpa. The node said: {text}"
-        )
-    checkpoint = matching(_CHECKPOINT)
-    if text := checkpoint or matching(_DISK):
-        what = (
-            "a file could not be written: no space is left on its device. A run writes to --run-dir, --ckpt.path,"
-            " --ckpt.output_dir and --logger.tensorboard_dir. The last checkpoint"
-            if checkpoint is None
-            else "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or"
-            " --ckpt.output_dir. The one before"
-        )
-        return (
-            f"{what} is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The"
-            f" writer said: {text.splitlines()[-1]}"
-        )
+    for pattern, meaning in _KNOWN.items():
+        for lines in (text.splitlines() for text in texts if re.search(pattern, text)):
+            line = next((line for line in lines if re.search(pattern, line)), lines[-1])
+            return f"{meaning} {line.strip()}"
     return None
 
 
