@@ -99,11 +99,11 @@ OPENRLHF: tuple[Patch, ...] = (
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
     _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer",
         "perturbation or reproducible or advantage or credit or policy_noise or sampling_mask or sampling_schedule"
-        " or report_groups or second_round or correction_warmup or eval_at_start or group_baseline", "sha:74b355e75a15",
+        " or report_groups or second_round or correction_warmup or eval_at_start or estimator", "sha:74b355e75a15",
         "measures join the step's log, and states the checkpoint; noise and temperature of each step"),
     _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer",
         "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-        " or correction_warmup or group_baseline", "sha:ad079d89d655", "the same, where asynchronous"),
+        " or correction_warmup or estimator", "sha:ad079d89d655", "the same, where asynchronous"),
     _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor",
         "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
         "its checkpoint has the round, where asynchronous"),
@@ -117,9 +117,9 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:6bda23ee4983", "gives vLLM the spec, requests their seeds, each response its record; syncs by file"),
     _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker",
         "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
-        " or second_round or correction_warmup or group_baseline", "sha:351a52599ac6",
+        " or second_round or correction_warmup or estimator", "sha:351a52599ac6",
         "measures the rollout, and has advantages of its own"),
-    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or group_baseline", "import",
+    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or estimator", "import",
         "takes each micro batch's values of the estimator"),
     _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
         "perturbation or credit or policy_noise or sampling_mask", "sha:8d664f8c8592",
@@ -128,7 +128,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:871e4cda19c1", "the same, through its own embedding"),
     _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
         "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss"
-        " or group_baseline",
+        " or estimator",
         "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
@@ -148,7 +148,7 @@ OPENRLHF: tuple[Patch, ...] = (
         " entropy"),
     _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
-    _row("openrlhf.models.utils", "compute_reward", None, "advantage or group_baseline", "sha:548aa0341385",
+    _row("openrlhf.models.utils", "compute_reward", None, "advantage or estimator", "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),
