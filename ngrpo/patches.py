@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from ngrpo.machine.upstream.patch import IMPORT, Patch, place, source_of
-from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS
+from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS, installed
 from perturbations.errors import UsageError
 
 _OPENRLHF = "openrlhf 0.11.2"
 _ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_actor", "launcher", "vllm_engine"))
 _SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
 _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
+# The conditions under which a rollout is drawn otherwise, and under which a step's samples are measured or valued so.
+_DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule"
+_STEP = (
+    "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
+    " or correction_warmup or group_baseline"
+)
 
 IN_VLLM, IN_SUPPORTED_VLLM, IN_PERTURBED_CORE = VLLM_CONDITIONS = ("vllm", "supported_vllm", "perturbed_vllm")
 """Every process of any vLLM; of a supported one; and the core of an engine that perturbs."""
@@ -41,20 +47,18 @@ class PatchMismatch(UsageError):
 
 
 def _row(
-    module: str, attribute: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
+    module: str, name: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
 ) -> Patch:
     """A row; ``ours`` is of `ngrpo.trainers.openrlhf` where its module has no dot, else of `ngrpo.machine`."""
     path = ours and ours.partition(":")[0]
     if path and not path.startswith("ngrpo."):
         ours = f"{'ngrpo.machine' if '.' in path else 'ngrpo.trainers.openrlhf'}.{ours}"
-    return Patch(module, attribute, ours, when, upstream, checked, why)
+    return Patch(module, name, ours, when, upstream, checked, why)
 
 
-def _vllm(
-    module: str, attribute: str, ours: str | None, upstream: str, why: str, when: str = IN_SUPPORTED_VLLM
-) -> Patch:
+def _vllm(module: str, name: str, ours: str | None, upstream: str, why: str, when: str = IN_SUPPORTED_VLLM) -> Patch:
     """A row; ``ours`` is of `ngrpo.rollout`."""
-    return Patch(module, attribute, ours and f"ngrpo.rollout.{ours}", when, upstream, f"vllm {VLLM_OF_ROLLOUTS}", why)
+    return Patch(module, name, ours and f"ngrpo.rollout.{ours}", when, upstream, f"vllm {VLLM_OF_ROLLOUTS}", why)
 
 
 def _verl(module: str, attribute: str, upstream: str, why: str, ours: str | None = None) -> Patch:
@@ -92,33 +96,26 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_DEEPSPEED, "get_train_ds_config", "hardware.cpu:with_torch_adam", "cpu", "import",
         "DeepSpeed compiles its own Adam for one to two minutes; PyTorch's is there"),
     # ---- without flash-attn (see ngrpo.machine.hardware.stand_ins) ----------------------------------------
-    _row("openrlhf.models.ring_attn_utils", IMPORT, "hardware.stand_ins:flash_attn_stand_in",
-        "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
+    _row("openrlhf.models.ring_attn_utils", IMPORT, "hardware.stand_ins:flash_attn_stand_in", "without_flash_attn",
+        "import", "imports flash_attn at module level, packing or not"),
     _row("openrlhf.utils", "get_strategy", "hardware.stand_ins:attention_as_given", "without_flash_attn", "import",
         "is given flash_attention_2 where samples are packed, whatever the command line says"),
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
     _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer",
-        "perturbation or reproducible or advantage or credit or policy_noise or sampling_mask or sampling_schedule"
-        " or report_groups or second_round or correction_warmup or eval_at_start or group_baseline", "sha:74b355e75a15",
+        f"{_STEP} or reproducible or policy_noise or eval_at_start", "sha:74b355e75a15",
         "measures join the step's log, and states the checkpoint; noise and temperature of each step"),
-    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer",
-        "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-        " or correction_warmup or group_baseline", "sha:ad079d89d655", "the same, where asynchronous"),
-    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor",
-        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
-        "its checkpoint has the round, where asynchronous"),
+    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer", _STEP, "sha:ad079d89d655",
+        "the same, where asynchronous"),
+    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor", _DRAWN,
+        "sha:330319997ada", "its checkpoint has the round, where asynchronous"),
     _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer:prepare_datasets", "reproducible",
         "(strategy, tokenizer)", "the order of the prompts follows the seed"),
-    _row(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator",
-        "perturbation or reproducible or sampling_mask or sampling_schedule or sampling or second_round",
+    _row(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator", f"{_DRAWN} or sampling or second_round",
         "sha:11458b2545a7", "requests carry round, masks and temperature; batches start whole"),
-    _row(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor",
-        "cpu or perturbation or reproducible or sampling_mask or sampling_schedule or second_round or engine_limits",
+    _row(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor", f"{_DRAWN} or cpu or second_round or engine_limits",
         "sha:6bda23ee4983", "gives vLLM the spec, requests their seeds, each response its record; syncs by file"),
-    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker",
-        "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
-        " or second_round or correction_warmup or group_baseline", "sha:351a52599ac6",
-        "measures the rollout, and has advantages of its own"),
+    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker", f"{_STEP} or policy_noise",
+        "sha:351a52599ac6", "measures the rollout, and has advantages of its own"),
     _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or group_baseline", "import",
         "takes each micro batch's values of the estimator"),
     _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
@@ -127,18 +124,17 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor", "perturbation or sampling_mask",
         "sha:871e4cda19c1", "the same, through its own embedding"),
     _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
-        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss"
-        " or group_baseline",
-        "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
+        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss or"
+        " group_baseline", "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
-    _row(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:get_model_parameters",
-        "perturbation", "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
+    _row(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:get_model_parameters", "perturbation",
+        "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
     _row(_MODEL, "log_probs_from_logits", "ngrpo.trainers.common.log_probs:with_overrides",
         "perturbation or sampling_mask or credit_in_loss", "import",
-        "log-probabilities are among the tokens that sampling left; a density overrides the token's; a credit sees"
-        " the logits"),
+        "log-probabilities are among the tokens that sampling left; a density overrides the token's; a credit sees the"
+        " logits"),
     _row("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "model_actors:merge_mm_train_inputs",
         "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
         "a multimodal model's forward gets its pictures, and not our records"),
@@ -152,12 +148,11 @@ OPENRLHF: tuple[Patch, ...] = (
         "clip, KL penalty, the response's last token"),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),
-    _row("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
-        "perturbation or reproducible or sampling_mask or sampling_schedule or second_round", "sha:e557741c5553",
-        "calls generate() once per turn and returns mm_train_inputs in its response"),
-    _row("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, "perturbation or reproducible or sampling_mask"
-        " or sampling_schedule", "sha:c80d6c853f57", "a prompt with pictures as the engine takes it"),
-    _row("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", None, "cpu",
+    _row("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, f"{_DRAWN} or second_round",
+        "sha:e557741c5553", "calls generate() once per turn and returns mm_train_inputs in its response"),
+    _row("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, _DRAWN, "sha:c80d6c853f57",
+        "a prompt with pictures as the engine takes it"),
+    _row(_RUNNER_V1, "GPUModelRunner.reload_weights", None, "cpu",
         "(self, weights_iterator, weights_path, is_checkpoint_format)",
         "takes the weights; plain load_weights fails on CPU, where linear weights are repacked", "vllm 0.29.0"),
 )
@@ -302,29 +297,23 @@ def check(rows: Sequence[Patch]) -> None:
         PatchMismatch: one error that lists every row that does not match, expected and found.
     """
     wrong = [(row, state) for row in rows if (state := row.state()) != row.upstream]
-    if wrong:
-        lines = [
-            f"  {row.target}\n"
-            f"    expected {row.upstream} ({row.checked}), found {state} ({_installed(row.module)})\n"
-            f"    {f'replaced by {row.ours}' if row.ours else 'relied upon'}: {row.why}"
-            for row, state in wrong
-        ]
-        releases = ", ".join(sorted({row.checked for row, _ in wrong}))
-        raise PatchMismatch(
-            f"{len(wrong)} of {len(rows)} upstream patches do not match the installed packages:\n"
-            + "\n".join(lines)
-            + f"\nInstall the checked release ({releases}), or read the new source, adapt ours and enter the new state"
-            " in ngrpo/patches.py, as python -m ngrpo.patches prints it."
-        )
-
-
-def _installed(module: str) -> str:
-    top = module.split(".")[0]
-    name = packages_distributions().get(top, [top])[0]
-    try:
-        return f"{name} {version(name)}"
-    except PackageNotFoundError:
-        return f"{top} is not installed"
+    if not wrong:
+        return
+    lines = [f"{len(wrong)} of {len(rows)} upstream patches do not match the installed packages:"]
+    for row, state in wrong:
+        top = row.module.partition(".")[0]
+        package = packages_distributions().get(top, [top])[0]
+        release = installed(package)
+        there = f"{package} {release}" if release else f"{top} is not installed"
+        use = f"replaced by {row.ours}" if row.ours else "relied upon"
+        lines += [f"  {row.target}", f"    expected {row.upstream} ({row.checked}), found {state} ({there})"]
+        lines += [f"    {use}: {row.why}"]
+    releases = ", ".join(sorted({row.checked for row, _ in wrong}))
+    lines += [
+        f"Install the checked release ({releases}), or read the new source, adapt ours and enter the new state in"
+        " ngrpo/patches.py, as python -m ngrpo.patches prints it."
+    ]
+    raise PatchMismatch("\n".join(lines))
 
 
 def main(argv: Sequence[str] = (), write: Callable[[str], object] = print) -> int:
