@@ -206,19 +206,21 @@ def strategy_rows(
     groups: Mapping[str, Sequence[Group]],
     problems: Sequence[Problem],
     facts: Mapping[str, dict[str, Any]],
+    against: str | None,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """``strategies`` of diagnosis.json; the first unperturbed strategy is the baseline.
+    """``strategies`` of diagnosis.json.
 
     Args:
         strategies: in the order of the result.
         groups: by strategy, P groups of G samples.
         problems: the P problems.
         facts: by strategy, the numbers of `group_sampling.sample_strategy`; an old folder has no ``relative_shift``.
+        against: the strategy that the others are compared with, or None.
         seed: of the bootstrap.
     """
     stats = {strategy.id: PromptStatistics(groups[strategy.id]) for strategy in strategies}
-    baseline = next((stats[strategy.id] for strategy in strategies if strategy.spec is None), None)
+    baseline = None if against is None else stats[against]
     # Each axis and the reward as a function of prompts drawn: for all prompts, and for bootstrap draws.
     curves: dict[str, Callable[[PromptStatistics, np.ndarray], np.ndarray]] = {
         "diversity": diversity,
