@@ -23,26 +23,11 @@ from ngrpo.workbench.evaluate import Problem
 from perturbations import ReplayRecord, streams
 from perturbations.embeddings import matrix_embeddings, nearest_tokens
 
-KITTEN, SITTING = [ord(c) for c in "kitten"], [ord(c) for c in "sitting"]
 
+def test_edit_distance() -> None:
+    # (1 2 3) and (1 3): one deletion, 1/3. (1 2 3) and (): 3/3. (1 3) and (): 2/2. Mean (1/3 + 1 + 1) / 3 = 7/9.
+    assert measures.edit_distance([[1, 2, 3], [1, 3], []]) == pytest.approx(7 / 9)
 
-@pytest.mark.parametrize(
-    ("group", "expected"),
-    [
-        ([KITTEN, SITTING], 3 / 7),  # k→s, e→i, +g: 3 edits, longer length 7
-        ([SITTING, KITTEN], 3 / 7),
-        # (1 2 3) and (1 3): one deletion, 1/3. (1 2 3) and (): 3/3. (1 3) and (): 2/2. Mean (1/3 + 1 + 1) / 3 = 7/9.
-        ([[1, 2, 3], [1, 3], []], 7 / 9),
-        ([[1, 2], [1, 2], [1, 2]], 0.0),
-        ([[1, 1, 1], [2, 2, 2]], 1.0),
-        ([[], []], 0.0),
-    ],
-)
-def test_edit_distance(group: list[list[int]], expected: float) -> None:
-    assert measures.edit_distance(group) == pytest.approx(expected)
-
-
-def test_edit_distance_against_the_textbook_recurrence() -> None:
     def textbook(a: list[int], b: list[int]) -> int:
         row = list(range(len(b) + 1))
         for i, x in enumerate(a):
