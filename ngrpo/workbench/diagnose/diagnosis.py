@@ -219,7 +219,7 @@ class DiagnosisFolder(ResultFolder):
         return "finished" if found == (set(drawn), json.loads(json.dumps(map_settings))) else "unfinished"
 
     def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
-        """Whether a strategy with this ``RolloutPolicy.described()`` is finished here; UsageError where with another."""
+        """Whether a strategy, drawn by ``RolloutPolicy.described()``, is finished here; UsageError for other options."""
         row = self.finished.get(strategy.id)
         now = (strategy.spec, dict(rollouts))
         if row is None or _drawn(row) == now:
@@ -313,8 +313,8 @@ def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Arm]) -> li
         parsed, looped = row["validity"]["parseable"], row["validity"]["repetition"]
         alike = "wrong" if row["reward"] == 0.0 else "right" if row["pass_at_k"]["1"] == 1.0 else "rewarded alike"
         found = {
-            f"in {same:.0%} of the groups all responses had the same inputs, so that the drawn text changes nothing that"
-            " follows; lower the rate": same > _MOSTLY,
+            f"in {same:.0%} of the groups all responses had the same inputs, so that the drawn text changes nothing"
+            " that follows; lower the rate": same > _MOSTLY,
             f"in every group all responses are {alike}; GRPO's advantages are all zero": row["learnable_groups"] == 0.0,
             f"{1 - parsed:.0%} of the responses have no final answer": parsed < _MOSTLY,
             f"{looped:.0%} of the responses end in a loop": looped > _MOSTLY,
