@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of a command line: what was given, as argparse would read it, and what is added where it was not.
-
-This module imports nothing of the project, so that every part of it can read flags with it.
-"""
+"""The flags of a command line: what was given, as argparse would read it, and what is added where it was not."""
 
 from __future__ import annotations
 
@@ -15,12 +12,9 @@ Default = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag on a command line.
+    """One flag on a command line: its name, empty for words before the first flag; its values; and its words.
 
-    Attributes:
-        name: ``--ds.zero_stage``; empty for words before the first flag.
-        values: the words after it, up to the next flag; ``--name=value`` counts as well.
-        argv: the words themselves.
+    Values are the words up to the next flag; ``--name=value`` counts as well.
     """
 
     name: str

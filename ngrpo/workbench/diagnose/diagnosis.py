@@ -82,23 +82,16 @@ def diagnose(
     Args:
         model: a packaged name, a folder or a hub name.
         problems: the prompts, with distinct ids.
-        strategies: the first unperturbed one, without schedule and noise, is the baseline of the perplexity.
+        strategies: the first unperturbed one, without schedule and noise, is the baseline.
         out: the folder.
-        sampling: group size, length, temperature, seed.
-        dataset: the name of the problems in the result.
         policies: sampling schedule and parameter noise of each strategy; None: neither.
-        with_map: make the embedding map too.
-        map_words: the words of the map, with commas between; None: ten usual ones.
-        hardware: a hardware profile.
+        with_map: make the embedding map too, of ``map_words`` (with commas between; None: ten usual ones).
         dtype: of the model, as vLLM takes it; None: float32 on a CPU, the model's own with CUDA.
         llm: a live engine of `group_sampling.build` with room for these prompts, instead of a new one.
-        report: called with lines of progress.
 
     Returns:
-        The content of ``diagnosis.json``.
-
-    Raises:
-        UsageError: for bad settings, a folder begun with others, or one that cannot be written.
+        The content of ``diagnosis.json``. Raises ``UsageError`` for bad settings, a folder begun with others, or one
+        that cannot be written.
     """
     check_problems(problems)
     if not strategies:
@@ -202,10 +195,7 @@ class DiagnosisFolder(ResultFolder):
     def state(self, settings: object, drawn: Mapping[str, object], map_settings: object) -> State:
         """Whether the folder holds a whole diagnosis, a part of it or nothing, or another one.
 
-        Args:
-            settings: of :func:`settings_of`.
-            drawn: by strategy, its spec and its ``RolloutPolicy.described()``.
-            map_settings: of :func:`map_settings_of`; None: no map.
+        ``drawn`` has each strategy's spec and ``RolloutPolicy.described()``; without a map its settings are None.
         """
         if not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir()):
             return "unfinished"
@@ -219,7 +209,7 @@ class DiagnosisFolder(ResultFolder):
         return "finished" if found == (set(drawn), json.loads(json.dumps(map_settings))) else "unfinished"
 
     def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
-        """Whether a strategy, drawn by ``RolloutPolicy.described()``, is finished here; UsageError for other options."""
+        """Whether a strategy, drawn by ``RolloutPolicy.described()``, is finished here; UsageError where otherwise."""
         row = self.finished.get(strategy.id)
         now = (strategy.spec, dict(rollouts))
         if row is None or _drawn(row) == now:

@@ -179,15 +179,9 @@ def sample_strategy(
     model: str = "",
     policy: RolloutPolicy = RolloutPolicy(),
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Samples a group for each of P problems under one strategy and measures what needs the model.
+    """Samples a group of G for each of P problems under one strategy and measures what needs the model.
 
-    Args:
-        llm: of :func:`build`.
-        strategy: which.
-        problems: the P problems.
-        sampling: group size G, length, temperature and seed.
-        model: the engine's model; needed where the policy has noise.
-        policy: the strategy's sampling schedule and parameter noise.
+    ``model`` is the engine's, and needed where the policy has noise.
 
     Returns:
         P × G samples, and ``tokens_per_second``, ``model_runner`` and :func:`fed_inputs`.

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diversity and validity of sampled groups: measures of tokens, the two axes, and a strategy's row of diagnosis.json.
-
-A response is a sequence of token ids without EOS.
-"""
+"""Diversity and validity of groups, whose responses are token ids without EOS, and a strategy's row of diagnosis.json."""
 
 from __future__ import annotations
 
@@ -209,12 +206,10 @@ def strategy_rows(
     against: str | None,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """``strategies`` of diagnosis.json.
+    """``strategies`` of diagnosis.json, in the order given.
 
     Args:
-        strategies: in the order of the result.
-        groups: by strategy, P groups of G samples.
-        problems: the P problems.
+        strategies: of which ``groups`` has P groups of G samples each.
         facts: by strategy, the numbers of `group_sampling.sample_strategy`; an old folder has no ``relative_shift``.
         against: the strategy that the others are compared with, or None.
         seed: of the bootstrap.
