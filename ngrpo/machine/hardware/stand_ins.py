@@ -109,7 +109,7 @@ _libraries: list[Any] = []
 
 
 def declare_operators(torchvision: str) -> None:
-    """Declares torchvision's operators, which no model calls, where its compiled part beside this file does not load."""
+    """Declares torchvision's operators, which no model calls, where its compiled part beside this file fails."""
     import torch
 
     try:
