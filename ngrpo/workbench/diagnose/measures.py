@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diversity and validity of groups, whose responses are token ids without EOS, and a strategy's row of diagnosis.json."""
+"""Diversity and validity of groups of responses, which are token ids without EOS; rows of diagnosis.json."""
 
 from __future__ import annotations
 
