@@ -54,7 +54,8 @@ def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], 
             differences.append(sides[-1][0] - sides[-1][1])
             paired = statistics.paired(differences[-1][:, None], np.zeros((len(seeds), 1)))
             least = statistics.detectable(paired["spread"], len(seeds), len(pairs))
-            cells.append(f"{_between(paired)}, detectable {least:.3f} ({len(seeds)} seeds)")
+            smallest = "–" if least is None else f"{least:.3f}"
+            cells.append(f"{_between(paired)}, detectable {smallest} ({len(seeds)} seeds)")
         rows.append((name, cells, differences, sides))
     whole = [pooled.mean_difference(differences) if differences else None for _, _, differences, _ in rows]
     tested = [each["p"] for each in whole if each is not None and each["p"] is not None]

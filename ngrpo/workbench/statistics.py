@@ -82,33 +82,49 @@ def with_noise(difference: Interval) -> Interval:
     return {**difference, "within_noise": low is None or low <= 0.0 <= high}
 
 
-def interval(table: np.ndarray) -> Interval:
+def interval(table: np.ndarray, *, share: bool = False) -> Interval:
     """``value``, ``low`` and ``high`` of one arm's table, seeds × problems or seeds × 1.
 
-    ``over``: ``seeds``; ``problems`` for one seed; None for a single number, which has no interval.
+    Student's t over seeds, ``over`` them; with one seed the percentile bootstrap over ``problems``. A single number,
+    or equal ones, have no interval: ``low`` and ``high`` are None. Of shares, ``share``, those that are all 0 or 1 have
+    Wilson's (J. Am. Stat. Assoc. 22, 1927), and every interval ends at 0 and 1.
     """
     table = np.atleast_2d(np.asarray(table, dtype=np.float64))
-    value, (seeds, problems) = float(table.mean()), table.shape
-    if table.size == 1:
-        return {"value": value, "low": None, "high": None, "over": None}
+    seeds, problems = table.shape
+    over = None if table.size == 1 else "problems" if seeds == 1 else "seeds"
+    found = {"value": float(table.mean()), "low": None, "high": None, "over": over}
+    units = table[0] if seeds == 1 else table.mean(axis=1)
+    if over and share and np.isin(units, (0.0, 1.0)).all():
+        from scipy.stats import binomtest
+
+        wilson = binomtest(int(units.sum()), len(units)).proportion_ci(LEVEL, method="wilson")
+        return {**found, "low": float(wilson.low), "high": float(wilson.high)}
+    if over is None or _tied(units):
+        return found
     if seeds == 1:
         draws = np.random.default_rng(_SEED).multinomial(problems, np.full(problems, 1.0 / problems), size=REPLICATES)
-        low, high = bounds(draws @ table[0] / problems)
-        return {"value": value, "low": low, "high": high, "over": "problems"}
-    from scipy import stats
+        low, high = bounds(draws @ units / problems)
+    else:
+        from scipy.stats import t
 
-    error = float(table.mean(axis=1).std(ddof=1)) / math.sqrt(seeds)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1)) * error
-    return {"value": value, "low": value - half, "high": value + half, "over": "seeds"}
+        half = float(t.ppf((1 + LEVEL) / 2, seeds - 1)) * (float(units.std(ddof=1)) / math.sqrt(seeds))
+        low, high = found["value"] - half, found["value"] + half
+    return {**found, "low": max(low, 0.0) if share else low, "high": min(high, 1.0) if share else high}
+
+
+def _tied(values: np.ndarray) -> bool:
+    """Whether values are equal up to rounding; shares are far coarser."""
+    return float(np.ptp(values)) <= 1e-12
 
 
 def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
-    """Mean paired difference of two tables, seeds × problems in the same order, and the paired t test over seeds.
+    """Mean paired difference of two tables of shares, seeds × problems in the same order, and its test over seeds.
 
     Returns:
-        As :func:`interval`, with ``p``: two-sided, of no difference, and ``spread``: the standard deviation over
-        ``seeds``; both None for one seed, ``p`` also for equal differences in all seeds, which leave no spread.
-        ``within_noise``: by ``p``, before :func:`correct`; with one seed, whether the interval contains 0.
+        As :func:`interval`, with ``p``, two-sided, of no difference, and ``spread``, the standard deviation over
+        ``seeds``; both None for one seed. The paired t test is over seeds, or ``tested`` over problems where all seeds
+        differ by the same; without a spread there too it is the exact sign-flip test, 2/2^n. ``within_noise``: by
+        ``p``, before :func:`correct`; with one seed, by the interval.
 
     Raises:
         ValueError: for tables of different shapes.
@@ -116,20 +132,26 @@ def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
     if np.shape(ours) != np.shape(baseline):
         raise ValueError(f"{np.shape(ours)} and {np.shape(baseline)}: pairs need the same seeds and problems.")
     table = np.atleast_2d(np.asarray(ours, dtype=np.float64) - np.asarray(baseline, dtype=np.float64))
-    estimate = interval(table)
-    if estimate["over"] != "seeds":
-        return {**with_noise(estimate), "p": None, "spread": None, "seeds": len(table)}
+    seeds, problems = table.shape
+    found = {**interval(table), "p": None, "spread": None, "seeds": seeds}
+    if found["low"] is not None:
+        found |= {"low": max(found["low"], -1.0), "high": min(found["high"], 1.0)}
+    if seeds == 1:
+        equal = problems > 1 and _tied(table[0])
+        return {**found, "within_noise": _p_value(table[0]) >= 1 - LEVEL} if equal else with_noise(found)
     by_seed = table.mean(axis=1)
-    spread = float(by_seed.std(ddof=1))
-    # Equal up to rounding: differences are of shares, which are far coarser.
-    if spread <= 1e-12:
-        p = 1.0 if abs(estimate["value"]) <= 1e-12 else None
-    else:
-        from scipy import stats
+    over_problems = _tied(by_seed) and problems > 1
+    p = _p_value(table.mean(axis=0) if over_problems else by_seed)
+    found |= {"tested": "problems"} if over_problems else {}
+    return {**found, "p": p, "spread": float(by_seed.std(ddof=1)), "within_noise": p >= 1 - LEVEL}
 
-        p = float(stats.ttest_1samp(by_seed, 0.0).pvalue)
-    noise = p is None or p >= 1 - LEVEL
-    return {**estimate, "p": p, "spread": spread, "seeds": len(table), "within_noise": noise}
+
+def _p_value(differences: np.ndarray) -> float:
+    if _tied(differences):
+        return 1.0 if abs(differences.mean()) <= 1e-12 else 2.0 ** (1 - len(differences))
+    from scipy.stats import ttest_1samp
+
+    return float(ttest_1samp(differences, 0.0).pvalue)
 
 
 def correct(differences: Sequence[Interval]) -> None:
@@ -158,7 +180,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) -> float | None:
-    """The smallest true difference that a two-sided paired t test finds with a chance of 80%; None below two pairs.
+    """The smallest true difference that a two-sided paired t test finds with a chance of 80%.
+
+    None below two pairs and without a spread, which say nothing about it.
 
     Args:
         spread: standard deviation of the paired differences over seeds.
@@ -166,7 +190,7 @@ def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) 
         comparisons: the level is 0.05 over this number, which is Holm's first and hardest step.
         tasks: how many are pooled, each with this number of seeds and this spread.
     """
-    if pairs < 2:
+    if pairs < 2 or spread <= 1e-12:
         return None
     from scipy import optimize, stats
 

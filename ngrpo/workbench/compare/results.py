@@ -19,8 +19,10 @@ from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
+from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
+from ngrpo.workbench.report.values import shares
 from ngrpo.workbench.statistics import ENOUGH_SEEDS, pass_at_k
 
 FORMAT = 1
@@ -43,6 +45,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     for run in runs:  # a report has no room for more
         run["groups"] = fitting(run["groups"], MOST_BYTES // len(plan.arms))
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
+    untrained = folder.read("untrained/evaluation.json")
     runners = [(s or {}).get("versions", {}).get("model runner") for s in summaries]
     result = {
         "format": FORMAT,
@@ -68,10 +71,14 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
             for arm in plan.arms
         ],
         "runs": runs,
-        "untrained": folder.read("untrained/evaluation.json"),
+        "untrained": untrained and {**untrained, "unscored": unscored(untrained)},
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.threshold),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
+    scored = {row["strategy"]: row for row in result["summary"]} | {"before training": result["untrained"] or {}}
+    result["warnings"] = [
+        line for name, row in scored.items() for line in unscored_warnings(name, row.get("unscored", {}))
+    ]
     # NaN and infinity have no place in JSON.
     return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
@@ -198,6 +205,9 @@ def _row(arm: str, mine: Runs, theirs: Runs, baseline: str) -> dict[str, Any]:
     if arm != baseline and shared:
         row["difference"] = _judged(*([_scores(side[seed]) for seed in shared] for side in (mine, theirs)))
     row["cost"] = _cost(mine, theirs, shared)
+    each = [unscored(run["evaluation"]) for run in mine.values() if run["evaluation"]]
+    known = {key: [one[key] for one in each if one[key] is not None] for key in unscored({})}
+    row["unscored"] = {key: float(np.mean(of)) if of else None for key, of in known.items()}
     return row
 
 
@@ -234,7 +244,11 @@ def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
         if not problems:
             continue
         tables = [np.array([[run[problem] for problem in problems] for run in side]) for side in having]
-        value = statistics.interval(*tables) if len(sides) == 1 else statistics.paired(*tables)
+        value = (
+            statistics.interval(*tables, share=not name.startswith("reward"))
+            if len(sides) == 1
+            else statistics.paired(*tables)
+        )
         (judged["pass_at_k"] if name.isdecimal() else judged)[name] = value
     return judged
 
@@ -269,21 +283,22 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
     if difference is None:
         return f"was not compared with {baseline}: there is no evaluation, and rewards are of rollouts drawn otherwise"
     value, low, high = difference["value"], difference["low"], difference["high"]
-    if value == 0.0 and (low in (None, 0.0)) and (high in (None, 0.0)):
+    if value == 0.0 and low is None:
         return f"equal to {baseline} in {measure} with every seed"
     text = f"{measure} {value:+.3f}"
-    if difference["over"] == "seeds" and difference["p"] is None:
-        return f"{text} against {baseline} with each of {seeds} seeds: without a spread nothing can be tested"
-    over = " over problems" if difference["over"] == "problems" else ""
-    text += ("" if low is None else f" [{low:+.3f}, {high:+.3f}]{over}") + f" against {baseline}"
+    text += "" if low is None else f" [{low:+.3f}, {high:+.3f}]" + " over problems" * (difference["over"] == "problems")
+    text += f" against {baseline}"
     if seeds == 1:
         return f"{text}, {_OF_ONE_SEED[difference['within_noise']]}"
     count = difference["comparisons"]
     corrected = "" if count == 1 else f", {difference['p_corrected']:.2g} corrected for {count} comparisons"
-    text += f" over {seeds} seeds (p {difference['p']:.2g}{corrected})"
+    how = f"with each of {seeds} seeds" if low is None else f"over {seeds} seeds"
+    tested = " over problems" if "tested" in difference else ""
+    text += f" {how} (p {difference['p']:.2g}{tested}{corrected})"
     if difference["within_noise"]:
         least = difference["detectable"]
-        return f"within noise: {text}; below about {least:.3f} a difference would often have been missed"
+        missed = "" if least is None else f"; below about {least:.3f} a difference would often have been missed"
+        return f"within noise: {text}{missed}"
     if seeds < ENOUGH_SEEDS:
         return f"{text}; {seeds} seeds are too few to tell a method from luck"
     return f"{'better' if value > 0 else 'worse'}: {text}"
@@ -306,6 +321,7 @@ def table(results: Mapping[str, Any]) -> str:
     ks = next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {})
     largest_k = [k for k in ks if k != "1"][-1:]
     evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in largest_k)]
+    evaluated += ["cut / unreadable / timed out"] if n else []
     lines = [["strategy", "seeds", *evaluated, "reward of own rollouts", "tokens/s", "s/step"]]
     for row in results["summary"]:
         scores = [*([row["mean_at_n"]] if n else []), *(row["pass_at_k"].get(k) for k in largest_k)]
@@ -313,9 +329,11 @@ def table(results: Mapping[str, Any]) -> str:
         reward = "–" if last is None else f"{first} → {last}"
         ratios = (row["cost"][key]["ratio"] for key in ("tokens_per_second", "step_seconds"))
         costs = ("–" if ratio is None else f"×{ratio:.2f}" for ratio in ratios)
-        lines.append([row["strategy"], str(len(row["seeds"])), *map(_with_interval, scores), reward, *costs])
+        lost = [shares(row["unscored"])] if n else []
+        lines.append([row["strategy"], str(len(row["seeds"])), *map(_with_interval, scores), *lost, reward, *costs])
     verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
-    return "\n".join([*text_table(lines, left=len(lines[0])), "", *verdicts])
+    warnings = [f"warning: {line}" for line in results["warnings"]]
+    return "\n".join([*text_table(lines, left=len(lines[0])), "", *verdicts, *warnings])
 
 
 def _with_interval(score: Mapping[str, Any] | None) -> str:
