@@ -137,7 +137,7 @@ def test_the_clearest_difference_has_a_p_and_an_interval_of_shares(tmp_path: Pat
     files = [of_eval(tmp_path / name, {one: [right] for one in names}) for name, right in (("no", 0), ("all", 1))]
     none, every = [row.split() for row in lines(files) if row.startswith("mean")]
     assert none[2:5] == ["0.000", "[0.000,", "0.114]"]
-    assert every[2:5] == ["1.000", "[0.886,", "1.000]"] and every[10:] == ["+1.000", "–", "<0.001", "*", "–"]
+    assert every[2:5] == ["1.000", "[0.886,", "1.000]"] and every[10:] == ["+1.000", "<0.001", "*", "–"]
 
 
 def test_a_damaged_line_is_refused_as_by_eval(tmp_path: Path) -> None:

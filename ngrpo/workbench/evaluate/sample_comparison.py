@@ -84,16 +84,15 @@ def lines(
         for one in sample_files
         if len(one.counts) > len(shared)
     ]
-    heads = ["measure", "of", "value", "95%", "cut / unreadable / timed out"]
-    rows = [[*heads, "difference", "95%", "corrected p", "could be seen"]]
+    heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
+    rows = [[*heads, "difference [95%]", "corrected p", "could be seen"]]
     for measure, of_problem in _measures(_numbers("k", k, int), _numbers("tau", tau, float), fewest):
         tables = [np.array([[of_problem(*each)] for each in of_file]) for of_file in counts]
         differences = [statistics.paired(table, tables[0]) for table in tables[1:]]
         statistics.correct(differences)
         for one, table, difference in zip(sample_files, tables, [None, *differences]):
-            interval = statistics.interval(table, share=True)
-            value = [f"{interval['value']:.3f}", _span(interval), shares(one.unscored)]
-            rows.append([measure, one.name, *value, *(_difference(difference) if difference else [""] * 4)])
+            value = [statistics.in_words(statistics.interval(table, share=True)), shares(one.unscored)]
+            rows.append([measure, one.name, *value, *(_difference(difference) if difference else [""] * 3)])
     warnings = [line for one in sample_files for line in unscored_warnings(one.name, one.unscored)]
     notes = [
         *(f"warning: {line}" for line in warnings),
@@ -196,10 +195,4 @@ def _difference(difference: statistics.Interval) -> list[str]:
     p_text = "–" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
     mark = "" if difference["within_noise"] else " *"
     detectable = "–" if least is None else f"{least:.3f}"
-    return [f"{difference['value']:+.3f}", _span(difference, "+"), p_text + mark, detectable]
-
-
-def _span(interval: statistics.Interval, sign: str = "") -> str:
-    if interval["low"] is None:
-        return "–"
-    return f"[{interval['low']:{sign}.3f}, {interval['high']:{sign}.3f}]"
+    return [statistics.in_words(difference, "+.3f"), p_text + mark, detectable]
