@@ -110,6 +110,18 @@ def sample(
     return rollouts
 
 
+def stock_answers(llm: Any, prompts: Sequence[list[int]], **params: Any) -> list[list[tuple[int, float]]]:
+    """Tokens and vLLM's own log-probabilities of each answer, by draws that are the same in any engine."""
+    from transformers import set_seed
+    from vllm import SamplingParams
+
+    set_seed(3)
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    outputs = llm.generate(inputs, SamplingParams(logprobs=0, **params), use_tqdm=False)
+    answers = (output.outputs[0] for output in outputs)
+    return [[(token, step[token].logprob) for token, step in zip(a.token_ids, a.logprobs)] for a in answers]
+
+
 def sample_with_masks(
     llm: Any, prompts: Sequence[list[int]], **params: Any
 ) -> tuple[list[Rollout], list[SamplingMask | None]]:

@@ -14,7 +14,6 @@ from ngrpo.rollout.input_override import find_input_embedding
 from perturbations import create
 from perturbations.errors import UsageError
 
-pytestmark = pytest.mark.stack
 SPEC = {"name": "neighbor", "rate": 0.1}
 
 

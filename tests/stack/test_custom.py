@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
 from perturbations import create, registry, replaying
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
-pytestmark = pytest.mark.stack
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PROJECT = """

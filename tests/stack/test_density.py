@@ -16,7 +16,6 @@ from perturbations import create, streams
 from perturbations.replay.scope import ReplayScope
 from tests.stack.harness import Rollout, chat_prompts, replay_log_probs, sample
 
-pytestmark = pytest.mark.stack
 CASES = [
     ("gumbel", {"density": "gumbel"}),
     ("latent", {"density": "exact"}),

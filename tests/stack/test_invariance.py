@@ -11,11 +11,9 @@ import pytest
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainers.common.engine_records import Conversation
 from perturbations import FinishedTrajectory
-from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample
+from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample, stock_answers
 from tests.stack.same_rollouts import assert_same
 from tests.stack.scheduling import note_preemptions
-
-pytestmark = pytest.mark.stack
 
 LONG = "Here are some numbers: " + ", ".join(str(n) for n in range(60)) + ". Which of them are prime?"
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", LONG]
@@ -159,16 +157,9 @@ def test_thinking_ends(plain_engine: Any) -> None:
         assert r.record.positions.tolist() == list(range(len(r.prompt), end))
 
 
-def test_no_perturbation_is_stock_vllm(model: str) -> None:
+def test_no_perturbation_is_stock_vllm(model: str, plain_engine: Any) -> None:
     """Tokens and log-probabilities identical to an engine that never heard of us."""
-    from vllm import SamplingParams
-
-    results = []
-    for spec in (None, {"name": "neighbor", "rate": 0.0}):
-        llm = build_engine(model, spec, seed=3)
-        prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2], copies=2)]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, logprobs=0), use_tqdm=False)
-        results.append(
-            [[(t, step[t].logprob) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs]
-        )
-    assert results[0] == results[1]
+    set_perturbation(plain_engine, "neighbor", rate=0.0)
+    stock = build_engine(model, None, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    prompts = chat_prompts(stock, QUESTIONS[:2], copies=2)
+    assert stock_answers(stock, prompts, max_tokens=24) == stock_answers(plain_engine, prompts, max_tokens=24)

@@ -18,8 +18,6 @@ from tests.stack.as_on_cuda import asynchronous
 from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, replay_log_probs, sample
 from tests.stack.scheduling import note_preemptions, one_token_prefills, scheduler_of, worker_of
 
-pytestmark = pytest.mark.stack
-
 NEIGHBOR = {"name": "neighbor", "rate": 0.3, "mix_temperature": 3.0}
 LENGTH = 512
 STORY = "Once upon a time there was a fox who counted the stars, " * 40

@@ -13,7 +13,6 @@ from benchmarks.models.case import Case, verdict
 from benchmarks.models.cases import ALL, key
 from tests.own_process import NO_VISION, run_module, with_vision
 
-pytestmark = pytest.mark.stack
 FORMS = {
     "plain": "qwen3",
     "scaled": "gemma3_text",

@@ -18,8 +18,6 @@ from tests.stack.ppo_ranks import arguments
 from tests.tiny_folder import tiny_folder
 from tests.two_ranks import run_two_ranks
 
-pytestmark = [pytest.mark.stack, pytest.mark.more]
-
 HANGS = "Timed out waiting"
 
 

@@ -9,7 +9,6 @@ import torch
 from ngrpo.rollout.sample_tokens import exponentials, sample_tokens
 from perturbations import streams
 
-pytestmark = pytest.mark.stack
 N = 200_000
 P = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 

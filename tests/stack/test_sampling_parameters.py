@@ -17,7 +17,6 @@ from tests.stack.request_limits import EVERY, answers, check_mixed_batch, name_o
 from tests.stack.schedule_truth import scheduled_gaps
 from tests.stack.scheduling import worker_of
 
-pytestmark = pytest.mark.stack
 # Their τ_min is reached within the answers of these tests.
 SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 20, "growth": 0, "c": 3}, "edt": {"theta": 0.5}}
 SEEDS = [{"seed": i} for i in range(4)]

@@ -17,9 +17,7 @@ from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, ga
 from tests.stack.routed import TEMPERATURE, compare, decisions, replayed
 from tests.stack.routed import shaken as routed_shaken
 from tests.stack.scheduling import note_preemptions
-from tests.two_ranks import run_two_ranks
 
-pytestmark = pytest.mark.stack
 DENSE = "tests.stack.own_perturbations:DenseShake"
 
 
@@ -169,9 +167,3 @@ def test_preemption_asks_the_router_nothing_again(narrow: Any, routed: Any) -> N
     assert narrow.preempted, "the cache is not small enough for this test to show anything"
     token_gap, gap, count, latent = compare(routed, rollouts, seen)
     assert max(token_gap, gap) <= 1e-4 and count == len(seen) and 0.3 * count < latent < 0.7 * count
-
-
-def test_two_ranks_under_zero_2_and_3(tmp_path: Path) -> None:
-    """Gradient, learning rates, checkpoint; also where a rank has nothing perturbed."""
-    run_two_ranks("tests.stack.zero_parameters", str(tmp_path))
-    assert (tmp_path / "zero-3" / parameters_file.FILE).is_file()

@@ -7,7 +7,7 @@ On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in b
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,11 @@ import pytest
 import torch
 
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
-from perturbations import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module
-from tests.stack.harness import Rollout, gaps, replay_log_probs
+from tests.stack.harness import gaps, replay_log_probs
 from tests.stack.tiny_models import tiny_model
 from tests.stack.wrong_override import PUTS
-
-pytestmark = pytest.mark.stack
 
 _CASES = [
     pytest.param((form, dtype), id=f"{form}-{dtype}", marks=[] if (form, dtype) == always else [pytest.mark.slow])
@@ -45,36 +42,22 @@ class Case:
         self.half = dtype != "float32"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
 
-    def judge(self, kind: str, records: Sequence[ReplayRecord] | None = None) -> None:
-        """One training step's alarm, on rollouts of this kind; ``records``: what is replayed in the place of theirs."""
-        own = self.found[kind]
-        scale = GapScale(self.half)
-        scale.check(self._start(own["unperturbed"]), _LIMIT, strict=True)
-        scale.check(self._step(own["rollouts"], records), _LIMIT, strict=True)
+    def scale(self, kind: str = "right") -> GapScale:
+        """That of a start with rollouts of this kind."""
+        made, unperturbed = GapScale(self.half), gaps(self.model, self.found[kind]["unperturbed"]).mean().item()
+        made.check({"perturbation/gap_unperturbed_mean": unperturbed}, _LIMIT, strict=True)
+        return made
 
-    def judge_with_scale_of_the_start(self, rollouts: Sequence[Rollout]) -> None:
-        """A later step, where the trainer's model is another one than at the start."""
-        scale = GapScale(self.half)
-        scale.check({"perturbation/gap_unperturbed_mean": self.start}, _LIMIT, strict=True)
-        scale.check(self._step(rollouts, None), _LIMIT, strict=True)
-
-    def note_start(self) -> None:
-        self.start = self._start(self.found["right"]["unperturbed"])["perturbation/gap_unperturbed_mean"]
-
-    def _start(self, unperturbed: Sequence[Rollout]) -> dict[str, float]:
-        return {"perturbation/gap_unperturbed_mean": float(gaps(self.model, unperturbed).mean())}
-
-    def _step(self, rollouts: Sequence[Rollout], records: Sequence[ReplayRecord] | None) -> dict[str, float]:
-        given = [
-            Rollout(r.prompt, r.tokens, record, r.log_probs, r.engine_log_probs)
-            for r, record in zip(rollouts, records or [r.record for r in rollouts])
-        ]
+    def judge(self, kind: str, scale: GapScale | None = None, shift: int = 0) -> None:
+        """A training step's alarm, on rollouts of this kind; with ``shift`` each has the record of another."""
+        rollouts = self.found[kind]["rollouts"]
+        given = [replace(r, record=rollouts[i - shift].record) for i, r in enumerate(rollouts)]
         kept, theirs = [], []
         for rollout, now in zip(given, replay_log_probs(self.model, given)):
             nothing = np.full(len(rollout.prompt), np.nan, np.float32)
             kept.append(FinishedTrajectory(rollout.record, np.concatenate([nothing, rollout.log_probs])))
             theirs.append(np.concatenate([nothing, now.numpy()]))
-        return step_metrics(kept, theirs)
+        (scale or self.scale(kind)).check(step_metrics(kept, theirs), _LIMIT, strict=True)
 
 
 @pytest.fixture(scope="module", params=_CASES)
@@ -102,26 +85,19 @@ def test_a_wrong_override_rings(case: Case, kind: str) -> None:
 
 
 def test_the_record_of_another_sample_rings(case: Case) -> None:
-    records = [rollout.record for rollout in case.found["right"]["rollouts"]]
     with pytest.raises(ReplayGap, match="where nothing is perturbed"):
-        case.judge("right", [*records[1:], records[0]])
+        case.judge("right", shift=1)
 
 
-def test_a_stale_weight_rings(case: Case) -> None:
-    """A matrix of the trainer's first layer has moved, and the engine did not take it: at the start, or later."""
-    case.note_start()
+def test_a_stale_weight_rings(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of the trainer's first layer has moved, and the engine did not take it: later, or from the start on."""
+    scale = case.scale()
     weight = next(p for name, p in case.model.named_parameters() if name.endswith("layers.0.mlp.down_proj.weight"))
-    before = weight.detach().clone()
-    with torch.no_grad():
-        weight.mul_(-1.0)
-    try:
-        with pytest.raises(ReplayGap, match="where nothing is perturbed"):
-            case.judge_with_scale_of_the_start(case.found["right"]["rollouts"])
-        with pytest.raises(ReplayGap, match="have not the same weights"):
-            case.judge("right")
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
+    monkeypatch.setattr(weight, "data", -weight.data)
+    with pytest.raises(ReplayGap, match="where nothing is perturbed"):
+        case.judge("right", scale)
+    with pytest.raises(ReplayGap, match="have not the same weights"):
+        case.judge("right")
 
 
 @pytest.mark.slow
