@@ -124,6 +124,7 @@ def train(stage: int, rank: int, perturbation: Any, record: ReplayRecord, folder
     """Steps of a module's parameters, at rates of their own, then both kinds of checkpoints."""
     import deepspeed
     import torch
+    from safetensors.torch import load_file
     from torch.optim.lr_scheduler import LambdaLR
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -135,6 +136,7 @@ def train(stage: int, rank: int, perturbation: Any, record: ReplayRecord, folder
     kept = HfDeepSpeedConfig(config)
     with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
         model = tiny_llama()
+    folder.mkdir(exist_ok=True)
     parameters_file.attach(model, perturbation, str(folder))
     module = parameters.attached(model)
     rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters()}
@@ -176,6 +178,7 @@ def train(stage: int, rank: int, perturbation: Any, record: ReplayRecord, folder
     state = engine._consolidated_16bit_state_dict() if stage == 3 else model.state_dict()
     if rank == 0:
         model.save_pretrained(folder / "saved", state_dict=state)
+        assert not any("perturbation" in name for name in load_file(folder / "saved" / "model.safetensors"))
         again = perturbation.module(16)
         assert parameters_file.load_saved(again, perturbation, str(folder / "saved"))
         assert all(torch.equal(p, trained[name]) for name, p in again.named_parameters())
