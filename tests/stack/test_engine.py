@@ -16,8 +16,8 @@ from torch import Tensor
 from benchmarks.decode_step import counting
 from ngrpo.rollout import neighbor_drift, set_perturbation, startup_check, take_records
 from perturbations import ExactIndex, ReplayRecord
-from tests.stack.harness import Rollout, chat_prompts, gaps, sample, sync
-from tests.stack.scheduling import worker_of
+from tests.stack.harness import Rollout, chat_prompts, gaps, sample, sync, worker_of
+from tests.stack.request_limits import check_until
 
 
 def test_aborted_requests_leave_no_record(engine: Any) -> None:
@@ -152,6 +152,10 @@ def test_new_weights_give_new_neighbors(engine: Any, hf_model: Any, parameter: T
         worker.finish_weight_update()
     engine.reset_prefix_cache()
     assert_nearest(sample(engine, prompts, max_tokens=8), parameter)
+
+
+def test_until_is_found_across_token_borders(engine: Any) -> None:
+    check_until(engine)
 
 
 # --- nothing is waited for ------------------------------------------------------------------------------------

@@ -11,9 +11,17 @@ import pytest
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainers.common.engine_records import Conversation
 from perturbations import FinishedTrajectory
-from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample, stock_answers
-from tests.stack.same_rollouts import assert_same
-from tests.stack.scheduling import note_preemptions
+from tests.stack.harness import (
+    CROWDED,
+    Rollout,
+    assert_same,
+    build_engine,
+    chat_prompts,
+    gaps,
+    note_preemptions,
+    sample,
+    stock_answers,
+)
 
 LONG = "Here are some numbers: " + ", ".join(str(n) for n in range(60)) + ". Which of them are prime?"
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", LONG]

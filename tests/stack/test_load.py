@@ -15,8 +15,18 @@ from ngrpo.rollout import set_perturbation, take_trajectories
 from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations.neighbors.refresh import Neighborhood
 from tests.stack.as_on_cuda import asynchronous
-from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, replay_log_probs, sample
-from tests.stack.scheduling import note_preemptions, one_token_prefills, scheduler_of, worker_of
+from tests.stack.harness import (
+    Rollout,
+    build_engine,
+    chat_prompts,
+    gaps,
+    note_preemptions,
+    one_token_prefills,
+    replay_log_probs,
+    sample,
+    scheduler_of,
+    worker_of,
+)
 
 NEIGHBOR = {"name": "neighbor", "rate": 0.3, "mix_temperature": 3.0}
 LENGTH = 512

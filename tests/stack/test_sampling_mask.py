@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from tests.stack.harness import CROWDED, build_engine, chat_prompts, sample_with_masks, trainer_log_probs
-from tests.stack.scheduling import note_preemptions
+from tests.stack.harness import (
+    CROWDED,
+    build_engine,
+    chat_prompts,
+    note_preemptions,
+    sample_with_masks,
+    trainer_log_probs,
+)
 
 # With each, what a log-probability of the whole distribution is off by somewhere, at least.
 TRUNCATED = [

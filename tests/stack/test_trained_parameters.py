@@ -12,10 +12,9 @@ import torch
 
 from ngrpo.rollout import set_perturbation
 from perturbations import create, parameters
-from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample, sync
+from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, note_preemptions, sample, sync
 from tests.stack.routed import TEMPERATURE, compare, decisions, replayed
 from tests.stack.routed import shaken as routed_shaken
-from tests.stack.scheduling import note_preemptions
 
 DENSE = "tests.stack.own_perturbations:DenseShake"
 

@@ -18,10 +18,9 @@ import torch
 
 from perturbations import available, create, parameters
 from tests.own_process import run_module
-from tests.stack.harness import Rollout, feeds_its_text, gaps
+from tests.stack.harness import Rollout, assert_same, feeds_its_text, gaps
 from tests.stack.request_limits import EVERY, name_of
 from tests.stack.routed import compare, shaken
-from tests.stack.same_rollouts import assert_same
 from tests.stack.schedule_truth import scheduled_gaps
 from tests.stack.v2_rollout import PERTURBATIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of
 
@@ -200,5 +199,5 @@ def test_no_perturbation_is_stock_vllm(v2: Rolled) -> None:
 @pytest.mark.parametrize("name", [name_of(spec) for spec in EVERY])
 def test_every_answer_is_legal(v2: Rolled, name: str) -> None:
     """Requests that exclude tokens, as test_sampling_parameters.py has them for V1."""
-    perturbed = v2["slow"]["of_limits"][name]
+    perturbed = v2["slow"]["of_limits"][name]  # and `until` before them
     assert isinstance(perturbed, int) and perturbed > 0, perturbed

@@ -1,25 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wrong override is seen: by the start-up check before any request, and by the gap's scale on the first step.
 
-On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in bfloat16 and float32.
+On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in bfloat16 and float32. That backend
+changes Transformers' classes, so that rollouts are in a process of their own, which runs this file.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ngrpo.rollout import startup_check
+from ngrpo.rollout.input_override import InputOverride
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module
-from tests.stack.harness import gaps, replay_log_probs
-from tests.stack.tiny_models import tiny_model
-from tests.stack.wrong_override import PUTS
+from tests.stack.harness import build_engine, gaps, replay_log_probs, sample
+from tests.stack.tiny_models import FORMS, HIDDEN, tiny_model
+
+_put = InputOverride.put
+
+
+def _dropped(_self: InputOverride, _rows: Any, _vectors: Any, _mask: Any = None, _on_host: Any = None) -> None:
+    return
+
+
+def _one_row_off(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    _put(self, rows + 1, vectors, mask)
+
+
+def _first_row(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    """As where ids of shape (1, N) are taken for one row: only what belongs there anyway is right."""
+    kept = rows == 0
+    _put(self, rows[kept], vectors[kept], None if mask is None else mask[kept])
+
+
+def _scaled(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    _put(self, rows, vectors * math.sqrt(HIDDEN), mask)
+
+
+def _others_disturbed(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    _put(self, rows, vectors, mask)
+    _put(self, rows + 1, vectors, mask)
+
+
+PUTS: dict[str, Callable[..., None]] = {
+    "right": _put,
+    "dropped": _dropped,
+    "one row off": _one_row_off,
+    "first row alone": _first_row,
+    "scaled once too often": _scaled,
+    "others disturbed": _others_disturbed,
+}
+
+PROMPTS = [[1, *range(10 + 7 * i, 15 + 8 * i)] for i in range(4)]
 
 _CASES = [
     pytest.param((form, dtype), id=f"{form}-{dtype}", marks=[] if (form, dtype) == always else [pytest.mark.slow])
@@ -37,7 +81,7 @@ class Case:
         from transformers import AutoModelForCausalLM
 
         path, target = tiny_model(form, folder), folder / "rollouts.pickle"
-        run_module("tests.stack.wrong_override", form, path, dtype, str(eager), str(target))
+        run_module("tests.stack.test_wrong_override", form, path, dtype, str(eager), str(target))
         self.found = pickle.loads(target.read_bytes())
         self.half = dtype != "float32"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
@@ -116,3 +160,29 @@ def test_tables_that_follow_the_token_in_the_text(form: str, tmp_path: Path) -> 
     rollouts = case.found["right"]["rollouts"]
     assert gaps(case.model, rollouts).max() <= 1e-4
     assert gaps(case.model, rollouts, replay=False).max() >= 1e-2
+
+
+def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
+    options = {**FORMS[form][2], "dtype": dtype, "enforce_eager": eager == "True", "max_model_len": 128}
+    llm = build_engine(model, {"name": "neighbor", "variant": "released", "rate": 0.5, "k": 4}, **options)
+    core = llm.llm_engine.engine_core.engine_core
+    seeds: list[dict[str, Any]] = [{"seed": i} for i in range(len(PROMPTS))]
+    found: dict[str, Any] = {}
+    for name, put in PUTS.items():
+        InputOverride.put = put
+        try:
+            seconds, failure = startup_check.check_core(core), None
+        except startup_check.CheckFailure as error:
+            seconds, failure = None, str(error)
+            setattr(core, startup_check._DUE, False)  # or it would refuse the rollouts, which are to be judged too
+        unperturbed = sample(llm, PROMPTS, [{**each, "enabled": False} for each in seeds], max_tokens=16)
+        rollouts = sample(llm, PROMPTS, seeds, max_tokens=40)
+        found[name] = {"failure": failure, "seconds": seconds, "unperturbed": unperturbed, "rollouts": rollouts}
+    Path(target).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    # vLLM's engines do not end well together with the interpreter of Python.
+    sys.stdout.flush()
+    os._exit(0)

@@ -26,9 +26,17 @@ if __name__ == "__main__":  # before torch, which loads Triton
 from ngrpo.methods import sampling_schedules
 from ngrpo.rollout import set_perturbation, take_trajectories
 from tests.stack import request_limits
-from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, sample, stock_answers
+from tests.stack.harness import (
+    CROWDED,
+    Rollout,
+    build_engine,
+    chat_prompts,
+    note_preemptions,
+    sample,
+    stock_answers,
+    worker_of,
+)
 from tests.stack.routed import TEMPERATURE, decisions, shaken
-from tests.stack.scheduling import note_preemptions, worker_of
 
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", "List three prime numbers and their sum."]
 PERTURBATIONS: dict[str, dict[str, Any]] = {
@@ -153,7 +161,6 @@ def of_stock(model: str) -> list[Any]:
 
 def of_limits(llm: Any) -> dict[str, int | str]:
     """For each perturbation how many positions were perturbed in the mixed batch, or what went wrong."""
-    as_on_cuda.apply_grammars_in_pytorch()
     found: dict[str, int | str] = {}
     for spec in request_limits.EVERY:
         try:
@@ -179,6 +186,8 @@ def main(runner: str, model: str, target: str, share: str) -> None:
         keep("runner", llm.llm_engine.collective_rpc("perturbation_runner"))
         keep("asynchronous", llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
         if share == "slow":
+            as_on_cuda.apply_grammars_in_pytorch()
+            keep("of_until", request_limits.check_until(llm))
             return keep("of_limits", of_limits(llm))
         if (runner, share) == ("V2", "more"):
             set_perturbation(llm, "neighbor", rate=0.5)
