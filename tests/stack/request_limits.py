@@ -93,11 +93,6 @@ def check_until(llm: Any) -> None:
     question = tokenizer.encode("What is 7 plus 5?")
     texts = ["two </think> one more", "x = (1)></think>one more", "so be it</think>\\boxed{4}"]
     texts += ["</thin </think </think> end"]
-        "two </think> one more",
-        "x = (1)></think>one more",
-        "so be it</think>\\boxed{4}",
-        "</thin </think </think> end",
-    )
     for text in texts:
         grammar = StructuredOutputsParams(choice=[text])
         (rollout,) = sample(llm, [question], ignore_eos=False, structured_outputs=grammar)

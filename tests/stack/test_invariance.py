@@ -165,9 +165,8 @@ def test_thinking_ends(plain_engine: Any) -> None:
         assert r.record.positions.tolist() == list(range(len(r.prompt), end))
 
 
-def test_no_perturbation_is_stock_vllm(model: str, plain_engine: Any) -> None:
+def test_no_perturbation_is_stock_vllm(model: str) -> None:
     """Tokens and log-probabilities identical to an engine that never heard of us."""
-    set_perturbation(plain_engine, "neighbor", rate=0.0)
-    stock = build_engine(model, None, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    stock, rate_0 = (build_engine(model, spec) for spec in (None, {"name": "neighbor", "rate": 0.0}))
     prompts = chat_prompts(stock, QUESTIONS[:2], copies=2)
-    assert stock_answers(stock, prompts, max_tokens=24) == stock_answers(plain_engine, prompts, max_tokens=24)
+    assert stock_answers(stock, prompts, max_tokens=24) == stock_answers(rate_0, prompts, max_tokens=24)

@@ -68,14 +68,14 @@ def add(llm: Any, prompts: Sequence[list[int]], **params: Any) -> None:
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, SamplingParams(**params))
 
 
-def finish(llm: Any, after_step: Callable[[int], None] = lambda number: None) -> dict[str, Any]:
+def finish(llm: Any, after_step: Callable[[int, dict], object] = lambda step, done: None) -> dict[str, Any]:
     """Runs what is left; final outputs by name."""
     done: dict[str, Any] = {}
     steps = 0
     while llm.llm_engine.has_unfinished_requests():
         done |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
         steps += 1
-        after_step(steps)
+        after_step(steps, done)
     return done
 
 
@@ -116,9 +116,9 @@ def test_mixed_lengths_preemptions_and_aborts(
         prompts = [[*text[: n - 1], int(draws.integers(1000, 2000))] for n in lengths]
         aborted = draws.permutation(requests)[: requests // 4].tolist()
 
-        def abort_one(step: int, waiting: list[int] = aborted) -> None:
-            if waiting and step % 8 == 0:
-                crowded.llm_engine.abort_request([str(waiting.pop())])
+        def abort_one(step: int, done: dict[str, Any], waiting: list[int] = aborted) -> None:
+            if waiting and step % 8 == 0 and (name := str(waiting.pop())) not in done:
+                crowded.llm_engine.abort_request([name])
 
         add(crowded, prompts, max_tokens=48)
         done = finish(crowded, abort_one)
@@ -240,7 +240,7 @@ def test_a_reset_while_the_end_of_thinking_is_matched(crowded: Any, hf_model: An
     assert len(end) > 2
     allowed = sorted(set(end))
     add(crowded, chat_prompts(crowded)[2:], max_tokens=16, allowed_token_ids=allowed)
-    done = finish(crowded, lambda step: reset(crowded) if step % 3 == 0 else None)
+    done = finish(crowded, lambda step, _: step % 3 or reset(crowded))
     ended = 0
     for rollout in rollouts_of(crowded, done):
         tokens, start = rollout.tokens, len(rollout.prompt)
