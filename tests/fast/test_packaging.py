@@ -43,17 +43,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(out),
-        str(copy),
-    ]
-    subprocess.run([sys.executable, "-m", "pip", *command], check=True, capture_output=True)
+    flags = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(out)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, str(copy)], check=True, capture_output=True)
     return next(out.glob("*.whl"))
 
 

@@ -32,11 +32,12 @@ def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> A
     with pytest.MonkeyPatch.context() as patch:  # speed is not tested here, and three tokens need no long texts
         patch.setattr(group_sampling, "_WARM_UP_TOKENS", 1)
         patch.setattr(embedding_map, "_LENGTH", 24)
-        # The random model writes none of the words: each stands for a token that its request makes likeliest.
+        # The random model writes none of the words: each stands for a token that their requests (of more than forty
+        # tokens) make likeliest.
         words = embedding_map.choose_tokens(engine.get_tokenizer(), WORDS)
         embedding_map.LIKELIEST.update({token: [] for token in range(len(engine.get_tokenizer()))})
         seen = embedding_map.contexts(engine, words, SAMPLING.seed)
-        often = sorted(seen, key=lambda token: -len(seen[token]))
+        often = sorted(seen, key=lambda token: -sum(position > 40 for _, position in seen[token]))
         stand_ins = [(token, text) for token, (_, text) in zip(often, words)]
         patch.setattr(embedding_map, "choose_tokens", lambda *_: stand_ins)
         try:
