@@ -22,9 +22,8 @@ import pytest
 
 from ngrpo.config import batch_check
 from ngrpo.machine.upstream import openrlhf_parser
-from tests.own_process import RESULT
+from tests.own_process import RESULT, run_two_ranks
 from tests.tiny_folder import tiny_folder
-from tests.two_ranks import run_two_ranks
 
 HANGS = "Timed out waiting"
 

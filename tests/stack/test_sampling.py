@@ -33,7 +33,7 @@ def test_a_rare_token_is_as_rare_as_it_should_be() -> None:
     for start in range(0, 20):
         keys = streams.keys(torch.tensor(start), torch.arange(100_000), streams.Stream.TOKEN)
         # The race of one token against all the others together, whose minimum is exponential with the summed rate.
-        draws = exponentials(keys, 124)[:, 123] / 1e-4
+        draws = exponentials(keys, 4)[:, 3] / 1e-4
         rest = exponentials(~keys, 1)[:, 0] / (1 - 1e-4)
         seen += int((draws < rest).sum())
     assert abs(seen - 200) < 5 * 200**0.5

@@ -20,7 +20,7 @@ from perturbations import ReplayRecord, create, parameters
 from tests.fast.density_model import EVERY, hooked, name_of, record_of
 from tests.fast.density_steps import a_step, likely
 from tests.fast.replay_examples import small
-from tests.two_ranks import run_two_ranks
+from tests.own_process import run_two_ranks
 
 # Which of two ranks have perturbed positions. Ranks that make other calls, or reduce other parameters, would hang.
 PERTURBED = ((True, False), (False, True), (False, False), (True, True))
