@@ -44,7 +44,7 @@ def fault(prompt: object) -> str:
             return PICTURES if pictures else "chat messages with content in unknown parts"
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             return "chat messages without content"
-    return "" if content else "chat messages that end without a text"
+    return "" if str(content or "").strip() else "chat messages that end without a text"
 
 
 def normalised(messages: Messages) -> list[dict[str, Any]]:
@@ -108,18 +108,19 @@ def template_arguments(text: str | None) -> dict[str, Any]:
     return arguments
 
 
-def rendered(tokenizer: Any, messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
-    """The prompt, with the opening of the answer; the messages' text where the tokenizer has no chat template.
+def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any] | None = None) -> str:
+    """A prompt as the model sees it, with the opening of the answer; its text where there is no chat template.
 
     Args:
         tokenizer: of transformers, or a processor.
-        messages: with roles; content is a text, None, or parts.
+        prompt: the user's text, or messages with roles; content is a text, None, or parts.
         arguments: of the chat template: ``tools`` and those of :data:`FLAG`.
 
     Raises:
         UsageError: where the template fails, or shows no tools, calls or argument.
     """
-    chat, arguments = normalised(messages), dict(arguments or {})
+    chat = normalised([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    arguments = dict(arguments or {})
     calls = any(message.get("tool_calls") for message in chat)
     template = getattr(tokenizer, "chat_template", None)
     if not template:
@@ -131,7 +132,7 @@ def rendered(tokenizer: Any, messages: Messages, arguments: Mapping[str, Any] | 
         try:
             return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments))
         except Exception as error:  # Jinja's own, a template's, or one of an operation inside it
-            raise UsageError(f"the chat template fails on it ({type(error).__name__}: {error}).") from error
+            raise UsageError(f"the chat template fails: {error}. Write the messages as it takes them.") from error
 
     for name in arguments.keys() - {TOOLS}:
         if name not in str(template):

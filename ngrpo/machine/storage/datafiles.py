@@ -81,7 +81,10 @@ def _rows(path: Path) -> Iterator[Row]:
         return
     with path.open(encoding="utf-8", newline="") as file:
         if suffix == ".csv":
-            yield from csv.DictReader(file)
+            for row in (reader := csv.DictReader(file)):
+                if None in row:
+                    raise ValueError(f"line {reader.line_num} has more values than the first line. Quote its commas.")
+                yield row
             return
         if suffix == ".json" and file.read(1024).lstrip().startswith("["):
             file.seek(0)

@@ -10,8 +10,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.config import compatibility
+from ngrpo.config.features import MODEL, Combination
 from ngrpo.machine.hardware import processes, profile_for
 from ngrpo.machine.models import conversation
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
@@ -79,9 +82,11 @@ def build(
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
 
     Raises:
-        UsageError: where vLLM refuses the model or the options.
+        UsageError: where vLLM refuses, or would refuse, the model or the options.
     """
     profile = profile_for(hardware)
+    asked = Combination(flags=Flags((MODEL, model)), hardware=profile.name)
+    compatibility.check(compatibility.CPU_MODEL, asked)
     environment = {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         sys.stdout.fileno()
