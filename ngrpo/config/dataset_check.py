@@ -33,7 +33,7 @@ class _Content(NamedTuple):
 
     columns: dict[str, dict[str, int]]
     rows: int
-    prompts: dict[tuple[Any, ...], tuple[int, object, dict[str, Any]]]
+    prompts: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]]
 
 
 def check_files(flags: Flags) -> None:
@@ -133,7 +133,7 @@ def rows_of(flag: str, flags: Flags) -> list[int] | None:
     return rows if len(rows) == len(value.split(",")) and max(rows, default=_CHECKED) < _CHECKED else None
 
 
-def prompts(flags: Flags) -> Iterator[tuple[str, object, dict[str, Any]]]:
+def prompts(flags: Flags) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Where a prompt is, a prompt and its tools: of each form of roles, contents, calls and tools in the files."""
     for flag in DATASETS:
         for name in local_files(flag, flags.value(flag)):
@@ -192,7 +192,7 @@ def _read(flag: str, name: str, flags: Flags) -> _Content:
 def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> _Content:
     rows, (prompt, label, images) = read_rows(flag, name, _CHECKED), keys
     columns: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
-    kept: dict[tuple[Any, ...], tuple[int, object, dict[str, Any]]] = {}
+    kept: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]] = {}
     for number, row in enumerate(rows, start=1):
         for column, kinds in columns.items():
             value = row.get(column)
@@ -205,7 +205,7 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
                     tools = {} if TOOLS in (prompt, label) else conversation.tools_of(row)
                 except UsageError as error:
                     raise UsageError(f"{flag} {name}: row {number}: {error}") from None
-                parts = value if kind == _MESSAGES else ()
+                parts: Any = value if kind == _MESSAGES else ()
                 form = (bool(tools), *((p["role"], type(p.get("content")), bool(p.get("tool_calls"))) for p in parts))
                 kept.setdefault(form, (number, value, tools))
     if name.lower().endswith(".csv") and label in columns:
