@@ -9,13 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
-from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.edit import InputEdit, realise
+from perturbations import Gate, GateStep, InputEdit, Perturbation, Positions, Proposal, ReplayRecord, Step, streams
+from perturbations.base import Replayed
+from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.gates import Gate
-from perturbations.replay import ReplayRecord
-from perturbations.step import GateStep, Positions, Step
 from perturbations.testing.report import (
     CLOSE,
     EVERY_ROW,
