@@ -308,11 +308,9 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
     check_answers(where, "open()", opened, seen)
     # On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step.
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        parts = {
-            name: mode.from_tensor(part) if isinstance(part, Tensor) else part for name, part in vars(seen).items()
-        }
+        fake = {name: mode.from_tensor(part) for name, part in vars(seen).items() if isinstance(part, Tensor)}
         try:
-            gate.open(GateStep(**parts))
+            gate.open(dataclasses.replace(seen, **fake))
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
             what = f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token."
             fix = "No .item(), .tolist() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where."
