@@ -33,7 +33,9 @@ def option(
     Args:
         default: the paper's value.
         help: one line for a list of the options.
-        low, high, above: smallest and largest allowed value; the value must be greater than ``above``.
+        low: the smallest allowed value.
+        high: the largest.
+        above: the value must be greater than this.
         choices: the only allowed values.
         registry: of a value with options of its own, given by name, as a mapping with a name, or ready made.
     """

@@ -122,5 +122,9 @@ class Orthogonal(LikeliestTokens):
         return Proposal(InputEdit(ids, weights), step.sampled if self.samples_text else ids[:, 0])
 
     @property
+    def zero_mean_score(self) -> bool:
+        return self.samples_text  # as of Neighbor
+
+    @property
     def samples_text(self) -> bool:
         return self.realization != "anchor"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainers.common.side_inputs import records
+from ngrpo.trainers.common.sample_records import records
 from perturbations import ReplayRecord, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
 from perturbations.replay.scope import ReplayScope

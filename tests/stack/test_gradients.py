@@ -12,7 +12,6 @@ import torch
 from perturbations import ReplayRecord, replaying
 from perturbations.replay.scope import ReplayScope
 
-pytestmark = pytest.mark.stack
 NEIGHBORS = [[11, 12, 13], [14, 15, 16], [17, 18, 19]]
 
 
@@ -84,6 +83,8 @@ def test_gradient_checkpointing(hf_model: Any, plain: dict[str, torch.Tensor], r
         hf_model.eval()
         if reentrant:
             hf_model.disable_input_require_grads()
+    without = gradients(hf_model, replay=False)["model.embed_tokens.weight"]
+    assert (plain["model.embed_tokens.weight"] - without).abs().max() > 1e-2, "or it shows nothing"
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-5)
 
@@ -109,17 +110,3 @@ def test_packed_samples_without_flash_attn(
     for name, parameter in hf_model.named_parameters():
         # By norm: rows are summed in another order, and a small entry of a large row is a difference of large ones.
         assert (parameter.grad - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
-
-
-def test_left_padding(hf_model: Any) -> None:
-    tokens, mask, records = batch()
-    embedding = hf_model.get_input_embeddings()
-    with ReplayScope(embedding)(records, mask):
-        right = embedding(tokens)
-    shift = [12 - int(n) for n in mask.sum(-1)]
-    rolled = torch.stack([torch.roll(row, s) for row, s in zip(tokens, shift)])
-    rolled_mask = torch.stack([torch.roll(row, s) for row, s in zip(mask, shift)])
-    with ReplayScope(embedding)(records, rolled_mask):
-        left = embedding(rolled)
-    for row, s in enumerate(shift):
-        assert torch.equal(left[row, s:], right[row, : 12 - s])

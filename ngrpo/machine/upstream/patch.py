@@ -97,9 +97,8 @@ class Patch:
     Attributes:
         module: upstream module.
         attribute: dotted name inside it, or `IMPORT` for a context that holds while it is imported.
-        ours: ``"module:function"``; the function takes the original and returns its replacement (for a
-            ``@ray.remote`` class: takes the plain class, returns a subclass). Patches of one attribute apply in the
-            order in which they are placed, each onto the one before. None: upstream stays as it is.
+        ours: ``"module:function"`` that takes the original, of a ``@ray.remote`` class the plain class, and returns its
+            replacement. Patches of one attribute apply in order, each onto the one before. None: upstream stays.
         when: the condition under which the patch is active, e.g. ``"cpu"``, or several with "or" between them.
         upstream: the expected state, in a form of :func:`state_of`.
         checked: distribution and release that the patch was checked with.
