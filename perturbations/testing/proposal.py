@@ -3,6 +3,7 @@
 
 import dataclasses
 import logging
+from typing import Any
 
 import numpy as np
 import torch
@@ -308,7 +309,8 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
     check_answers(where, "open()", opened, seen)
     # On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step.
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = {name: mode.from_tensor(part) for name, part in vars(seen).items() if isinstance(part, Tensor)}
+        tensors = {name: part for name, part in vars(seen).items() if isinstance(part, Tensor)}
+        fake: Any = {name: mode.from_tensor(part) for name, part in tensors.items()}
         try:
             gate.open(dataclasses.replace(seen, **fake))
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
