@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 from torch import Tensor
 
 from perturbations.base import Perturbation
@@ -229,17 +228,11 @@ def importance_measures(log_ratio: Tensor, bounds: ImportanceBounds | None) -> d
     return {f"importance/{name}": value for name, value in result.items()}
 
 
-def with_strength(
-    trainer: Float[Tensor, "batch actions"],
-    rollout: Float[Tensor, "batch actions"],
-    strength: float,
-    bounds: tuple[float, float],
-) -> Float[Tensor, "batch actions"]:
-    """Log-probabilities of the rollout whose importance weight is 1 + α (w − 1), w = π_trainer / π_rollout within
-    bounds.
+def with_strength(trainer: Tensor, rollout: Tensor, strength: float, bounds: tuple[float, float]) -> Tensor:
+    """Log-probabilities of the rollout (B, A) whose importance weight is 1 + α (w − 1), w = π_trainer / π_rollout.
 
     A loss forms w from two log-probabilities, so ``--sampling.correction_warmup`` replaces the rollout's. α is
-    ``strength``, in [0, 1); at 1 the rollout's own are right.
+    ``strength``, in [0, 1), and w is within ``bounds``; at 1 the rollout's own are right.
     """
     weight = (trainer - rollout).clamp(-20.0, 20.0).exp().clamp(*bounds)
     return trainer - (strength * (weight - 1.0)).log1p()
