@@ -268,10 +268,3 @@ def test_a_reward_of_verl_stands_at_any_token() -> None:
     rewards, mask = torch.tensor([[0.0, 1.0, 0.0], [0.0] * 3]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     found, _ = estimator(create("group_norm"))(rewards, mask, np.array(["a", "a"]))
     close(found, [[math.sqrt(0.5), math.sqrt(0.5), 0.0], [-math.sqrt(0.5)] * 3])
-
-
-def test_padding_of_verl_is_in_no_group() -> None:
-    """A row of padding has an index of its own: k = 2 would not fit a group of one."""
-    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 1], [0, 0]])
-    found, _ = estimator(create("pkpo", k=2, variant="s"))(rewards, mask, np.array(["a", "a", "padding"]))
-    close(found, [[2.0, 2.0], [2.0, 2.0], [0.0, 0.0]])
