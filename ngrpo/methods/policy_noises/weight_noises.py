@@ -94,8 +94,7 @@ class AQN(PolicyNoise):
 
         Gemma's norms multiply by 1 + w: noise on w is the same noise on the factor.
 
-        Raises:
-            UsageError: where there is none, or a block has norms behind its attention and MLP only.
+        Raises ``UsageError`` where there is none, or a block has norms behind its attention and MLP only.
         """
         chosen = super().selected(names)
         blocks: defaultdict[str, set[str]] = defaultdict(set)

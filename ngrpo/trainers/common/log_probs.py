@@ -152,8 +152,7 @@ class Densities:
 def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> Iterator[Densities | None]:
     """Overrides the log-probabilities of the forward in this context by densities, if the perturbation has one.
 
-    Raises:
-        RuntimeError: at the end, if no log-probabilities came through, or no loss took a density's gradient.
+    Raises ``RuntimeError`` at the end, if no log-probabilities came through, or no loss took a density's gradient.
     """
     perturbation = scope.perturbation
     # Without a perturbed position too: on several ranks every one must gather the same parameters.
@@ -186,8 +185,7 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
     log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S. ``attention_mask`` is (B, T), padded on
     either side.
 
-    Raises:
-        RuntimeError: if a sample has no mask, a token is not in its set, or no log-probabilities came through.
+    Raises ``RuntimeError`` if a sample has no mask, a token is not in its set, or no log-probabilities came through.
     """
     candidates = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
     masks = [mask for mask in candidates if mask is not None]

@@ -140,8 +140,7 @@ class GapScale:
 
         Each may be ``limit`` times the scale, plain positions at most 5 times.
 
-        Raises:
-            ReplayGap: if a gap is larger and ``strict`` is set.
+        Raises ``ReplayGap`` if a gap is larger and ``strict`` is set.
         """
         unperturbed = measures.get("perturbation/gap_unperturbed_mean")
         scale = self.of(unperturbed)
@@ -177,8 +176,7 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
     perturbed input, or 2^-5 if it is smaller, takes its place if that is less, or if there are no other plain tokens.
     A plain gap below 1e-5 counts as 1e-5. A warning is printed once per process.
 
-    Raises:
-        ReplayGap: if the gap is larger and ``strict`` is set.
+    Raises ``ReplayGap`` if the gap is larger and ``strict`` is set.
     """
     perturbed, plain, before = (measures.get(f"perturbation/gap_{name}_mean") for name in _PLACES)
     expected = max(plain or 0.0, _FLOOR)

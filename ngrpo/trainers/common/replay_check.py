@@ -26,8 +26,7 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
     tokens, (B, A), through all that the trainer puts around the model. Every rank of a sharded model does the same
     forwards.
 
-    Raises:
-        CheckFailure: if a replayed row does not reach the model, or others change.
+    Raises ``CheckFailure`` if a replayed row does not reach the model, or others change.
     """
     embedding: Any = model.get_input_embeddings()
     half = next(model.parameters()).dtype != torch.float32

@@ -34,8 +34,7 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     These are the engine's ``additional_config``, the agent loop manager, and the mode, verl's synchronous one. Returns
     the perturbation, the gap limit, and whether a wider gap is an error.
 
-    Raises:
-        UsageError: for a bad perturbation, or a setting under which a rollout would not be replayed.
+    Raises ``UsageError`` for a bad perturbation, or a setting under which a rollout would not be replayed.
     """
     from omegaconf import OmegaConf, open_dict
 
@@ -62,8 +61,7 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
 def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: bool) -> None:
     """Enters this project's advantage ``name`` into verl's registry; verl's own estimators stay.
 
-    Raises:
-        UsageError: for bad options, or an advantage that verl cannot use.
+    Raises ``UsageError`` for bad options, or an advantage that verl cannot use.
     """
     if name not in advantages.available():
         if options:

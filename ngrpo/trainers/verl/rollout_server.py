@@ -35,8 +35,7 @@ def request_arguments(
 ) -> dict[str, object]:
     """A request's arguments; its seed follows from step, sample and number in the group.
 
-    Raises:
-        UsageError: for an agent loop other than verl's of a single turn.
+    Raises ``UsageError`` for an agent loop other than verl's of a single turn.
     """
     if agent_name != _SINGLE_TURN:
         raise UsageError(f"agent_name={agent_name!r}: records cover one turn, so only {_SINGLE_TURN} is supported.")
