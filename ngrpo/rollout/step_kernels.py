@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.rollout.sample_tokens import sample_by_blocks, sample_tokens
-from perturbations import streams
-from perturbations.base import Perturbation
+from perturbations import InputEdit, Perturbation, Step, streams
 from perturbations.compilation import Compiled, on_gpu, twice
-from perturbations.edit import InputEdit, realise
+from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import Summary, log_total
-from perturbations.step import Step
 
 STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 """Their keys are computed on the host for all gated rows at once: on the device each takes three dozen operations."""

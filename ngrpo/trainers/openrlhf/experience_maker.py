@@ -202,7 +202,7 @@ def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int
 
 
 def second_round_measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
-    """The metrics ``second_round/…`` of a step (docs/exploration.md), before the update.
+    """The metrics ``second_round/…`` of a step (docs/metrics.md), before the update.
 
     ``asked`` and ``trained``: shares of samples whose prompt had a second round, and that are of it. ``right``: share
     of right responses in that round; ``solved``: of its prompts with one; ``ratio``: mean ρ over trained tokens.

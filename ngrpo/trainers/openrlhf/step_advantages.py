@@ -174,7 +174,7 @@ def advantages_of_all(
 
 
 def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | None = None) -> dict[str, float]:
-    """The metrics ``advantage/…`` of a step (docs/exploration.md) from rewards, advantages and counts, (P, G) each."""
+    """The metrics ``advantage/…`` of a step (docs/metrics.md) from rewards, advantages and counts, (P, G) each."""
     uniform = rewards.amax(-1) == rewards.amin(-1)
     result = {
         "mean": advantages.mean().item(),
@@ -192,7 +192,7 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
     """Replaces the tokens' advantages by the run's credit, in place, for any estimator.
 
-    Returns the metrics ``credit/…`` (docs/exploration.md): over tokens with an advantage other than 0, the share that
+    Returns the metrics ``credit/…`` (docs/metrics.md): over tokens with an advantage other than 0, the share that
     keeps one, and the mean size over the one before.
     """
     credit = require(current_run().credit, "--credit")

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ngrpo.config.flag_values import LOAD
 from ngrpo.config.kinds import run_level_kinds
-from ngrpo.config.rules import LOAD
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
