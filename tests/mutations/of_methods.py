@@ -149,10 +149,10 @@ MUTATIONS = {
         ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
         ("min(max(sigma, _LEAST), _MOST)", "sigma", "psn: no bounds"),
     ],
-    ("ngrpo/methods/__init__.py", "test_policy_noises.py"): [
+    ("ngrpo/machine/upstream/openrlhf_flags.py", "test_policy_noises.py"): [
         ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
     ],
-    ("ngrpo/methods/__init__.py", "test_sampling_schedules.py"): [
+    ("ngrpo/machine/upstream/openrlhf_flags.py", "test_sampling_schedules.py"): [
         ('("0", "10")', '("0", "1")', "weights above 1 are cut"),
     ],
     ("ngrpo/methods/policy_noises/base.py", "test_policy_noises.py"): [

@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.methods import TRUNCATED_WEIGHTS
+from ngrpo.machine.upstream.openrlhf_flags import TRUNCATED_WEIGHTS, Default, Flags
 from ngrpo.methods.policy_noises import register
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from perturbations import UsageError, option
