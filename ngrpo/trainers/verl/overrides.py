@@ -83,11 +83,10 @@ def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         rewards, values = token_level_rewards.sum(dim=-1), torch.zeros(len(index))
         trained = response_mask.bool().any(dim=-1).cpu().numpy()
-        for group in dict.fromkeys(index):
-            # Not verl's padding, nor a response of which nothing is trained: it is no part of its group.
+        # Without verl's padding and responses of which nothing is trained: these are no part of their groups.
+        for group in dict.fromkeys(index[trained]):
             rows = torch.from_numpy(np.flatnonzero((index == group) & trained))
-            if len(rows):
-                values[rows] = advantage.compute(rewards[rows][None])[0].to(values.dtype)
+            values[rows] = advantage.compute(rewards[rows][None])[0].to(values.dtype)
         full = values.to(rewards.device).unsqueeze(-1) * response_mask
         return full, full
 
