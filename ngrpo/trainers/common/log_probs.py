@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from ngrpo.trainers.common.sample_records import unpack
@@ -93,13 +93,8 @@ class Densities:
         self._scored: Tensor | None = None
         self.tokens: Tensor | None = None
 
-    def override(
-        self,
-        logits: Float[Tensor, "*forward vocabulary"],
-        labels: Int64[Tensor, "*forward"],
-        log_probs: Float[Tensor, "*forward"],
-    ) -> Float[Tensor, "*forward"]:
-        """Log-probabilities with the density; RuntimeError if the logits or the density have a wrong shape."""
+    def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
+        """Log-probabilities (…) with the density, of logits (…, V); RuntimeError if a shape is wrong."""
         flat = log_probs.reshape(-1)
         replayed, inside = self._scope.replayed(
             logits.reshape(-1, logits.shape[-1]), flat, self._temperature, self._advantages
@@ -107,9 +102,8 @@ class Densities:
         perturbation, tokens = self._perturbation, replayed.token_log_probs
         self.tokens = tokens.detach()
         action = tokens if perturbation.draws_token else torch.zeros_like(tokens)
-        if (
-            not perturbation.score_only or torch.is_grad_enabled()
-        ):  # else old or reference, where the density is worth 0
+        # What counts by its score alone is worth 0 in old and reference log-probabilities.
+        if not perturbation.score_only or torch.is_grad_enabled():
             density = perturbation.log_density(replayed)
             if density.shape != tokens.shape:
                 raise RuntimeError(
