@@ -60,6 +60,11 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
         same = 1.0 - min(apart(replaced, plain, row, row + 1) / here, 1.0) if here else 1.0
         return [*found, Comparison("a replayed row, which must change", same * here, here, 0.9)]
 
-    half = next(model.parameters()).dtype != torch.float32
-    where = {"where": "the trainer", "model": type(model).__name__}
-    check_texts(embedding.num_embeddings, _LONGEST, comparisons, half_precision=half, **where)
+    check_texts(
+        embedding.num_embeddings,
+        _LONGEST,
+        comparisons,
+        half_precision=next(model.parameters()).dtype != torch.float32,
+        where="the trainer",
+        model=type(model).__name__,
+    )
