@@ -8,6 +8,12 @@ from dataclasses import dataclass
 
 # A default of a flag: its value, several values, or None for a switch, which has none.
 Default = str | tuple[str, ...] | None
+# For a loss that is weighted by min(π / π_rollout, 10).
+TRUNCATED_WEIGHTS: dict[str, Default] = {
+    "--algo.advantage.is_correction_level": "token",
+    "--algo.advantage.is_correction_mode": "clip",
+    "--algo.advantage.is_correction_threshold": ("0", "10"),
+}
 
 
 @dataclass(frozen=True)
