@@ -30,6 +30,7 @@ from ngrpo.config.features import (
     verl,
     when,
 )
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 
@@ -332,6 +333,11 @@ def check(table: Iterable[Row], asked: Combination) -> None:
     ]
     if problems:
         raise UsageError("\n".join(problems))
+
+
+def check_model(model: str, hardware: str) -> None:
+    """Raises ``UsageError`` for a model that vLLM cannot run on a hardware."""
+    check(CPU_MODEL, Combination(flags=Flags((given.MODEL, model)), hardware=hardware))
 
 
 _PAGE = """\
