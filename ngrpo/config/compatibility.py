@@ -178,9 +178,7 @@ TRAINING = (
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
 )
 
-CPU_MODEL = (
-    Row(given.HEAD_SIZE, given.hardware("cpu"), "vLLM's CPU attention has no kernel for the size", "use another model"),
-)
+CPU_MODEL = (Row(given.HEAD_SIZE, given.hardware("cpu"), "the engine would not start", "use another model"),)
 HARDWARE = (
     *CPU_MODEL,
     *rows(
