@@ -27,7 +27,7 @@ _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspee
 _DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule"
 _STEP = (
     "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-    " or correction_warmup or group_baseline"
+    " or correction_warmup or estimator"
 )
 
 IN_VLLM, IN_SUPPORTED_VLLM, IN_PERTURBED_CORE = VLLM_CONDITIONS = ("vllm", "supported_vllm", "perturbed_vllm")
@@ -116,7 +116,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:6bda23ee4983", "gives vLLM the spec, requests their seeds, each response its record; syncs by file"),
     _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker", f"{_STEP} or policy_noise",
         "sha:351a52599ac6", "measures the rollout, and has advantages of its own"),
-    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or group_baseline", "import",
+    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or estimator", "import",
         "takes each micro batch's values of the estimator"),
     _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
         "perturbation or credit or policy_noise or sampling_mask", "sha:8d664f8c8592",
@@ -125,7 +125,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:871e4cda19c1", "the same, through its own embedding"),
     _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
         "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss or"
-        " group_baseline", "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
+        " estimator", "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
@@ -144,7 +144,7 @@ OPENRLHF: tuple[Patch, ...] = (
         " entropy"),
     _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
-    _row("openrlhf.models.utils", "compute_reward", None, "advantage or group_baseline", "sha:548aa0341385",
+    _row("openrlhf.models.utils", "compute_reward", None, "advantage or estimator", "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),

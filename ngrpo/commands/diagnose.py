@@ -42,7 +42,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Diagnoses."""
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from ngrpo.config.rules import check_model
+    from ngrpo.config.model_check import check_model
     from ngrpo.machine.models import packaged
     from ngrpo.workbench.diagnose.diagnosis import REPORT, diagnose, differences, table
 

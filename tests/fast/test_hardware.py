@@ -22,8 +22,7 @@ from ngrpo.machine.hardware import cpu, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import launch
-from ngrpo.trainers.openrlhf.failure import RUN_ID
-from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
+from ngrpo.trainers.openrlhf.launch import RUN_ID, conditions_for, worker_env
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from perturbations.errors import UsageError
 from tests.fast.run import check_pairs, run_of

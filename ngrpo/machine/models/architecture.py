@@ -310,6 +310,7 @@ def _find_engine(found: Support, remote: bool) -> None:
             found.engine = f"{tables[table][architecture]} ({whose})"
             return
     kind = next((kind for table, kind in _NOT_GENERATING.items() if architecture in tables.get(table, {})), None)
+    kind = kind or ("a classifier" if architecture.endswith("Classification") else None)
     if kind:
         found.refused.append(f"{kind}, which generates nothing. Use a causal language model")
     elif remote or hasattr(transformers, architecture):

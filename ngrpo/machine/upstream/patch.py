@@ -8,9 +8,10 @@ Importing OpenRLHF takes seconds and needs flash_attn, so nothing is imported ea
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -124,6 +125,21 @@ class Patch:
         """The function that makes the replacement."""
         module, _, name = require(self.ours, "ours").partition(":")
         return getattr(import_module(module), name)
+
+
+def around(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for :attr:`Patch.ours`: a function of the original and its arguments becomes one that takes the
+    original and returns its replacement.
+    """
+
+    def replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replaced(*args: object, **kwargs: object) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return replaced
+
+    return replacing
 
 
 _placed: set[Patch] = set()
