@@ -80,9 +80,9 @@ class Flags:
             if not flag.name.endswith(ending) or not flag.values:
                 return flag.argv
             value = replace(flag.values[0])
-            return (
-                (f"{flag.name}={value}", *flag.argv[1:]) if "=" in flag.argv[0] else (flag.name, value, *flag.argv[2:])
-            )
+            if "=" in flag.argv[0]:
+                return (f"{flag.name}={value}", *flag.argv[1:])
+            return (flag.name, value, *flag.argv[2:])
 
         return self._changed(words)
 
