@@ -6,6 +6,7 @@ Each is paths and labels that templates/charts.html draws as SVG.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from ngrpo.workbench.report.drawing import (
     place_label,
     spread,
 )
-from ngrpo.workbench.report.values import between, dig, ends, format_number, number, rows, token
+from ngrpo.workbench.report.values import dig, ends, format_number, number, rows, token, with_ends
 
 _MOST_MARKERS, _MOST_BINS, _MOST_COPIES = 12, 60, 1500
 # Key in a step, title, decimals.
@@ -133,15 +134,14 @@ def line_chart(
         elif band:
             x, low, high = band[0]
             paths.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
-        paths.append(("line", _path(pixels)))
+        steps = itertools.pairwise([(0.0, None), *pixels])
+        pen = [f"{'M' if before is None else 'L'}{x:g} {y:g}" for (_, before), (x, y) in steps if y is not None]
+        paths.append(("line", "".join(pen)))
         # Each strategy's markers start elsewhere, so that overlapping curves can still be told apart.
         stride = -(-len(pixels) // _MOST_MARKERS)
         markers = [(x, y) for x, y in pixels[series.index % stride :: stride] if y is not None]
         groups.append(Group(series.classes, paths, series, markers))
-        texts = [
-            format_number(y, digits) + (f" ({between(low, high, digits)})" if low is not None else "")
-            for _, y, low, high in points
-        ]
+        texts = [with_ends(*point[1:], digits) for point in points]
         readings.append([series.index, series.name, [y for _, y in pixels], texts])
         last = next((y for _, y, _, _ in reversed(points) if y is not None), None)
         finals.append(f"{series.name}: {format_number(last, digits)}")
@@ -149,14 +149,6 @@ def line_chart(
     data = {"kind": "lines", "x": columns, "labels": list(labels), "series": readings}
     title, x_title, y_title = titles
     return Chart(name, title, f"Last values: {'; '.join(finals)}.", size, xs, ys, x_title, y_title, groups, data)
-
-
-def _path(pixels: Sequence[tuple[float, float | None]]) -> str:
-    parts, pen = [], "M"
-    for x, y in pixels:
-        parts.append("" if y is None else f"{pen}{x:g} {y:g}")
-        pen = "M" if y is None else "L"
-    return "".join(parts)
 
 
 def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
@@ -272,8 +264,8 @@ def _scatter(placed: Sequence[tuple[Series, Mapping[str, Any]]]) -> Chart:
             whiskers.append(("whisker", f"M{x:g} {ys(high[0]):g}V{ys(high[1]):g}"))
         drawn.append((one, x, y, whiskers))
         notes = [
-            f"{axis} {format_number(value)}" + (f" ({between(*interval)})" if interval else "")
-            for axis, value, interval in (("validity", valid, wide), ("diversity", diverse, high))
+            f"validity {with_ends(valid, *(wide or (None, None)))}",
+            f"diversity {with_ends(diverse, *(high or (None, None)))}",
         ]
         if number(row.get("reward")) is not None:
             notes.append(f"reward {format_number(row['reward'])}")

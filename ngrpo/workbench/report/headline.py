@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from ngrpo.workbench.report.drawing import Series, by_series
 from ngrpo.workbench.report.values import (
     MISSING,
-    between,
     dig,
     duration,
     ends,
+    first_and_last,
     format_number,
     noise,
     number,
@@ -21,7 +21,7 @@ from ngrpo.workbench.report.values import (
     rows,
     shortened,
     shown,
-    signed,
+    with_ends,
 )
 from ngrpo.workbench.statistics import ENOUGH_SEEDS
 
@@ -65,7 +65,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
     zone = "UTC" if created[19:] in ("+0000", "+00:00") else created[19:]
     summary, baseline = by_strategy(results), str(results.get("baseline"))
     metrics = evaluated(results, summary)
-    measure = metrics[0] if metrics else ("Mean@n", ("mean_at_n",))
+    measure = (metrics or [("Mean@n", ("mean_at_n",))])[0]
     return {
         "facts": {
             "Model": results.get("model"),
@@ -76,7 +76,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
             "Made": created and f"{created[:10]} {created[11:16]} {zone}",
         },
         "runs": len(runs),
-        "failed": [{**run, "error": _cause(run.get("error"))} for run in runs if run.get("status") == "failed"],
+        "failed": [{**run, "error": _cause(run)} for run in runs if run.get("status") == "failed"],
         "pending": states["pending"],
         "warnings": results.get("warnings"),
         "one_seed": len(seeds) == 1,
@@ -90,13 +90,10 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
 def training_headline(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of one run: machine, time, and each evaluated metric before and after."""
     facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": duration(summary.get("seconds"))}
-    for tag, by_step in (summary.get("evaluation") or {}).items():
-        if "_pass" in tag and by_step:
-            points = sorted((int(step), value) for step, value in by_step.items())
-            first_and_last = dict((points[0], points[-1]))
-            scores = [f"{format_number(value)} (step {step})" for step, value in first_and_last.items()]
-            facts[tag.rpartition("/")[2]] = " → ".join(scores)
-    return {"facts": facts}
+    scores = (summary.get("evaluation") or {}).items()
+    return {
+        "facts": facts | {tag.rpartition("/")[2]: first_and_last(of) for tag, of in scores if "_pass" in tag and of}
+    }
 
 
 def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
@@ -104,7 +101,7 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
     strategies = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
     named = [row for row in strategies if row.get("name") == diagnosis.get("baseline")]
-    baseline = next(iter([*named, *strategies]), {})
+    baseline = [*named, *strategies, {}][0]
     return {
         "facts": {
             "Model": diagnosis.get("model"),
@@ -139,26 +136,21 @@ def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adj
 def _machine(source: Mapping[str, Any]) -> str | None:
     cores = number(source, "machine", "cores")
     facts = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
-    parts = [*facts, None if cores is None else f"{cores:.0f} cores"]
-    return ", ".join(str(part) for part in parts if part) or None
+    facts += [None if cores is None else f"{cores:.0f} cores"]
+    return ", ".join(str(fact) for fact in facts if fact) or None
 
 
-def _cause(error: object) -> str:
-    """The line that names the cause: the first one of ours, the last one of a traceback."""
-    lines = str(error or "").strip().splitlines() or ["no error was recorded"]
+def _cause(run: Mapping[str, Any]) -> str:
+    """The line that names a failure's cause: the first one of ours, the last one of a traceback."""
+    lines = str(run.get("error") or "").strip().splitlines() or ["no error was recorded"]
     return shortened(lines[0] if lines[0].startswith(("error: ", "training failed: ")) else lines[-1], 160)
 
 
 class Row(NamedTuple):
     """One strategy's line of the picture of differences, which is 200 wide; 100 is no difference.
 
-    Attributes:
-        series: the strategy.
-        text: its difference, interval and test in words; its verdict where there is no difference.
-        hint: the tooltip's lines, among them its whole verdict.
-        at: the place of its difference; None where nothing was compared.
-        ends: the places of its interval's ends.
-        band: the places between which these seeds would often have missed a difference.
+    ``hint``: the tooltip's lines; ``at``: the place of its difference, None where nothing was compared; ``ends``: its
+    interval's; between the places of ``band`` these seeds would often have missed a difference.
     """
 
     series: Series
@@ -187,11 +179,9 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
             lines.append(Row(series[name], verdict, (name, verdict)))
             continue
         low, high, least = (number(change.get(key)) for key in ("low", "high", "detectable"))
-        span = "" if low is None or high is None else f" ({between(low, high, sign=True)})"
-        text = f"{signed(value)}{span}, {noise(change) or MISSING}"
-        hint = [name, f"{measure} {text}", verdict]
-        if least is not None:
-            hint.append(f"a difference below about {format_number(least)} would often have been missed")
+        text = f"{with_ends(value, low, high, sign=True)}, {noise(change) or MISSING}"
+        missed = f"a difference below about {format_number(least)} would often have been missed"
+        hint = [name, f"{measure} {text}", verdict, *([] if least is None else [missed])]
         interval = None if low is None or high is None else (beside(low), beside(high))
         band = None if least is None else (beside(-least), beside(least))
         lines.append(Row(series[name], text, hint, beside(value), interval, band))
@@ -207,13 +197,14 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
     if not names or not metrics or baseline not in summary:
         return None
     measure, keys = metrics[0]
-    tested = [change for name in names if noise(change := dig(summary[name], "difference", *keys))]
     against = f"“{baseline}” in {measure}"
+    tested = [change for name in names if noise(change := dig(summary[name], "difference", *keys))]
     if not tested:
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
     if all(change.get("over") == "problems" for change in tested):
         return f"One seed each: no strategy can be called better or worse than {against}."
-    better, worse = _beyond_noise(summary, names, keys)
+    found = [_beyond_noise(summary, names, keys) for _, keys in metrics]
+    better, worse = found[0]
     if better:
         text = f"Better than {against} beyond noise: {', '.join(better)}"
     elif len(names) == 1:
@@ -222,9 +213,9 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
         text = f"None of {len(names)} strategies is better than {against} beyond noise"
     if worse:
         text += f"; worse: {', '.join(worse)}"
-    for other, keys in metrics[1:]:
-        for word, known, found in zip(("better", "worse"), (better, worse), _beyond_noise(summary, names, keys)):
-            new = [name for name in found if name not in known]
+    for (other, _), sides in zip(metrics[1:], found[1:]):
+        for word, known, named in zip(("better", "worse"), found[0], sides):
+            new = [name for name in named if name not in known]
             text += f"; {word} in {other}: {', '.join(new)}" if new else ""
     missing = len(names) - len(tested)
     text += f" ({plural(missing, 'strategy')} could not be compared)." if missing else "."

@@ -20,6 +20,7 @@ from ngrpo.machine.upstream.openrlhf_parser import defaults
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import kept_groups
+from ngrpo.workbench.report.values import first_and_last
 from perturbations import registry
 
 NO_STEP = "no training step was logged: are there fewer prompts than --rollout.batch_size?"
@@ -170,10 +171,8 @@ def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
     lines = [f"reward        {rows[0]['reward']:.3f} → {rows[-1]['reward']:.3f}"]
     tag = next((tag for tag in sorted(evaluation) if tag.endswith("_pass1")), None)
     if tag is not None:
-        points = sorted((int(step), value) for step, value in evaluation[tag].items())
-        ends = dict((points[0], points[-1]))  # step 0 is before the training
-        scores = " → ".join(f"{value:.3f} (step {step})" for step, value in ends.items())
-        lines.append(f"evaluation    {scores}, {tag.rpartition('/')[2]}")
+        # Step 0 is before the training.
+        lines.append(f"evaluation    {first_and_last(evaluation[tag])}, {tag.rpartition('/')[2]}")
     if any("trained_groups" in row for row in rows):
         groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _AS_LOGGED[1:])
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
