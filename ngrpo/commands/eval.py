@@ -61,7 +61,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     else:
         folder = folder_for(args.out, "eval")
         with telling_what_is_kept("eval", argv, folder, report):
-            from ngrpo.config.rules import check_model
+            from ngrpo.config.model_check import check_model
             from ngrpo.machine.models import packaged
 
             sampling, policy = _drawing(args, asked, report)

@@ -196,10 +196,8 @@ def folder_for(path: str | None, name: str) -> Path:
 def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
     """Holds the folder that the user gave, or a new one: ``runs/<time>-<name>``, then ``…-2``.
 
-    A folder that was made here is removed where the block fails before it has written a file.
-
-    Raises:
-        UsageError: where another process holds the folder, or it cannot be made.
+    A folder that was made here is removed where the block fails before it has written a file. Raises ``UsageError``
+    where another process holds the folder, or it cannot be made.
     """
     folder = first = folder_for(path, name)
     new = not path or not folder.exists()
