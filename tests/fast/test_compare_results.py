@@ -247,27 +247,6 @@ def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
     assert found["tokens_per_second"] == {"value": 95.0, "ratio": None}
 
 
-@pytest.mark.parametrize(
-    ("table", "p"),
-    [
-        # 5 of 5 and 0 of 5: one table of C(10, 5) = 252 at each end.
-        ((5, 5, 0, 5), 2 / 252),
-        # 5 of 5 and 1 of 5: C(10, 6) = 210; with 5 of ours C(5, 5) C(5, 1) = 5 ways, and as many with 1.
-        ((5, 5, 1, 5), 10 / 210),
-        # 4 of 5 and 1 of 5: of 252, C(5, 4) C(5, 1) = 25 with 4 and with 1, 1 with 5 and with 0.
-        ((4, 5, 1, 5), 52 / 252),
-        # Sides of different length: 2 of 2 and 0 of 3; C(5, 2) = 10, ways 3 (0), 6 (1), 1 (2).
-        ((2, 2, 0, 3), 1 / 10),
-        ((3, 5, 3, 5), 1.0),
-        ((0, 0, 3, 5), 1.0),
-    ],
-)
-def test_fishers_exact_test(table: tuple[int, int, int, int], p: float) -> None:
-    assert results.fisher(*table) == pytest.approx(p, rel=1e-12)
-    ours, theirs = table[:2], table[2:]
-    assert results.fisher(*theirs, *ours) == pytest.approx(p, rel=1e-12)
-
-
 def _run(strategy: str, seed: int, correct: int, status: str = "done") -> dict:
     problems = [{"id": "a", "n": 10, "correct": correct}]
     evaluation = {"problems": problems, "mean_at_n": correct / 10, "pass_at_k": {}} if status == "done" else None

@@ -165,7 +165,7 @@ def summarise(
         arms: ids of the strategies.
         baseline: the id of one of them.
         threshold: the Mean@n above which runs are counted; each row then has ``above``: ``threshold``, ``runs`` above
-            it ``of`` the evaluated ones, and except for the baseline ``p`` of :func:`fisher` and ``p_corrected``.
+            it ``of`` the evaluated ones, and except for the baseline Fisher's exact ``p`` and ``p_corrected``.
             Counts are not paired. They say more than means where a run either finds the better way or does not.
     """
     done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
@@ -185,9 +185,12 @@ def summarise(
             row["above"] = {"threshold": threshold, "runs": above, "of": len(scores)}
             row["verdict"] += f"; {above} of {len(scores)} runs end above {threshold:g}"
     if threshold is not None:
+        from scipy.stats import fisher_exact
+
         base = next(row["above"] for row in rows if row["strategy"] == baseline)
         tested = [row for row in rows if row["strategy"] != baseline]
-        p_values = [fisher(row["above"]["runs"], row["above"]["of"], base["runs"], base["of"]) for row in tested]
+        sides = ([[above["runs"], above["of"] - above["runs"]] for above in (row["above"], base)] for row in tested)
+        p_values = [float(fisher_exact(counts).pvalue) for counts in sides]
         for row, p, corrected in zip(tested, p_values, statistics.holm(p_values)):
             row["above"] |= {"p": p, "p_corrected": corrected}
             more = "" if len(tested) == 1 else f", {corrected:.2g} corrected for {len(tested)} comparisons"
@@ -296,13 +299,6 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
     if seeds < ENOUGH_SEEDS:
         return f"{text}; {seeds} seeds are too few to tell a method from luck"
     return f"{'better' if value > 0 else 'worse'}: {text}"
-
-
-def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
-    """The two-sided p-value of Fisher's exact test (J. R. Stat. Soc. 85, 1922) of two counts, each of its runs."""
-    from scipy.stats import fisher_exact
-
-    return float(fisher_exact([[ours, of_ours - ours], [theirs, of_theirs - theirs]]).pvalue)
 
 
 def table(results: Mapping[str, Any]) -> str:
