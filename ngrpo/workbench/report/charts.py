@@ -13,18 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ngrpo.workbench.report import drawing
-from ngrpo.workbench.report.drawing import (
-    SMALL,
-    SQUARE,
-    WIDE,
-    Label,
-    Scale,
-    Series,
-    Size,
-    by_series,
-    place_label,
-    spread,
-)
+from ngrpo.workbench.report.drawing import SQUARE, WIDE, Label, Scale, Series, Size, spread
 from ngrpo.workbench.report.values import dig, ends, format_number, number, rows, token, with_ends
 
 _MOST_MARKERS, _MOST_BINS, _MOST_COPIES = 12, 60, 1500
@@ -187,7 +176,7 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         "absent": [one.name for one in series.values() if one.name in ids and one.name not in runs],
         "evaluation": chart("mean_at_n", "Mean@n", title="Evaluation while training, unperturbed,"),
         "reward": chart("reward", "Reward of the training rollouts"),
-        "small": [made for key, title, digits in _SMALL_CHARTS if (made := chart(key, title, digits, SMALL))],
+        "small": [made for key, title, digits in _SMALL_CHARTS if (made := chart(key, title, digits, drawing.SMALL))],
     }
 
 
@@ -229,7 +218,7 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
 
 def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """One point per strategy, with whiskers: more valid to the right, more diverse upward; and all numbers."""
-    listed = by_series(diagnosis, series)
+    listed = drawing.by_series(diagnosis, series)
     columns = [column for column in _MEASURES if any(number(row, *column[1]) is not None for _, row in listed)]
     placed = [(one, row) for one, row in listed if ends([dig(row, axis, "score") for axis in _AXES])]
     chart = _scatter(placed) if placed else None
@@ -262,7 +251,7 @@ def _scatter(placed: Sequence[tuple[Series, Mapping[str, Any]]]) -> Chart:
         readings.append([x, y, one.index, [one.name, *notes]])
         values.append(f"{one.name}: {x_title} {format_number(valid)}, {y_title} {format_number(diverse)}")
     groups = [
-        Group(f"{one.classes} big", whiskers, one, [(x, y)], place_label(one.name, x, y, SQUARE, boxes))
+        Group(f"{one.classes} big", whiskers, one, [(x, y)], drawing.place_label(one.name, x, y, SQUARE, boxes))
         for one, x, y, whiskers in drawn
     ]
     title = "Diversity against validity, one point per strategy"
@@ -297,7 +286,9 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
 
     def labels(named: Sequence[Mapping[str, Any]], at: Sequence[tuple[float, float]], force: bool) -> list[Label]:
         texts = [token(row.get("text")).strip() for row in named]
-        return [label for text, xy in zip(texts, at) for label in place_label(text, *xy, SQUARE, boxes, force=force)]
+        return [
+            label for text, xy in zip(texts, at) for label in drawing.place_label(text, *xy, SQUARE, boxes, force=force)
+        ]
 
     bold, faint = labels(tokens, anchors, True), labels(neighbors, nearby, False)
     variance = dig(found, "explained_variance") or (None, None)
