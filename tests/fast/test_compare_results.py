@@ -15,6 +15,7 @@ from ngrpo.machine.storage.result_folder import CannotWrite, write_json
 from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan
 from ngrpo.workbench.compare.runs import ComparisonFolder, identity, status
+from ngrpo.workbench.report import write_report
 from perturbations.errors import UsageError
 from tests.fast.compare_example import plan
 
@@ -271,6 +272,18 @@ def test_runs_above_a_threshold_are_counted() -> None:
     assert rows[0]["verdict"].endswith("the baseline; 0 of 5 runs end above 0.8")
     assert "5 of 5 runs end above 0.8, of none 0 of 5 (Fisher's exact p 0.0079, 0.016 corrected" in rows[1]["verdict"]
     assert all("above" not in row for row in results.summarise(runs, ["none", "away", "some"], "none"))
+
+
+def test_the_clearest_difference_is_better_on_the_page_too(tmp_path: Path) -> None:
+    """Six seeds of one problem, none right and all: 2 of 2^6 patterns of signs."""
+    runs = [_run(name, seed, right) for name, right in (("none", 0), ("away", 10)) for seed in range(6)]
+    rows = results.summarise(runs, ["none", "away"], "none")
+    assert rows[1]["verdict"] == "better: Mean@10 +1.000 against none with each of 6 seeds (p 0.031)"
+    found = {"strategies": [{"id": "none"}, {"id": "away"}], "runs": runs, "summary": rows, "baseline": "none"}
+    write_report(found, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "Better than “none” in Mean@n beyond noise: away." in page and "+1.000, beyond noise" in page
+    assert "0.000 to 0.390" in page, "Wilson's interval of 0 in 6"
 
 
 def test_full_disk(tmp_path: Path) -> None:
