@@ -150,7 +150,7 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
     for flag in (*Flags(_file_argv(file) if file else ()), *Flags(argv)):
         name, value = flag.name.removeprefix("--"), flag.values[0] if flag.values else ""
         group, _, option = name.partition(".")
-        of_command = group in groups and option and not flag.name.startswith(_GROUPS[group])
+        of_command = group in _GROUPS and option and not flag.name.startswith(_GROUPS[group])
         if name in _OURS:
             if len(flag.values) > 1:
                 raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
