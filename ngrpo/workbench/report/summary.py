@@ -166,8 +166,8 @@ def _grid(rows: list[dict[str, float]]) -> list[str]:
 
 def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
     lines = [f"reward        {rows[0]['reward']:.3f} → {rows[-1]['reward']:.3f}"]
-    for tag in [tag for tag in sorted(evaluation) if tag.endswith("_pass1")][:1]:  # step 0 is before the training
-        lines.append(f"evaluation    {first_and_last(evaluation[tag])}, {tag.rpartition('/')[2]}")
+    if tags := sorted(tag for tag in evaluation if tag.endswith("_pass1")):  # step 0 is before the training
+        lines.append(f"evaluation    {first_and_last(evaluation[tags[0]])}, {tags[0].rpartition('/')[2]}")
     if any("trained_groups" in row for row in rows):
         groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _AS_LOGGED[1:4])
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
