@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ngrpo.rollout import set_perturbation
-from perturbations import create, registry, replaying
+from perturbations import replaying
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,20 +105,3 @@ def test_top_margin_opens_exactly_where_the_policy_wavers(engine: Any, hf_model:
         assert (open_ == (margin <= 0.3))[clear].all()
         counts += [open_.sum(), (~open_).sum()]
     assert counts.min() > 20
-
-
-def test_a_gates_draws_do_not_depend_on_the_batch(engine: Any) -> None:
-    spec = create(
-        "soft", rate=0.9, until=None, gate=str(EXAMPLES / "custom_gate.py"), **{"gate.half_life": 16.0}
-    ).spec()
-    set_perturbation(engine, **spec)
-    prompts = chat_prompts(engine)
-    arguments = [{"seed": 5 + i} for i in range(len(prompts))]
-    together = sample(engine, prompts, arguments, max_tokens=32)
-    alone = sample(engine, prompts[:1], arguments[:1], max_tokens=32)
-    reversed_ = sample(engine, prompts[::-1], arguments[::-1], max_tokens=32)[::-1]
-    for one, two in [(together[0], alone[0]), *zip(together, reversed_)]:
-        assert one.tokens == two.tokens and (one.record.positions == two.record.positions).all()
-    # Open with probability 2^(-t/16): over 4 × 32 positions 0.9 · Σ 2^(-t/16) · 4 = 64.6 are expected.
-    assert 45 < sum(len(r.record) for r in together) < 84
-    assert registry.gates.source(type(create(**spec).gate)) == spec["gate.source"]

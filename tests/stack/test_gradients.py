@@ -89,23 +89,6 @@ def test_gradient_checkpointing(hf_model: Any, plain: dict[str, torch.Tensor], r
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-5)
 
 
-def test_packed_samples_at_the_level_of_the_mapping(hf_model: Any) -> None:
-    """OpenRLHF's own unpadding (with the stand-in for flash-attn's helpers), and the embedding's output."""
-    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
-
-    with flash_attn_stand_in():
-        from openrlhf.models.ring_attn_utils import unpad_and_slice_tensor
-    embedding = hf_model.get_input_embeddings()
-    tokens, mask, records = batch()
-    packed, _, _, _, indices = unpad_and_slice_tensor(tokens, mask, None)
-    with ReplayScope(embedding)(records, mask):
-        padded_vectors = embedding(tokens).flatten(0, 1)[indices]
-        packed_vectors = embedding(packed)[0]
-    assert packed.shape == (1, 28)
-    assert torch.equal(padded_vectors, packed_vectors)
-    assert not torch.equal(packed_vectors, embedding(packed)[0])
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_samples_without_flash_attn(
     hf_model: Any, plain: dict[str, torch.Tensor], attention: str, monkeypatch: pytest.MonkeyPatch

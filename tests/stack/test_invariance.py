@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.common.engine_records import Conversation
+from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import FinishedTrajectory
 from tests.stack.harness import (
     CROWDED,
