@@ -27,6 +27,7 @@ FLOORS = (
         "ngrpo",
         "ngrpo.machine.upstream",
         "ngrpo.machine.storage",
+        "ngrpo.methods",  # what several kinds share
         "ngrpo.patches",
         "ngrpo.workbench.statistics",
         "ngrpo.workbench.sandbox",
@@ -43,7 +44,7 @@ FLOORS = (
     ("ngrpo.machine.hardware", "ngrpo.rollout", "ngrpo.workbench.scoring"),
     ("ngrpo.machine.console",),
     ("ngrpo.trainers", "ngrpo.workbench.tasks"),
-    ("ngrpo.config.rules",),  # of OpenRLHF, of the hardware and of tasks
+    ("ngrpo.config.rules", "ngrpo.config.model_check"),  # of OpenRLHF, of the hardware and of tasks
     ("ngrpo.workbench.evaluate", "ngrpo.workbench.report"),
     ("ngrpo.workbench.diagnose",),
     ("ngrpo.workbench.compare",),
