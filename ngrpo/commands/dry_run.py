@@ -172,7 +172,7 @@ def _tokens(args: Args, gpu: float | None) -> list[str]:
         f"a step draws {prompts} prompts × {group} answers = {answers} answers of at most {longest} tokens",
         f"at most {answers * longest:,} generated tokens, {answers * args['data.max_len']:,} with their prompts",
         f"updates a step: {answers} answers × {args['train.max_epochs']} epochs / {batch} a batch = {updates:g}",
-        f"each GPU trains {batch / world:g} answers an update, {args['train.micro_batch_size']} at a time",
+        f"each GPU trains {batch / max(world, 1):g} responses an update, {args['train.micro_batch_size']} at a time",
     ]
     size, engines = architecture.size_of(args["actor.model_name_or_path"] or ""), args["vllm.num_engines"]
     if gpu and size and engines:

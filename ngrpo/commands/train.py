@@ -103,7 +103,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.commands.dry_run import dry_run
-from ngrpo.config import parse, rules, run_notes, verl_lines
+from ngrpo.config import flag_values, parse, rules, run_notes, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
@@ -203,8 +203,8 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
-    if (line := rules.first_step(complete)) is not None:
-        report(line)
+    if complete.has(flag_values.LOAD):
+        report(flag_values.first_step(complete))
     if complete.added:
         report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
 

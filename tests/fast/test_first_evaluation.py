@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ngrpo.config import parse, rules
+from ngrpo.config import flag_values, parse
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations.errors import UsageError
@@ -46,5 +46,7 @@ def test_the_flag() -> None:
     assert command.conditions == ("eval_at_start",)
     assert not parse.run_config(["--eval.at_start", "false"]).eval_at_start
     with pytest.raises(UsageError, match="needs problems"):
-        rules.check_eval_at_start(Flags(), command)
-    rules.check_eval_at_start(Flags(["--eval.dataset", "e.jsonl"]), command)
+        flag_values.check_evaluated(Flags(), command)
+    with pytest.raises(UsageError, match=r"--eval\.steps 4 needs problems"):
+        flag_values.check_evaluated(Flags(["--eval.steps", "4"]), parse.run_config([]))
+    flag_values.check_evaluated(Flags(["--eval.dataset", "e.jsonl"]), command)

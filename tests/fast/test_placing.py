@@ -133,7 +133,10 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--ds.tensor_parallel_size 3", "× --ds.tensor_parallel_size 3 must divide the 8 ranks"),
         ("--rollout.batch_size 15", "60 answers of a step (--rollout.batch_size 15 × "),
         ("--data.max_samples 33", "the last step of 33 rows has 1 prompts × 4 answers, which do not"),
-        ("--data.max_samples 1", "Fix: a smaller --rollout.batch_size than 16, or more rows."),
+        (
+            "--data.max_samples 1",
+            "1 rows × --rollout.n_samples_per_prompt 4 are fewer responses than --train.batch_size 64",
+        ),
     ],
 )
 def test_plans_that_cannot_work(more: str, said: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config import rules
+from ngrpo.config import flag_values, model_check, rules
 from ngrpo.config.dataset_check import check_files
 from ngrpo.config.run_notes import batch_notes
 from ngrpo.machine.upstream import versions
@@ -83,32 +83,32 @@ def test_answers_that_fill_no_batch_are_told_of() -> None:
 
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    rules.check_output(Flags(), run_of(run_dir=str(tmp_path / "new" / "one"), log_file=str(tmp_path / "file")))
+    flag_values.check_output(Flags(), run_of(run_dir=str(tmp_path / "new" / "one"), log_file=str(tmp_path / "file")))
     for path, name in (("file", "run_dir"), ("file/below", "run_dir"), (".", "log_file"), ("file/log", "log_file")):
         with pytest.raises(UsageError, match=r"--(run-dir|log-file) .*(is a|may be written)"):
-            rules.check_output(Flags(), run_of(**{name: str(tmp_path / path)}))
+            flag_values.check_output(Flags(), run_of(**{name: str(tmp_path / path)}))
 
 
 def test_k_above_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
-    rules.check_model(str(tmp_path), create("neighbor", k=10))
+    model_check.check_model(str(tmp_path), create("neighbor", k=10))
     with pytest.raises(ValueError, match=r"k=11: must be in \[2, 10\]"):
-        rules.check_model(str(tmp_path), create("neighbor", k=11))
+        model_check.check_model(str(tmp_path), create("neighbor", k=11))
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 10}}))
     with pytest.raises(ValueError, match="k=11"):
-        rules.check_model(str(tmp_path), create("soft", k=11))
-    rules.check_model("owner/name-on-the-hub", create("neighbor", k=11))
+        model_check.check_model(str(tmp_path), create("soft", k=11))
+    model_check.check_model("owner/name-on-the-hub", create("neighbor", k=11))
 
 
 def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     flags = Flags(["--actor.model_name_or_path", str(tmp_path), "--data.apply_chat_template"])
-    rules.check_template(flags, run_of())  # no tokenizer: another rule's matter
+    model_check.check_template(flags, run_of())  # no tokenizer: another rule's matter
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"has no chat template\. Use a model that has one"):
-        rules.check_template(flags, run_of())
-    rules.check_template(Flags(flags.argv[:2]), run_of())
+        model_check.check_template(flags, run_of())
+    model_check.check_template(Flags(flags.argv[:2]), run_of())
     (tmp_path / "chat_template.jinja").touch()
-    rules.check_template(flags, run_of())
+    model_check.check_template(flags, run_of())
 
 
 class TestFiles:
@@ -149,7 +149,7 @@ class TestFiles:
     @pytest.mark.parametrize("flag", ["--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir"])
     def test_a_folder_that_is_a_file(self, jsonl: Path, flag: str) -> None:
         with pytest.raises(UsageError, match=f"{flag} .*: is a file. Give another path"):
-            rules.check_output(Flags([flag, str(jsonl)]), run_of())
+            flag_values.check_output(Flags([flag, str(jsonl)]), run_of())
 
     @pytest.mark.parametrize("row", ['{"answer": "5"}', '{"inputs": null, "answer": "5"}'])
     def test_a_row_without_its_column(self, jsonl: Path, row: str) -> None:
@@ -191,6 +191,7 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
 
 def test_rewards_that_can_be_used(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
+    (tmp_path / "other.py").touch()
     for text in (
         "def reward_func(queries, prompts, labels):\n    return 0\n",
         "raise RuntimeError('files are not run')\nfrom other import reward as reward_func\n",
@@ -199,6 +200,8 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         reward_files.check_rewards(["--reward.remote_url", str(file)])
+    file.write_text("def reward_func(queries, prompts, labels):\n    return len(labels)\n")
+    reward_files.check_rewards(["--reward.remote_url", str(file), "--data.label_key", "answer"])
     reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
     reward_files.check_rewards(["--reward.model_name_or_path", "m"])
     with pytest.raises(UsageError, match=r"a\.py,b\.py: OpenRLHF .* reads one Python file alone, a\.py"):
@@ -207,8 +210,13 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         reward_files.check_rewards(["--data.prompt_dataset", "x"])
     with pytest.raises(UsageError, match="no reward: give --task"):
         rules.check_parsed(Flags(["--data.prompt_dataset", "x"]))
-    with pytest.raises(UsageError, match="begins with http"):
-        reward_files.check_rewards(["--reward.remote_url", "reward"])
-    file.write_text("class Agent:\n    pass\n")
-    with pytest.raises(UsageError, match=r"does not define AgentExecutor\(\)"):
-        reward_files.check_rewards(["--train.agent_func_path", str(file), "--reward.remote_url", "http://host"])
+    for address in ("reward", "http://"):
+        with pytest.raises(UsageError, match="an address such as http://localhost:5000"):
+            reward_files.check_rewards(["--reward.remote_url", address])
+    for name, said in (
+        ("Agent", r"does not define AgentExecutor\(\)"),
+        ("AgentExecutor", "inherits from AgentExecutorB"),
+    ):
+        file.write_text(f"class {name}:\n    pass\n")
+        with pytest.raises(UsageError, match=said):
+            reward_files.check_rewards(["--train.agent_func_path", str(file)])

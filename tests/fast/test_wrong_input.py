@@ -14,25 +14,101 @@ from ngrpo.config.dataset_check import check_files
 from ngrpo.config.run_notes import notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
-from tests.fast.run import check_flags, run_of
+from tests.fast import run
+from tests.fast.run import run_of
 
-MODEL = ["--actor.model_name_or_path", "m"]
+RUN = "--model m --hardware cpu --perturbation neighbor --preset grpo --data.prompt_dataset d.jsonl"
+RUN += " --data.label_key label"
+RUN += " --reward.remote_url r.py --rollout.batch_size 4 --rollout.n_samples_per_prompt 4 --train.batch_size 16"
+RUN += " --rollout.max_new_tokens 8 --data.max_len 64"
+CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 8}
+CONFIG |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 10}
+TEMPLATE = "{% for m in messages %}{% if m.role == 'human' %}{{ raise_exception('unknown role human') }}{% endif %}"
+TEMPLATE += "<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What :data:`RUN` names: a model without weights, a dataset and a reward."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.chdir(tmp_path)
+    words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=["<|im_start|>"])
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained("m")
+    Path("m/config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
+    Path("r.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': len(labels)}\n")
+    for name, label in (("d.jsonl", "7"), ("other.jsonl", 7)):
+        Path(name).write_text((json.dumps({"input": "a", "label": label}) + "\n") * 16)
+    return tmp_path
+
+
+def dry_run(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit code of a dry run, and all that it prints, in one line."""
+    given = Flags(words.split())
+    code = cli.main(
+        ["train", "--dry-run", *Flags(RUN.split()).without(*(flag.name for flag in given)).argv, *given.argv]
+    )
+    return code, " ".join("".join(capsys.readouterr()).split())
+
+
+def test_a_right_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = dry_run("", capsys)
+    assert code == 0 and "has no weights (*.safetensors), which a run needs" in told, told
+
+
+@pytest.mark.parametrize(("words", "said"), run.refused("values"))
+def test_what_openrlhf_takes_and_cannot_use(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    code, told = dry_run(words, capsys)
+    assert code in (1, 2) and said in told and "Traceback" not in told, told
+
+
+@pytest.mark.parametrize(("prompts", "said"), run.refused("rows"))
+def test_prompts_that_cannot_be_rendered(
+    folder: Path, capsys: pytest.CaptureFixture[str], prompts: str, said: str
+) -> None:
+    lines = [json.dumps({"input": prompt, "label": "1"}) + "\n" for prompt in json.loads(prompts)]
+    Path("d.jsonl").write_text("".join(lines) * 8)
+    code, told = dry_run("--data.apply_chat_template", capsys)
+    assert code == 1 and said in told and "Traceback" not in told, told
+
+
+@pytest.mark.parametrize(("text", "said"), run.refused("files"))
+def test_tables_that_would_be_read_otherwise(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(text)
+    assert said in refused("--data.prompt_dataset", str(file), "--data.label_key", "label")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("change", "said"),
     [
-        (["--ds.zero_stage", "9"], "--ds.zero_stage 9: must be 0, 1, 2 or 3."),
-        (["--ds.zero_stage", "2.5"], "--ds.zero_stage 2.5: must be 0, 1, 2 or 3."),
-        (["--train.num_episodes", "0"], "--train.num_episodes 0: must be a whole number of at least 1."),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier, which generates nothing"),
+        ({"head_dim": 16}, "its heads have 16 dimensions, and vLLM's attention on a CPU takes 32"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 32}, ""),
+        ({"max_position_embeddings": 32}, "has a context of 32 tokens. Give --data.max_len 32 or less"),
     ],
 )
-def test_numbers_that_openrlhf_takes_and_cannot_use(words: list[str], said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        check_flags([*MODEL, *words], run_of())
-    assert str(caught.value) == said
-    for stage in "0123":
-        check_flags([*MODEL, "--ds.zero_stage", stage, "--train.num_episodes", "1"], run_of())
+def test_models_that_cannot_run(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    Path("m/config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64} | change))
+    code, told = dry_run("", capsys)
+    assert code == bool(said) and said in told, told
+
+
+def test_weights_that_are_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A dry run needs the config.json alone; a start does not begin without weights."""
+    assert cli.main(["train", *RUN.split()]) == 2
+    assert "model folder m has no weights (*.safetensors). Download the whole model" in capsys.readouterr().err
+    Path("m/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    assert "names model-1.safetensors, which is missing" in dry_run("", capsys)[1]
+    Path("m/model-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "model-1.safetensors holds no weights. Download it again, with Git LFS" in dry_run("", capsys)[1]
 
 
 def refused(*args: str) -> str:
@@ -86,7 +162,9 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
     check_files(Flags([*args, "--data.apply_chat_template"]))
     calls = [{"role": "assistant", "content": None, "tool_calls": [{}]}, {"role": "tool", "content": "2"}]
     pictures = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]
-    check_files(Flags([*rows(tmp_path, ([*CHAT, *calls], "2"), (pictures, "2")), "--data.apply_chat_template"]))
+    several = Flags([*rows(tmp_path, ([*CHAT, *calls], "2"), (pictures, "2")), "--data.apply_chat_template"])
+    check_files(several.with_defaults({"--data.max_images_per_prompt": "1"}))
+    assert "row 2. Add --data.max_images_per_prompt" in refused(*several.argv)
 
 
 def test_tools_reach_no_prompt(tmp_path: Path) -> None:
@@ -107,8 +185,7 @@ def test_labels_of_several_kinds(tmp_path: Path) -> None:
 
 def labels(flags: Flags) -> list[str]:
     """The warnings about labels of a run with these flags."""
-    run = run_of(openrlhf=tuple(flags.argv))
-    return [note for note in notes(flags, run) if "the label" in note]
+    return [note for note in notes(flags, run_of(openrlhf=tuple(flags.argv))) if "the label" in note]
 
 
 def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None:

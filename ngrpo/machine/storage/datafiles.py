@@ -84,7 +84,10 @@ def _rows(path: Path) -> Iterator[Row]:
         return
     with path.open(encoding="utf-8", newline="") as file:
         if suffix == ".csv":
-            yield from csv.DictReader(file)
+            for row in (reader := csv.DictReader(file)):
+                if None in row:
+                    raise ValueError(f"line {reader.line_num} has more values than the first line. Quote its commas.")
+                yield row
             return
         if suffix == ".json" and file.read(1024).lstrip().startswith("["):
             file.seek(0)
@@ -125,7 +128,7 @@ def prompt_fault(value: object) -> str:
             return PICTURES if kinds - {"text"} else "chat messages with content in parts"
         if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
             return "chat messages without content"
-    return "" if value[-1].get("content") else "chat messages that end without a text"
+    return "" if (value[-1].get("content") or "").strip() else "chat messages that end without a text"
 
 
 def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:

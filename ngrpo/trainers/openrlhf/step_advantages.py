@@ -16,7 +16,7 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.methods.advantages.base import Advantage
 from ngrpo.methods.credits.base import StepTokens
-from ngrpo.trainers.common.side_inputs import TwoRounds, two_rounds
+from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.workbench.scoring.answers import outcome

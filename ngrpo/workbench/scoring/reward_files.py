@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-import symtable
-from collections.abc import Sequence
+import ast
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -14,8 +16,10 @@ from perturbations.options import nearest
 
 BUILT_IN = ("math", "choice", "reasoning_gym")
 OF_TASK = "task:"
-_REWARD_FUNC = "reward_func(queries, prompts, labels)"
+_REWARD_FUNC, _EXECUTOR = "reward_func(queries, prompts, labels)", "AgentExecutor()"
 _FILE, _AGENT, _MODEL = "--reward.remote_url", "--train.agent_func_path", "--reward.model_name_or_path"
+_LABELS = "--data.label_key"
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def check_any(args: Sequence[str]) -> None:
@@ -39,11 +43,15 @@ def check_rewards(args: Sequence[str]) -> None:
         )
     for part in parts:
         if part.endswith(".py"):
-            _check_python(_FILE, part, _REWARD_FUNC)
-        elif not part.startswith(("http://", "https://")):
-            raise UsageError(f"{_FILE} {part}: must be a Python file, or an address that begins with http.")
+            if _check_python(_FILE, part, _REWARD_FUNC) and not Flags(args).value(_LABELS):
+                raise UsageError(
+                    f"{_FILE} {part}: reward_func reads its labels, and each would be an empty text. Add {_LABELS} with"
+                    " the dataset's column of answers."
+                )
+        elif not re.match("https?://[^/]", part):
+            raise UsageError(f"{_FILE} {part}: must be a Python file, or an address such as http://localhost:5000.")
     if agent:
-        _check_python(_AGENT, agent, "AgentExecutor()")
+        _check_python(_AGENT, agent, _EXECUTOR)
 
 
 def check_scorer_name(name: str) -> None:
@@ -64,17 +72,72 @@ def check_scorer_name(name: str) -> None:
         )
 
 
-def _check_python(flag: str, path: str, needed: str) -> None:
-    """Raises ``UsageError`` unless the file that ``flag`` names is Python and defines ``needed`` at its top."""
+def _check_python(flag: str, path: str, needed: str) -> bool:
+    """Whether the file that ``flag`` names reads labels, as far as its text tells.
+
+    Raises:
+        UsageError: for a file that is not Python, lacks ``needed`` or a module that it imports, or defines something
+            that OpenRLHF cannot call.
+    """
+    subject, name = f"{flag} {path}", needed.partition("(")[0]
     try:
-        text: Any = Path(path).read_bytes()  # bytes say their encoding; the stubs know text alone
-        symbols = symtable.symtable(text, path, "exec").get_symbols()
+        tree = ast.parse(Path(path).read_bytes())
     except OSError as error:
-        raise UsageError(f"{flag} {path}: cannot be read ({error.strerror}). Give an existing Python file.") from None
+        raise UsageError(f"{subject}: cannot be read ({error.strerror}). Give an existing Python file.") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         where = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
-        raise UsageError(f"{flag} {path}: is not Python ({where}). Correct it.") from None
-    name = needed.partition("(")[0]
-    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
-    if name not in names and b"import *" not in text:
-        raise UsageError(f"{flag} {path}: does not define {needed}.{nearest(name, names)} Name it so.")
+        raise UsageError(f"{subject}: is not Python ({where}). Correct it.") from None
+    names: dict[str, ast.AST] = {}
+    for node in _at_top(tree):
+        if isinstance(node, Definition):
+            names[node.name] = node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0]: node for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names[node.id] = node
+    if name not in names and "*" not in names:
+        raise UsageError(f"{subject}: does not define {needed}.{nearest(name, names)} Name it so.")
+    folder = Path(path).resolve().parent
+    for node in tree.body:  # an import below `try` or `if` may fail
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        for module in (each.partition(".")[0] for each in modules):
+            beside = (folder / module).is_dir() or (folder / f"{module}.py").is_file()
+            if not beside and module not in sys.modules and find_spec(module) is None:
+                raise UsageError(
+                    f"{subject}: line {node.lineno} imports {module!r}, which is neither installed nor in the file's"
+                    " folder. Install it, or correct the name."
+                )
+    found = names.get(name)
+    if isinstance(found, ast.ImportFrom):
+        return (found.module or "").startswith("ngrpo.")  # where every reward reads them
+    if not isinstance(found, Definition) or found.decorator_list:
+        return False
+    if needed == _REWARD_FUNC and not _takes_three(found):
+        raise UsageError(
+            f"{subject}: line {found.lineno}: OpenRLHF calls {name} with three lists and uses what it returns. Write:"
+            f" def {needed}."
+        )
+    if needed == _EXECUTOR and not (isinstance(found, ast.ClassDef) and found.bases):
+        raise UsageError(
+            f"{subject}: line {found.lineno}: {name} must be a class that inherits from AgentExecutorBase."
+        )
+    third = [] if isinstance(found, ast.ClassDef) else [*found.args.posonlyargs, *found.args.args][2:3]
+    return bool(third) and any(isinstance(node, ast.Name) and node.id == third[0].arg for node in ast.walk(found))
+
+
+def _at_top(node: ast.AST) -> Iterator[ast.AST]:
+    """All that is not inside a function or class."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, Definition | ast.Lambda):
+            yield from _at_top(child)
+
+
+def _takes_three(found: Definition) -> bool:
+    """Whether a definition is a function that three positional arguments can call."""
+    if not isinstance(found, ast.FunctionDef):
+        return False
+    positional = len(found.args.posonlyargs) + len(found.args.args)
+    enough = positional >= 3 or found.args.vararg is not None
+    return enough and positional - len(found.args.defaults) <= 3 and None not in found.args.kw_defaults

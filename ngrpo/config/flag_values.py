@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What OpenRLHF 0.11.2 cannot use of the values that its parser takes; it fails, or waits, once all has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from math import inf, isclose, isfinite, nan
+from pathlib import Path
+
+from ngrpo.config.run import RunConfig
+from ngrpo.machine.upstream.openrlhf_flags import Flag, Flags
+from perturbations.errors import UsageError
+from perturbations.options import nearest
+
+LOAD = "--ckpt.load_enable"
+_MODEL, _UNIVERSAL = "--actor.model_name_or_path", "--ds.use_universal_ckpt"
+_OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
+_READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags whose files are read
+# What a number may be, in words: its type, whether it is one, and the flags.
+_NUMBERS: dict[str, tuple[type, Callable[[float], bool], str]] = {
+    "a whole number of at least 1": (
+        int,
+        lambda n: n >= 1,
+        "actor.num_nodes actor.num_gpus_per_node ref.num_nodes ref.num_gpus_per_node critic.num_nodes"
+        " critic.num_gpus_per_node reward.num_nodes reward.num_gpus_per_node vllm.num_engines"
+        " vllm.tensor_parallel_size rollout.batch_size rollout.micro_batch_size rollout.n_samples_per_prompt"
+        " rollout.max_new_tokens rollout.vllm_generate_batch_size rollout.max_tokens_per_gpu train.batch_size"
+        " train.micro_batch_size train.max_epochs train.num_episodes train.async_queue_size train.max_tokens_per_gpu"
+        " data.max_len data.max_samples ds.ring_attn_size ds.ring_attn_head_stride ds.tensor_parallel_size ds.zpg"
+        " eval.n_samples_per_prompt logger.logging_steps ckpt.max_num algo.kl.horizon",
+    ),
+    "a whole number of at least 0": (
+        int,
+        lambda n: n >= 0,
+        "data.dataloader_num_workers data.max_images_per_prompt ds.lora.rank",
+    ),
+    "a whole number of at least 1, or -1 for never": (int, lambda n: n == -1 or n >= 1, "ckpt.save_steps eval.steps"),
+    "a whole number from 0 to 4294967295": (int, lambda n: 0 <= n < 2**32, "train.seed"),
+    "0, 1, 2 or 3": (int, lambda n: 0 <= n <= 3, "ds.zero_stage"),
+    "-1, since Ray gives each process its own": (int, lambda n: n == -1, "local_rank"),
+    "a number greater than 0": (float, lambda n: 0 < n < inf, "rollout.temperature actor.adam.eps critic.adam.eps"),
+    "a number of GiB greater than 0": (float, lambda n: n > 0, "ckpt.max_mem"),
+    "a number greater than 1": (float, lambda n: 1 < n < inf, "actor.dual_clip"),
+    "a number of at least 0": (
+        float,
+        lambda n: 0 <= n < inf,
+        "eval.temperature actor.adam.lr critic.adam.lr actor.muon.lr critic.muon.lr actor.adam.weight_decay"
+        " critic.adam.weight_decay actor.max_norm critic.max_norm actor.eps_clip actor.eps_clip_low_high"
+        " critic.value_clip algo.kl.init_coef algo.kl.target reward.overlong_buffer_len reward.overlong_penalty_factor"
+        " algo.advantage.is_correction_threshold",
+    ),
+    "a number in (0, 1]": (float, lambda n: 0 < n <= 1, "rollout.top_p vllm.gpu_memory_utilization"),
+    "a number in [0, 1)": (
+        float,
+        lambda n: 0 <= n < 1,
+        "actor.adam.betas critic.adam.betas actor.muon.momentum critic.muon.momentum",
+    ),
+    "a number in [0, 1]": (
+        float,
+        lambda n: 0 <= n <= 1,
+        "algo.advantage.gamma algo.advantage.lambd train.ema_beta ds.lora.dropout actor.lr_warmup_ratio"
+        " critic.lr_warmup_ratio actor.min_lr_ratio critic.min_lr_ratio",
+    ),
+    "a number of at most 1": (float, lambda n: -inf < n <= 1, "reward.stop_properly_penalty_coef"),
+    "a number": (
+        float,
+        isfinite,
+        "reward.clip_range algo.dynamic_filtering_range actor.entropy_coef actor.aux_loss_coef",
+    ),
+}
+_ALLOWED = {
+    f"--{name}": (words, kind, fits) for words, (kind, fits, names) in _NUMBERS.items() for name in names.split()
+}
+# Pairs of numbers of which the lower one comes first.
+_BOUNDS = ("--reward.clip_range", "--algo.dynamic_filtering_range", "--algo.advantage.is_correction_threshold")
+# transformers' schedules that need no further setting.
+_SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt"
+_SCHEDULES += " cosine_with_min_lr cosine_warmup_with_min_lr"
+_ATTENTION = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flash_attention_4"
+_WORDS = {
+    "--actor.lr_scheduler": _SCHEDULES.split(),
+    "--critic.lr_scheduler": _SCHEDULES.split(),
+    "--ds.grad_accum_dtype": ["fp32", "bf16", "fp16"],
+    "--ds.attn_implementation": _ATTENTION.split(),
+    "--vllm.sync_backend": ["nccl", "gloo"],
+}
+
+
+def check(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` for a value that OpenRLHF cannot use, and for no model."""
+    if not flags.value(_MODEL):
+        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+    for flag in flags:
+        if allowed := _allowed(flag, flags):
+            raise UsageError(f"{flag.name} {' '.join(flag.values)}".rstrip() + f": must be {allowed}.")
+
+
+def _allowed(flag: Flag, flags: Flags) -> str:
+    """What the value of a flag must be; empty where it may be what it is."""
+    value = flag.values[0] if flag.values else ""
+    if flag.name in _ALLOWED:
+        words, kind, fits = _ALLOWED[flag.name]
+        numbers = [number(part, kind) for part in flag.values] or [nan]
+        if not all(map(fits, numbers)):
+            return words
+        if flag.name in _BOUNDS and any(low > high for low, high in pairwise(numbers)):
+            return "the lower bound, then the upper one"
+    elif (words := _WORDS.get(flag.name)) is not None and value not in words:
+        if flag.name != "--ds.attn_implementation" or "/" not in value:  # a kernel of the hub
+            return f"one of {', '.join(words)}.{nearest(value, words)}".rstrip(".")
+    elif flag.name == "--data.input_template":
+        with suppress(LookupError, ValueError):
+            if value.format("a") != value.format("b"):
+                return ""
+        return "a text with {} once, where the prompt goes; other braces are doubled: {{ and }}"
+    elif flag.name == "--data.prompt_probs":
+        shares = [number(part, float) for part in value.split(",")]
+        names = (flags.value("--data.prompt_dataset") or "").split(",")
+        if len(shares) != len(names) or not all(share >= 0 for share in shares) or not isclose(sum(shares), 1):
+            return f"a number of at least 0 for each of {len(names)} datasets, with commas, which sum to 1"
+    elif flag.name == "--ckpt.best_metric_key":
+        group = flags.value("--eval.n_samples_per_prompt") or "4"
+        if value not in ("", "none") and not (
+            value.startswith("eval_") and value.endswith(("_pass1", f"_pass{group}"))
+        ):
+            return f"eval_NAME_pass1 or eval_NAME_pass{group}, where NAME is a row's datasource or default; or none"
+    return ""
+
+
+def number(text: str, kind: type) -> float:
+    """The number that a text is, as argparse reads it; NaN, which no range holds, for any other text."""
+    try:
+        return kind(text)
+    except ValueError:
+        return nan
+
+
+def check_evaluated(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where an evaluation is requested and there is nothing to evaluate on."""
+    asked = "--eval.at_start" if run.eval_at_start else f"--eval.steps {flags.value('--eval.steps') or -1}"
+    if asked != "--eval.steps -1" and not flags.value("--eval.dataset"):
+        raise UsageError(f"{asked} needs problems: give --eval.dataset FILE, or a --task that holds some out.")
+
+
+def check_checkpoint(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where no checkpoint in the folder is complete: OpenRLHF fails once all is loaded."""
+    latest = _latest(flags)
+    if not flags.has(LOAD) or not latest.parent.is_dir():
+        return
+    fix = f"Remove that folder to start at step 0, or leave {LOAD} out."
+    if not latest.is_file():
+        needed = f"{latest.name} (see DeepSpeed's ds_to_universal.py for {_UNIVERSAL})"
+        why = "(a run ended while it saved its first)" if latest.name == "latest" else f"since it lacks {needed}"
+        raise UsageError(f"{LOAD}: no checkpoint in {latest.parent} is complete {why}. {fix}")
+    step = latest.read_text(encoding="utf-8").strip()
+    if not step or not any((latest.parent / step).glob("*")):
+        raise UsageError(
+            f"{LOAD}: {latest} names the checkpoint {step!r}, and there is no such folder with files. Write the name of"
+            f" a complete one into that file. {fix}"
+        )
+
+
+def first_step(flags: Flags) -> str:
+    """A line on where the run starts."""
+    latest = _latest(flags)
+    if not flags.has(LOAD):
+        return "starts at step 0"
+    if not latest.is_file():
+        return f"warning: {LOAD}: there is no checkpoint in {latest.parent}, so the run starts at step 0"
+    return f"continues after {latest.read_text().strip()} of {latest.parent} ({LOAD})"
+
+
+def _latest(flags: Flags) -> Path:
+    # OpenRLHF's actor and DeepSpeed give these names.
+    name = "latest_universal" if flags.has(_UNIVERSAL) else "latest"
+    return Path(os.path.abspath(flags.value("--ckpt.path") or "."), "_actor", name)
+
+
+def check_output(flags: Flags, run: RunConfig) -> None:
+    """Raises ``UsageError`` where a folder of the run or its log file can be neither made nor written, or is input."""
+    outputs = {"--run-dir": run.run_dir, "--log-file": run.log_file, **{flag: flags.value(flag) for flag in _OUTPUTS}}
+    inputs = {
+        Path(value).expanduser().resolve(): flag.name
+        for flag in flags
+        if flag.name.endswith(_READ) and flag.values
+        for value in flag.values[0].split(",")
+        if value
+    }
+    for flag, name in outputs.items():
+        if not name:
+            continue
+        path = Path(name).expanduser()
+        if path.exists() and path.is_dir() == (flag == "--log-file"):
+            raise UsageError(f"{flag} {path}: is a {'folder' if path.is_dir() else 'file'}. Give another path.")
+        if path.resolve() in inputs:
+            raise UsageError(f"{flag} {path}: is what {inputs[path.resolve()]} reads. Give another path.")
+        base = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+        if not (base.is_dir() or base == path) or not os.access(base, os.W_OK):
+            raise UsageError(f"{flag} {path}: {base} is no folder that may be written. Give another path.")

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of a local model before a run: its files, its context, its chat template, and the options of the methods."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ngrpo.config.dataset_check import prompts
+from ngrpo.config.run import RunConfig
+from ngrpo.machine.hardware import profile_of_run
+from ngrpo.machine.models import architecture, packaged
+from ngrpo.machine.storage.result_folder import read_json
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_parser import value_of
+from perturbations.errors import UsageError
+from perturbations.gates.default import protected_ids
+
+if TYPE_CHECKING:
+    from ngrpo.methods.policy_noises.base import PolicyNoise
+    from perturbations.base import Perturbation
+
+MODEL = "--actor.model_name_or_path"
+_TEMPLATE, _IMAGES, _LENGTH = "--data.apply_chat_template", "--data.max_images_per_prompt", "--data.max_len"
+# Where a config.json has the longest context, by vLLM 0.26 to 0.31.
+_CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
+_HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.26 to 0.31
+_TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken")
+
+
+def name_of(flags: Flags) -> str:
+    """The model's folder, or its name on the hub."""
+    model = flags.value(MODEL) or ""
+    return str(packaged.folder_of(model)) if model in packaged.PACKAGED else model
+
+
+def check_options(flags: Flags, run: RunConfig) -> str | None:
+    """The options of perturbation and policy noise and a local model, or why they were not compared."""
+    model = flags.value(MODEL) or ""
+    if Path(name_of(flags)).expanduser().is_dir():
+        return check_model(name_of(flags), run.perturbation, run.policy_noise)
+    if model in packaged.PACKAGED:
+        return f"not checked: the folder of {model} is made when it is first used."
+    return (
+        f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
+        " asked when the run starts."
+    )
+
+
+def check_model(folder: str, perturbation: Perturbation | None, noise: PolicyNoise | None = None) -> str | None:
+    """Checks a perturbation's and a noise's options against a local model; returns why it could not look, or None.
+
+    Raises:
+        UsageError: where an option, such as k, does not fit the vocabulary, or no weight gets noise.
+    """
+    config = Path(folder) / "config.json"
+    if perturbation is not None and config.is_file():
+        values = architecture.read_config(config)
+        vocabulary = values.get("vocab_size") or values.get("text_config", {}).get("vocab_size")
+        if isinstance(vocabulary, int):
+            protected_ids(perturbation.protect, vocabulary)
+            perturbation.check_model(vocabulary)
+    if noise is not None:
+        names = architecture.parameter_names(folder)
+        if names is None:
+            return f"not checked: which weights get noise; --policy_noise {noise.name} looks once the model has loaded."
+        noise.selected(names)
+    return None
+
+
+def check_folder(flags: Flags, run: RunConfig) -> str | None:
+    """Raises ``UsageError`` for a local model without usable weights and a tokenizer, or too short for the run.
+
+    A run that is only planned needs the config.json alone; then the result says what was not checked.
+    """
+    name = name_of(flags)
+    path = architecture.find_config(name)
+    if path is None:
+        return None  # another rule says so
+    config = architecture.read_config(path)
+    text = nested if isinstance(nested := config.get("text_config"), Mapping) else config
+    longest, limits = int(value_of(flags, _LENGTH)), [text[key] for key in _CONTEXT if isinstance(text.get(key), int)]
+    allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
+    if limits and longest > min(limits) and not _is_stretched(text) and not allowed:
+        raise UsageError(
+            f"{_LENGTH} {longest}: the model {name} has a context of {min(limits)} tokens. Give {_LENGTH}"
+            f" {min(limits)} or less."
+        )
+    if flags.value(_IMAGES) not in (None, "0") and "vision_config" not in config:
+        raise UsageError(f"{_IMAGES}: the model {name} reads no pictures. Leave the flag out, or give an image model.")
+    size = architecture.size_of(name)
+    if size and profile_of_run(run.hardware).name == "cpu" and size.head_dim not in _HEADS_ON_CPU:
+        raise UsageError(
+            f"model {name}: its heads have {size.head_dim} dimensions, and vLLM's attention on a CPU takes"
+            f" {', '.join(map(str, _HEADS_ON_CPU))}. Use another model."
+        )
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return None
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    for index in folder.glob("*.index.json"):
+        named = set((read_json(index) or {}).get("weight_map", {}).values())
+        if absent := sorted(named - {file.name for file in weights}):
+            raise UsageError(f"model {name}: {index.name} names {absent[0]}, which is missing. Download it again.")
+    for file in weights:
+        with file.open("rb") as opened:
+            if opened.read(16) in (b"", b"version https://"):
+                raise UsageError(f"model {name}: {file.name} holds no weights. Download it again, with Git LFS.")
+    missing = [] if weights else ["weights (*.safetensors)"]
+    missing += [] if any(any(folder.glob(pattern)) for pattern in _TOKENIZERS) else ["tokenizer"]
+    if missing and run.machine is None:
+        raise UsageError(f"model folder {name} has no {' and no '.join(missing)}. Download the whole model.")
+    return f"not checked: the folder has no {' and no '.join(missing)}, which a run needs." if missing else None
+
+
+def _is_stretched(text: Mapping[str, Any]) -> bool:
+    """Whether a scaling of the positions makes the context longer than config.json says."""
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kinds = scaling.get("rope_type") or scaling.get("type") or "default"
+    return kinds not in ("default", "llama3") or any(isinstance(part, Mapping) for part in scaling.values())
+
+
+def check_template(flags: Flags, run: RunConfig) -> str | None:
+    """Raises ``UsageError`` where a local tokenizer cannot render the prompts; returns why it could not look, or None.
+
+    Of each order of roles in a file one row is rendered.
+    """
+    folder = Path(name_of(flags)).expanduser()
+    config = folder / "tokenizer_config.json"
+    if not flags.has(_TEMPLATE) or not config.is_file():
+        return None
+    if not any(folder.glob("chat_template*")) and "chat_template" not in (read_json(config) or {}):
+        raise UsageError(
+            f"{_TEMPLATE}: the tokenizer in {folder} has no chat template. Use a model that has one, or leave the flag"
+            " out and give prompts as texts."
+        )
+    try:
+        tokenizer = _tokenizer(str(folder))
+        plain = _rendered(tokenizer, "x")
+    except Exception as error:  # of any library or template: the run loads it again
+        return f"not checked: the tokenizer in {folder} could not be used ({error})."
+    for where, prompt in prompts(flags):
+        try:
+            _rendered(tokenizer, prompt)
+        except Exception as error:  # of the model's template
+            raise UsageError(
+                f"{where}: the chat template of {folder} fails: {error}. Write the messages as it takes them, or use"
+                " another model."
+            ) from None
+        marks = [mark for mark in tokenizer.all_special_tokens if mark in plain and mark in str(prompt)]
+        if isinstance(prompt, str) and marks:
+            raise UsageError(
+                f"{where}: the prompt has {marks[0]} of the chat template already. Leave {_TEMPLATE} out, or give the"
+                " bare text."
+            )
+    return None
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def _rendered(tokenizer: Any, prompt: object) -> str:
+    """A prompt as OpenRLHF renders it."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
