@@ -33,7 +33,8 @@ def test_each_metric_of_the_sources_is_explained() -> None:
     names = {name for path in SOURCES for name in names_in(path)}
     assert {"rate", "gap_unperturbed_mean", "cut", "uniform_groups", "in_loss", "scale", "solved", "counted"} <= names
     shown = {word for span in re.findall(r"`([^`\n]+)`", PAGE) for word in re.findall(r"\w+", span)}
-    parts = {"gap_", "perturbed", "plain", "before"}  # of `gap_perturbed_mean` and its like, which the page has whole
+    # Of `gap_perturbed_mean` and its like, which the page has whole; and what quotients are made from.
+    parts = {"gap_", "perturbed", "plain", "before", "generated", "planned", "dropped"}
     elsewhere = {"gap_max"}  # TRL's, on the page of that trainer
     assert {"gap_perturbed_mean", "gap_plain_mean", "gap_before_mean", "shift", "left_anchor"} <= shown
     assert not names - parts - elsewhere - shown
