@@ -55,8 +55,8 @@ the run
   --eval.at_start           evaluate before the first step too, beside
                             --eval.steps
   --engine.max_num_seqs N, --engine.max_num_batched_tokens N
-                            how many answers an engine draws at once [128], and
-                            how many tokens a step of it reads [2048]
+                            how many responses an engine draws at once [128],
+                            and how many tokens a step of it reads [2048]
   --model NAME              = --actor.model_name_or_path; packaged models:
                             sandbox, smollm2-135m
   --task NAME               dataset and reward where you give none: arithmetic,
@@ -67,7 +67,7 @@ the run
                             overrides an earlier one, and a flag both; 'false'
                             takes a flag of OpenRLHF out. Each run leaves such a
                             file, run.yaml, which repeats it
-  --report.groups N         keep all answers to N prompts of a few steps, for a
+  --report.groups N         keep all responses to N prompts of a few steps, for a
                             look into groups in report.html [0]
   --dry-run [[[NODES x] GPUS x] GB]
                             print configuration, placement and memory, check,

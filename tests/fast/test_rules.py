@@ -76,7 +76,7 @@ def test_numbers_out_of_range(words: str, allowed: str) -> None:
 
 def test_answers_that_fill_no_batch_are_told_of() -> None:
     sizes = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "3", "--train.batch_size", "8"]
-    assert "8 does not divide the 12 answers" in next(batch_notes(Flags(sizes)))
+    assert "8 does not divide the 12 responses" in next(batch_notes(Flags(sizes)))
     for fit in (["--train.max_epochs", "2"], ["--train.dynamic_batch_enable"], ["--train.batch_size", "6"]):
         assert [*batch_notes(Flags([*sizes, *fit]))] == []
 

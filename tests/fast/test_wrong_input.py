@@ -104,7 +104,7 @@ def test_models_that_cannot_run(
 def test_weights_that_are_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run needs the config.json alone; a start does not begin without weights."""
     assert cli.main(["train", *RUN.split()]) == 2
-    assert "model folder m has no weights (*.safetensors). Download the whole model" in capsys.readouterr().err
+    assert "m has no weights (*.safetensors). Download the whole model" in capsys.readouterr().err
     Path("m/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     assert "names model-1.safetensors, which is missing" in dry_run("", capsys)[1]
     Path("m/model-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
