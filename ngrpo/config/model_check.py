@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,6 +158,24 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
                 " bare text."
             )
     return None
+
+
+def cut_notes(flags: Flags) -> Iterator[str]:
+    """A warning for each file with a prompt that leaves no room for its response: its first tokens are left out."""
+    folder, room = Path(name_of(flags)).expanduser(), int(value_of(flags, _LENGTH))
+    room -= int(flags.value("--rollout.max_new_tokens") or 1)
+    if not (folder / "tokenizer_config.json").is_file():
+        return
+    with suppress(Exception):  # of any tokenizer or file, which a rule reports
+        for where, prompt in prompts(flags, longest=True):
+            if len(str(prompt).encode()) > room:
+                tokenizer = _tokenizer(str(folder))
+                text = _rendered(tokenizer, prompt) if flags.has(_TEMPLATE) else str(prompt)
+                if (tokens := len(tokenizer(text, add_special_tokens=False)["input_ids"])) > room:
+                    yield (
+                        f"{where}: the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}, so that its first"
+                        f" {tokens - room} are left out, and those of other long prompts."
+                    )
 
 
 @lru_cache(maxsize=1)

@@ -212,7 +212,7 @@ def of_hardware(flags: Flags, run: RunConfig) -> Flags:
 
 def notes(flags: Flags, run: RunConfig) -> list[str]:
     """Warnings about the placement and the last step of a pass, for complete flags."""
-    told = batch_check.notes(flags)
+    told = [*batch_check.notes(flags), *model_check.cut_notes(flags)]
     if profile_of_run(run.hardware).name == "cuda":
         told += gpu_plan.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
     return told

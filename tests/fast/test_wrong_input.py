@@ -30,11 +30,12 @@ TEMPLATE += "<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What :data:`RUN` names: a model without weights, a dataset and a reward."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     monkeypatch.chdir(tmp_path)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=["<|im_start|>"])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained("m")
@@ -75,6 +76,14 @@ def test_prompts_that_cannot_be_rendered(
     Path("d.jsonl").write_text("".join(lines) * 8)
     code, told = dry_run("--data.apply_chat_template", capsys)
     assert code == 1 and said in told and "Traceback" not in told, told
+
+
+def test_a_prompt_without_room_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`a` is a token; 64 of a sequence, 8 of them for the response, leave 56."""
+    Path("d.jsonl").write_text("".join(json.dumps({"input": "a " * n, "label": "1"}) + "\n" for n in [57] + [56] * 15))
+    code, told = dry_run("", capsys)
+    assert code == 0 and "row 1: the prompt has 57 tokens. --data.max_len leaves room for 56" in told, told
+    assert "tokens. --data.max_len" not in dry_run("--data.max_len 64 --rollout.max_new_tokens 7", capsys)[1]
 
 
 @pytest.mark.parametrize(("text", "said"), run.refused("files"))
