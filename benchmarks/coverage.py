@@ -93,7 +93,7 @@ def bca(tables: np.ndarray) -> np.ndarray:
 def student(tables: np.ndarray) -> np.ndarray:
     """What `ngrpo compare` has: Student's t over seeds."""
     intervals = [statistics.interval(table) for table in tables]
-    return np.array([[each["low"], each["high"]] for each in intervals])
+    return np.array([[each["low"], each["high"]] for each in intervals], dtype=np.float64)
 
 
 METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {

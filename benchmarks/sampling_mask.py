@@ -70,7 +70,7 @@ def generate_rollouts(folder: str, model: Any) -> Draw:
                 output_scores=True,
                 return_dict_in_generate=True,
             )
-            store = SamplingMaskStore(out.scores[0].shape[-1], COPIES, len(prompt) + TOKENS)
+            store = SamplingMaskStore(out.scores[0].shape[-1], COPIES)
             for t, scores in enumerate(out.scores):
                 left = SamplingSupport(scores, lambda part: part)
                 left.ask()
@@ -130,7 +130,7 @@ def _print_cost(rows: int, size: int, left: int, steps: int) -> None:
     ids = np.nonzero(mask)[1].astype(np.int32)
     del mask
     held: dict[int, dict[int, tuple[bool, np.ndarray]]] = {row: {} for row in range(rows)}
-    store, slots = SamplingMaskStore(size, rows, steps), np.arange(rows)
+    store, slots = SamplingMaskStore(size, rows), np.arange(rows)
 
     def keep(position: int) -> None:
         for row, tokens in enumerate(_of_bits(bits, size)):

@@ -54,7 +54,7 @@ def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], 
             differences.append(sides[-1][0] - sides[-1][1])
             paired = statistics.paired(differences[-1][:, None], np.zeros((len(seeds), 1)))
             least = statistics.detectable(paired["spread"], len(seeds), len(pairs))
-            cells.append(f"{_between(paired)}, detectable {least:.3f} ({len(seeds)} seeds)")
+            cells.append(f"{statistics.in_words(paired, '+.3f')}, {_detectable(least)} ({len(seeds)} seeds)")
         rows.append((name, cells, differences, sides))
     whole = [pooled.mean_difference(differences) if differences else None for _, _, differences, _ in rows]
     tested = [each["p"] for each in whole if each is not None and each["p"] is not None]
@@ -68,8 +68,8 @@ def contrasts(tasks: Mapping[str, Results], pairs: Mapping[str, Sequence[str]], 
         chance = pooled.probability_of_improvement(sides)
         spread, seeds = float(np.sqrt(np.mean([d.var(ddof=1) for d in differences]))), min(map(len, differences))
         least = statistics.detectable(spread, seeds, len(pairs), len(differences))
-        both = f"{_between(each)}, detectable {least:.3f}"
-        table.append([name, *cells, both, p, _between(chance, sign=False)])
+        both = f"{statistics.in_words(each, '+.3f')}, {_detectable(least)}"
+        table.append([name, *cells, both, p, statistics.in_words(chance)])
     return table
 
 
@@ -92,8 +92,8 @@ def strategies(results: Results) -> list[list[str]]:
             [
                 row["strategy"],
                 str(len(row["seeds"])),
-                _between(row["mean_at_n"], sign=False),
-                _between(row["pass_at_k"].get(ks[-1]) if ks else None, sign=False),
+                statistics.in_words(row["mean_at_n"]),
+                statistics.in_words(row["pass_at_k"].get(ks[-1]) if ks else None),
                 row["verdict"],
                 _mean([axes["diversity"]["score"]] if axes else []),
                 _mean(shift),
@@ -177,12 +177,8 @@ def _shared_k(tasks: Mapping[str, Results]) -> list[int]:
     return sorted(set.intersection(*each) - {1})[-1:]
 
 
-def _between(interval: Mapping[str, Any] | None, *, sign: bool = True) -> str:
-    if interval is None:
-        return "–"
-    form = "+.3f" if sign else ".3f"
-    ends = "" if interval["low"] is None else f" [{interval['low']:{form}}, {interval['high']:{form}}]"
-    return f"{interval['value']:{form}}{ends}"
+def _detectable(least: float | None) -> str:
+    return "detectable –" if least is None else f"detectable {least:.3f}"
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from benchmarks.publishing import Results, comparisons, joined, markdown_table, publish, published
 from benchmarks.study import scores
+from ngrpo.workbench.statistics import in_words
 
 _PARTS = 6  # of a training, for the table of what was tried
 # Title: how the name of what a training step logged begins. A task logs under its own name what is tried.
@@ -177,9 +178,7 @@ def _logged(results: Results, strategy: str, prefix: str) -> list[tuple[float, f
 def _difference(difference: Mapping[str, Any] | None) -> str:
     if difference is None:
         return "–"
-    text = f"{difference['value']:+.3f}"
-    if difference["low"] is not None:
-        text += f" [{difference['low']:+.3f}, {difference['high']:+.3f}]"
+    text = in_words(difference, "+.3f")
     if difference["p"] is not None:
         text += f", p {difference['p']:.2g} ({difference.get('p_corrected', difference['p']):.2g})"
     return text

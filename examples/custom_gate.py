@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""A gate of your own, in one file: perturb early in the answer, and ever less often later.
+r"""A gate of your own, in one file: perturb early in the response, and ever less often later.
 
 ngrpo check gate ./examples/custom_gate.py half_life=32                   # does it keep the contract? seconds
 ngrpo train --perturbation neighbor --perturbation.rate 0.5 \

@@ -13,7 +13,7 @@ steps=${DEMO_STEPS:-4}
 prompts=8   # per step
 samples=4   # per prompt: the group
 
-# For answers as short as these, eager attention is the fastest on a CPU.
+# For responses as short as these, eager attention is the fastest on a CPU.
 # Whole steps only: OpenRLHF reads the first max_samples prompts and passes over them once.
 exec ngrpo train \
   --perturbation "${PERTURBATION:-neighbor}" \

@@ -40,6 +40,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from ngrpo import __version__
 from ngrpo.machine.hardware import processes
 from perturbations import user_files
 from perturbations.errors import UsageError
@@ -74,20 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted, 143 after SIGTERM.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
+    name, *rest = words or ["help"]
+    if name in ("-h", "--help", "help"):
         print(__doc__, end="")
         return 0 if words else 2
     try:
-        if words[0] == "--version":
-            from ngrpo import __version__
-
+        if name == "--version":
             print(f"ngrpo {__version__}")
             return 0
-        if words[0] not in COMMANDS:
-            raise UsageError(
-                f"unknown command {words[0]!r}.{nearest(words[0], COMMANDS)} Commands: {', '.join(COMMANDS)}."
-            )
-        name, *rest = words
+        if name not in COMMANDS:
+            raise UsageError(f"unknown command {name!r}.{nearest(name, COMMANDS)} Commands: {', '.join(COMMANDS)}.")
         command = import_module(f"ngrpo.commands.{COMMANDS[name]}")
         if {"-h", "--help"} & set(rest) or (name in _NEED_WORDS and not rest):
             if hasattr(command, "parser"):

@@ -12,27 +12,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from ngrpo.machine.upstream.patch import IMPORT, Patch, place, source_of
-from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS
+from ngrpo.machine.upstream.versions import VLLM_OF_ROLLOUTS, installed
 from perturbations.errors import UsageError
 
 _OPENRLHF = "openrlhf 0.11.2"
 _ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_actor", "launcher", "vllm_engine"))
 _SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
 _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
+# The conditions under which a rollout is drawn otherwise, and under which a step's samples are measured or valued so.
+_DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule"
+_STEP = (
+    "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
+    " or correction_warmup or estimator"
+)
 
 IN_VLLM, IN_SUPPORTED_VLLM, IN_PERTURBED_CORE = VLLM_CONDITIONS = ("vllm", "supported_vllm", "perturbed_vllm")
 """Every process of any vLLM; of a supported one; and the core of an engine that perturbs."""
-_WORKER, _CORE = "vllm.v1.worker.gpu_worker", "vllm.v1.engine.core"
-_RUNNER_V1, _RUNNER_V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
-_SAMPLER_V2 = "vllm.v1.worker.gpu.sample"
+_WORKER, _CORE = "v1.worker.gpu_worker", "v1.engine.core"
+_RUNNER_V1, _RUNNER_V2 = "v1.worker.gpu_model_runner", "v1.worker.gpu.model_runner"
+_SAMPLER_V2 = "v1.worker.gpu.sample"
 
 _LOOP = "experimental.agent_loop"
 _BASE, _SYNC, _LOOP_TQ = (f"trainer.ppo.v1.{name}" for name in ("trainer_base", "trainer_sync", "agent_loop_tq"))
-_SERVER = "workers.rollout.vllm_rollout.vllm_async_server"
+_SERVER, _PADDING = "workers.rollout.vllm_rollout.vllm_async_server", "trainer.ppo.padding_utils"
 _FSDP, _WORKERS = "workers.engine.fsdp.transformer_impl", "workers.engine_workers"
 
 
@@ -41,20 +47,19 @@ class PatchMismatch(UsageError):
 
 
 def _row(
-    module: str, attribute: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
+    module: str, name: str, ours: str | None, when: str, upstream: str, why: str, checked: str = _OPENRLHF
 ) -> Patch:
     """A row; ``ours`` is of `ngrpo.trainers.openrlhf` where its module has no dot, else of `ngrpo.machine`."""
     path = ours and ours.partition(":")[0]
     if path and not path.startswith("ngrpo."):
         ours = f"{'ngrpo.machine' if '.' in path else 'ngrpo.trainers.openrlhf'}.{ours}"
-    return Patch(module, attribute, ours, when, upstream, checked, why)
+    return Patch(module, name, ours, when, upstream, checked, why)
 
 
-def _vllm(
-    module: str, attribute: str, ours: str | None, upstream: str, why: str, when: str = IN_SUPPORTED_VLLM
-) -> Patch:
-    """A row; ``ours`` is of `ngrpo.rollout`."""
-    return Patch(module, attribute, ours and f"ngrpo.rollout.{ours}", when, upstream, f"vllm {VLLM_OF_ROLLOUTS}", why)
+def _vllm(module: str, name: str, ours: str | None, upstream: str, why: str, when: str = IN_SUPPORTED_VLLM) -> Patch:
+    """A row; ``module`` is without vLLM's name, ``ours`` is of `ngrpo.rollout`."""
+    ours = ours and f"ngrpo.rollout.{ours}"
+    return Patch(f"vllm.{module}", name, ours, when, upstream, f"vllm {VLLM_OF_ROLLOUTS}", why)
 
 
 def _verl(module: str, attribute: str, upstream: str, why: str, ours: str | None = None) -> Patch:
@@ -71,8 +76,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "DeepspeedStrategy.setup_distributed chooses a CUDA device", "torch 2.13.0"),
     _row("torch.cuda", "synchronize", "hardware.cpu:do_nothing", "cpu", "(device)",
         "torch_dist_barrier_and_cuda_sync waits for the device", "torch 2.13.0"),
-    _row(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import",
-        'asks for a device mesh on "cuda" by name'),
+    _row(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import", 'asks for a mesh on "cuda"'),
     _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "hardware.cpu:moving_average", "cpu",
         "(self, model, model_ema, beta, device)", 'the actor passes the device "cuda" by name (--train.enable_ema)'),
     _row("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
@@ -92,34 +96,27 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_DEEPSPEED, "get_train_ds_config", "hardware.cpu:with_torch_adam", "cpu", "import",
         "DeepSpeed compiles its own Adam for one to two minutes; PyTorch's is there"),
     # ---- without flash-attn (see ngrpo.machine.hardware.stand_ins) ----------------------------------------
-    _row("openrlhf.models.ring_attn_utils", IMPORT, "hardware.stand_ins:flash_attn_stand_in",
-        "without_flash_attn", "import", "imports flash_attn at module level, packing or not"),
+    _row("openrlhf.models.ring_attn_utils", IMPORT, "hardware.stand_ins:flash_attn_stand_in", "without_flash_attn",
+        "import", "imports flash_attn at module level, packing or not"),
     _row("openrlhf.utils", "get_strategy", "hardware.stand_ins:attention_as_given", "without_flash_attn", "import",
         "is given flash_attention_2 where samples are packed, whatever the command line says"),
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
     _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer",
-        "perturbation or reproducible or advantage or credit or policy_noise or sampling_mask or sampling_schedule"
-        " or report_groups or second_round or correction_warmup or eval_at_start or group_baseline", "sha:74b355e75a15",
+        f"{_STEP} or reproducible or policy_noise or eval_at_start", "sha:74b355e75a15",
         "measures join the step's log, and states the checkpoint; noise and temperature of each step"),
-    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer",
-        "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-        " or correction_warmup or group_baseline", "sha:ad079d89d655", "the same, where asynchronous"),
-    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor",
-        "perturbation or reproducible or sampling_mask or sampling_schedule", "sha:330319997ada",
-        "its checkpoint has the round, where asynchronous"),
+    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer", _STEP, "sha:ad079d89d655",
+        "the same, where asynchronous"),
+    _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor", _DRAWN,
+        "sha:330319997ada", "its checkpoint has the round, where asynchronous"),
     _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer:prepare_datasets", "reproducible",
         "(strategy, tokenizer)", "the order of the prompts follows the seed"),
-    _row(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator",
-        "perturbation or reproducible or sampling_mask or sampling_schedule or sampling or second_round",
+    _row(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator", f"{_DRAWN} or sampling or second_round",
         "sha:11458b2545a7", "requests carry round, masks and temperature; batches start whole"),
-    _row(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor",
-        "cpu or perturbation or reproducible or sampling_mask or sampling_schedule or second_round or engine_limits",
+    _row(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor", f"{_DRAWN} or cpu or second_round or engine_limits",
         "sha:6bda23ee4983", "gives vLLM the spec, requests their seeds, each response its record; syncs by file"),
-    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker",
-        "perturbation or advantage or credit or policy_noise or sampling_mask or sampling_schedule or report_groups"
-        " or second_round or correction_warmup or group_baseline", "sha:351a52599ac6",
-        "measures the rollout, and has advantages of its own"),
-    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or group_baseline", "import",
+    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker", f"{_STEP} or policy_noise",
+        "sha:351a52599ac6", "measures the rollout, and has advantages of its own"),
+    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or estimator", "import",
         "takes each micro batch's values of the estimator"),
     _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
         "perturbation or credit or policy_noise or sampling_mask", "sha:8d664f8c8592",
@@ -127,18 +124,17 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor", "perturbation or sampling_mask",
         "sha:871e4cda19c1", "the same, through its own embedding"),
     _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
-        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss"
-        " or group_baseline",
-        "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
+        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss or"
+        " estimator", "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
-    _row(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:get_model_parameters",
-        "perturbation", "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
+    _row(_DEEPSPEED, "DeepspeedStrategy._get_model_parameters", "model_actors:get_model_parameters", "perturbation",
+        "sha:c6c4dad36a87", "those parameters may have learning rates of their own"),
     _row(_MODEL, "log_probs_from_logits", "ngrpo.trainers.common.log_probs:with_overrides",
         "perturbation or sampling_mask or credit_in_loss", "import",
-        "log-probabilities are among the tokens that sampling left; a density overrides the token's; a credit sees"
-        " the logits"),
+        "log-probabilities are among the tokens that sampling left; a density overrides the token's; a credit sees the"
+        " logits"),
     _row("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "model_actors:merge_mm_train_inputs",
         "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
         "a multimodal model's forward gets its pictures, and not our records"),
@@ -148,16 +144,15 @@ OPENRLHF: tuple[Patch, ...] = (
         " entropy"),
     _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
-    _row("openrlhf.models.utils", "compute_reward", None, "advantage or group_baseline", "sha:548aa0341385",
+    _row("openrlhf.models.utils", "compute_reward", None, "advantage or estimator", "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),
-    _row("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None,
-        "perturbation or reproducible or sampling_mask or sampling_schedule or second_round", "sha:e557741c5553",
-        "calls generate() once per turn and returns mm_train_inputs in its response"),
-    _row("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, "perturbation or reproducible or sampling_mask"
-        " or sampling_schedule", "sha:c80d6c853f57", "a prompt with pictures as the engine takes it"),
-    _row("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights", None, "cpu",
+    _row("openrlhf.utils.agent", "SingleTurnAgentExecutor.execute", None, f"{_DRAWN} or second_round",
+        "sha:e557741c5553", "calls generate() once per turn and returns mm_train_inputs in its response"),
+    _row("openrlhf.utils.vlm_utils", "dedup_media_tokens", None, _DRAWN, "sha:c80d6c853f57",
+        "a prompt with pictures as the engine takes it"),
+    _row(f"vllm.{_RUNNER_V1}", "GPUModelRunner.reload_weights", None, "cpu",
         "(self, weights_iterator, weights_path, is_checkpoint_format)",
         "takes the weights; plain load_weights fails on CPU, where linear weights are repacked", "vllm 0.29.0"),
 )
@@ -165,26 +160,25 @@ OPENRLHF: tuple[Patch, ...] = (
 # The parameter names fit all releases of VLLM_OF_ROLLOUTS.
 VLLM: tuple[Patch, ...] = (
     # ---- an engine's configuration and requests -----------------------------------------------------
-    _vllm("vllm.engine.arg_utils", "EngineArgs.create_engine_config", "plugin:checked_config", "(self, ...)",
+    _vllm("engine.arg_utils", "EngineArgs.create_engine_config", "plugin:checked_config", "(self, ...)",
         "the spec and its combinations are checked in the caller's process, before any model loads", IN_VLLM),
-    _vllm("vllm.config.vllm", "VllmConfig.compute_hash", "plugin:hash_without_seed", "(self...)",
+    _vllm("config.vllm", "VllmConfig.compute_hash", "plugin:hash_without_seed", "(self...)",
         "engines with different seeds share their compiled graphs"),
-    _vllm("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", "request_arguments:checked_request",
+    _vllm("v1.engine.input_processor", "InputProcessor.process_inputs", "request_arguments:checked_request",
         "(self, request_id, prompt, params, ..., resumable...)", "a bad argument is the caller's error"),
-    _vllm("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params",
+    _vllm("v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params",
         "request_arguments:numbered_children", "(self, index)", "each of n samples is another trajectory"),
-    _vllm("vllm.v1.engine.output_processor", "OutputProcessor._finish_request", "async_scheduling:keep_length",
+    _vllm("v1.engine.output_processor", "OutputProcessor._finish_request", "async_scheduling:keep_length",
         "(self, req_state)", "only the front end sees where a response ends at a stop string"),
-    _vllm("vllm.v1.engine.llm_engine", "LLMEngine.__init__", "async_scheduling:with_lengths", "(self, ...)",
+    _vllm("v1.engine.llm_engine", "LLMEngine.__init__", "async_scheduling:with_lengths", "(self, ...)",
         "the front end of an engine that perturbs keeps these lengths"),
-    _vllm("vllm.v1.engine.async_llm", "AsyncLLM.__init__", "async_scheduling:with_lengths", "(self, ...)", "likewise"),
-    _vllm("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", "records:drop_aborted", "(self, request_ids, ...)",
+    _vllm("v1.engine.async_llm", "AsyncLLM.__init__", "async_scheduling:with_lengths", "(self, ...)", "likewise"),
+    _vllm("v1.engine.llm_engine", "LLMEngine.abort_request", "records:drop_aborted", "(self, request_ids, ...)",
         "the records of aborted requests are dropped"),
-    _vllm("vllm.v1.engine.async_llm", "AsyncLLM.abort", "records:drop_aborted_async", "(self, request_id, ...)",
-        "likewise"),
-    _vllm("vllm.v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", "plugin:answers_of_every_rank",
+    _vllm("v1.engine.async_llm", "AsyncLLM.abort", "records:drop_aborted_async", "(self, request_id, ...)", "likewise"),
+    _vllm("v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", "plugin:answers_of_every_rank",
         "(self, method)", "vLLM returns the first data-parallel rank's answers only"),
-    _vllm("vllm.v1.engine.core_client", "AsyncMPClient._call_utility_async", None, "(self, method, engine)",
+    _vllm("v1.engine.core_client", "AsyncMPClient._call_utility_async", None, "(self, method, engine)",
         "asks one rank"),
     # ---- an engine's core ---------------------------------------------------------------------------
     _vllm(_CORE, "EngineCore.__init__", "startup_check:checked_core", "(self, vllm_config, ...)",
@@ -196,35 +190,33 @@ VLLM: tuple[Patch, ...] = (
     _vllm(_CORE, "EngineCore.preprocess_add_request", None, "(self, request)", "the check makes requests of its own"),
     _vllm(_CORE, "EngineCore.post_step", None, "(self, model_executed)", "and runs them by step_fn and post_step"),
     _vllm(_CORE, "EngineCore.reset_prefix_cache", None, "(self, ...)", "and leaves no block behind"),
-    _vllm("vllm.v1.core.sched.scheduler", "Scheduler.set_pause_state", None, "(self, pause_state)",
+    _vllm("v1.core.sched.scheduler", "Scheduler.set_pause_state", None, "(self, pause_state)",
         "a paused engine is checked too"),
-    _vllm("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys", "request_arguments:with_trajectory_keys",
+    _vllm("v1.core.kv_cache_utils", "generate_block_hash_extra_keys", "request_arguments:with_trajectory_keys",
         "(request, start_token_idx, end_token_idx, start_mm_idx)", "perturbed blocks belong to their trajectory",
         IN_PERTURBED_CORE),
-    _vllm("vllm.v1.core.block_pool", "generate_block_hash_extra_keys", "request_arguments:with_trajectory_keys",
+    _vllm("v1.core.block_pool", "generate_block_hash_extra_keys", "request_arguments:with_trajectory_keys",
         "import", "holds the function under a name of its own", IN_PERTURBED_CORE),
     # ---- a worker and its weights -------------------------------------------------------------------
-    _vllm("vllm.v1.worker.worker_base", "WorkerBase", "plugin:with_procedures", "class",
-        "gains the remote procedures perturbation_*"),
-    _vllm(_WORKER, "Worker.load_model", "plugin:attached", "(self, ...)",
-        "the perturbation is attached before anything is compiled"),
+    _vllm("v1.worker.worker_base", "WorkerBase", "plugin:with_procedures", "class", "gains perturbation_* procedures"),
+    _vllm(_WORKER, "Worker.load_model", "plugin:attached", "(self, ...)", "attached before anything is compiled"),
     _vllm(_WORKER, "Worker.finish_weight_update", "new_weights:after_update", "(self)",
         "sparse and sharded transfers write parameters in place, past load_weights"),
     _vllm(_WORKER, "Worker.sleep", "new_weights:after_sleep", "(self, level)", "the weights leave the memory"),
     _vllm(_WORKER, "Worker.wake_up", "new_weights:after_wake_up", "(self, tags)", "the weights are back"),
-    _vllm("vllm.model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding.forward", None,
+    _vllm("model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding.forward", None,
         "(self, input_)", "the override is a subclass of the input embedding's class"),
-    _vllm("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead", None, "class",
+    _vllm("model_executor.layers.vocab_parallel_embedding", "ParallelLMHead", None, "class",
         "the output matrix, where a model has one of its own"),
-    _vllm("vllm.model_executor.layers.logits_processor", "LogitsProcessor.forward", None,
+    _vllm("model_executor.layers.logits_processor", "LogitsProcessor.forward", None,
         "(self, lm_head, hidden_states, ...)", "receives the last hidden states"),
     # ---- the two model runners, whose bound methods runners.py replaces --------------------
     _vllm(_RUNNER_V1, "GPUModelRunner._update_states", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V1, "GPUModelRunner._preprocess", None, "(self, scheduler_output, ...)", "inputs are laid out"),
-    _vllm("vllm.v1.sample.sampler", "Sampler.sample", None, "(self, logits, sampling_metadata, logprobs_mode_override)",
+    _vllm("v1.sample.sampler", "Sampler.sample", None, "(self, logits, sampling_metadata, logprobs_mode_override)",
         "tokens are drawn"),
-    _vllm("vllm.v1.sample.sampler", "Sampler.compute_logprobs", None, "(logits)", "called for processed_logprobs"),
-    _vllm("vllm.v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", None, "(logits, k, p...)", "called by both"),
+    _vllm("v1.sample.sampler", "Sampler.compute_logprobs", None, "(logits)", "called for processed_logprobs"),
+    _vllm("v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", None, "(logits, k, p...)", "called by both"),
     _vllm(_RUNNER_V2, "GPUModelRunner.add_requests", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V2, "GPUModelRunner.prepare_inputs", None, "(self, scheduler_output, ...)", "inputs are laid out"),
     _vllm(f"{_SAMPLER_V2}.sampler", "Sampler.sample", None,
@@ -249,18 +241,13 @@ VERL: tuple[Patch, ...] = (
     _verl(_SYNC, "PPOTrainerSync", "3a7430396064",
         "stays as it is; ours is registered beside it. No request runs while weights change",
         "ngrpo.trainers.verl.entry_point:registered"),
-    _verl("trainer.main_ppo", "TaskRunnerV1.init_agent_loop_manager", "db9691ea6fc9",
-        "the manager's class is the configuration's"),
-    _verl("utils.transferqueue_utils", "_async_meta_to_realdata", "4e3fcdf17e9a",
-        "workers get all fields and the extra_info"),
-    _verl("trainer.ppo.padding_utils", "construct_minimal_padding_template", "8da2149e76c4",
-        "padding copies a sample's record"),
-    _verl("trainer.ppo.padding_utils", "upsample_batch_to_divisible_size", "712c98ce70fa",
-        "and has a name that says so"),
+    _verl("trainer.main_ppo", "TaskRunnerV1.init_agent_loop_manager", "db9691ea6fc9", "the class is configured"),
+    _verl("utils.transferqueue_utils", "_async_meta_to_realdata", "4e3fcdf17e9a", "workers get fields and extra_info"),
+    _verl(_PADDING, "construct_minimal_padding_template", "8da2149e76c4", "padding copies a sample's record"),
+    _verl(_PADDING, "upsample_batch_to_divisible_size", "712c98ce70fa", "and has a name that says so"),
     _verl(_LOOP_TQ, "AgentLoopManagerTQ", "2c2014d24f19", "ours starts our workers"),
     _verl(_LOOP_TQ, "AgentLoopWorkerTQ", "ae2ea55ee53a", "a sample has its answer's extra_fields"),
-    _verl(f"{_LOOP}.agent_loop", "AgentLoopWorker._run_agent_loop", "8a23de688a00",
-        "ours says which trajectory is asked for"),
+    _verl(f"{_LOOP}.agent_loop", "AgentLoopWorker._run_agent_loop", "8a23de688a00", "ours says which trajectory it is"),
     _verl(f"{_LOOP}.agent_loop", "AgentLoopOutput.as_dict", "a83678f37801", "hands extra_fields on"),
     _verl(f"{_LOOP}.single_turn_agent_loop", "SingleTurnAgentLoop.run", "765c85c59168", "hands both on"),
     _verl("workers.rollout.llm_server", "LLMServerClient.generate", "7b2e51213e60", "hands both on"),
@@ -270,8 +257,7 @@ VERL: tuple[Patch, ...] = (
     _verl(_SERVER, "vLLMHttpServer.generate", "98d1b7a3a17b", "ours picks up the record"),
     _verl(_SERVER, "vLLMHttpServer._get_worker_extension_cls", "3d69431647e9", "ours ends a weight sync"),
     _verl(_SERVER, "vLLMReplica.__init__", "c1720aaf7610", "ours starts our server"),
-    _verl("workers.rollout.vllm_rollout.utils", "vLLMColocateWorkerExtension", "ee243df2600d",
-        "ours ends a weight sync"),
+    _verl("workers.rollout.vllm_rollout.utils", "vLLMColocateWorkerExtension", "ee243df2600d", "ends a weight sync"),
     _verl("workers.engine.base", "EngineRegistry", "54452eee1279", "a vendor's engine goes before the device's"),
     _verl(_FSDP, "FSDPEngineWithLMHead.prepare_model_inputs", "2652efd0aee1", "right-padded rows, or packed ones"),
     _verl(_FSDP, "FSDPEngineWithLMHead.prepare_model_outputs", "384ab09aab7b", "ours puts densities in"),
@@ -302,29 +288,23 @@ def check(rows: Sequence[Patch]) -> None:
         PatchMismatch: one error that lists every row that does not match, expected and found.
     """
     wrong = [(row, state) for row in rows if (state := row.state()) != row.upstream]
-    if wrong:
-        lines = [
-            f"  {row.target}\n"
-            f"    expected {row.upstream} ({row.checked}), found {state} ({_installed(row.module)})\n"
-            f"    {f'replaced by {row.ours}' if row.ours else 'relied upon'}: {row.why}"
-            for row, state in wrong
-        ]
-        releases = ", ".join(sorted({row.checked for row, _ in wrong}))
-        raise PatchMismatch(
-            f"{len(wrong)} of {len(rows)} upstream patches do not match the installed packages:\n"
-            + "\n".join(lines)
-            + f"\nInstall the checked release ({releases}), or read the new source, adapt ours and enter the new state"
-            " in ngrpo/patches.py, as python -m ngrpo.patches prints it."
-        )
-
-
-def _installed(module: str) -> str:
-    top = module.split(".")[0]
-    name = packages_distributions().get(top, [top])[0]
-    try:
-        return f"{name} {version(name)}"
-    except PackageNotFoundError:
-        return f"{top} is not installed"
+    if not wrong:
+        return
+    lines = [f"{len(wrong)} of {len(rows)} upstream patches do not match the installed packages:"]
+    for row, state in wrong:
+        top = row.module.partition(".")[0]
+        package = packages_distributions().get(top, [top])[0]
+        release = installed(package)
+        there = f"{package} {release}" if release else f"{top} is not installed"
+        use = f"replaced by {row.ours}" if row.ours else "relied upon"
+        lines += [f"  {row.target}", f"    expected {row.upstream} ({row.checked}), found {state} ({there})"]
+        lines += [f"    {use}: {row.why}"]
+    releases = ", ".join(sorted({row.checked for row, _ in wrong}))
+    lines += [
+        f"Install the checked release ({releases}), or read the new source, adapt ours and enter the new state in"
+        " ngrpo/patches.py, as python -m ngrpo.patches prints it."
+    ]
+    raise PatchMismatch("\n".join(lines))
 
 
 def main(argv: Sequence[str] = (), write: Callable[[str], object] = print) -> int:

@@ -5,8 +5,6 @@
 Needs only torch and numpy. Names are loaded on first use, so that importing the package costs nothing.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

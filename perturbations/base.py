@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a perturbation."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,8 +46,7 @@ class Proposal:
     Attributes:
         edit: the inputs.
         tokens: the tokens in the text: reward and PPO ratio read these.
-        acts: where the perturbation acts; None: everywhere. Elsewhere the position is unperturbed and leaves no record,
-            and the edit is the token's own embedding.
+        acts: where the perturbation acts; None: everywhere. Elsewhere the edit is the token alone, and not recorded.
     """
 
     edit: InputEdit
@@ -59,34 +56,22 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Replayed:
-    """The input of a density: N perturbed positions of a forward that replayed them.
+    """The input of a density: N perturbed positions of a forward that replayed them, with gradient to the policy.
 
-    Attributes:
-        logits: z̃ = z / temperature of all R rows of the forward, with gradient to the policy.
-        rows: the row of ``logits`` that chose each position's token and input.
-        token_log_probs: log π of the tokens in the text, with gradient.
-        temperature: the sampling temperature.
-        edit: the inputs as recorded.
-        noise_keys: the keys of the recorded noise; None where nothing is noisy.
-        lookup: ids of any shape to the policy's embeddings, shape + (D,), with gradient.
-        advantages: each position's weight in the loss; None for old and reference policy, which have no loss. They may
-            affect the gradient of a density, not its value.
-        draw_keys: the keys of the perturbation's own draws.
-        hidden: the last hidden state of each position, with gradient; None without ``reads_hidden``.
-        module: the policy's perturbation parameters, if any.
+    ``advantages``, the weights in the loss, may affect the gradient of a density, not its value.
     """
 
-    logits: Float[Tensor, "forward vocabulary"]
-    rows: Int64[Tensor, " positions"]
-    token_log_probs: Float[Tensor, " positions"]
-    temperature: float
-    edit: InputEdit
-    noise_keys: Int64[Tensor, " positions"] | None
-    lookup: Callable[[Tensor], Tensor]
-    advantages: Float[Tensor, " positions"] | None = None
-    draw_keys: Int64[Tensor, " positions"] | None = None
-    hidden: Float[Tensor, "positions hidden"] | None = None
-    module: nn.Module | None = None
+    logits: Float[Tensor, "forward vocabulary"]  # z̃ = z / temperature of all rows of the forward
+    rows: Int64[Tensor, " positions"]  # of ``logits``, that chose each position's token and input
+    token_log_probs: Float[Tensor, " positions"]  # of the tokens in the text
+    temperature: float  # of sampling
+    edit: InputEdit  # the inputs as recorded
+    noise_keys: Int64[Tensor, " positions"] | None  # of the recorded noise; None where nothing is noisy
+    lookup: Callable[[Tensor], Tensor]  # ids of any shape to the policy's embeddings, shape + (D,)
+    advantages: Float[Tensor, " positions"] | None = None  # None for old and reference policy, which have no loss
+    draw_keys: Int64[Tensor, " positions"] | None = None  # of the perturbation's own draws
+    hidden: Float[Tensor, "positions hidden"] | None = None  # the last hidden states; None without ``reads_hidden``
+    module: nn.Module | None = None  # the policy's perturbation parameters, if any
 
     def gumbel(self, ids: Tensor) -> Tensor:
         """The rollout's ``step.gumbel(ids)``, (N, n): exact, whereas the logits of rollout and trainer differ."""
@@ -167,10 +152,7 @@ class Perturbation(GateOptions, ABC):
 
     @property
     def density_of_vector(self) -> bool:
-        """Whether :meth:`log_density` is of the fed vector itself, not of draws that give the vector.
-
-        Then the replay feeds the vector detached. The ratio of two such densities in D dimensions is unbounded.
-        """
+        """Whether :meth:`log_density` is of the fed vector itself, which replay then feeds detached, not of draws."""
         return False
 
     @property
@@ -180,10 +162,7 @@ class Perturbation(GateOptions, ABC):
 
     @property
     def zero_mean_score(self) -> bool:
-        """Whether the gradient of a perturbed position's entry in the loss has mean 0 over the draws there.
-
-        Otherwise equal advantages push the policy along the mean.
-        """
+        """Whether a perturbed position's gradient has mean 0 over the draws; else equal advantages push the policy."""
         return True
 
     @property
@@ -199,7 +178,7 @@ class Perturbation(GateOptions, ABC):
     def log_density(self, replayed: Replayed) -> Tensor:
         """log π of the recorded inputs at N positions under old, new or reference policy: (N,) float32, with gradient.
 
-        Terms without the policy may be left out. N may be 0: every rank calls this method.
+        Terms without the policy may be left out. N may be 0.
         """
         raise NotImplementedError(f"perturbation {self.name!r} has no density; has_density must be False then.")
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of tensors that are compiled on a GPU and run uncompiled on a CPU."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import types

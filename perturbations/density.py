@@ -4,8 +4,6 @@
 ``probabilities`` are the policy's, renormalised over the recorded candidates; ``kept``: which candidates were mixed.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

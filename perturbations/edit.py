@@ -5,8 +5,6 @@ A dense perturbation adds vectors v, and one with learned parameters (`perturbat
 e' = module(E[c_1], Σ_k w_k · E[c_k] + σ · ε) + v.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,9 +25,9 @@ class InputEdit:
 
     Attributes:
         ids: candidates c. A candidate that is not used repeats another with weight 0.
-        weights: w, float32; each row sums to 1, except with vectors or a module.
+        weights: w; each row sums to 1, except with vectors or a module.
         sigma: noise scale σ, or None for no noise.
-        vectors: v, float32, or None: 4·D bytes of record per position. Replay feeds them as constants.
+        vectors: v, or None: 4·D bytes of record per position. Replay feeds them as constants.
         normalizer: the factor that normalising the weights divided out, where a density needs the raw draws; else None.
     """
 
@@ -44,12 +42,7 @@ def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: 
     """Σ_k w_k · e_k + σ · ε + v in float32, (N, D) in the candidates' dtype, with gradient to them and to the module.
 
     Rollout and replay both call this function, compiled on a GPU and uncompiled on a CPU, so that they round alike.
-
-    Args:
-        candidates: e, the candidates' embeddings, (N, K, D), any float dtype.
-        edit: N positions; its ids are not used.
-        noise_keys: (N,) int64 keys of :data:`perturbations.streams.Stream.NOISE`; needed with σ.
-        module: the perturbation's module, or None.
+    ``candidates``: e, (N, K, D); the edit's ids are not used. ``noise_keys``: (N,) int64 of ``Stream.NOISE``, with σ.
     """
     parts = edit.weights, edit.sigma, edit.vectors, noise_keys, module
     if torch.compiler.is_compiling() or not on_gpu(candidates.device) or not len(candidates):
@@ -124,9 +117,9 @@ def one_hot(tokens: Tensor) -> InputEdit:
 
 
 def dense_edit(tokens: Tensor, vectors: Tensor) -> InputEdit:
-    """The edit that feeds vectors (B, D) float32 alone; ``tokens`` (B,) int64 are any, with weight 0.
+    """The edit that feeds vectors (B, D) float32 alone, without gradient; ``tokens`` (B,) int64 are any.
 
-    Its record takes 4·D bytes per perturbed position (2.3 KB at D = 576), and no gradient reaches the embedding there.
+    Its record takes 4·D bytes per perturbed position (2.3 KB at D = 576).
     """
     ids = tokens.unsqueeze(-1)
     return InputEdit(ids, torch.zeros_like(ids, dtype=torch.float32), None, vectors)

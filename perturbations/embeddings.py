@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from perturbations.errors import require
 from perturbations.neighbors import Drift, Neighborhood, NeighborIndex, Refresh, create_index, word_numbers
 from perturbations.neighbors.base import Shard, TableIndex
 
@@ -37,13 +38,10 @@ class ModelEmbeddings:
         special_ids: Callable[[], Sequence[int]] = tuple,
         token_texts: Callable[[], Sequence[str]] | None = None,
     ) -> None:
-        """
-        Args:
-            lookup: ids of any shape to their input embeddings, shape + (D,).
-            input_matrix: gives the input embedding matrix E, (V, D), or the shard of a tensor-parallel rank.
-            output_matrix: gives the output embedding matrix; None where the model ties the two.
-            special_ids: gives the special and never-trained tokens.
-            token_texts: gives the text of each token, for words; rows beyond them are words of their own.
+        """``lookup``: ids of any shape to their input embeddings, shape + (D,). The others give, when first needed:
+
+        the matrices E, (V, D), or a tensor-parallel rank's shards, no output matrix where the model ties the two; the
+        special and never-trained tokens; the tokens' texts, for words (rows beyond them are words of their own).
         """
         self.lookup = lookup
         self._matrices = {"input": input_matrix, "output": output_matrix or input_matrix}
@@ -81,10 +79,7 @@ class ModelEmbeddings:
         skip_same_word: bool = False,
         refresh: str = "every_sync",
     ) -> NeighborIndex:
-        """The neighbor index over the input or output embeddings, built on first use; arguments: `neighbor`'s options.
-
-        ``ValueError`` for ``skip_same_word`` without texts.
-        """
+        """The neighbor index over input or output embeddings, built on first use; arguments: `neighbor`'s options."""
         key = (metric, space, skip_special, kind, skip_same_word, refresh)
         if torch.compiler.is_compiling():
             return _TracedIndex(self._number, key)
@@ -92,7 +87,11 @@ class ModelEmbeddings:
             exclude = self._special_ids() if skip_special else ()
 
             def make(embedding: Shard, probe: bool) -> TableIndex:
-                words = self._word_numbers(embedding.size) if skip_same_word else None
+                words, size = None, embedding.size
+                if skip_same_word:
+                    texts = require(self._token_texts, "token_texts, the tokens' texts that skip_same_word needs,")
+                    words = self._words.get(size)
+                    words = self._words[size] = word_numbers(texts(), size) if words is None else words
                 # No graph is built to look at a few tokens.
                 return create_index(embedding, "exact" if probe else kind, metric, exclude, words, probe or None)
 
@@ -106,13 +105,6 @@ class ModelEmbeddings:
             index.weights_changed()
             self._indices[key] = index, self._syncs
         return index
-
-    def _word_numbers(self, size: int) -> Tensor:
-        if self._token_texts is None:
-            raise ValueError("skip_same_word: needs the tokens' texts; pass token_texts.")
-        if size not in self._words:
-            self._words[size] = word_numbers(self._token_texts(), size)
-        return self._words[size]
 
     def refresh(self) -> None:
         """The weights have changed; several calls without a query in between count as one weight sync."""

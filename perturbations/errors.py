@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one error of bad input, which a command line tells from a bug."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import TypeVar

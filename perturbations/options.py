@@ -33,7 +33,8 @@ def option(
     Args:
         default: the paper's value.
         help: one line for a list of the options.
-        low, high: smallest and largest allowed value.
+        low: the smallest allowed value.
+        high: the largest.
         above: the value must be greater than this.
         choices: the only allowed values.
         registry: of a value with options of its own, given by name, as a mapping with a name, or ready made.
@@ -46,8 +47,7 @@ def option(
 class Options:
     """Base of everything that is configured. Subclasses are frozen dataclasses whose fields come from :func:`option`.
 
-    An instance converts and checks its values. Instances of a class with a :attr:`registry` have their address in
-    :meth:`spec` and are pickled as their spec.
+    An instance converts and checks its values. One of a class with a :attr:`registry` is pickled as its :meth:`spec`.
     """
 
     kind: ClassVar[str] = "settings"
@@ -62,7 +62,7 @@ class Options:
     def spec(self) -> dict[str, Any]:
         """Name and every option, as plain values: ``registry.create(**spec)`` gives an equal object in any process.
 
-        A user's file adds its text. An option with options of its own, such as ``gate``, gives its name and ``gate.…``.
+        A user's file adds its text; an option with options of its own, such as ``gate``, its name and ``gate.…``.
         """
         spec: dict[str, Any] = {}
         if self.registry is not None:
@@ -138,15 +138,9 @@ def allowed(field: dataclasses.Field) -> str:
 def coerce(
     owner: type, field: dataclasses.Field, value: object, what: str = "perturbation", *, label: str | None = None
 ) -> object:
-    """Brings a value of the command line or a YAML file to its field's type and checks its range.
+    """Brings a value of the command line or a YAML file to its field's type and checks its range, else ``UsageError``.
 
-    Args:
-        owner: the class of the field.
-        value: a string from the command line, or a YAML scalar.
-        what: the word for the owner in messages, unless a ``label`` begins them.
-
-    Raises:
-        UsageError: with the value and the allowed ones.
+    ``owner``: the field's class; ``what``: the word for it in messages, unless a ``label`` begins them.
     """
     label, registry = label or f"{what} option {field.name}={value!r}", field.metadata.get("registry")
     if registry is not None:
@@ -172,11 +166,8 @@ def coerce(
     low, high, above, choices = (field.metadata.get(limit) for limit in ("low", "high", "above", "choices"))
     if choices and converted not in choices:
         raise UsageError(f"{label}: must be {allowed(field)}.{nearest(str(converted), choices)}")
-    if (
-        (low is not None and converted < low)
-        or (high is not None and converted > high)
-        or (above is not None and converted <= above)
-    ):
+    too_low = (low is not None and converted < low) or (above is not None and converted <= above)
+    if too_low or (high is not None and converted > high):
         raise UsageError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")
     return converted
 

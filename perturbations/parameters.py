@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations with learned parameters: the contract of their module, and its place in a model.
 
-`Perturbation.module(hidden_size)` maps the first candidate's embedding e and the mixture r = Σ_k w_k E[c_k] + σ ε,
-both (N, D) float32, to the input e', (N, D) float32. It must
-- start the same in every process: trainer, reference and each rollout worker make their own, with other seeds;
-- treat each of the N rows alone, and N may be 0;
-- compute in float32 whatever the dtype of its parameters;
-- have no buffers that matter: only parameters are trained, saved and synced.
+`Perturbation.module(hidden_size)` maps the first candidate's embedding e and the mixture r = Σ_k w_k E[c_k] + σ ε, both
+(N, D) float32, to the input e', (N, D) float32. It must start the same in every process, treat each of the N ≥ 0 rows
+alone, compute in float32 whatever the dtype of its parameters, and have no buffers that matter.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -60,10 +55,9 @@ def freeze(model: CausalModel, perturbation: Perturbation) -> None:
     if perturbation.freeze in ("head", "both"):
         head = model.get_output_embeddings()
         if head is None:
-            raise ValueError(
-                f"perturbation option freeze={perturbation.freeze!r}: {type(model).__name__} names no output embedding"
-                " (get_output_embeddings() is None). Take freeze='embedding' or 'none'."
-            )
+            why = f"{type(model).__name__} names no output embedding (get_output_embeddings() is None)"
+            fix = "Take freeze='embedding' or 'none'"
+            raise ValueError(f"perturbation option freeze={perturbation.freeze!r}: {why}. {fix}.")
         head.requires_grad_(False)
 
 
@@ -90,14 +84,12 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor], *, whole: bool = True
     own = dict(module.named_parameters())
     unknown, missing = sorted(set(tensors) - set(own)), sorted(set(own) - set(tensors)) if whole else []
     if unknown or missing:
-        raise ValueError(
-            f"these are not the parameters of {type(module).__name__}: unknown {unknown or 'none'}, missing"
-            f" {missing or 'none'}. Load them with the perturbation that saved them."
-        )
+        what = f"unknown {unknown or 'none'}, missing {missing or 'none'}"
+        fix = "Load them with the perturbation that saved them"
+        raise ValueError(f"these are not the parameters of {type(module).__name__}: {what}. {fix}.")
     for name, tensor in tensors.items():
         if tensor.shape != own[name].shape:
-            raise ValueError(
-                f"parameter {name!r} of {type(module).__name__} has shape {tuple(own[name].shape)}, the saved one"
-                f" {tuple(tensor.shape)}: they belong to a model of another hidden size."
-            )
+            shapes = f"has shape {tuple(own[name].shape)}, the saved one {tuple(tensor.shape)}"
+            why = "they belong to a model of another hidden size"
+            raise ValueError(f"parameter {name!r} of {type(module).__name__} {shapes}: {why}.")
         own[name].copy_(tensor)

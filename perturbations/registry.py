@@ -34,12 +34,10 @@ class Registry:
     def __init__(
         self, kind: str, base: str, tree: str, group: str, families: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
-        """
-        Args:
-            kind: the word for one, in messages.
-            base: ``package:Name`` under which users import the base class; loaded when first needed.
-            tree: the package with one module per name, or one of ``families`` with several.
-            group: entry point group of installed packages.
+        """``kind``: the word for one, in messages. ``base``: ``package:Name`` of the base class for users.
+
+        ``tree``: the package with one module per name, or one of ``families`` with several. ``group``: entry point
+        group of installed packages.
         """
         self.kind, self.base, self.tree, self.group, self.families = kind, base, tree, group, families or {}
         self.registered: dict[str, type[Options]] = {}
@@ -50,14 +48,12 @@ class Registry:
 
         def decorate(cls: type[_Class]) -> type[_Class]:
             other, home = self.registered.get(name), self.in_tree().get(name)
-            taken = home if home is not None and home != cls.__module__ else None
+            taken = home if home != cls.__module__ else None
             if taken is None and other is not None and not _same(other, cls):
                 taken = f"{other.__module__}.{other.__qualname__}"
             if taken is not None:
-                raise UsageError(
-                    f"{self.kind} {name!r} is already the name of {taken}; give {cls.__module__}.{cls.__qualname__}"
-                    " another name."
-                )
+                mine = f"{cls.__module__}.{cls.__qualname__}"
+                raise UsageError(f"{self.kind} {name!r} is already the name of {taken}; give {mine} another name.")
             cls.name = name
             self.registered[name] = cls
             return cls
@@ -85,8 +81,7 @@ class Registry:
     def get(self, name: str, source: str | None = None) -> type:
         """The class of a registered name, ``./file.py:Name`` (or ``./file.py``), or ``package.module:Name``.
 
-        ``source``: the file's text as :meth:`source` packs it, which replaces the file. ``UsageError`` for an unknown
-        name, with the nearest match, or a target of another kind.
+        ``source``: the file's text as :meth:`source` packs it. ``UsageError`` for an unknown name or a wrong target.
         """
         if name in self.registered and source is None:
             return self.registered[name]
@@ -105,17 +100,14 @@ class Registry:
         if name in installed:
             return self._from_module(name, installed[name].value)
         known = self.available()
-        on_disk = f" Did you mean the file './{name}.py'?" if f"{name}.py" in os.listdir() else ""
-        raise UsageError(
-            f"unknown {self.kind} {name!r}.{on_disk or nearest(name, known)} Available: {', '.join(known)};"
-            " or ./file.py:Name or package.module:Name for your own."
-        )
+        hint = f" Did you mean the file './{name}.py'?" if f"{name}.py" in os.listdir() else nearest(name, known)
+        own = "or ./file.py:Name or package.module:Name for your own"
+        raise UsageError(f"unknown {self.kind} {name!r}.{hint} Available: {', '.join(known)}; {own}.")
 
     def create(self, name: str, **options: object) -> Any:
         """Makes an object of this kind; ``UsageError`` for an unknown name or option, or a value out of range.
 
-        ``name``: as in :meth:`get`. ``options``: the rest keep their defaults; ``gate.margin`` is an option of the
-        option ``gate``, and ``source`` is the file's text of a spec.
+        ``name``: as in :meth:`get`. ``gate.margin`` is an option of the option ``gate``, ``source`` the text of a file.
         """
         source = options.pop("source", None)
         cls = self.get(name, None if source is None else str(source))
@@ -125,41 +117,30 @@ class Registry:
             if nested is not None and own:
                 chosen = options.get(field.name, field.default)
                 if not isinstance(chosen, str) or chosen.lower() == "none":
-                    raise UsageError(
-                        f"option {own[0]!r} is given, but no {nested.kind}'s name beside it. Name one as"
-                        f" option {field.name!r} (available: {', '.join(nested.available())})."
-                    )
+                    fix = f"Name one as option {field.name!r} (available: {', '.join(nested.available())})"
+                    raise UsageError(f"option {own[0]!r} is given, but no {nested.kind}'s name beside it. {fix}.")
                 options[field.name] = nested.create(chosen, **{key[len(prefix) :]: options.pop(key) for key in own})
         for unknown in (key for key in options if key not in cls.option_names()):
             owners = [other for other in self.in_tree() if unknown in self.get(other).option_names()]
             if owners:
-                raise UsageError(
-                    f"option {unknown!r} belongs to {self.kind} {' and '.join(owners)}, not to {name!r}. Leave it"
-                    f" out, or choose {owners[0]!r}."
-                )
+                home = f"{self.kind} {' and '.join(owners)}, not to {name!r}"
+                raise UsageError(f"option {unknown!r} belongs to {home}. Leave it out, or choose {owners[0]!r}.")
         cls.check_option_names(options)
         self.check_complete(cls, name, options)
         return cls(**options)
 
     def check_complete(self, cls: type, name: str, options: Iterable[str] = ()) -> None:
-        """Raises ``UsageError`` for a user's class, given as ``name`` with ``options``, that cannot be made.
-
-        So are an abstract class, one that declares options and is no dataclass, and an option without any value.
-        """
+        """Raises ``UsageError`` for a user's class, given as ``name`` with ``options``, that cannot be made."""
         label, written = f"{self.kind} {name!r}: {cls.__qualname__}", "@dataclass(frozen=True, kw_only=True)"
         missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
         if missing:
-            raise UsageError(
-                f"{label} does not define {missing}, which {self._base_name} leaves to it. Write it; `ngrpo new`"
-                " writes a file with every method."
-            )
+            fix = "Write it; `ngrpo new` writes a file with every method"
+            raise UsageError(f"{label} does not define {missing}, which {self._base_name} leaves to it. {fix}.")
         own = vars(cls)
         declared = [hint for hint in own.get("__annotations__", {}).values() if "ClassVar" not in str(hint)]
         if "__dataclass_fields__" not in own and ("__init__" in own or declared):
-            raise UsageError(
-                f"{label} is not a dataclass, so its options are not seen. Write {written} above the class, and each"
-                ' option as a field: share: float = option(0.5, "help").'
-            )
+            fix = f'Write {written} above the class, and each option as a field: share: float = option(0.5, "help")'
+            raise UsageError(f"{label} is not a dataclass, so its options are not seen. {fix}.")
         for field in dataclasses.fields(cls):
             has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
             if field.init and not has_default and field.name not in options:
@@ -206,20 +187,16 @@ class Registry:
             others = [k for k, v in classes.items() if v.__module__ == module.__name__]
             seen = f" It defines {', '.join(others)}." if others else " It defines no class."
             raise UsageError(f"{label}: {file} holds no {self.kind}.{seen} Derive one from {self._base_name}.")
-        raise UsageError(
-            f"{label}: {file} has no {self.kind} {attribute!r}.{nearest(attribute, own)} It holds: {', '.join(own)}."
-        )
+        hint = f"{nearest(attribute, own)} It holds: {', '.join(own)}"
+        raise UsageError(f"{label}: {file} has no {self.kind} {attribute!r}.{hint}.")
 
     def _from_module(self, name: str, target: str) -> type:
         try:
             cls = pkgutil.resolve_name(target)
         except Exception as error:  # a stranger's module may raise anything
-            raise UsageError(
-                f"{self.kind} {name!r}: cannot load {target!r} ({error}). Install its package, put its folder on"
-                " PYTHONPATH, or name its file: ./file.py:Name."
-            ) from error
-        base = self.base_class()
-        if not (isinstance(cls, type) and issubclass(cls, base)):
+            fix = "Install its package, put its folder on PYTHONPATH, or name its file: ./file.py:Name"
+            raise UsageError(f"{self.kind} {name!r}: cannot load {target!r} ({error}). {fix}.") from error
+        if not (isinstance(cls, type) and issubclass(cls, self.base_class())):
             raise UsageError(f"{self.kind} {name!r}: {target!r} is not a subclass of {self._base_name}.")
         return _named(cls, name)
 
@@ -264,14 +241,13 @@ _METHODS = {
     "soft_grpo": ("dirichlet", "gumbel", "normal"),
     "token_draws": ("cuts", "multiplex", "none"),
 }
+_GATES = {"further": ("bursts", "first", "top_margin")}
+_BUFFERS = "perturbations.replay.buffers"
 perturbations = Registry(
     "perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations", _METHODS
 )
-_GATES = {"further": ("bursts", "first", "top_margin")}
 gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates", _GATES)
-buffers = Registry(
-    "replay buffer", "perturbations:ReplayBuffer", "perturbations.replay.buffers", "ngrpo.replay_buffers"
-)
+buffers = Registry("replay buffer", "perturbations:ReplayBuffer", _BUFFERS, "ngrpo.replay_buffers")
 
 available, get, address = perturbations.available, perturbations.get, perturbations.address
 register, create = perturbations.register, perturbations.create

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of logits in blocks of 64: log Σ exp, entropy and the k largest of a row without further passes over memory.
-
-The draw of the token leaves two numbers for each block. The k largest are within the k blocks of largest maxima.
-"""
-
-from __future__ import annotations
+"""Rows of logits in blocks of 64: log Σ exp, entropy and the k largest of a row without further passes over memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,9 +68,9 @@ def entropy(logits: Tensor, known: Tensor | None = None) -> Tensor:
 def largest(logits: Tensor, k: int, maxima: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The k largest of each row (B, V) float32, largest first: values (B, k) float32 and ids (B, k) int64.
 
-    Of equal logits the lower id comes first, in any batch. On a CPU the order is that of ``torch.topk``, and the lowest
-    id for k = 1. ``maxima``: :attr:`Summary.maxima`, where they are known.
+    Of equal logits the lower id comes first; on a CPU for k = 1 only. ``maxima``: :attr:`Summary.maxima`, if known.
     """
+    # They are within the k blocks of largest maxima.
     maxima = blocks(logits).amax(dim=-1) if maxima is None else maxima
     if logits.device.type != "cpu":
         return _by_blocks(logits, k, maxima)

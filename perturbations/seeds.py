@@ -3,8 +3,6 @@
 the response. The draws made from it: `streams.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence

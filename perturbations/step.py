@@ -24,18 +24,15 @@ class Step:
 
     Attributes:
         logits: z̃ = z / temperature, before any top-k, top-p or min-p.
-        sampled: the tokens that the request's sampling chose.
+        sampled: the tokens that the request's sampling chose, among ``drawable``.
         temperature: the sampling temperature; 1 for a greedy request.
-        seeds: trajectory seeds.
-        positions: the tokens' positions in their trajectories.
+        seeds, positions: of the trajectories, and the tokens' positions in them.
         embeddings: the model's embeddings and neighbor indices.
-        drawable: the logits, -inf where the request excludes a token; None where it excludes none. ``sampled`` was
-            drawn from these.
+        drawable: the logits, -inf where the request excludes a token; None where it excludes none.
         keys: the streams' keys at these positions that were computed before.
-        summary: of ``logits``, from the draw of the tokens; saves :meth:`top`, :meth:`log_total` and :meth:`entropy`
-            reading all logits.
-        hidden: the last hidden states, in the model's dtype; None without ``reads_hidden``.
-        module: the perturbation's learned parameters; None without ``reads_hidden``.
+        summary: of ``logits``, which spares further passes over them.
+        hidden, module: the last hidden states, in the model's dtype, and the perturbation's learned parameters; None
+            without ``reads_hidden``.
     """
 
     logits: Float[Tensor, "rows vocabulary"]
@@ -70,8 +67,7 @@ class Step:
     def uniform(self, n: int | Tensor) -> Tensor:
         """(B, n) uniform draws in (0, 1), the same wherever and whenever the position is computed.
 
-        ``n``: draws per position; or token ids (B, n), to which draws on ranked candidates must be tied: near-equal
-        logits swap ranks.
+        ``n``: draws per position; or token ids (B, n), since near-equal logits swap ranks.
         """
         return streams.uniform(self.keys_of(self.stream), n)
 
@@ -95,7 +91,7 @@ class Step:
     def draws(self, n: int, distinct: bool = False) -> Tensor:
         """(B, n) further tokens, each drawn as ``sampled`` was, among those that the request allows.
 
-        With ``distinct`` without replacement, also of ``sampled``, which is repeated where no other token is left.
+        ``distinct``: without replacement, also of ``sampled``, which is repeated where no other token is left.
         """
         # First a block of tokens by its total, then a token within it: a hash for each of the vocabulary would cost
         # more than all the rest of a step.
@@ -154,10 +150,7 @@ class GateStep(Step):
 class Positions:
     """N positions of any trajectories, on the host, before there are logits: (N,) int64 each.
 
-    Attributes:
-        seeds: of the trajectories.
-        first: first generated positions of the trajectories (the prompts' lengths).
-        positions: none below ``first``.
+    ``seeds``: of the trajectories. ``first``: their first generated positions. ``positions``: none below ``first``.
     """
 
     seeds: np.ndarray

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counter-based random streams: each draw is a pure function of (trajectory seed, position, stream, index).
 
-The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), exact on every device; only
-log, cos and exp may differ, in the last bits of a float.
+The mixing function is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), exact on every device.
 """
-
-from __future__ import annotations
 
 import enum
 import math
@@ -69,10 +66,7 @@ def of_streams(mixed: np.ndarray, streams: Sequence[Stream]) -> np.ndarray:
 
 
 def keys(seeds: _Integers, positions: _Integers, stream: Stream) -> _Integers:
-    """One int64 key for each (trajectory, position) of a stream.
-
-    ``seeds`` have any shape, but a numpy array at least one dimension; ``positions`` count the prompt, and broadcast.
-    """
+    """One int64 key for each (trajectory, position) of a stream; ``positions`` count the prompt, and broadcast."""
     return of_stream(of_positions(seeds, positions), stream)
 
 
@@ -92,10 +86,7 @@ def _bits(keys_: Tensor, n: int | Tensor) -> Tensor:
 
 
 def uniform(keys_: Tensor, n: int | Tensor) -> Tensor:
-    """Uniform draws in the open interval (0, 1), on a grid of 2^-24: (…, n) float32 for keys (…,).
-
-    ``n``: draws per key; or which of a key's draws, (…, n) int64 of at least 0, for example token ids.
-    """
+    """Uniform draws in (0, 1), on a grid of 2^-24, (…, n) float32 for keys (…,); ``n``: how many, or which, (…, n)."""
     return _shift_right(_bits(keys_, n), 41).float() * 2.0**-23 + 2.0**-24
 
 
@@ -119,10 +110,8 @@ def gumbel(keys_: Tensor, n: int | Tensor) -> Tensor:
 
 
 def exponential(keys_: Tensor, n: int | Tensor) -> Tensor:
-    """Exponential(1) draws as :func:`uniform`, finite and above 0; all keys may share counters, (n,).
-
-    Small draws are resolved to 2^-40: the smallest decides a race of 10^5 tokens.
-    """
+    """Exponential(1) draws as :func:`uniform`, finite and above 0; all keys may share counters, (n,)."""
+    # Small draws are resolved to 2^-40: the smallest decides a race of 10^5 tokens.
     share = (_shift_right(_bits(keys_, n), 24).float() + 0.5) * 2.0**-40
     return -torch.log1p(-share.clamp_max(1.0 - 2.0**-24))
 
@@ -133,10 +122,11 @@ _GAMMA_ROUNDS = 7
 def log_gamma(keys_: Tensor, ids: Tensor, shape: Tensor) -> Tensor:
     """Logarithms of Gamma(shape, 1) draws, by Marsaglia and Tsang (ACM TOMS 26, 2000) with their boost below 1.
 
-    ``ids``: which of a key's draws, as :func:`uniform`; ``shape`` > 0: (…, n) float32, as the result. Seven rounds, as
-    nothing may wait for the device: a round accepts with probability at least 0.95, and the one draw in 10^9 that no
-    round accepts is the mode. One of 80 draws of shape 0.05 is below float32's smallest number, hence logarithms.
+    ``ids``: which of a key's draws, as :func:`uniform`; ``shape`` > 0: (…, n) float32, as the result.
     """
+    # Seven rounds, as nothing may wait for the device: a round accepts with probability at least 0.95, and the one draw
+    # in 10^9 that no round accepts is the mode. One of 80 draws of shape 0.05 is below float32's smallest number, hence
+    # logarithms.
     rounds = torch.arange(_GAMMA_ROUNDS, device=ids.device)
     counters = ids.unsqueeze(-1) * (2 * _GAMMA_ROUNDS + 1)
     flat = (*ids.shape[:-1], -1)

@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The likeliest tokens: what most perturbations mix."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from perturbations.base import Perturbation
-from perturbations.errors import UsageError
-from perturbations.options import option
+from perturbations import Perturbation, Step, UsageError, option
 from perturbations.replay.packing import MOST_CANDIDATES
-from perturbations.step import Step
 
 
 def truncated(step: Step, k: int, top_p: float, top_p_of: str = "top_k") -> tuple[Tensor, Tensor]:
-    """The k most likely tokens after top-p, with their probabilities renormalised.
+    """The k most likely tokens after top-p, and probabilities that sum to 1: (B, k) each, most likely first.
 
-    ``top_p_of``: the share is of the ``top_k``'s probability, or of the ``vocabulary``'s.
-
-    Returns:
-        ids (B, k), most likely first, and probabilities (B, k) that sum to 1. The first id, with probability 0,
-        replaces a token cut by top-p.
+    ``top_p_of``: the share is of the ``top_k``'s probability, or of the ``vocabulary``'s. The first id, with
+    probability 0, replaces a token cut by top-p.
     """
     values, ids = step.top(k)
     if top_p_of == "top_k":
@@ -53,9 +45,8 @@ def check_top_k(k: int, vocabulary: int, low: int = 1) -> None:
     """Raises ``UsageError`` where option ``k`` exceeds the vocabulary or a record's candidates, the token included."""
     most = min(vocabulary, MOST_CANDIDATES - 1)
     if k > most:
-        why = "the model's vocabulary"
-        if most < vocabulary:
-            why = f"since a record holds at most {MOST_CANDIDATES} candidates of a position. Mix fewer tokens"
+        limit = f"since a record holds at most {MOST_CANDIDATES} candidates of a position. Mix fewer tokens"
+        why = limit if most < vocabulary else "the model's vocabulary"
         raise UsageError(f"perturbation option k={k}: must be in [{low}, {most}], {why}.")
 
 

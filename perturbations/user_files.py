@@ -4,8 +4,6 @@
 The spec carries its text, and every process makes a module of it, with the text's hash in the name: one class in all.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import binascii
@@ -73,8 +71,7 @@ def origin(module: str) -> UserFile | None:
 def from_file(path: str, label: str) -> ModuleType:
     """The module of a file, by its path (``~`` allowed); the same text is the same module.
 
-    ``label``: begins messages, such as ``perturbation './damp.py'``. ``UsageError`` where there is no such file, or
-    it does not run, with the line of the user's file.
+    ``UsageError``, which begins with ``label``, where there is no such file, or it does not run.
     """
     file = Path(path).expanduser()
     if not file.is_file():
@@ -86,8 +83,8 @@ def from_file(path: str, label: str) -> ModuleType:
             beside = f": there is no folder {str(folder)!r} either."
         elif not file.is_dir():
             there = sorted(path.name for path in folder.glob("*.py"))
-            listing = ", ".join(there[:8]) + (", …" if len(there) > 8 else "")
-            beside = f".{nearest(file.name, there)} Python files in {str(folder.resolve())!r}: {listing or 'none'}."
+            listing = ", ".join(there[:8] + ["…"] * (len(there) > 8)) or "none"
+            beside = f".{nearest(file.name, there)} Python files in {str(folder.resolve())!r}: {listing}."
         raise UsageError(f"{label}: there is no file {path!r}{beside}")
     text = _decode(file, label)
     _refuse_siblings(text, file, label)
@@ -178,10 +175,9 @@ def _decode(file: Path, label: str) -> str:
 def _packed(filename: str, text: str, label: str) -> UserFile:
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     if len(packed) > _LONGEST:
-        raise UsageError(
-            f"{label}: {filename} is too long for a spec ({len(packed):,} bytes compressed, at most {_LONGEST:,}): make"
-            " it a package, installed on every node, and name it package.module:Name."
-        )
+        size = f"{len(packed):,} bytes compressed, at most {_LONGEST:,}"
+        fix = "make it a package, installed on every node, and name it package.module:Name"
+        raise UsageError(f"{label}: {filename} is too long for a spec ({size}): {fix}.")
     return UserFile(filename, text, packed)
 
 
@@ -189,10 +185,8 @@ def _unpack(packed: str, label: str) -> str:
     try:
         return zlib.decompress(base64.b64decode(packed, validate=True)).decode()
     except (binascii.Error, zlib.error, UnicodeDecodeError, TypeError, ValueError):
-        raise UsageError(
-            f"{label}: its 'source' is not the text of a file as spec() packs it. Leave 'source' out where there is the"
-            " file, or take the whole spec from spec()."
-        ) from None
+        fix = "Leave 'source' out where there is the file, or take the whole spec from spec()"
+        raise UsageError(f"{label}: its 'source' is not the text of a file as spec() packs it. {fix}.") from None
 
 
 def _hash(text: str) -> str:

@@ -28,7 +28,7 @@ CLAIMS = {
 
 
 _ROOT = Path(__file__).resolve().parents[1]
-LONGEST = ("test_diagnose", "test_neighbors_real", "test_exactness", "test_eval", "test_models", "test_v2")
+LONGEST = ("test_diagnose", "test_exactness", "test_eval", "test_models", "test_v2")
 _WHOLLY_SLOW = re.compile(r"^pytestmark = .*slow|^pytestmark = \[\n    pytest.mark.slow", re.MULTILINE)
 
 

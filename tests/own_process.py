@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a module of the tests in a process of its own: for what would change this one."""
+"""Runs a module of the tests in a process of its own, for what would change this one; or in two at once, as ranks."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -45,3 +46,32 @@ def result_of(module: str, *arguments: str, timeout: float = 300.0) -> Any:
     """The JSON on the line of the result."""
     printed = run_module(module, *arguments, timeout=timeout)
     return json.loads(next(line for line in printed.splitlines() if line.startswith(RESULT)).removeprefix(RESULT))
+
+
+def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0, ranks: int = 2) -> list[str]:
+    """What each rank of ``python -m module RANK PORT *arguments`` printed; all must succeed.
+
+    A rank that makes fewer collective calls than the other hangs until ``timeout``, or aborts.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), port, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=timeout)[0] for rank in processes]
+    finally:
+        for rank in processes:
+            rank.kill()
+    assert [rank.returncode for rank in processes] == [0] * ranks, "".join(output[-3000:] for output in outputs)
+    return outputs

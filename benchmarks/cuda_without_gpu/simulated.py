@@ -126,7 +126,7 @@ class _Engine:
             override,
             self.device,
             module,
-            SamplingMaskStore(plan.vocabulary, self.store.slots, self.store.length) if plan.masked else None,
+            SamplingMaskStore(plan.vocabulary, self.store.slots) if plan.masked else None,
         )
         self.requests = RunningRequests(perturbation, self.store, self.perturber, registry.buffers.create("memory"))
         perturbation.prepare(embeddings)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models.shrink import FIRST_PLACEHOLDER
-from tests.stack.scheduling import scheduler_of
 
 PERTURBATIONS: dict[str, dict[str, Any]] = {
     "neighbor": {"variant": "released", "rate": 0.5},
@@ -92,7 +91,8 @@ def _class_of(llm: Any) -> str:
 
 def _disturbed(llm: Any, under: str) -> dict[str, int]:
     """Has the scheduler preempt, or counts what its prefix cache gives; the counts grow as the engine runs."""
-    scheduler, counts = scheduler_of(llm), {"preempted": 0} if under == "preemption" else {"cached_tokens": 0}
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    counts = {"preempted": 0} if under == "preemption" else {"cached_tokens": 0}
     schedule, computed, steps = scheduler.schedule, scheduler.kv_cache_manager.get_computed_blocks, [0]
 
     def preempting(*args: Any, **kwargs: Any) -> Any:

@@ -35,18 +35,6 @@ OUTSIDE = {
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The pages of the methods join the navigation, a section for each kind."""
-    sections = []
-    for kept in FLAGS:
-        pages = [{name: f"methods/{method_pages.address(kept, name)}.md"} for name in kept.in_tree()]
-        sections.append({f"{kept.kind.capitalize()}s": pages})
-    for section in config.nav or []:
-        if "Methods" in section:
-            section["Methods"] += sections
-    return config
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages that no file holds."""
     made = method_pages.pages()

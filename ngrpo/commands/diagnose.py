@@ -100,11 +100,8 @@ def state(argv: Sequence[str], path: Path) -> Literal["finished", "unfinished", 
     problems, dataset = problems_of(args, args.prompts, lambda line: None)
     settings = settings_of(args.model, dataset, problems, sampling, args.dtype)
     drawn = {s.id: (s.spec, policy_of(s, args.at_step, args.of_steps).described()) for s in strategies}
-    folder = DiagnosisFolder(path)
-    if folder.belongs_to_another(settings, drawn):
-        return "other"
     map_settings = map_settings_of(strategies, args.tokens) if args.embedding_map else None
-    return "finished" if folder.is_complete([*drawn], map_settings) else "unfinished"
+    return DiagnosisFolder(path).state(settings, drawn, map_settings)
 
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:

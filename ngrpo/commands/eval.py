@@ -64,7 +64,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
             from ngrpo.config.model_check import check_model
             from ngrpo.machine.models import packaged
 
-            sampling, policy = _drawing(args, asked)
+            sampling, policy = _drawing(args, asked, report)
             for note in policy.notes:
                 report(f"warning: {note}")
             packaged.check_available(args.model)  # before problems are asked for, which may come from the hub as well
@@ -89,10 +89,10 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def check(argv: Sequence[str]) -> None:
+def check(argv: Sequence[str], report: Callable[[str], None] = lambda line: None) -> None:
     """Reads words and problems as :func:`run` would; raises ``UsageError`` for bad input."""
     args, asked, _ = _read(argv)
-    _drawing(args, asked)
+    _drawing(args, asked, report)
     problems_of(args, args.limit, lambda line: None)
 
 
@@ -123,7 +123,9 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str,
     return args, asked, engine_options
 
 
-def _drawing(args: argparse.Namespace, asked: RunConfig) -> tuple[Sampling, RolloutPolicy]:
+def _drawing(
+    args: argparse.Namespace, asked: RunConfig, report: Callable[[str], None]
+) -> tuple[Sampling, RolloutPolicy]:
     """The checked settings of the draws, with the model's name."""
     from ngrpo.workbench.evaluate.engine import Sampling
     from ngrpo.workbench.evaluate.evaluation import checked_ks
@@ -133,6 +135,8 @@ def _drawing(args: argparse.Namespace, asked: RunConfig) -> tuple[Sampling, Roll
     checked_ks(args.k, args.n)
     policy = RolloutPolicy.of(asked, args.at_step, args.of_steps)
     policy.check_temperature(args.temperature)
+    if args.temperature == 0 and args.n > 1 and asked.spec is None and policy.schedule is None:
+        report(f"warning: at temperature 0 the {args.n} samples of a problem are one response; --n 1 is enough")
     return Sampling(args.temperature, args.top_p, args.max_tokens, args.seed), policy
 
 

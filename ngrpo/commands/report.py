@@ -48,7 +48,7 @@ def run(argv: list[str], report: Callable[[str], None]) -> int:
 
         if args.out:
             raise UsageError("--out is for the page of one result; files of samples give a table on the screen.")
-        print("\n".join(sample_comparison.lines(args.results, **of_samples)))
+        print("\n".join(sample_comparison.lines(args.results, report=report, **of_samples)))
         return 0
     if of_samples:
         raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {args.results[0]} is none.")

@@ -74,7 +74,7 @@ the run
                             and start nothing; 2x8x80: on two nodes with eight
                             GPUs of 80 GB [the machine or cluster at hand]
   --print verl              print the run as overrides of verl's main_ppo, and
-                            start nothing (docs/verl.md)
+                            start nothing (docs/integrations.md)
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
   --run-dir DIR             model, checkpoints, TensorBoard log, summary.json
                             [runs/<time>-<perturbation>]

@@ -128,16 +128,19 @@ def parse_arms(
     for key in axes:
         arms = arms if key.startswith(_PREFIX) else _crossed(arms, "training", key, axes[key])
     counts: Counter[str] = Counter()
-    result = []
+    result: list[Arm] = []
     for arm in _crossed(arms, "training", "base", bases) if bases else arms:
         made, notes = _KIND.checked(arm.name, arm.options)
         name = " ".join([arm.name, *_pairs(arm.options), *_pairs(arm.training)])
         counts[name] += 1
+        spec = made.spec() if made.active else None
+        if same := next((other.id for other in result if (other.spec, other.training) == (spec, arm.training)), None):
+            notes = (*notes, f"the same strategy as {same!r}; each counts as one, for Holm's correction too")
         result.append(
             replace(
                 arm,
                 id=name if counts[name] == 1 else f"{name} ({counts[name]})",
-                spec=made.spec() if made.active else None,
+                spec=spec,
                 paper=made.paper,
                 notes=notes,
             )

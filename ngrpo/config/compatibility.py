@@ -199,7 +199,11 @@ TRAINING = (
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
 )
 
+CPU_MODEL = (
+    Row(given.HEAD_SIZE, given.hardware("cpu"), "vLLM's CPU attention has no kernel for the size", "use another model"),
+)
 HARDWARE = (
+    *CPU_MODEL,
     *rows(
         given.hardware("cpu"),
         (flag("--vllm.sync_backend", only="nccl"), "NCCL needs CUDA", "leave it out; gloo is set"),

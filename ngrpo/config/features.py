@@ -11,6 +11,7 @@ from typing import Any
 
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages.base import VerifiedAdvantage
@@ -22,6 +23,7 @@ BOUNDS = "--algo.advantage.is_correction_threshold"
 ESTIMATOR = "--algo.advantage.estimator"
 KL = "--algo.kl.init_coef"
 LOSS = "--actor.policy_loss_type"
+MODEL = "--actor.model_name_or_path"
 SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
 
 
@@ -265,6 +267,12 @@ def _mixture_in_step(asked: Combination) -> str:
     return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and moe else ""
 
 
+def _head_size(asked: Combination) -> str:
+    model = asked.flags.value(MODEL) or ""
+    unfit = architecture.unfit_for_cpu(model)
+    return unfit and f"the model {model!r} with attention heads of size {unfit}"
+
+
 def _critic(asked: Combination) -> str:
     enabled, gae = verl("critic.enable"), verl("algorithm.adv_estimator", lambda name: name == "gae")
     default = verl("critic.enable", lambda value: value is None)
@@ -340,6 +348,7 @@ WITHOUT_FLASH_ATTN = when(
     "an environment without flash-attn", lambda asked: asked.hardware == "cuda" and "flash-attn" in asked.missing
 )
 
+HEAD_SIZE = Feature("a model with attention heads of size 16, for example", _head_size)
 IN_ENGINE = part("perturbation")
 MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
 IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)

@@ -215,8 +215,7 @@ class RunConfig:
             "correction_warmup": self.sampling.correction_warmup is not None,
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
-            "group_baseline": self.preset is not None
-            or Flags(self.openrlhf).value("--algo.advantage.estimator") in GROUP_BASELINES,
+            "estimator": self.preset is not None or Flags(self.openrlhf).has("--algo.advantage.estimator"),
             "report_groups": self.report_groups > 0,
             "engine_limits": bool(self.engine_limits),
         }

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The vLLM side: perturbed rollouts and the pick-up of their records. Names are loaded on first use."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ngrpo.machine.upstream.patch import around
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.settings import read
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
+from perturbations import FinishedTrajectory
 from perturbations.errors import require
-from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,34 +40,26 @@ _LENGTHS_KEPT = 1 << 20
 
 @dataclass(frozen=True)
 class Note:
-    """A step's draws, whose tensors are still being copied from a CUDA device.
-
-    Row ``rows[i]`` (i where that is None) drew the token at ``slots[i]``, ``positions[i]``; ``edited``: slots and
-    positions of the edits.
-    """
+    """A step's draws, whose tensors are still being copied from a CUDA device."""
 
     ready: torch.cuda.Event | None
     slots: np.ndarray
     positions: np.ndarray
-    rows: np.ndarray | None
+    rows: np.ndarray | None  # that drew the tokens; None for all
     log_probs: Tensor
     support: SamplingSupport | None
-    edited: tuple[np.ndarray, np.ndarray]
+    edited: tuple[np.ndarray, np.ndarray]  # slots and positions of the edits
     edits: dict[str, Tensor]
 
 
 class Notes:
-    """A queue of notes in the order of their steps: ``taken`` so far, of which ``written`` are whole in the stores.
+    """A queue of notes in the order of their steps: ``taken`` so far, of which ``written`` are whole in the stores."""
 
-    Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is asked for only then,
-    since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
-    """
+    # Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is asked for only then,
+    # since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
 
     def __init__(
-        self,
-        store: TrajectoryStore,
-        masks: SamplingMaskStore | None,
-        event: Callable[[], torch.cuda.Event | None],
+        self, store: TrajectoryStore, masks: SamplingMaskStore | None, event: Callable[[], torch.cuda.Event | None]
     ) -> None:
         """store: of tokens and edits; event: tells when all copies made so far have arrived, None where they have."""
         self._store, self._masks, self._event = store, masks, event
@@ -132,31 +124,23 @@ def _arrived(note: Note, wait: bool) -> bool:
 # --- answers that end before what was computed does ----------------------------------------------------------------
 
 
-def with_lengths(original: Callable[..., None]) -> Callable[..., None]:
-    """``LLMEngine`` and ``AsyncLLM``, whose front end keeps the lengths of its responses where the engine perturbs."""
-
-    @functools.wraps(original)
-    def __init__(self: LLMEngine | AsyncLLM, *args: object, **kwargs: object) -> None:
-        original(self, *args, **kwargs)
-        if read(self.vllm_config.additional_config) is not None:
-            vars(self.output_processor)[LENGTHS] = {}
-
-    return __init__
+@around
+def with_lengths(original: Callable[..., None], self: LLMEngine | AsyncLLM, *args: object, **kwargs: object) -> None:
+    """An engine's ``__init__``: where it perturbs, its front end keeps the lengths of its responses."""
+    original(self, *args, **kwargs)
+    if read(self.vllm_config.additional_config) is not None:
+        vars(self.output_processor)[LENGTHS] = {}
 
 
-def keep_length(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def keep_length(original: Callable[..., None], self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
     """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens a response has, until it is taken."""
-
-    @functools.wraps(original)
-    def finish_request(self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
-        original(self, req_state, *args, **kwargs)
-        lengths = vars(self).get(LENGTHS)
-        if lengths is not None and req_state.detokenizer is not None:
-            lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
-            if len(lengths) > _LENGTHS_KEPT:
-                del lengths[next(iter(lengths))]
-
-    return finish_request
+    original(self, req_state, *args, **kwargs)
+    lengths = vars(self).get(LENGTHS)
+    if lengths is not None and req_state.detokenizer is not None:
+        lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
+        if len(lengths) > _LENGTHS_KEPT:
+            del lengths[next(iter(lengths))]
 
 
 def taken_length(front: Any, name: str) -> int | None:

@@ -7,8 +7,8 @@ The embedding's override is there before anything is compiled. Requests, inputs 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +24,10 @@ from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations.base import Perturbation
+from perturbations import Perturbation, ReplayBuffer, UsageError
 from perturbations.embeddings import ModelEmbeddings
-from perturbations.errors import UsageError
 from perturbations.gates.default import BoundGate
 from perturbations.neighbors.base import Shard, over_ranks
-from perturbations.replay.buffers import ReplayBuffer
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -44,8 +42,7 @@ _VOCABULARY_PADDING = 64
 class AttachedPerturbation:
     """The perturbation of one worker: what its remote procedures talk to."""
 
-    asleep = False
-    """While the engine sleeps, the addresses of its weights lead nowhere, and reading them ends the process."""
+    asleep = False  # while the engine sleeps, the addresses of its weights lead nowhere: reading them ends the process
     _hooks: Sequence[RemovableHandle] = ()
 
     def __init__(self, runner: Any, perturbation: Perturbation, buffer: ReplayBuffer) -> None:
@@ -59,12 +56,10 @@ class AttachedPerturbation:
         embedding: Any = find_input_embedding(model)
         # The matrix's own dtype: a row must be what the model would have looked up.
         rows, dtype = runner.max_num_tokens, embedding.weight.dtype
-        self._override = InputOverride(
-            embedding, rows, embedding.embedding_dim, dtype, runner.device, VocabParallelEmbedding
-        )
         self._hidden = embedding.embedding_dim
+        self._override = InputOverride(embedding, rows, self._hidden, dtype, runner.device, VocabParallelEmbedding)
+        # Whether a table beside the input embedding follows the token in the text, whatever is fed in its place.
         self.reads_tokens = reads_tokens_elsewhere(tables_of_text(model), embedding)
-        """Whether a table beside the input embedding follows the token in the text, whatever is fed in its place."""
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
         self.embeddings = _embeddings(model, embedding, self._override, self._vocabulary, self._tokenizer)
@@ -76,8 +71,7 @@ class AttachedPerturbation:
         # An encoder of pictures or sound runs between the layout of a step and its forward.
         encoders = (runner, "_execute_mm_encoder"), (getattr(runner, "model_state", None), "execute_mm_encoder")
         for owner, name in encoders:
-            if hasattr(owner, name):
-                # contextmanager's object is a decorator that makes a new one for each call.
+            if hasattr(owner, name):  # contextmanager's object is a decorator that makes a new one for each call
                 setattr(owner, name, self._override.suspended()(getattr(owner, name)))
         new_weights.follow(runner, self)
 
@@ -86,25 +80,26 @@ class AttachedPerturbation:
         runner, tokenizer = self._runner, self._tokenizer
         running = self.requests.running if hasattr(self, "requests") else 0
         if running:
-            raise UsageError(
-                f"the perturbation cannot be replaced while {running} requests are running: wait for them."
-            )
+            raise UsageError(f"the perturbation cannot be replaced while {running} requests run: wait for them.")
         self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
         embedding = self._vocabulary, self._hidden
         store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, embedding, perturbation.has_parameters)
-        gate = BoundGate(perturbation, tokenizer.token_bytes, self._vocabulary, store.slots, runner.device)
-        self.module = _module(perturbation, self._hidden, runner)
+        gate = BoundGate(perturbation, lambda: tokenizer.token_bytes, self._vocabulary, store.slots, runner.device)
+        self.module, model = perturbation.module(self._hidden), runner.model_config
+        if self.module is not None:  # with the parameters saved beside the model
+            # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
+            self.module.to(device=runner.device, dtype=model.dtype).requires_grad_(False)
+            load_saved(self.module, perturbation, model.model, model.revision)
         for hook in self._hooks:
             hook.remove()
         # No perturbation pays for the hidden states but one that reads them.
         reads = perturbation.reads_hidden
         self._hooks = _follow_output_layer(runner.get_model(), lambda h: self.perturber.computed(h)) if reads else ()
         self.perturbation = perturbation
-        config = runner.vllm_config.additional_config
-        masks = None
+        config, masks = runner.vllm_config.additional_config, None
         if config.get(SAMPLING_MASKS):
-            masks = SamplingMaskStore(self._vocabulary, store.slots, runner.max_model_len, read_mask_limit(config))
+            masks = SamplingMaskStore(self._vocabulary, store.slots, read_mask_limit(config))
         self.perturber = RolloutPerturber(
             perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks, self.schedule
         )
@@ -142,27 +137,17 @@ class AttachedPerturbation:
 
     def _check_awake(self, what: str) -> None:
         if self.asleep:
-            raise UsageError(
-                f"{what} while the engine sleeps and its weights are not in memory. Wake it first, at least with"
-                " wake_up(tags=['weights'])."
-            )
+            fix = "Wake it first, at least with wake_up(tags=['weights'])"
+            raise UsageError(f"{what} while the engine sleeps and its weights are not in memory. {fix}.")
+
+    def wake(self, tags: list[str] | None) -> None:
+        """An engine may wake in parts; without tags all of it does."""
+        self.asleep = self.asleep and tags is not None and "weights" not in tags
 
     def weights_changed(self) -> None:
         """All new weights are in place."""
         self.embeddings.refresh()
         self.prepare()
-
-
-def _module(perturbation: Perturbation, hidden: int, runner: Any) -> nn.Module | None:
-    """The perturbation's module with the parameters saved beside the model, on the runner's device."""
-    module = perturbation.module(hidden)
-    if module is None:
-        return None
-    config = runner.model_config
-    # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
-    module.to(device=runner.device, dtype=config.dtype).requires_grad_(False)
-    load_saved(module, perturbation, config.model, config.revision)
-    return module
 
 
 def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabParallelEmbedding | None:
@@ -178,11 +163,7 @@ def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabPa
 
 
 def _embeddings(
-    model: nn.Module,
-    embedding: VocabParallelEmbedding,
-    override: InputOverride,
-    vocabulary: int,
-    tokenizer: _LazyTokenizer,
+    model: nn.Module, embedding: VocabParallelEmbedding, override: InputOverride, vocabulary: int, texts: _LazyTokenizer
 ) -> ModelEmbeddings:
     def shard(module: Any) -> Shard:
         weight = module.weight.data
@@ -194,13 +175,8 @@ def _embeddings(
         return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
 
     head = _output_head(model, embedding)
-    return ModelEmbeddings(
-        override.lookup,
-        lambda: shard(embedding),
-        None if head is None else (lambda: shard(head)),
-        lambda: tokenizer.special_ids(vocabulary),
-        tokenizer.vocabulary,
-    )
+    matrices = [partial(shard, embedding), None if head is None else partial(shard, head)]
+    return ModelEmbeddings(override.lookup, *matrices, partial(texts.special_ids, vocabulary), texts.vocabulary)
 
 
 class _LazyTokenizer:
@@ -209,7 +185,7 @@ class _LazyTokenizer:
     def __init__(self, model_config: ModelConfig) -> None:
         self._config = model_config
 
-    @functools.cached_property
+    @cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
@@ -217,15 +193,12 @@ class _LazyTokenizer:
         revision, trusted = config.tokenizer_revision, config.trust_remote_code
         return AutoTokenizer.from_pretrained(config.tokenizer, revision=revision, trust_remote_code=trusted)
 
-    @functools.cached_property
-    def _token_bytes(self) -> list[bytes]:
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each token, also of one that is part of a character; the same list each time."""
         from xgrammar import TokenizerInfo  # which vLLM installs; transformers decodes a part of a character to U+FFFD
 
         return TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=len(self._tokenizer)).decoded_vocab
-
-    def token_bytes(self) -> list[bytes]:
-        """The bytes of each token, also of one that is part of a character; the same list each time."""
-        return self._token_bytes
 
     def vocabulary(self) -> list[str]:
         """The decoded text of each token."""
@@ -248,8 +221,6 @@ def _follow_output_layer(model: nn.Module, take: Callable[[Tensor], None]) -> li
 
     found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
     if not found:
-        raise UsageError(
-            f"perturbation: {type(model).__name__} has no LogitsProcessor, so the last hidden states that this"
-            " perturbation reads are not known. Use another model, or a perturbation that reads logits alone."
-        )
+        why = f"{type(model).__name__} has no LogitsProcessor, so the last hidden states are not known"
+        raise UsageError(f"perturbation: {why}. Use another model, or a perturbation that reads logits alone.")
     return [module.register_forward_pre_hook(before, with_kwargs=True) for module in found]

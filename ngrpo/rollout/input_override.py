@@ -36,10 +36,9 @@ class InputOverride:
         device: torch.device,
         bare: type[nn.Module] | None = None,
     ) -> None:
-        """module: the model's input embedding; max_tokens: rows of the largest forward.
+        """module: the model's input embedding; max_tokens: rows of the largest forward; bare: which of the module's
 
-        bare: the class among the module's bases whose forward gives rows of the matrix; its own by default. Gemma's
-        embedding in vLLM's Transformers backend multiplies these.
+        bases gives rows of the matrix, its own class by default. Gemma's in vLLM's Transformers backend scales these.
         """
         base = type(module)
         self._bare = base if bare is None else bare
@@ -113,37 +112,28 @@ def _subclass(base: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:
 def find_input_embedding(model: nn.Module) -> VocabParallelEmbedding:
     """The table of a vLLM model that its text goes through, found by embedding tokens as the model does.
 
-    A model may have others: per layer, which follow the token in the text, or in another modality's tower.
-
-    Raises:
-        UsageError: for no table, several, or a quantised one.
+    A model may have others, per layer or in another modality's tower. ``UsageError`` for no table, several, or a
+    quantised one.
     """
-    from vllm.model_executor.layers.vocab_parallel_embedding import (
-        ParallelLMHead,
-        UnquantizedEmbeddingMethod,
-        VocabParallelEmbedding,
-    )
+    from vllm.model_executor.layers import vocab_parallel_embedding as layers
 
     tables = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        if isinstance(module, layers.VocabParallelEmbedding) and not isinstance(module, layers.ParallelLMHead)
     }
     names, why = list(tables), "and nothing in it says which one the text goes through"
     if len(tables) != 1 or hasattr(model, "embed_input_ids"):
         names, why = _looked_up(model, tables) or (names, why)
     if len(names) != 1:
-        raise UsageError(
-            f"perturbation: {type(model).__name__} has {len(tables)} input embeddings ({', '.join(tables) or 'none'}),"
-            f" {why}; exactly one is needed. Use a causal language model with one table for its text."
-        )
+        found = f"{len(tables)} input embeddings ({', '.join(tables) or 'none'}), {why}; exactly one is needed"
+        fix = "Use a causal language model with one table for its text"
+        raise UsageError(f"perturbation: {type(model).__name__} has {found}. {fix}.")
     name = names[0]
     method = tables[name].quant_method
-    if not isinstance(method, UnquantizedEmbeddingMethod):
-        raise UsageError(
-            f"perturbation: {name} is quantised ({type(method).__name__}), so that the trainer's rows are"
-            " not the engine's. Use a checkpoint whose embedding is not quantised."
-        )
+    if not isinstance(method, layers.UnquantizedEmbeddingMethod):
+        why = f"{name} is quantised ({type(method).__name__}), so that the trainer's rows are not the engine's"
+        raise UsageError(f"perturbation: {why}. Use a checkpoint whose embedding is not quantised.")
     return tables[name]
 
 
@@ -166,9 +156,8 @@ def tables_of_text(model: nn.Module) -> list[nn.Module]:
 def _looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> tuple[list[str], str] | None:
     """Which tables the model's own way of embedding two tokens uses, and what that means; None where it has no way."""
     used: dict[str, None] = {}
-    hooks = [
-        table.register_forward_hook(lambda *_, name=name: used.update({name: None})) for name, table in tables.items()
-    ]
+    note = used.setdefault
+    hooks = [table.register_forward_hook(lambda *_, name=name: note(name)) for name, table in tables.items()]
     try:
         for embed in _ways_to_embed(model):
             with suppress(AttributeError, NotImplementedError, TypeError), torch.inference_mode():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ngrpo.machine.upstream.patch import around
 from perturbations import parameters
 
 if TYPE_CHECKING:
@@ -63,30 +64,19 @@ def always_after(act: Callable[[], None], original: Callable[..., Any]) -> Calla
 def _then(act: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """After a worker's method, its perturbation, if it has one, acts, given the same arguments."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(self: Any, *args: object, **kwargs: object) -> Any:
-            result = original(self, *args, **kwargs)
-            attached = getattr(self, "perturbation", None)
-            if attached is not None:
-                act(attached, *args, **kwargs)
-            return result
+    @around
+    def method(original: Callable[..., Any], self: Any, *args: object, **kwargs: object) -> Any:
+        result = original(self, *args, **kwargs)
+        attached = getattr(self, "perturbation", None)
+        if attached is not None:
+            act(attached, *args, **kwargs)
+        return result
 
-        return method
-
-    return make
-
-
-def _wake(attached: AttachedPerturbation, tags: list[str] | None = None) -> None:
-    """An engine may wake in parts; without tags all of it does."""
-    attached.asleep = attached.asleep and tags is not None and "weights" not in tags
-
-
-def _sleep(attached: AttachedPerturbation, *_: object, **__: object) -> None:
-    attached.asleep = True
+    return method
 
 
 # Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
 after_update = _then(lambda attached: attached.weights_changed())
 # A worker for CPUs has its own of these two, which do nothing.
-after_sleep = _then(_sleep)
-after_wake_up = _then(_wake)
+after_sleep = _then(lambda attached, *_, **__: setattr(attached, "asleep", True))
+after_wake_up = _then(lambda attached, tags=None: attached.wake(tags))

@@ -7,12 +7,9 @@
    The host knows these rows without logits, so nothing waits for the device.
 3. The draws are copied to the host while further steps run (`async_scheduling.py`), then written into the store.
 
-A slot holds a trajectory's state in the store, the gate and the masks, also while the request is preempted. After the
-request's end it stays until its last note is in the store; then the trajectory goes into the replay buffer.
-`requests.py` opens and closes slots.
+A slot, which `requests.py` opens and closes, has a trajectory's state in the store, the gate and the masks, also while
+the request is preempted, and until its last note is in the store.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,14 +24,11 @@ from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_kernels import STREAMS, Gated, Logits, Rows, StepKernels
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
-from perturbations import streams
-from perturbations.base import Perturbation
-from perturbations.edit import InputEdit, realise
+from perturbations import InputEdit, Perturbation, Positions, Step, streams
+from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import require
 from perturbations.gates.default import BoundGate
-from perturbations.replay.trajectory import SamplingMask
-from perturbations.step import Positions, Step
 
 # Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
 REPLAY_CHUNK = 1024
@@ -78,7 +72,7 @@ class RolloutPerturber:
     ) -> None:
         self._perturbation, self._store, self._gate = perturbation, store, gate
         self._embeddings, self._override, self.device = embeddings, override, device
-        self._module, self._masks, self._schedule = module, masks, schedule
+        self._module, self.masks, self._schedule = module, masks, schedule
         self._kernels = StepKernels(perturbation, gate, embeddings, override.lookup, device, module, masks is not None)
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
@@ -183,7 +177,7 @@ class RolloutPerturber:
             self._at_once = max(self._at_once, self._kernels.candidates * len(rows))
         else:
             self._rehearse(scaled, tokens[:1].expand(len(rows)), rows)
-        if self._masks is not None:
+        if self.masks is not None:
             SamplingSupport(scaled, self._download).rehearse()
         if self._schedule is not None:
             self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows, rows, rows + 1))
@@ -218,11 +212,9 @@ class RolloutPerturber:
     def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
         """Draws the next tokens, (B,) int64, and the edits of the gated rows.
 
-        Args:
-            scaled: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
-            temperature: (B,) float32, 1 for greedy rows.
-            drawable: logits after top-k, top-p and min-p, (B, V) float32.
-            greedy: argmax tokens for greedy rows and -1 elsewhere, (B,) int64, or None where no row is greedy.
+        ``scaled``: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
+        ``temperature``: (B,) float32, 1 for greedy rows. ``drawable``: logits after top-k, top-p and min-p, (B, V)
+        float32. ``greedy``: argmax tokens for greedy rows and -1 elsewhere, (B,) int64; None where no row is greedy.
         """
         batch, self._batch = require(self._batch, "the batch of begin()"), None
         hidden, self._hidden = self._hidden, None
@@ -235,7 +227,6 @@ class RolloutPerturber:
         perturbed = [gated, batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], STREAMS)]
         parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, batch.sampled, *perturbed]
         keys, positions, sampled, *of_gated = self._upload_all(parts)
-
         filtered = None if drawable is scaled else drawable
         draw = self._kernels.draw(scaled, keys, filtered)
         if greedy is not None:
@@ -246,9 +237,9 @@ class RolloutPerturber:
             logits = Logits(scaled, temperature, filtered, greedy, hidden)
             tokens, vectors, edits = self._kernels.edit(Gated(*of_gated), rows, draw, logits)
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
-        counted = scaled if self._masks is None else drawable  # the tokens that log π is normalised over
+        counted = scaled if self.masks is None else drawable  # the tokens that log π is normalised over
         log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
-        support = None if self._masks is None else SamplingSupport(drawable, self._download)
+        support = None if self.masks is None else SamplingSupport(drawable, self._download)
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}
         ready = self._event()
@@ -280,23 +271,18 @@ class RolloutPerturber:
         if self._store.slots > len(self._row_of_slot):
             self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
             self._last_position = grown(self._last_position, self._store.slots, -1)
-            self.notes.grow(self._store.slots)
-            if self._masks is not None:
-                self._masks.grow(self._store.slots)
-            self._gate.grow(self._store.slots)
+            for each in (self.notes, self.masks, self._gate):
+                if each is not None:
+                    each.grow(self._store.slots)
         self._last_position[slot] = -1
         self._gate.reset(slot, prompt)
-        if self._masks is not None:
-            self._masks.clear(slot)
+        if self.masks is not None:
+            self.masks.clear(slot)
 
     def closed(self, slot: int) -> None:
         """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""
         if self._edits is not None:
             self._edits.positions[self._edits.slots == slot] = -1
-
-    def sampling_mask(self, slot: int) -> SamplingMask | None:
-        """Which tokens sampling left at the positions of a request, None where that is not recorded."""
-        return None if self._masks is None else self._masks.read(slot)
 
     def _download(self, part: Tensor) -> Tensor:
         return part.to("cpu", non_blocking=True)

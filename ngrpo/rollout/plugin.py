@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's plugin entry point (group ``vllm.general_plugins``), which vLLM loads in each of its processes.
 
-`register` puts the rows `VLLM` of `ngrpo.patches` in place; the functions here that take an ``original`` are some of
-them. They act only in an engine that is built with ``additional_config={"perturbation": {...}}``; but the engines of
-`ngrpo eval` and `ngrpo diagnose` end with the process that started them, and those of `ngrpo train` join its Ray. vLLM
-logs an error in the import of this file and continues, so that little is imported at the top.
+`register` puts the rows `VLLM` of `ngrpo.patches` in place, some of which are here. They act only in an engine with
+``additional_config={"perturbation": {...}}``. Little is imported at the top: vLLM logs an error there and continues.
 """
 
 from __future__ import annotations
@@ -12,21 +10,20 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
-import functools
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ngrpo import patches
 from ngrpo.machine.upstream import versions
+from ngrpo.machine.upstream.patch import around
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
     from ngrpo.rollout.attach import AttachedPerturbation
 
-Worker = Any
-"""A worker of vLLM, whose ``perturbation`` is set when its model is loaded."""
+Worker = Any  # of vLLM
 
 logger = logging.getLogger("ngrpo.rollout")
 
@@ -47,30 +44,26 @@ def register() -> None:
     patches.install(conditions)
 
 
-def checked_config(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def checked_config(original: Callable[..., Any], self: Any, *args: object, **kwargs: object) -> Any:
     """Checks the release, the spec and its combinations, in the caller's process, before any model loads."""
+    import vllm
 
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: object, **kwargs: object) -> Any:
-        import vllm
+    from ngrpo.rollout import settings
 
-        from ngrpo.rollout import settings
-
-        perturbation = settings.read(self.additional_config)
-        settings.read_buffer(self.additional_config)
-        if perturbation is not None:
-            # Here, since vLLM logs an error in the import of a plugin and returns nothing.
-            if not versions.has_rollouts(vllm.__version__):
-                needed = f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}"
-                raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
-            patches.check(patches.active(patches.VLLM_CONDITIONS))
-        config = original(self, *args, **kwargs)
-        without_setup_hook(config.parallel_config)
-        if perturbation is not None:
-            settings.check_engine(config, perturbation)
-        return config
-
-    return create_engine_config
+    perturbation = settings.read(self.additional_config)
+    settings.read_buffer(self.additional_config)
+    if perturbation is not None:
+        # Here, since vLLM logs an error in the import of a plugin and returns nothing.
+        if not versions.has_rollouts(vllm.__version__):
+            needed = f"perturbations need vLLM {versions.VLLM_OF_ROLLOUTS}"
+            raise RuntimeError(f"{needed}, not {vllm.__version__}: install one of these.")
+        patches.check(patches.active(patches.VLLM_CONDITIONS))
+    config = original(self, *args, **kwargs)
+    without_setup_hook(config.parallel_config)
+    if perturbation is not None:
+        settings.check_engine(config, perturbation)
+    return config
 
 
 def without_setup_hook(config: ParallelConfig) -> None:
@@ -82,43 +75,33 @@ def without_setup_hook(config: ParallelConfig) -> None:
         environment["env_vars"].pop(WORKER_PROCESS_SETUP_HOOK_ENV_VAR, None)
 
 
-def hash_without_seed(original: Callable[..., str]) -> Callable[..., str]:
+@around
+def hash_without_seed(original: Callable[..., str], self: Any, *args: object, **kwargs: object) -> str:
     """The key of vLLM's compile cache: engines whose perturbations differ in the seed alone share their graphs."""
+    from ngrpo.rollout import settings
 
-    @functools.wraps(original)
-    def compute_hash(self: Any, *args: object, **kwargs: object) -> str:
-        from ngrpo.rollout import settings
-
-        seedless = copy.copy(self)
-        seedless.additional_config = settings.without_seed(self.additional_config)
-        return original(seedless, *args, **kwargs)
-
-    return compute_hash
+    seedless = copy.copy(self)
+    seedless.additional_config = settings.without_seed(self.additional_config)
+    return original(seedless, *args, **kwargs)
 
 
-def attached(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def load_model(self: Worker, *args: object, **kwargs: object) -> None:
-        from ngrpo.rollout import runner_marker, settings
+@around
+def attached(original: Callable[..., None], self: Worker, *args: object, **kwargs: object) -> None:
+    """A worker's ``load_model``, which sets its perturbation."""
+    from ngrpo.rollout import runner_marker, settings
 
-        original(self, *args, **kwargs)
-        runner_marker.note(runner_version(self))
-        perturbation = settings.read(self.vllm_config.additional_config)
-        if perturbation is not None:
-            from ngrpo.rollout.attach import AttachedPerturbation
+    original(self, *args, **kwargs)
+    runner_marker.note(runner_version(self))
+    config = self.vllm_config.additional_config
+    perturbation = settings.read(config)
+    if perturbation is not None:
+        from ngrpo.rollout.attach import AttachedPerturbation
 
-            buffer = settings.read_buffer(self.vllm_config.additional_config)
-            self.perturbation = AttachedPerturbation(self.model_runner, perturbation, buffer)
-            # Of this instance: a worker for CPUs has a method of its own, in a module that must not be imported here.
-            self.compile_or_warm_up_model = warmed_up(self.compile_or_warm_up_model, self.perturbation)
-            logger.info(
-                "perturbation %s is on, in the %s model runner: %s",
-                perturbation.name,
-                runner_version(self),
-                self.perturbation.fingerprint(),
-            )
-
-    return load_model
+        self.perturbation = AttachedPerturbation(self.model_runner, perturbation, settings.read_buffer(config))
+        # Of this instance: a worker for CPUs has a method of its own, in a module that must not be imported here.
+        self.compile_or_warm_up_model = warmed_up(self.compile_or_warm_up_model, self.perturbation)
+        runner, fingerprint = runner_version(self), self.perturbation.fingerprint()
+        logger.info("perturbation %s is on, in the %s model runner: %s", perturbation.name, runner, fingerprint)
 
 
 def warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> Callable[[], Any]:
@@ -131,18 +114,14 @@ def warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> Ca
     return compile_or_warm_up_model
 
 
-def answers_of_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+async def answers_of_every_rank(original: Callable[..., Any], self: Any, method: str, *args: object) -> Any:
     """vLLM asks every data-parallel rank, and hands over the first one's answers only."""
-
-    @functools.wraps(original)
-    async def call_utility_async(self: Any, method: str, *args: object) -> Any:
-        procedure = args[0] if method == "collective_rpc" else None
-        if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
-            return await original(self, method, *args)
-        calls = [self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines]
-        return [answer for answers in await asyncio.gather(*calls) for answer in answers]
-
-    return call_utility_async
+    procedure = args[0] if method == "collective_rpc" else None
+    if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
+        return await original(self, method, *args)
+    calls = [self._call_utility_async(method, *args, engine=engine) for engine in self.core_engines]
+    return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
 
 def with_procedures(worker: type) -> type:

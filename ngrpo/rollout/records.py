@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ngrpo.machine.upstream.patch import around
 from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
 from ngrpo.rollout.requests import external_id
 from ngrpo.rollout.settings import read
-from perturbations import registry
-from perturbations.replay import ReplayRecord
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations import FinishedTrajectory, ReplayRecord, registry
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -25,26 +24,18 @@ if TYPE_CHECKING:
 
 
 def take_records(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, ReplayRecord]:
-    """Hands over the records of finished requests; each is handed over once.
+    """Hands over the records of finished requests, each once; RuntimeError for an engine without a perturbation.
 
-    Args:
-        llm: a ``vllm.LLM`` with a perturbation; RuntimeError without one.
-        request_ids: ``RequestOutput.request_id`` of the requests wanted; None for all that have finished.
-
-    Returns:
-        ``request_id`` to record. With ``SamplingParams(n=…)`` above 1 the key of sample i is ``"{i}_{request_id}"``,
-        as vLLM itself numbers them.
+    ``request_ids``: ``RequestOutput.request_id`` of those wanted, which are the keys of the result; None for all. With
+    ``SamplingParams(n=…)`` above 1 the key of sample i is ``"{i}_{request_id}"``, as vLLM itself numbers them.
     """
     return {name: record for name, (record, _) in take_trajectories(llm, request_ids).items()}
 
 
 def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
-    """As :func:`take_records`, with log π of each generated token at temperature, before top-k, top-p and min-p.
+    """As :func:`take_records`, each record with log π of its generated tokens, (generated,) float32.
 
-    In an engine that records sampling masks it is log π among the tokens that these left.
-
-    Returns:
-        Key to record and (generated,) float32.
+    At temperature, before top-k, top-p and min-p; in an engine that records sampling masks, among the tokens left.
     """
     front = llm.llm_engine.output_processor
     names = None if request_ids is None else list(request_ids)
@@ -55,9 +46,7 @@ def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dic
 def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:
     """Trajectories that end where their answers do, by key as of :func:`take_records`.
 
-    Args:
-        front: the engine's ``output_processor``.
-        taken: internal request id to what a worker sent.
+    ``front``: the engine's ``output_processor``; ``taken``: internal request id to what a worker sent.
     """
     return {
         external_id(name): cut_to_answer(FinishedTrajectory.unpack(parts), taken_length(front, name))
@@ -76,12 +65,9 @@ def drop_records(llm: LLM, request_ids: Sequence[str]) -> None:
 
 
 def set_perturbation(llm: LLM, name: str, **options: object) -> None:
-    """Gives a running engine another perturbation, between requests: to compare perturbations without loading twice.
+    """Gives a running engine another perturbation between requests; RuntimeError where it was built without one.
 
-    Args:
-        llm: a ``vllm.LLM`` built with a perturbation; RuntimeError without one.
-        name: as in :func:`perturbations.create`; rate 0 is allowed here and draws as the engine does.
-        options: as in :func:`perturbations.create`.
+    ``name`` and ``options``: as of :func:`perturbations.create`; rate 0 is allowed here and draws as the engine does.
     """
     _ask(llm, "replace", registry.create(name, **options).spec())
 
@@ -104,28 +90,26 @@ def neighbor_drift(llm: LLM) -> Drift | None:
 
 def _ask(llm: LLM, what: str, *args: object) -> Any:
     """The first worker's answer, once every worker is known to have a perturbation."""
-    try:
-        fingerprints = llm.llm_engine.collective_rpc("perturbation_fingerprint")
-    except Exception as error:
-        fingerprints = _of_workers_without_hooks(error)
-    check_installed(fingerprints)
+    with _workers_without_hooks():
+        check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
     return llm.llm_engine.collective_rpc(f"perturbation_{what}", args=args)[0]
 
 
 async def confirm(engine: AsyncLLM, expected: str) -> None:
     """Raises RuntimeError unless every worker of an asynchronous engine has the expected `settings.fingerprint`."""
+    with _workers_without_hooks():
+        check_installed(await engine.collective_rpc("perturbation_fingerprint"), expected)
+
+
+@contextmanager
+def _workers_without_hooks() -> Iterator[None]:
+    """Reports workers without the method as unperturbed: vLLM's error names the method."""
     try:
-        fingerprints = await engine.collective_rpc("perturbation_fingerprint")
+        yield
     except Exception as error:
-        fingerprints = _of_workers_without_hooks(error)
-    check_installed(fingerprints, expected)
-
-
-def _of_workers_without_hooks(error: Exception) -> list[str]:
-    """What workers without the method would answer: vLLM's error names it. Any other error is raised again."""
-    if "perturbation_fingerprint" not in str(error):
-        raise error
-    return [""]
+        if "perturbation_fingerprint" not in str(error):
+            raise
+        check_installed([""])
 
 
 def check_installed(fingerprints: Sequence[str], expected: str | None = None) -> None:
@@ -144,30 +128,27 @@ def check_installed(fingerprints: Sequence[str], expected: str | None = None) ->
             )
 
 
-def drop_aborted(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def drop_aborted(
+    original: Callable[..., None], self: LLMEngine, request_ids: Iterable[str], *args: object, **kwargs: object
+) -> None:
     """A caller's abort. (Requests that end at a stop string are aborted further inside; they keep their records.)"""
-
-    @functools.wraps(original)
-    def abort_request(self: LLMEngine, request_ids: Iterable[str], *args: object, **kwargs: object) -> None:
-        names = list(request_ids)
-        dropped = _with_internal_ids(self, names)
-        original(self, names, *args, **kwargs)
-        if read(self.vllm_config.additional_config) is not None:
-            self.collective_rpc("perturbation_drop", args=(dropped,))
-
-    return abort_request
+    names = list(request_ids)
+    dropped = _with_internal_ids(self, names)
+    original(self, names, *args, **kwargs)
+    if read(self.vllm_config.additional_config) is not None:
+        self.collective_rpc("perturbation_drop", args=(dropped,))
 
 
-def drop_aborted_async(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    async def abort(self: AsyncLLM, request_id: str | Iterable[str], *args: object, **kwargs: object) -> None:
-        names = [request_id] if isinstance(request_id, str) else list(request_id)
-        dropped = _with_internal_ids(self, names)
-        await original(self, names, *args, **kwargs)
-        if read(self.vllm_config.additional_config) is not None:
-            await self.collective_rpc("perturbation_drop", args=(dropped,))
-
-    return abort
+@around
+async def drop_aborted_async(
+    original: Callable[..., Any], self: AsyncLLM, request_id: str | Iterable[str], *args: object, **kwargs: object
+) -> None:
+    names = [request_id] if isinstance(request_id, str) else list(request_id)
+    dropped = _with_internal_ids(self, names)
+    await original(self, names, *args, **kwargs)
+    if read(self.vllm_config.additional_config) is not None:
+        await self.collective_rpc("perturbation_drop", args=(dropped,))
 
 
 def _with_internal_ids(engine: LLMEngine | AsyncLLM, names: list[str]) -> list[str]:

@@ -8,15 +8,15 @@ an ``original`` are rows of `ngrpo.patches`.
 from __future__ import annotations
 
 import base64
-import functools
 import importlib
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.machine.upstream.patch import around
 from ngrpo.rollout.settings import KEY, read, request_arguments
-from perturbations.errors import UsageError, nearest
-from perturbations.replay import ReplayRecord
+from perturbations import ReplayRecord, UsageError
+from perturbations.errors import nearest
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -58,10 +58,8 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
     arguments = checked_fields(arguments)
     if arguments.get("record"):
         if (getattr(params, "n", None) or 1) > 1:
-            raise UsageError(
-                f"{_WHERE}['record'] with n={params.n}: answers that go on with one record have its seed, and would all"
-                " be the same. Ask for one answer."
-            )
+            why = "answers that go on with one record would all be the same. Ask for one answer"
+            raise UsageError(f"{_WHERE}['record'] with n={params.n}: {why}.")
         # D of the input embedding is the hidden size in all models but some of OPT's.
         hidden = getattr(model_config.hf_text_config, "word_embed_proj_dim", None) or model_config.get_hidden_size()
         try:
@@ -90,10 +88,10 @@ def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str
         kind, allowed = _ALLOWED[name]
         if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or not 0 <= int(value) < 1 << 63)):
             raise UsageError(f"{where}[{name!r}]={value!r}: must be {allowed}.")
-    if arguments.get("answer", 0) >= arguments.get("answers", 1):
+    answer, answers = arguments.get("answer", 0), arguments.get("answers", 1)
+    if answer >= answers:
         raise UsageError(
-            f"{where}['answer']={arguments.get('answer', 0)}: must be from 0 to 1 below 'answers', which is"
-            f" {arguments.get('answers', 1)}: how many answers the prompt gets."
+            f"{where}['answer']={answer}: must be from 0 to 1 below {where}['answers'], which is {answers}."
         )
     return arguments
 
@@ -105,54 +103,49 @@ def with_record_read(arguments: object, where: str = _WHERE) -> object:
     try:
         return {**arguments, "record": base64.b64decode(arguments["record"], validate=True)}
     except ValueError as error:
-        raise UsageError(
-            f"{where}['record'] is not base64: {error}. Send base64.b64encode(record.to_bytes()), as text."
-        ) from None
+        needed = "Send base64.b64encode(record.to_bytes()), as text"
+        raise UsageError(f"{where}['record'] is not base64: {error}. {needed}.") from None
 
 
-def checked_request(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def checked_request(
+    original: Callable[..., Any],
+    self: InputProcessor,
+    request_id: str,
+    prompt: object,
+    params: SamplingParams,
+    *args: object,
+    **named: object,
+) -> Any:
     """A bad argument is the caller's error, in the caller's process."""
-
-    @functools.wraps(original)
-    def process_inputs(
-        self: InputProcessor, request_id: str, prompt: object, params: SamplingParams, *args: object, **kwargs: object
-    ) -> Any:
-        try:
-            params = checked(params, self.model_config)
-            if kwargs.get("resumable") and read(self.vllm_config.additional_config) is not None:
-                raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
-        except UsageError as error:
-            # vLLM's server answers with status 400 to an error of its own kind alone.
-            base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
-            kind = UsageError if base is None else type("RequestError", (base, UsageError), {})
-            raise kind(str(error)) from None
-        return original(self, request_id, prompt, params, *args, **kwargs)
-
-    return process_inputs
+    try:
+        params = checked(params, self.model_config)
+        if named.get("resumable") and read(self.vllm_config.additional_config) is not None:
+            raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
+    except UsageError as error:
+        # vLLM's server answers with status 400 to an error of its own kind alone.
+        base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
+        kind = UsageError if base is None else type("RequestError", (base, UsageError), {})
+        raise kind(str(error)) from None
+    return original(self, request_id, prompt, params, *args, **named)
 
 
-def numbered_children(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def numbered_children(original: Callable[..., Any], self: object, index: int) -> SamplingParams:
     """``SamplingParams(n=…)`` with a given seed: each child must be another trajectory."""
-
-    @functools.wraps(original)
-    def child_params(self: object, index: int) -> SamplingParams:
-        params = original(self, index)
-        arguments = request_arguments(params)
-        if arguments.get("seed") is not None:
-            params = params.clone()
-            params.extra_args = {**params.extra_args, KEY: {**arguments, "sample": index}}
-        return params
-
-    return child_params
+    params = original(self, index)
+    arguments = request_arguments(params)
+    if arguments.get("seed") is not None:
+        params = params.clone()
+        params.extra_args = {**params.extra_args, KEY: {**arguments, "sample": index}}
+    return params
 
 
 def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's ``generate_block_hash_extra_keys``: a block of generated tokens belongs to its trajectory alone.
-
-    A block's hash shows its tokens, and not the embeddings that were fed. So a block that reaches beyond the prompt, or
-    beyond a replayed record's first position, gets the request's id as an extra key: only the same request finds it
-    again, after a preemption.
-    """
+    """vLLM's ``generate_block_hash_extra_keys``: a block of generated tokens belongs to its trajectory alone."""
+    # The hash shows its tokens, and not the embeddings that were fed. So a block that reaches beyond the prompt, or
+    # beyond a replayed record's first position, gets the request's id as an extra key: only the same request finds it
+    # again, after a preemption.
 
     def generate_block_hash_extra_keys(request: Request, start: int, end: int, start_mm_idx: int) -> Any:
         keys, next_mm_idx = original(request, start, end, start_mm_idx)

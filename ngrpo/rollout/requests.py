@@ -10,23 +10,18 @@ from typing import TYPE_CHECKING
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import seeds
-from perturbations.base import Perturbation
+from perturbations import FinishedTrajectory, Perturbation, ReplayBuffer, ReplayRecord, seeds
 from perturbations.errors import require
-from perturbations.replay import ReplayRecord
-from perturbations.replay.buffers import ReplayBuffer
-from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 
 class RequestNames:
-    """Internal request ids, found by a caller's names without going through all of them.
+    """Internal request ids, found by a caller's names without going through all of them, in the order of arrival."""
 
-    vLLM appends ``-`` and eight characters to the caller's id, and calls the samples of one request ``0_<its internal
-    id>``, ``1_...``. Where several have one external id, they are in the order in which they came.
-    """
+    # vLLM appends ``-`` and eight characters to the caller's id, and calls the samples of one request ``0_<its internal
+    # id>``, ``1_...``.
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._all: set[str] = set()
@@ -156,10 +151,11 @@ class RunningRequests:
         if len(self._names) > self._names_most:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])
             self._names_most = 2 * len(self._names) + 1024
-        self._perturber.opened(new.req_id, new.prompt_token_ids or ())
+        self._perturber.opened(new.req_id, prompt)
 
     def _extract(self, name: str) -> FinishedTrajectory:
-        mask = self._perturber.sampling_mask(self._store.live[name].slot)
+        masks = self._perturber.masks
+        mask = None if masks is None else masks.read(self._store.live[name].slot)
         return FinishedTrajectory(*self._store.record(name), mask)
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
@@ -171,12 +167,9 @@ class RunningRequests:
         self._finish(self._ended if ids is None else ids)
         if ids is None:
             ids = [*self._buffer.names(), *self._store.live]
-        running, trajectories = set(unfinished or ()), {}
-        for name in dict.fromkeys(ids):
-            finished = None if name in running else self._finished_or_ending(name)
-            if finished is not None:
-                trajectories[name] = finished.pack()
-        return trajectories
+        running = set(unfinished or ())
+        trajectories = ((name, self._finished_or_ending(name)) for name in dict.fromkeys(ids) if name not in running)
+        return {name: finished.pack() for name, finished in trajectories if finished is not None}
 
     def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:
         """What is handed over of a request; None where its record has been, or is dropped."""

@@ -4,8 +4,6 @@
 Each worker with the plugin leaves its answer as the name of an empty file in a folder that an environment variable has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -120,18 +120,14 @@ def _filtered(scaled: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def attach_v2(runner: RunnerV2, perturbation: AttachedPerturbation) -> None:
-    """Wraps the methods of a V2 runner.
-
-    Raises:
-        UsageError: for a model that brings a sampler of its own.
-    """
+    """Wraps the methods of a V2 runner; ``UsageError`` for a model that brings a sampler of its own."""
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     if type(runner.sampler) is not Sampler:
+        model, own = type(runner.get_model()).__name__, type(runner.sampler).__name__
+        fix = "Set VLLM_USE_V2_MODEL_RUNNER=0, in all runs that are compared, or use another model"
         raise UsageError(
-            f"perturbation: {type(runner.get_model()).__name__} brings a sampler of its own"
-            f" ({type(runner.sampler).__name__}), which draws tokens unseen. Set VLLM_USE_V2_MODEL_RUNNER=0, for all"
-            " that is compared, or use another model."
+            f"perturbation: {model} brings a sampler of its own ({own}), which draws tokens unseen. {fix}."
         )
     inputs: Callable[..., Any] = runner.prepare_inputs
 

@@ -92,10 +92,8 @@ _fast_sums = torch.compile(block_sums, dynamic=True)
 def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
     """Tokens (B,) int64 in one pass over the logits, once it is compiled for a GPU; the pass's summary of z̃.
 
-    Args:
-        scaled: z̃, (B, V), float32 or the model's dtype.
-        drawable: logits after top-k, top-p and min-p, (B, V) float32, -inf is never drawn; None where they are z̃.
-        keys: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
+    ``scaled``: z̃, (B, V), float32 or the model's dtype. ``drawable``: logits after top-k, top-p and min-p, (B, V)
+    float32; None where they are z̃. ``keys``: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
     """
     scaled = scaled.float()
     left = blocks(scaled if drawable is None else drawable)

@@ -6,8 +6,6 @@ exactly that many tokens are picked out on the device and sent. Nothing waits, a
 0.2 MB instead of the 19 MB of a bit for each of 151,936 tokens.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ngrpo.rollout.trajectories import Chunks, grown
+from ngrpo.rollout.trajectories import Chunks, ChunkTable, grown
 from perturbations.errors import require
 from perturbations.replay.trajectory import SamplingMask, as_words
 
@@ -54,10 +52,7 @@ def marked(counts: np.ndarray, size: int) -> np.ndarray:
 
 
 def pick(bits: Tensor, size: int) -> Tensor:
-    """The tokens whose bits of :func:`pack` are set, row by row and ascending, (size,) int32, without a wait.
-
-    ``size`` is how many are set.
-    """
+    """The ``size`` tokens whose bits of :func:`pack` are set, row by row, ascending, (size,) int32; without a wait."""
     flat, width = bits.flatten(), bits.shape[1]
     at = torch.nonzero_static(flat, size=size).squeeze(1)  # bytes with a bit; there may be fewer, then -1 follows
     held = torch.where(at >= 0, flat[at], 0).unsqueeze(1)
@@ -84,9 +79,9 @@ class SamplingSupport:
             self._ids.append(self._download(pick(bits[rows], size)))
 
     def read(self, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """How many tokens each of the rows (ascending, or all) has left, (N,) int64; the ids that :func:`pack` marks.
+        """How many tokens each of the rows (ascending, or all) has left, (N,) int64, and their marked ids, int32.
 
-        The ids ascend within a row, :func:`marked` of them each, int32. The tokens of :meth:`ask` have arrived.
+        The ids ascend within a row, :func:`marked` of them each. The tokens of :meth:`ask` have arrived.
         """
         counts = self._counts.numpy()
         parts = [part.numpy() for part in self._ids]
@@ -120,30 +115,24 @@ class SamplingMaskStore:
     All chunks are in one piece of address space as large as the limit, which costs memory only where it is written to.
     """
 
-    def __init__(self, size: int, slots: int, longest: int, limit: int | None = None) -> None:
-        """size: V; longest: positions of a trajectory; limit: bytes that all masks may take, None for :data:`LIMIT`."""
+    def __init__(self, size: int, slots: int, limit: int | None = None) -> None:
+        """size: V; limit: bytes that all masks may take, None for :data:`LIMIT`."""
         half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # of the machine's memory
         self._size, self._limit = size, min(LIMIT, half) if limit is None else limit
-        self._rows = Chunks(slots, longest)
+        self._rows, self._words = Chunks(slots), ChunkTable(slots, _CHUNK)
         self._last = np.full(slots, -1, dtype=np.int64)  # position of each slot's last row
-        self._used = np.zeros(slots, dtype=np.int64)  # words
-        self._held = np.zeros(slots, dtype=np.int64)  # chunks
-        self._table = np.zeros((slots, 1), dtype=np.int64)
         self._pool = np.zeros(0, dtype=np.uint16)
-        self._free: list[int] = []
-        self._made = 0
 
     def grow(self, slots: int) -> None:
         """Makes room for more slots."""
         self._rows.grow(slots)
+        self._words.grow(slots)
         self._last = grown(self._last, slots, -1)
-        for name in ("_used", "_held", "_table"):
-            setattr(self, name, grown(getattr(self, name), slots))
 
     @property
     def bytes(self) -> int:
         """Memory in use."""
-        return (self._made - len(self._free)) * 2 * _CHUNK + 8 * int(self._rows.counts.sum())
+        return self._words.in_use * 2 * _CHUNK + 8 * int(self._rows.counts.sum())
 
     def write(self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> None:
         """Notes :meth:`SamplingSupport.read`'s tokens at a position of each slot (N,); RuntimeError without room.
@@ -167,82 +156,61 @@ class SamplingMaskStore:
 
     def _append(self, slots: np.ndarray, words: np.ndarray, lengths: np.ndarray) -> None:
         """Appends to each slot its part of the words."""
-        used = self._used[slots]
+        used = self._words.counts[slots]
         ends = used + lengths
-        self._reserve(slots, -(-ends // _CHUNK))
+        self._reserve(slots, self._words.missing(slots, ends))
         first = used // _CHUNK
         pieces = np.where(lengths > 0, (ends - 1) // _CHUNK - first + 1, 0)  # chunks that a row touches
         row = np.repeat(np.arange(len(slots)), pieces)
         chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         start = np.maximum(used[row], chunk * _CHUNK)
         size = np.minimum(ends[row], (chunk + 1) * _CHUNK) - start
-        target = self._table[slots[row], chunk] * _CHUNK + start % _CHUNK
+        target = self._words.table[slots[row], chunk] * _CHUNK + start % _CHUNK
         places = np.repeat(target - (np.cumsum(size) - size), size)
         places += np.arange(len(places))
         self._pool[places] = words
-        self._used[slots] = ends
+        self._words.counts[slots] = ends
 
-    def _reserve(self, slots: np.ndarray, needed: np.ndarray) -> None:
-        """Gives each slot as many chunks as it needs."""
-        held = self._held[slots]
-        more = np.maximum(needed - held, 0)
+    def _reserve(self, slots: np.ndarray, more: np.ndarray) -> None:
+        """Gives each slot so many chunks more."""
         total = int(more.sum())
         if self.bytes + total * 2 * _CHUNK + 8 * len(slots) > self._limit:
-            rows, used = int(self._rows.counts.sum()), int(self._used.sum())
+            rows, used = int(self._rows.counts.sum()), self._words.counts
             raise RuntimeError(
-                f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of"
-                f" {int((self._used > 0).sum())} running requests take {self.bytes / 2**30:.2f} GiB,"
-                f" {used / max(rows, 1):.0f} words a position, above the limit of {self._limit / 2**30:.2f} GiB. Leave"
-                " fewer tokens (--sampling.top_k, --sampling.min_p, a lower --rollout.top_p), run fewer requests at"
-                " once, allow shorter answers, or raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of"
-                " an engine of your own)."
+                f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of {int((used > 0).sum())}"
+                f" running requests take {self.bytes / 2**30:.2f} GiB, {int(used.sum()) / max(rows, 1):.0f} words a"
+                f" position, above the limit of {self._limit / 2**30:.2f} GiB. Leave fewer tokens (--sampling.top_k,"
+                " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter answers, or"
+                " raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."
             )
-        if not total:
-            return
-        if not len(self._pool):
+        if total and not len(self._pool):
             # Not reserved: Linux joins neighboring pieces, and forks no process where these are more than the memory.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             size = max(self._limit // (2 * _CHUNK), 1) * 2 * _CHUNK
             self._pool = np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint16)
-        if needed.max() > self._table.shape[1]:
-            wider = np.zeros((len(self._table), 2 * int(needed.max())), dtype=np.int64)
-            wider[:, : self._table.shape[1]] = self._table
-            self._table = wider
-        again = min(total, len(self._free))
-        chunks = [*self._free[len(self._free) - again :], *range(self._made, self._made + total - again)]
-        del self._free[len(self._free) - again :]
-        self._made += total - again
-        nth = np.repeat(held, more) + np.arange(total) - np.repeat(np.cumsum(more) - more, more)
-        self._table[np.repeat(slots, more), nth] = chunks
-        self._held[slots] += more
+        if total:
+            self._words.reserve(slots, more)
 
     def _rewind(self, slot: int, position: int) -> None:
         """Forgets a slot's rows from a position on."""
         row = self._rows.find(slot, "positions", position)
         rows = self._rows.read(slot, 0, row)
         self._rows.counts[slot] = row
-        self._used[slot] = int((rows["lengths"] // 2).sum()) if rows else 0
+        self._words.counts[slot] = int((rows["lengths"] // 2).sum()) if rows else 0
         self._last[slot] = rows["positions"][-1] if rows else -1
 
     def read(self, slot: int) -> SamplingMask:
         """The mask of a slot's trajectory so far."""
-        rows, used = self._rows.read(slot), int(self._used[slot])
+        rows, used = self._rows.read(slot), int(self._words.counts[slot])
         if not rows:
             return SamplingMask.of(self._size, {})
-        chunks = self._table[slot, : -(-used // _CHUNK)]
+        chunks = self._words.table[slot, : -(-used // _CHUNK)]
         space = self._pool[: len(self._pool) // _CHUNK * _CHUNK].reshape(-1, _CHUNK)
-        lengths = rows["lengths"].astype(np.int64)
-        return SamplingMask(
-            self._size,
-            rows["positions"].astype(np.int64),
-            lengths % 2 == 1,
-            lengths // 2,
-            space[chunks].reshape(-1)[:used],
-        )
+        positions, lengths = (rows[name].astype(np.int64) for name in ("positions", "lengths"))
+        return SamplingMask(self._size, positions, lengths % 2 == 1, lengths // 2, space[chunks].reshape(-1)[:used])
 
     def clear(self, slot: int) -> None:
         """A trajectory begins or ends."""
-        self._free.extend(self._table[slot, : self._held[slot]].tolist())
-        self._held[slot] = self._used[slot] = 0
         self._last[slot] = -1
         self._rows.clear(slot)
+        self._words.clear(slot)

@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response
 from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
 from ngrpo.rollout.request_arguments import checked_fields, with_record_read
 from ngrpo.rollout.settings import KEY
-from perturbations.errors import UsageError
+from perturbations import UsageError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

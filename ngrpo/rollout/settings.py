@@ -14,34 +14,27 @@ from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import SamplingSchedule
-from perturbations import registry
-from perturbations.base import Perturbation
-from perturbations.errors import UsageError
-from perturbations.replay.buffers import ReplayBuffer
+from perturbations import Perturbation, ReplayBuffer, UsageError, registry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 # Keys of ``additional_config``.
 KEY = "perturbation"
+# The replay buffer of each worker, by name or as a dictionary with name and options.
 REPLAY_BUFFER = "perturbation_replay_buffer"
-"""The replay buffer of each worker, by name or as a dictionary with name and options."""
+# Draw every token from a counter-based stream, also where nothing is perturbed. An engine that perturbs does so anyway.
+# (vLLM 0.29's own seeds per request fail on a CPU with chunked prefills.)
 SEEDED_DRAWS = "seeded_draws"
-"""Draw every token from a counter-based stream, also where nothing is perturbed.
-
-An engine that perturbs does so anyway. (vLLM 0.29's own seeds per request fail on a CPU with chunked prefills.)
-"""
+# Record which tokens sampling left at each position; implies seeded draws.
 SAMPLING_MASKS = "sampling_masks"
-"""Record which tokens sampling left at each position; implies seeded draws."""
+# The start-up check waits for ``collective_rpc("perturbation_check")``, or else for the first request. The caller gets
+# its error, which would be lost where an engine in a process of its own ends at its start.
 DEFERRED_CHECK = "deferred_check"
-"""The start-up check waits for ``collective_rpc("perturbation_check")``, or else for the first request.
-
-The caller gets its error, which would be lost where an engine in a process of its own ends at its start.
-"""
+# The memory in GiB that the sampling masks of a worker's running requests may take.
 SAMPLING_MASK_GIB = "sampling_mask_gib"
-"""The memory in GiB that the sampling masks of a worker's running requests may take."""
+# How temperatures change, a dictionary with name and options; implies seeded draws.
 SAMPLING_SCHEDULE = "sampling_schedule"
-"""How temperatures change, a dictionary with name and options; implies seeded draws."""
 
 
 def read(additional_config: object) -> Perturbation | None:
@@ -76,10 +69,8 @@ def read_schedule(additional_config: object) -> SamplingSchedule | None:
     spec = _dictionary(additional_config).get(SAMPLING_SCHEDULE)
     if spec is None:
         return None
-    needed = (
-        f"a dictionary with a 'name' ({', '.join(sampling_schedules.available())} or ./file.py:Name) and options, for"
-        " example {'name': 'ead', 'tau_max': 1.2}"
-    )
+    names = f"({', '.join(sampling_schedules.available())} or ./file.py:Name)"
+    needed = f"a dictionary with a 'name' {names} and options, for example {{'name': 'ead', 'tau_max': 1.2}}"
     return sampling_schedules.create(**_named(SAMPLING_SCHEDULE, spec, needed))
 
 

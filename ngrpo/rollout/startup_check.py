@@ -8,7 +8,6 @@ Functions that take an ``original`` are rows of `ngrpo.patches`.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +19,9 @@ import numpy as np
 from torch import nn
 
 from ngrpo import patches
+from ngrpo.machine.upstream.patch import around
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
-from perturbations.errors import UsageError
-from perturbations.replay import ReplayRecord
+from perturbations import ReplayRecord, UsageError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,15 +63,12 @@ class CheckTexts:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two sets of log-probabilities that must agree: their mean |Δ log p| in nats, and the other token's effect.
-
-    ``allowed`` is a fraction of the effect, in place of the one for the model's dtype.
-    """
+    """Two sets of log-probabilities that must agree."""
 
     subject: str
-    apart: float
-    effect: float
-    allowed: float | None = None
+    apart: float  # mean |Δ log p| in nats
+    effect: float  # of the other token
+    allowed: float | None = None  # fraction of the effect; None: the one for the model's dtype
 
 
 def reads_tokens_elsewhere(modules: Iterable[nn.Module], embedding: VocabParallelEmbedding) -> bool:
@@ -127,13 +123,10 @@ def check_texts(
             f" {least:.1g} on average, and {_LEAST_EFFECT[half_precision]:g} is needed to see where an override lands."
             " Is it a trained model, and are its weights loaded?"
         )
-    limits = [(each.allowed or _ROUNDING[half_precision]) * each.effect for each in comparisons]
-    lines = "\n".join(
-        f"  {each.subject}: off by {each.apart:.2g}, at most {limit:.2g} is expected"
-        for each, limit in zip(comparisons, limits)
-        if not each.apart <= limit
-    )
-    if lines:
+    limits = [(each, (each.allowed or _ROUNDING[half_precision]) * each.effect) for each in comparisons]
+    wrong = [(each, limit) for each, limit in limits if not each.apart <= limit]
+    said = [f"  {each.subject}: off by {each.apart:.2g}, at most {limit:.2g} is expected" for each, limit in wrong]
+    if lines := "\n".join(said):
         raise CheckFailure(
             f"{where} does not feed {model} what a perturbation asks for. Mean |Δ log p| in nats, where another token"
             f" in the text changes it by {least:.2g}:\n{lines}\nNothing was started, since its inputs cannot be"
@@ -144,55 +137,47 @@ def check_texts(
 # ---- when an engine is checked ----------------------------------------------------------------------------------
 
 
-def checked_core(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def checked_core(
+    original: Callable[..., None], self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object
+) -> None:
     """The check of an engine that perturbs ends its start, unless it is deferred; its core hashes blocks."""
-
-    @functools.wraps(original)
-    def init(self: EngineCore, vllm_config: VllmConfig, *args: object, **kwargs: object) -> None:
-        config: Any = vllm_config.additional_config
-        perturbation = read(config)
-        if perturbation is not None:
-            patches.install([patches.IN_PERTURBED_CORE])
-        original(self, vllm_config, *args, **kwargs)
-        if perturbation is not None and perturbation.active:
-            setattr(self, _DUE, True)
-            if not config.get(DEFERRED_CHECK):
-                check_before_request(self)
-
-    return init
+    config: Any = vllm_config.additional_config
+    perturbation = read(config)
+    if perturbation is not None:
+        patches.install([patches.IN_PERTURBED_CORE])
+    original(self, vllm_config, *args, **kwargs)
+    if perturbation is not None and perturbation.active:
+        setattr(self, _DUE, True)
+        if not config.get(DEFERRED_CHECK):
+            check_before_request(self)
 
 
-def checked_first(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def checked_first(original: Callable[..., None], self: EngineCore, *args: object, **kwargs: object) -> None:
     """The first request after a weight sync comes after the check that is due, where one is."""
-
-    @functools.wraps(original)
-    def add_request(self: EngineCore, *args: object, **kwargs: object) -> None:
-        check_before_request(self)
-        original(self, *args, **kwargs)
-
-    return add_request
+    check_before_request(self)
+    original(self, *args, **kwargs)
 
 
-def with_calls_of_core(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def with_calls_of_core(
+    original: Callable[..., Any], self: EngineCore, method: object, *args: object, **kwargs: object
+) -> Any:
     """The remote procedures that concern an engine's core; all others concern its workers."""
-
-    @functools.wraps(original)
-    def collective_rpc(self: EngineCore, method: object, *args: object, **kwargs: object) -> Any:
-        if method == "perturbation_check":
-            return [check_when_idle(self)]
-        if method != "perturbation_replace":
-            return original(self, method, *args, **kwargs)
-        # vLLM tells workers of finished requests with the next step, which an engine in its caller's process takes with
-        # the next requests only.
-        while _is_idle(self) and (self.scheduler.has_finished_requests() or self.batch_queue):
-            _, executed = self.step_fn()
-            self.post_step(executed)
-        result = original(self, method, *args, **kwargs)
-        if not getattr(self, _PASSED, False):  # it may have started without an active perturbation
-            setattr(self, _DUE, True)
-        return result
-
-    return collective_rpc
+    if method == "perturbation_check":
+        return [check_when_idle(self)]
+    if method != "perturbation_replace":
+        return original(self, method, *args, **kwargs)
+    # vLLM tells workers of finished requests with the next step, which an engine in its caller's process takes with
+    # the next requests only.
+    while _is_idle(self) and (self.scheduler.has_finished_requests() or self.batch_queue):
+        _, executed = self.step_fn()
+        self.post_step(executed)
+    result = original(self, method, *args, **kwargs)
+    if not getattr(self, _PASSED, False):  # it may have started without an active perturbation
+        setattr(self, _DUE, True)
+    return result
 
 
 def check_when_idle(core: EngineCore) -> None:
@@ -211,11 +196,8 @@ def check_before_request(core: EngineCore) -> None:
 
 
 def _is_idle(core: EngineCore) -> bool:
-    """Whether an engine, paused or not, could run the check's requests now, and has no others.
-
-    A sleeping engine cannot: its weights or its KV cache are not in memory.
-    """
-    if core.model_executor.is_sleeping:
+    """Whether an engine, paused or not, could run the check's requests now, and has no others."""
+    if core.model_executor.is_sleeping:  # its weights or its KV cache are not in memory
         return False
     with _without_pause(core):
         return not core.scheduler.has_unfinished_requests()
@@ -278,15 +260,8 @@ def _comparisons(core: EngineCore, texts: CheckTexts, partly: bool) -> list[Comp
     plain_first, plain, plain_last, as_text = _ask(core, [(t, {}) for t in (first, text, last, texts.swapped)])
     end, fed = len(text), plain.tokens[0]
     # The first request's rows come first in the batch, the last one's after those with an override.
-    requests: list[tuple[list[int], Mapping[int, int]]] = [
-        (first, {}),
-        (text, {row: other}),
-        (text, {row: text[row], end: fed}),
-        (text, {end: other}),
-        (last, {}),
-        ([*text, other], {}),
-    ]
-    beside_first, replaced, own, decoded, beside_last, longer = _ask(core, requests)
+    texts_fed = (first, {}), (text, {row: other}), (text, {row: text[row], end: fed}), (text, {end: other}), (last, {})
+    beside_first, replaced, own, decoded, beside_last, longer = _ask(core, [*texts_fed, ([*text, other], {})])
 
     def whole(answer: _Answer, start: int = 0) -> Any:
         return (*answer.since(start), answer.next_tokens[1])
@@ -360,21 +335,10 @@ def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
     arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
     if fed:
         arguments |= {"record": record_of(fed, len(tokens), len(tokens) + 2).to_bytes(), "ahead": True}
-    given: dict[str, Any] = {
-        "request_id": name,
-        "external_req_id": name,
-        "prompt_token_ids": tokens,
-        "arrival_time": time.time(),
-        "sampling_params": SamplingParams(
-            temperature=0.0,
-            max_tokens=2,
-            ignore_eos=True,
-            logprobs=5,
-            prompt_logprobs=0,
-            detokenize=False,
-            extra_args={KEY: arguments},
-        ),
-    }
+    shown = {"logprobs": 5, "prompt_logprobs": 0, "detokenize": False, "extra_args": {KEY: arguments}}
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, **shown)
+    given = {"request_id": name, "external_req_id": name, "prompt_token_ids": tokens, "sampling_params": params}
+    given["arrival_time"] = time.time()
     # Releases differ in the fields that a request has, and in those without a default.
     fields = EngineCoreRequest.__struct_fields__
     required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.rollout.sample_tokens import sample_by_blocks, sample_tokens
-from perturbations import streams
-from perturbations.base import Perturbation
+from perturbations import InputEdit, Perturbation, Step, streams
 from perturbations.compilation import Compiled, on_gpu, twice
-from perturbations.edit import InputEdit, realise
+from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import Summary, log_total
-from perturbations.step import Step
 
 STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 """Their keys are computed on the host for all gated rows at once: on the device each takes three dozen operations."""
+
+_FORCED = 1e8  # vLLM gives 1e9 to a token that a thinking budget forces: nothing is drawn, so nothing is perturbed
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ class StepKernels:
             return part if everything else part.index_select(0, gated.rows)
 
         sampled = picked(tokens.tokens)
+        summary = Summary(picked(tokens.maxima), picked(tokens.log_totals), picked(tokens.log_total))
         step = Step(
             picked(logits.scaled).float(),
             sampled,
@@ -170,13 +171,14 @@ class StepKernels:
             self._embeddings,
             None if drawable is None else picked(drawable),
             dict(zip(STREAMS, (gated.weights_keys, gated.noise_keys, gated.gate_keys), strict=True)),
-            Summary(picked(tokens.maxima), picked(tokens.log_totals), picked(tokens.log_total)),
+            summary,
             None if hidden is None else picked(hidden),
             None if hidden is None else self._module,
         )
         proposal = self._perturbation.propose(step)
         edit = proposal.edit
         allowed = (logits.scaled if drawable is None else drawable)[gated.rows, proposal.tokens] > -torch.inf
+        allowed = allowed & (summary.maxima.amax(dim=-1) * step.temperature < _FORCED)
         likeliest = None if greedy is None else picked(greedy)
         slots, prompts = picked(tokens.slots), picked(tokens.prompts)
         opened, fed = self._gate.verdict(step, proposal, slots, prompts, allowed, likeliest)

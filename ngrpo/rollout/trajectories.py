@@ -1,41 +1,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's memory of live trajectories: what was fed to each and how likely its tokens were."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from perturbations.replay import ReplayRecord
-from perturbations.replay.trajectory import model_fingerprint
+from perturbations.replay.trajectory import ReplayRecord, model_fingerprint
 
 # Spare slots for preempted requests, which stay alive beside a full batch; more are made when they run out.
 _SPARE = 8
 _CHUNK = 64
 
 
-class Chunks:
-    """Rows of several arrays for each slot, in chunks of 64 that a slot gets when it first needs them.
+class ChunkTable:
+    """Which chunks of a pool are whose, as in a paged KV cache: a slot gets a chunk when it first needs it."""
 
-    As in a paged KV cache, a pool holds the chunks and a table says which are whose. Which arrays there are, and how
-    wide they are, follows from the rows that arrive; memory is committed only for chunks that were in use.
-    """
-
-    def __init__(self, slots: int, longest: int) -> None:
-        """longest: rows of a slot at most."""
-        self.counts = np.zeros(slots, dtype=np.int64)
-        self._held = np.zeros(slots, dtype=np.int64)
-        self._table = np.zeros((slots, -(-longest // _CHUNK)), dtype=np.int64)
+    def __init__(self, slots: int, size: int) -> None:
+        """size: rows of a chunk."""
+        self.counts = np.zeros(slots, dtype=np.int64)  # rows in use
+        self._size = size
+        self._held = np.zeros(slots, dtype=np.int64)  # chunks
+        self.table = np.zeros((slots, 1), dtype=np.int64)
         self._free: list[int] = []
-        self._made, self._capacity = 0, _CHUNK
-        self._arrays: dict[str, np.ndarray] = {}
+        self._made = 0
 
     def grow(self, slots: int) -> None:
         """Makes room for more slots."""
-        for name in ("counts", "_held", "_table"):
+        for name in ("counts", "_held", "table"):
             setattr(self, name, grown(getattr(self, name), slots))
+
+    @property
+    def in_use(self) -> int:
+        """Chunks of all slots."""
+        return self._made - len(self._free)
+
+    def missing(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """How many chunks more each of the slots, all different, needs for so many rows."""
+        return np.maximum(-(-rows // self._size) - self._held[slots], 0)
+
+    def reserve(self, slots: np.ndarray, more: np.ndarray) -> None:
+        """Gives each of the slots, all different, so many chunks more."""
+        total, held = int(more.sum()), self._held[slots]
+        widest = int((held + more).max(initial=0))
+        if widest > self.table.shape[1]:
+            self.table = np.pad(self.table, ((0, 0), (0, 2 * widest - self.table.shape[1])))
+        again = len(self._free) - min(total, len(self._free))
+        chunks = [*self._free[again:], *range(self._made, self._made + total - len(self._free) + again)]
+        self._made += total - len(self._free) + again
+        del self._free[again:]
+        nth = np.repeat(held, more) + np.arange(total) - np.repeat(np.cumsum(more) - more, more)
+        self.table[np.repeat(slots, more), nth] = chunks
+        self._held[slots] += more
+
+    def clear(self, slot: int) -> None:
+        """Gives the chunks of a slot back."""
+        self._free.extend(self.table[slot, : self._held[slot]].tolist())
+        self._held[slot] = self.counts[slot] = 0
+
+
+class Chunks(ChunkTable):
+    """Rows of several arrays for each slot, in chunks of 64.
+
+    Which arrays there are, and how wide they are, follows from the rows that arrive; memory is committed only for
+    chunks that were in use.
+    """
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(slots, _CHUNK)
+        self._capacity = _CHUNK
+        self._arrays: dict[str, np.ndarray] = {}
 
     def write(self, slots: np.ndarray, at: np.ndarray, parts: dict[str, np.ndarray]) -> None:
         """Writes N rows at indices ``at`` of their slots, ascending within a slot, and makes each the last one there.
@@ -45,16 +79,12 @@ class Chunks:
         chunks = at // _CHUNK
         short = chunks >= self._held[slots]
         if short.any():
-            for i in short.nonzero()[0]:
-                while self._held[slots[i]] <= chunks[i]:
-                    if not self._free:
-                        self._free.append(self._made)
-                        self._made += 1
-                    self._table[slots[i], self._held[slots[i]]] = self._free.pop()
-                    self._held[slots[i]] += 1
+            last = dict(zip(slots[short].tolist(), at[short].tolist()))
+            growing, rows = np.array([*last]), np.array([*last.values()]) + 1
+            self.reserve(growing, self.missing(growing, rows))
             while self._capacity < self._made:
                 self._capacity *= 2
-        rows = self._table[slots, chunks] * _CHUNK + at % _CHUNK
+        rows = self.table[slots, chunks] * _CHUNK + at % _CHUNK
         for name, part in parts.items():
             array = self._array(name, part)
             array[rows] = _fit(name, part, array.shape[1:])
@@ -67,7 +97,7 @@ class Chunks:
     def read(self, slot: int, first: int = 0, last: int | None = None) -> dict[str, np.ndarray]:
         """The rows of a slot from ``first`` to before ``last``, (N, …) by name; empty where there are none."""
         at = np.arange(first, self.counts[slot] if last is None else last)
-        rows = self._table[slot, at // _CHUNK] * _CHUNK + at % _CHUNK
+        rows = self.table[slot, at // _CHUNK] * _CHUNK + at % _CHUNK
         return {name: array[rows] for name, array in self._arrays.items()} if len(at) else {}
 
     def find(self, slot: int, name: str, value: int) -> int:
@@ -75,15 +105,10 @@ class Chunks:
         count = int(self.counts[slot])
         if not count:
             return 0
-        array, chunks = self._arrays[name], self._table[slot, : -(-count // _CHUNK)] * _CHUNK
+        array, chunks = self._arrays[name], self.table[slot, : -(-count // _CHUNK)] * _CHUNK
         chunk = max(int(np.searchsorted(array[chunks], value)) - 1, 0)
         rows = array[chunks[chunk] : chunks[chunk] + min(_CHUNK, count - chunk * _CHUNK)]
         return chunk * _CHUNK + int(np.searchsorted(rows, value))
-
-    def clear(self, slot: int) -> None:
-        """Gives the chunks of a slot back."""
-        self._free.extend(self._table[slot, : self._held[slot]].tolist())
-        self._held[slot] = self.counts[slot] = 0
 
     def _array(self, name: str, part: np.ndarray) -> np.ndarray:
         """The array of a name, large and wide enough for every chunk and for these rows."""
@@ -136,7 +161,7 @@ class TrajectoryStore:
         self.answers = np.zeros((self.slots, 2), dtype=np.int64)
         self.perturbed, self.has_edits, self.ahead = (np.zeros(self.slots, dtype=bool) for _ in range(3))
         self._free = list(reversed(range(self.slots)))
-        self._edits, self._tokens = Chunks(self.slots, max_model_len), Chunks(self.slots, max_model_len)
+        self._edits, self._tokens = Chunks(self.slots), Chunks(self.slots)
 
     def open(
         self,
@@ -185,12 +210,9 @@ class TrajectoryStore:
         earlier = record if ahead else record.truncate(trajectory.prompt_tokens)
         self.ahead[trajectory.slot] = ahead
         if len(earlier):
-            names = ("positions", "ids", "weights", "agreed", "sigma", "normalizer", "vectors")
-            parts = {name: getattr(earlier, name) for name in names}
+            parts = {name: part for name, part in vars(earlier).items() if isinstance(part, np.ndarray)}
             at = np.arange(len(earlier))
-            self._edits.write(
-                np.full_like(at, trajectory.slot), at, {name: part for name, part in parts.items() if part is not None}
-            )
+            self._edits.write(np.full_like(at, trajectory.slot), at, parts)
         self.has_edits[trajectory.slot] = len(earlier) > 0
 
     def edits(self, slot: int, start: int, stop: int) -> dict[str, np.ndarray]:

@@ -86,9 +86,11 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         output[_ROWS] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
         if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
             mask = output["completion_mask"].bool()
-            gap = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[mask].abs().max().item()
-            self._metrics["train" if self.model.training else "eval"]["perturbation/gap_max"].append(gap)
-            self.perturbation_gap = gap
+            gaps = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[mask].abs()
+            if len(gaps):  # none where all responses were cut off and are masked for it
+                self.perturbation_gap = gaps.max().item()
+                mode = "train" if self.model.training else "eval"
+                self._metrics[mode]["perturbation/gap_max"].append(self.perturbation_gap)
         return output
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:

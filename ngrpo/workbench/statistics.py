@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimators over the responses to a problem, bootstrap intervals over problems, and tests over seeds.
 
-Student's t over seeds keeps its 95%, where the bootstrap over five covers about 85% (`python -m benchmarks.coverage`).
-An interval over seeds covers the evaluated problems only; with one seed the problems are resampled instead.
+An interval over seeds covers the evaluated problems only; `python -m benchmarks.coverage` measures how often.
 """
 
 from __future__ import annotations
@@ -23,12 +22,9 @@ Interval = dict[str, Any]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that of k responses, drawn without replacement from n of which c are right, at least one is right.
+    """1 − C(n−c, k) / C(n, k), exact up to one division's rounding (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
-    1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), exact up to the rounding of one division.
-
-    Raises:
-        ValueError: unless n is at least 1, c in [0, n] and k in [1, n], all whole numbers.
+    The chance that of k of n responses, c of them right, one is right; ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
     """
     _check_counts(n, c)
     if not _whole(k) or not 1 <= k <= n:
@@ -44,10 +40,7 @@ def mean_at_n(n: int, c: int) -> float:
 
 
 def cover_at(n: int, c: int, tau: float) -> bool:
-    """Whether at least the fraction τ in (0, 1] of the responses is right; n and c as in :func:`pass_at_k`.
-
-    Cover@τ is the fraction of such problems; c / n estimates the chance that Dragoi et al. 2025 (arXiv 2510.08325) use.
-    """
+    """Whether at least the fraction τ in (0, 1] of n responses is right (Dragoi et al. 2025, arXiv 2510.08325)."""
     _check_counts(n, c)
     if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0.0 < tau <= 1.0:
         raise ValueError(f"tau={tau!r}: must be a number in (0, 1].")
@@ -66,12 +59,12 @@ def _whole(value: object) -> bool:
 
 
 def resamples(count: int, seed: int) -> np.ndarray:
-    """Bootstrap draws of ``count`` prompts with replacement: (DRAWS, count), the same in every run."""
+    """Bootstrap draws of ``count`` prompts: (DRAWS, count), the same in every run."""
     return np.random.default_rng(seed).integers(0, count, size=(DRAWS, count))
 
 
 def bounds(replicates: np.ndarray) -> tuple[float, float]:
-    """The central 95% of bootstrap replicates (N,) (Efron and Tibshirani, 1993, chapter 13)."""
+    """The central 95% of bootstrap replicates (N,)."""
     low, high = np.quantile(replicates, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
@@ -82,62 +75,82 @@ def with_noise(difference: Interval) -> Interval:
     return {**difference, "within_noise": low is None or low <= 0.0 <= high}
 
 
-def interval(table: np.ndarray) -> Interval:
-    """``value``, ``low`` and ``high`` of one arm's table, seeds × problems or seeds × 1.
+def interval(table: np.ndarray, *, share: bool = False) -> Interval:
+    """``value``, ``low`` and ``high`` of one arm's table, seeds × problems: Student's t ``over`` seeds.
 
-    ``over``: ``seeds``; ``problems`` for one seed; None for a single number, which has no interval.
+    With one seed it is the percentile bootstrap over ``problems``; equal numbers have none (None). Of a ``share`` the
+    interval ends at 0 and 1, and is Wilson's (J. Am. Stat. Assoc. 22, 1927) where all are 0 or 1.
     """
     table = np.atleast_2d(np.asarray(table, dtype=np.float64))
-    value, (seeds, problems) = float(table.mean()), table.shape
-    if table.size == 1:
-        return {"value": value, "low": None, "high": None, "over": None}
+    seeds, problems = table.shape
+    over = None if table.size == 1 else "problems" if seeds == 1 else "seeds"
+    found = {"value": float(table.mean()), "low": None, "high": None, "over": over}
+    units = table[0] if seeds == 1 else table.mean(axis=1)
+    if over and share and np.isin(units, (0.0, 1.0)).all():
+        from scipy.stats import binomtest
+
+        wilson = binomtest(int(units.sum()), len(units)).proportion_ci(LEVEL, method="wilson")
+        return {**found, "low": float(wilson.low), "high": float(wilson.high)}
+    if over is None or _tied(units):
+        return found
     if seeds == 1:
         draws = np.random.default_rng(_SEED).multinomial(problems, np.full(problems, 1.0 / problems), size=REPLICATES)
-        low, high = bounds(draws @ table[0] / problems)
-        return {"value": value, "low": low, "high": high, "over": "problems"}
-    from scipy import stats
+        low, high = bounds(draws @ units / problems)
+    else:
+        from scipy.stats import t
 
-    error = float(table.mean(axis=1).std(ddof=1)) / math.sqrt(seeds)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1)) * error
-    return {"value": value, "low": value - half, "high": value + half, "over": "seeds"}
+        half = float(t.ppf((1 + LEVEL) / 2, seeds - 1)) * (float(units.std(ddof=1)) / math.sqrt(seeds))
+        low, high = found["value"] - half, found["value"] + half
+    return {**found, "low": max(low, 0.0) if share else low, "high": min(high, 1.0) if share else high}
+
+
+def _tied(values: np.ndarray) -> bool:
+    """Whether values are equal up to rounding; shares are far coarser."""
+    return float(np.ptp(values)) <= 1e-12
 
 
 def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
-    """Mean paired difference of two tables, seeds × problems in the same order, and the paired t test over seeds.
+    """Mean paired difference of two tables of shares, seeds × problems in the same order, and its test over seeds.
 
-    Returns:
-        As :func:`interval`, with ``p``: two-sided, of no difference, and ``spread``: the standard deviation over
-        ``seeds``; both None for one seed, ``p`` also for equal differences in all seeds, which leave no spread.
-        ``within_noise``: by ``p``, before :func:`correct`; with one seed, whether the interval contains 0.
-
-    Raises:
-        ValueError: for tables of different shapes.
+    As :func:`interval`, with ``p``, two-sided, and ``spread``, the standard deviation over ``seeds``; None for one. The
+    paired t test is over seeds, or ``tested`` over problems where seeds differ by the same; without a spread there too
+    it is the exact sign-flip test, 2/2^n. ``within_noise``: by ``p``, uncorrected, or one seed's interval.
     """
     if np.shape(ours) != np.shape(baseline):
         raise ValueError(f"{np.shape(ours)} and {np.shape(baseline)}: pairs need the same seeds and problems.")
     table = np.atleast_2d(np.asarray(ours, dtype=np.float64) - np.asarray(baseline, dtype=np.float64))
-    estimate = interval(table)
-    if estimate["over"] != "seeds":
-        return {**with_noise(estimate), "p": None, "spread": None, "seeds": len(table)}
+    seeds, problems = table.shape
+    found = {**interval(table), "p": None, "spread": None, "seeds": seeds}
+    if found["low"] is not None:
+        found |= {"low": max(found["low"], -1.0), "high": min(found["high"], 1.0)}
+    if seeds == 1:
+        equal = problems > 1 and _tied(table[0])
+        return {**found, "within_noise": _p_value(table[0]) >= 1 - LEVEL} if equal else with_noise(found)
     by_seed = table.mean(axis=1)
-    spread = float(by_seed.std(ddof=1))
-    # Equal up to rounding: differences are of shares, which are far coarser.
-    if spread <= 1e-12:
-        p = 1.0 if abs(estimate["value"]) <= 1e-12 else None
-    else:
-        from scipy import stats
+    over_problems = _tied(by_seed) and problems > 1
+    p = _p_value(table.mean(axis=0) if over_problems else by_seed)
+    found |= {"tested": "problems"} if over_problems else {}
+    return {**found, "p": p, "spread": float(by_seed.std(ddof=1)), "within_noise": p >= 1 - LEVEL}
 
-        p = float(stats.ttest_1samp(by_seed, 0.0).pvalue)
-    noise = p is None or p >= 1 - LEVEL
-    return {**estimate, "p": p, "spread": spread, "seeds": len(table), "within_noise": noise}
+
+def _p_value(differences: np.ndarray) -> float:
+    if _tied(differences):
+        return 1.0 if abs(differences.mean()) <= 1e-12 else 2.0 ** (1 - len(differences))
+    from scipy.stats import ttest_1samp
+
+    return float(ttest_1samp(differences, 0.0).pvalue)
+
+
+def in_words(interval: Interval | None, form: str = ".3f") -> str:
+    """``0.412 [0.381, 0.442]``; ``–`` for None."""
+    if interval is None:
+        return "–"
+    ends = "" if interval["low"] is None else f" [{interval['low']:{form}}, {interval['high']:{form}}]"
+    return f"{interval['value']:{form}}{ends}"
 
 
 def correct(differences: Sequence[Interval]) -> None:
-    """Corrects several arms' paired differences in one measure, in place; those without a p-value stay as they are.
-
-    Adds ``p_corrected`` (Holm's), ``comparisons`` (their number) and ``detectable``, the smallest true difference that
-    four of five repetitions find, and updates ``within_noise``.
-    """
+    """Adds ``p_corrected``, ``comparisons`` and ``detectable`` to paired differences in one measure; judges them."""
     tested = [difference for difference in differences if difference["p"] is not None]
     for difference, p in zip(tested, holm([difference["p"] for difference in tested])):
         least = detectable(difference["spread"], difference["seeds"], len(tested))
@@ -146,27 +159,20 @@ def correct(differences: Sequence[Interval]) -> None:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values corrected for their number by Holm's step-down method (Scandinavian Journal of Statistics 6, 1979).
-
-    The i-th smallest of m (i from 0) is multiplied by m − i; none is below a smaller one's, and none above 1.
-    """
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        corrected[place] = largest
-    return corrected
+    """p-values corrected for their number by Holm's step-down method (Scandinavian Journal of Statistics 6, 1979)."""
+    values = np.asarray(p_values, dtype=np.float64)
+    order, corrected = np.argsort(values, kind="stable"), np.empty_like(values)
+    corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(values), 0, -1) * values[order]))
+    return corrected.tolist()
 
 
 def detectable(spread: float, pairs: int, comparisons: int = 1, tasks: int = 1) -> float | None:
-    """The smallest true difference that a two-sided paired t test finds with a chance of 80%; None below two pairs.
+    """The smallest true difference that a two-sided paired t test finds with a chance of 80%; None without a spread.
 
-    Args:
-        spread: standard deviation of the paired differences over seeds.
-        pairs: seeds.
-        comparisons: the level is 0.05 over this number, which is Holm's first and hardest step.
-        tasks: how many are pooled, each with this number of seeds and this spread.
+    ``spread`` is over ``pairs`` seeds; of several ``tasks`` each has both. The level is Holm's hardest: 0.05 over
+    ``comparisons``.
     """
-    if pairs < 2:
+    if pairs < 2 or spread <= 1e-12:
         return None
     from scipy import optimize, stats
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a gate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,16 +24,12 @@ class Gate(Options):
     registry = gates
 
     def plan(self, positions: Positions) -> np.ndarray:
-        """Which of N positions the gate leaves open, from seeds and positions alone; on the host: (N,) bool.
-
-        Must judge each position alone: the positions are of one step, and of all trajectories together.
-        """
+        """Which of N positions of any trajectories are open, each judged alone; on the host: (N,) bool."""
         return np.ones(len(positions.positions), dtype=bool)
 
     def open(self, step: GateStep) -> Tensor:
         """Which of B rows, each of another trajectory, the gate leaves open, from the logits; on the device: (B,) bool.
 
-        Must be a function of each row alone, with no randomness but the step's. Must not synchronise with the host: no
-        ``.item()``, no ``if`` on a tensor.
+        Each row is judged alone, with no randomness but the step's, without ``.item()`` or an ``if`` on a tensor.
         """
         return torch.ones_like(step.sampled, dtype=torch.bool)

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default gate and its verdict: which rows of a step are perturbed.
-
-On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
-select the position. On the device: the request's sampling allows the proposed token, thinking goes on, the policy is
-uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed unless the
-token is protected or ends the thinking, or the perturbation does not act there.
-"""
+"""The default gate and its verdict: which rows of a step are perturbed; where a text ends the perturbation."""
 
 from __future__ import annotations
 
@@ -23,12 +17,13 @@ from perturbations.gates import Gate
 from perturbations.options import Options, option
 from perturbations.registry import gates
 from perturbations.step import GateStep, Positions, Step
-from perturbations.stop_text import StopText
 
 if TYPE_CHECKING:
     from perturbations.base import Proposal
 
 _NEVER = torch.iinfo(torch.int64).max
+# Tokens of a prompt's end that are read, beyond one for each byte of the text: whitespace after it.
+_MARGIN = 32
 # Latest positions whose state is kept, so that a position drawn again finds the one before it.
 _POSITIONS = 8
 
@@ -62,12 +57,72 @@ class GateOptions(Options):
         return selected
 
 
-class BoundGate:
-    """A perturbation's gate in a rollout, for the trajectories of one worker.
+class StopText:
+    """Finds a text of L bytes in tokens, across their borders: a Knuth–Morris–Pratt automaton (1977) over bytes.
 
-    Each trajectory has a row: the states of `StopText` after its latest positions, and where its thinking ended. A
-    position may be observed and drawn again. Only :meth:`selected` runs on the host; nothing waits for the device.
+    State s < L: the bytes so far end with the text's first s bytes. State L: the latest token completed the text.
     """
+
+    def __init__(self, text: str, token_bytes: Sequence[bytes], vocabulary: int, device: torch.device | str) -> None:
+        """``token_bytes``: of each token, by id; of V = ``vocabulary`` logits those without bytes change no state."""
+        self._text, self._bytes = text.encode(), [*token_bytes[:vocabulary]]
+        self._bytes += [b""] * (vocabulary - len(self._bytes))
+        self.complete = len(self._text)
+        table = _states_after(_automaton(self._text), self._bytes)
+        self._table = torch.from_numpy(table).to(device)
+
+    def after(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """The states (B,) int64 after ``tokens`` (B,) in ``states`` (B,)."""
+        return self._table[tokens, states].long()
+
+    def after_prompt(self, prompt: Sequence[int]) -> int:
+        """The state after a prompt: L where its text ends with this one, whitespace aside, as an empty thought does."""
+        end = b"".join(self._bytes[token] for token in prompt[-self.complete - _MARGIN :])
+        if end.rstrip().endswith(self._text):
+            return self.complete
+        return next(size for size in range(self.complete - 1, -1, -1) if end.endswith(self._text[:size]))
+
+
+def _automaton(text: bytes) -> np.ndarray:
+    """The state after each byte in each state, (L + 1, 256) int16 (Knuth, Morris and Pratt 1977)."""
+    after = np.zeros((len(text) + 1, 256), dtype=np.int16)
+    after[0, text[0]] = 1
+    border = 0  # the state of the longest proper suffix
+    for state in range(1, len(text) + 1):
+        after[state] = after[border]
+        if state < len(text):
+            after[state, text[state]] = state + 1
+            border = int(after[border, text[state]])
+    return after
+
+
+def _states_after(automaton: np.ndarray, token_bytes: Sequence[bytes]) -> np.ndarray:
+    """The state after each token in each state, (V, L + 1) int16; a text within a token stays complete."""
+    complete = len(automaton) - 1
+    lengths = np.array([len(each) for each in token_bytes])
+    starts = np.cumsum(lengths) - lengths
+    symbols = np.frombuffer(b"".join(token_bytes), dtype=np.uint8)
+    states = np.tile(np.arange(complete + 1, dtype=np.int16), (len(token_bytes), 1))
+    found = np.zeros_like(states, dtype=bool)
+    for column in range(int(lengths.max(initial=0))):
+        rows = np.flatnonzero(lengths > column)
+        states[rows] = automaton[states[rows], symbols[starts[rows] + column, None]]
+        found[rows] |= states[rows] == complete
+    states[found] = complete
+    return states
+
+
+class BoundGate:
+    """A perturbation's gate in a rollout, for the trajectories of one worker: where is what is proposed fed?
+
+    On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
+    select the position. On the device: the request's sampling allows the proposed token, thinking goes on, the policy
+    is uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed unless
+    the token is protected or ends the thinking, or the perturbation does not act there.
+    """
+
+    # Each trajectory has a row: the states of `StopText` after its latest positions, and where its thinking ended. A
+    # position may be observed and drawn again.
 
     def __init__(
         self,
@@ -77,14 +132,7 @@ class BoundGate:
         rows: int,
         device: torch.device | str,
     ) -> None:
-        """
-        Args:
-            options: of the perturbation.
-            token_bytes: gives the bytes of every token, in the order of the ids.
-            vocabulary: V, the number of logits.
-            rows: trajectories held at once.
-            device: of logits and tokens.
-        """
+        """``token_bytes`` gives the bytes of every token, by id; V = ``vocabulary``; ``rows``: trajectories at once."""
         self._options = options
         # Where nothing is ever perturbed, no token needs to be seen.
         until = options.until if options.rate > 0.0 else None
@@ -131,13 +179,8 @@ class BoundGate:
     ) -> tuple[Tensor, Tensor]:
         """Whether the proposed token is in the text, and whether its input is fed, at G positions: (G,) bool each.
 
-        Args:
-            step: the positions.
-            proposal: the perturbation's answer.
-            rows: of the trajectories, (G,) int64.
-            first: first generated position of each, (G,) int64.
-            allowed: whether the request's filters leave the proposed token, (G,) bool.
-            greedy: argmax tokens of greedy rows, else -1, (G,) int64; None where no row is greedy.
+        ``rows``, ``first``: of the trajectories, and their first generated positions, (G,) int64. ``allowed``: whether
+        the request's filters leave the proposed token, (G,) bool. ``greedy``: argmax tokens of greedy rows, else -1.
         """
         # What the request's own sampling excludes (at temperature 0 all but the likeliest token) is never in its text:
         # such a position stays unperturbed.
@@ -213,7 +256,6 @@ def protected_ids(protect: str | None, size: int | None = None) -> list[int]:
         raise UsageError(f"perturbation option protect={protect!r}: {wrong!r} is no token id; {allowed}.")
     ids = [int(part) for part in parts]
     if size is not None and max(ids) >= size:
-        raise UsageError(
-            f"perturbation option protect={protect!r}: id {max(ids)} is not in the model's [0, {size - 1}]."
-        )
+        wrong = f"id {max(ids)} is not in the model's [0, {size - 1}]"
+        raise UsageError(f"perturbation option protect={protect!r}: {wrong}.")
     return ids

@@ -34,11 +34,9 @@ class Gaussian(Perturbation):
         if self.density == "gaussian" and self.sigma == 0.0:
             raise UsageError("perturbation option sigma=0: density='gaussian' needs noise. The default is 0.33.")
         if self.density == "gaussian" and self.base == "fuzzy":
-            warnings.warn(
-                "gaussian with base='fuzzy' and density='gaussian': the token in the text is the argmax, which is never"
-                " trained. Only the embedding learns at perturbed positions. base='soft' trains the probabilities too.",
-                stacklevel=3,
-            )
+            why = "the token in the text is the argmax, which is never trained, and the embedding learns alone"
+            fix = "base='soft' trains the probabilities too"
+            warnings.warn(f"gaussian with base='fuzzy' and density='gaussian': {why}. {fix}.", stacklevel=3)
 
     def propose(self, step: Step) -> Proposal:
         """e' = h + σ ε with h = E[token], E[argmax z] or Σ_v softmax(z/τ)_v E[v] over the k likeliest tokens.
@@ -58,11 +56,9 @@ class Gaussian(Perturbation):
         return Proposal(InputEdit(mean.ids, mean.weights, self.sigma * rms), tokens)
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """log N(e'; h(θ), σ² I) at the policy that drew e', with gradient to h(θ): its score is ε/σ · ∂h.
-
-        e' − h is σ ε as it was drawn, not a difference of what rollout and trainer computed: in D dimensions that of
-        logits which differ by 0.03 is as long as the noise itself.
-        """
+        """log N(e'; h(θ), σ² I) at the policy that drew e', with gradient to h(θ): its score is ε/σ · ∂h."""
+        # e' − h is σ ε as it was drawn, not a difference of what rollout and trainer computed: in D dimensions that of
+        # logits which differ by 0.03 is as long as the noise itself.
         edit, lookup = replayed.edit, replayed.lookup
         sigma, keys = require(edit.sigma, "edit.sigma"), require(replayed.noise_keys, "noise_keys")
         if self.base == "token":

@@ -50,12 +50,11 @@ class HRPO(LikeliestTokens):
 
 
 class HybridGate(nn.Module):
-    """a = exp(−c · softplus(Λ) · σ(W_r e)) with c = 8; e' = a ⊙ e + sqrt(1 − a²) ⊙ (σ(W_i e) ⊙ r).
+    """a = exp(−c · softplus(Λ) · σ(W_r e)) with c = 8; e' = a ⊙ e + sqrt(1 − a²) ⊙ (σ(W_i e) ⊙ r)."""
 
-    W_r and W_i start at zero (σ = ½ for every token) and Λ such that exp(−c · softplus(Λ)), which is a where
-    σ(W_r e) = 1, lies between ``start`` and 0.999. Λ is held as its start plus a shift that begins at 0: near −7, where
-    Λ starts, bfloat16 has steps of 0.03.
-    """
+    # W_r and W_i start at zero (σ = ½ for every token) and Λ such that exp(−c · softplus(Λ)), which is a where
+    # σ(W_r e) = 1, lies between ``start`` and 0.999. Λ is held as its start plus a shift that begins at 0: near −7,
+    # where Λ starts, bfloat16 has steps of 0.03.
 
     def __init__(self, hidden_size: int, start: float) -> None:
         super().__init__()

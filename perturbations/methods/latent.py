@@ -36,10 +36,9 @@ class Latent(LikeliestTokens):
         if self.pool < self.k:
             raise UsageError(f"perturbation option pool={self.pool}: must be at least k={self.k}, the tokens mixed.")
         if self.has_density and self.tau < 0.5:
-            raise UsageError(
-                f"perturbation option tau={self.tau:g}: must be at least 0.5 with density={self.density!r} (the default"
-                " is 1): below, float32 weights cannot hold the noise. Raise it, or take density='token'."
-            )
+            least = f"must be at least 0.5 with density={self.density!r} (the default is 1)"
+            why = "below, float32 weights cannot hold the noise. Raise it, or take density='token'"
+            raise UsageError(f"perturbation option tau={self.tau:g}: {least}: {why}.")
         if self.density == "exact" and self.scale == 0.0:
             raise UsageError("perturbation option scale=0: density='exact' needs noise. Raise scale; the default is 1.")
 
@@ -92,11 +91,9 @@ class Latent(LikeliestTokens):
         return torch.where(support, terms, 0.0).sum(dim=-1) / support.sum(dim=-1).clamp_min(1)
 
     def _exact(self, replayed: Replayed, scores: Tensor, support: Tensor) -> Tensor:
-        """``exact``, of the scores (N, k) where there is ``support``: y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel.
-
-        Clamped noise lies beyond its bound; that of a token of the nucleus which was not mixed, below what would have
-        made it the last one mixed.
-        """
+        """``exact``, of the scores (N, k) where there is ``support``: y_i = log p_i(θ) + s (g_i + 1.5), g Gumbel."""
+        # Clamped noise lies beyond its bound; that of a token of the nucleus which was not mixed, below what would have
+        # made it the last one mixed.
         low, high = densities.GUMBEL_RANGE
         ids, gumbels = replayed.edit.ids, replayed.gumbel(replayed.edit.ids)
         pool = replayed.top(min(self.pool, replayed.logits.shape[-1]))

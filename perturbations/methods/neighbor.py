@@ -51,11 +51,11 @@ class Neighbor(LikeliestTokens):
             if getattr(self, part) is None:
                 object.__setattr__(self, part, value)
         if self.rate == 1.0 and self.gate is None and self.realization == "anchor":
-            warnings.warn(
+            what = (
                 "neighbor with rate 1 and realization 'anchor' is greedy decoding: all answers of a group are the same"
-                " and every group-relative advantage is zero. Lower the rate, or take realization='sampled'.",
-                stacklevel=3,
             )
+            fix = "Lower the rate, or take realization='sampled'"
+            warnings.warn(f"{what} and every group-relative advantage is zero. {fix}.", stacklevel=3)
 
     def propose(self, step: Step) -> Proposal:
         """e' = Σ_c α(c) E[c] over the anchor argmax z̃ and its k − 1 nearest tokens, α = softmax(z̃) within this set.
@@ -81,14 +81,8 @@ class Neighbor(LikeliestTokens):
         return self.realization == "sampled"
 
     def _neighbors(self, embeddings: ModelEmbeddings) -> NeighborIndex:
-        return embeddings.index(
-            self.metric,
-            require(self.space, "space"),  # of the variant
-            self.skip_special,
-            kind=self.index,
-            skip_same_word=self.skip_same_word,
-            refresh=self.refresh,
-        )
+        space = require(self.space, "space")  # of the variant
+        return embeddings.index(self.metric, space, self.skip_special, self.index, self.skip_same_word, self.refresh)
 
     def prepare(self, embeddings: ModelEmbeddings) -> None:
         self._neighbors(embeddings).precompute(self.k - 1)
@@ -126,6 +120,10 @@ class Orthogonal(LikeliestTokens):
         along = (others * anchor).sum(dim=-1) / norm
         weights = torch.cat([1.0 - (noise * along).sum(dim=-1, keepdim=True), noise], dim=-1)
         return Proposal(InputEdit(ids, weights), step.sampled if self.samples_text else ids[:, 0])
+
+    @property
+    def zero_mean_score(self) -> bool:
+        return self.samples_text  # as of Neighbor
 
     @property
     def samples_text(self) -> bool:

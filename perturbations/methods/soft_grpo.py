@@ -31,10 +31,9 @@ class Gumbel(TopTokens):
         if self.density == "gumbel" and not self.clamp:
             raise UsageError("perturbation option clamp=False: density='gumbel' needs clamped noise. Take clamp=True.")
         if self.density == "gumbel" and self.tau < 0.1:
-            raise UsageError(
-                f"perturbation option tau={self.tau:g}: must be at least 0.1 (the default) with density='gumbel':"
-                " below, float32 weights cannot hold the noise. Raise it, or take density='token'."
-            )
+            least = "must be at least 0.1 (the default) with density='gumbel'"
+            why = "below, float32 weights cannot hold the noise. Raise it, or take density='token'"
+            raise UsageError(f"perturbation option tau={self.tau:g}: {least}: {why}.")
 
     @property
     def zero_mean_score(self) -> bool:
@@ -141,11 +140,9 @@ class Normal(TopTokens):
         return Proposal(InputEdit(ids, draws / draws.sum(dim=-1, keepdim=True)), winners(ids, draws))
 
     def log_density(self, replayed: Replayed) -> Tensor:
-        """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15.
-
-        At the policy that drew y: y_i − p_i is the noise as it was drawn, not a difference of what rollout and trainer
-        computed, whose p differ by a seventh of 0.05 where their logits differ by 0.03.
-        """
+        """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15."""
+        # At the policy that drew y: y_i − p_i is the noise as drawn, not a difference of what rollout and trainer
+        # computed, whose p differ by a seventh of 0.05 where their logits differ by 0.03.
         edit = replayed.edit
         support = densities.distinct(edit.ids) & (edit.weights != 0.0)
         probabilities = densities.renormalised(replayed.at(edit.ids), support)

@@ -99,9 +99,9 @@ class RouterHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of the two decisions, (N, 2) float32; ``UsageError`` for hidden states of another size."""
         if hidden.shape[-1] != self.weight.shape[-1]:
-            raise UsageError(
-                f"perturbation 'tarpo': the last hidden state has {hidden.shape[-1]} dimensions, the input embedding"
-                f" {self.weight.shape[-1]}. The router needs a model in which both are the same."
+            sizes = (
+                f"the last hidden state has {hidden.shape[-1]} dimensions, the input embedding {self.weight.shape[-1]}"
             )
+            raise UsageError(f"perturbation 'tarpo': {sizes}. The router needs a model in which both are the same.")
         logits = nn.functional.linear(hidden.float(), self.weight.float(), self.bias_shift.float())
         return logits + nn.functional.pad(logits.new_full((1,), self._bias), (0, 1))

@@ -73,10 +73,9 @@ class Multiplex(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draws == "distinct" and self.density == "joint":
-            raise UsageError(
-                "perturbation option density='joint': cannot be used with draws='distinct', whose probability is no"
-                " product. Take density='token' or draws='independent'."
-            )
+            why = "cannot be used with draws='distinct', whose probability is no product"
+            fix = "Take density='token' or draws='independent'"
+            raise UsageError(f"perturbation option density='joint': {why}. {fix}.")
 
     def propose(self, step: Step) -> Proposal:
         """w_j = p(k_j) / Σ_i p(k_i) over the k draws, or 1 / k; a token drawn twice is two candidates.

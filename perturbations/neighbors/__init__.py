@@ -2,8 +2,6 @@
 # ruff: noqa: F401
 """Nearest tokens by their embeddings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -26,12 +24,9 @@ def create_index(
     words: Tensor | None = None,
     lazy: bool | None = None,
 ) -> TableIndex:
-    """An index with its default settings.
+    """An index with its default settings; arguments and errors as of :class:`ExactIndex`.
 
-    Args:
-        embedding, metric, exclude, lazy: as in :class:`ExactIndex`, whose errors it raises.
-        kind: exact or hnsw, or ``UsageError``; metric l1 always has the exact index.
-        words: (V,) int64 numbers of the words, to skip neighbors that are the same word; None to keep them.
+    ``kind``: exact or hnsw; l1 always has the exact index. ``words``: (V,) int64, to skip neighbors of the same word.
     """
     if kind not in INDICES:
         raise UsageError(f"index={kind!r}: must be one of {', '.join(INDICES)}.{nearest(str(kind), INDICES)}")

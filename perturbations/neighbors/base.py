@@ -89,10 +89,8 @@ class PairScores:
         if metric not in METRICS:
             raise UsageError(f"metric={metric!r}: must be one of {', '.join(METRICS)}.{nearest(str(metric), METRICS)}")
         if shard.rows.dim() != 2 or not shard.rows.is_floating_point():
-            raise UsageError(
-                f"embedding of shape {tuple(shard.rows.shape)} and {shard.rows.dtype}: must be a (V, D) matrix of"
-                " floats."
-            )
+            seen = f"embedding of shape {tuple(shard.rows.shape)} and {shard.rows.dtype}"
+            raise UsageError(f"{seen}: must be a (V, D) matrix of floats.")
         self.metric, self._shard = metric, shard
         self.block = ROWS_CPU if shard.rows.device.type == "cpu" else ROWS_DEVICE
         with torch.inference_mode(False), torch.no_grad():
@@ -100,14 +98,13 @@ class PairScores:
             self.norms = shard.gather(torch.cat(parts))[: shard.size]
         bad = (~torch.isfinite(self.norms)).nonzero().flatten().tolist()
         if bad:
-            raise UsageError(
-                f"embedding row {bad[0]} (and {len(bad) - 1} more) is not finite: the model's weights are broken."
-            )
+            which = f"{bad[0]} (and {len(bad) - 1} more)"
+            raise UsageError(f"embedding row {which} is not finite: the model's weights are broken.")
 
     def of(self, tokens: Tensor, own: Tensor, pairs: Tensor, others: Tensor) -> Tensor:
         """Scores of N pairs, (N,) float32, of ``tokens[pairs]`` and ``others``, tokens of this rank, (N,) int64.
 
-        ``tokens``: (Q,) int64, with embeddings ``own``, (Q, D).
+        ``own``: the embeddings, (Q, D), of ``tokens``, (Q,).
         """
         scores = []
         for at, right in zip(pairs.split(self.block), others.split(self.block)):
@@ -162,10 +159,7 @@ class TableIndex(NeighborIndex):
     """
 
     def __init__(self, size: int, device: torch.device, exclude: Sequence[int] = (), lazy: bool | None = None) -> None:
-        """For V = ``size`` tokens. Those to ``exclude`` are never neighbors, but may be queried.
-
-        ``lazy``: fill rows on first use; None for the rule above.
-        """
+        """For V = ``size`` tokens; those to ``exclude`` are never neighbors. ``lazy``: None for the rule above."""
         bad = [i for i in exclude if not 0 <= i < size]
         if bad:
             raise UsageError(f"exclude holds id {bad[0]}: must be in [0, {size - 1}], the embedding's rows.")
@@ -182,7 +176,7 @@ class TableIndex(NeighborIndex):
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Computes rows: ids (Q, k) int64 and scores (Q, k) float32, best first, equal scores by rising id.
 
-        ``tokens``: (Q,) int64; four (Q, V) float32 tensors fit into the scratch memory. ``k``: in [1, :attr:`most`].
+        Four (Q, V) float32 tensors fit into the scratch memory.
         """
 
     def query(self, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -218,10 +212,8 @@ class TableIndex(NeighborIndex):
     def _widen(self, k: int) -> None:
         if not 1 <= k <= self.most:
             excluded = f" without {int(self._excluded.sum())} excluded ones" if bool(self._excluded.any()) else ""
-            raise UsageError(
-                f"k={k} neighbors: must be in [1, {self.most}], the other tokens of a vocabulary of"
-                f" {self._size}{excluded}."
-            )
+            others = f"the other tokens of a vocabulary of {self._size}{excluded}"
+            raise UsageError(f"k={k} neighbors: must be in [1, {self.most}], {others}.")
         with torch.inference_mode(False):
             self._ids = torch.zeros(self._size, k, dtype=torch.int32, device=self._device)
             self._scores = torch.zeros(self._size, k, dtype=torch.float32, device=self._device)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact nearest neighbors by blocked matrix products, each token's row computed once."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
@@ -28,15 +26,16 @@ class ExactIndex(TableIndex):
     """The k nearest tokens over all V, ordered as :class:`PairScores` says, ties broken by the lower id.
 
     The order depends on the embedding alone, not on the batch nor on the precision of products: products propose every
-    pair that rounding leaves a chance, and these are scored. Each tensor-parallel rank searches its own rows, and the
-    best of all ranks are kept.
-
-    After a weight sync a row is searched again only where its set may have changed. By the triangle inequality a score
-    changes by no more than the movement of its two tokens (for cosines: of their directions). Each row has a bound on
-    the scores of tokens outside of its set, and each sync raises it by these movements. While the set's new scores
-    exceed the bound, a full search would find the same set. The few tokens that move much are compared with every row.
+    pair that rounding leaves a chance, and these are scored.
     """
 
+    # Each tensor-parallel rank searches its own rows, and the best of all ranks are kept.
+    #
+    # After a weight sync a row is searched again only where its set may have changed. By the triangle inequality a
+    # score changes by no more than the movement of its two tokens (for cosines: of their directions). Each row has a
+    # bound on the scores of tokens outside of its set, and each sync raises it by these movements. While the set's new
+    # scores exceed the bound, a full search would find the same set. The few tokens that move much are compared with
+    # every row.
     _followed = False
 
     def __init__(
@@ -157,11 +156,9 @@ class ExactIndex(TableIndex):
         return -values.neg().clamp_min(0.0).sqrt() if self.metric == "l2" else values
 
     def _bounds(self, tokens: Tensor, own: Tensor, of_all: bool = False) -> tuple[Tensor, Tensor]:
-        """Lowest and highest value of each pair's score, (Q, n) float32 each; -inf for pairs that are out.
-
-        For l2 of the negative squared distance, for dot of the product with the token's direction: both order alike.
-        Excluded tokens and a token with itself are out, unless ``of_all``.
-        """
+        """Lowest and highest value of each pair's score, (Q, n) float32 each; -inf for pairs that are out."""
+        # For l2 of the negative squared distance, for dot of the product with the token's direction: both order alike.
+        # Excluded tokens and a token with itself are out, unless ``of_all``.
         values = self._products(own)
         left, right = self._pairs.norms[tokens].float().unsqueeze(-1), self._pairs.norms[self._here].float()
         slack, slack_of_row = _ROUNDING * right, torch.zeros_like(left)

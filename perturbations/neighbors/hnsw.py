@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Approximate nearest neighbors by a graph (HNSW, Malkov and Yashunin, arXiv 1603.09320), scored exactly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -25,14 +23,13 @@ _TINY = 1e-12
 
 
 class HnswIndex(TableIndex):
-    """The k nearest tokens among candidates that a graph proposes, scored and ordered as by :class:`ExactIndex`.
+    """The k nearest tokens among candidates that a graph proposes, scored and ordered as by :class:`ExactIndex`."""
 
-    Token embeddings share a large common part. Tokens close to it are near everything, and hide the rest from a graph
-    over the plain vectors. So the graph holds the vectors (for cosine normalised) less their mean, each divided by a
-    power of its length. The ``hubs`` tokens closest to the mean (for dot the longest) are compared with every query.
-
-    One thread builds the graph in the order of the ids on the first query: all ranks must have the same graph.
-    """
+    # Token embeddings share a large common part. Tokens close to it are near everything, and hide the rest from a graph
+    # over the plain vectors. So the graph holds the vectors (for cosine normalised) less their mean, each divided by a
+    # power of its length. The ``hubs`` tokens closest to the mean (for dot the longest) are compared with every query.
+    #
+    # One thread builds the graph in the order of the ids on the first query: all ranks must have the same graph.
 
     def __init__(
         self,
@@ -46,16 +43,10 @@ class HnswIndex(TableIndex):
         hubs: int = 2048,
         lazy: bool | None = None,
     ) -> None:
-        """As :class:`ExactIndex`; copies the embedding unless a CPU has all of it.
+        """As :class:`ExactIndex`; copies the embedding unless a CPU has all of it. ``UsageError`` for l1 too.
 
-        Args:
-            m: links of a vector in the graph (twice as many at its base).
-            ef_construction, ef: candidates compared with each vector while building, and in a search.
-            rerank: candidates of a search that are scored.
-            hubs: tokens compared with every query.
-
-        Raises:
-            UsageError: as :class:`ExactIndex`, for l1, and for a number that is out of range.
+        ``m``: links of a vector in the graph (twice as many at its base). ``ef_construction``, ``ef``: candidates
+        compared while building, and in a search, of which ``rerank`` are scored. ``hubs``: compared with every query.
         """
         if metric == "l1":
             raise UsageError("metric='l1': an HNSW graph knows cosine, l2 and dot; take ExactIndex for l1.")
@@ -73,10 +64,7 @@ class HnswIndex(TableIndex):
 
     @cached_property
     def _graph(self) -> Any:
-        return self._build()
-
-    def _build(self) -> Any:
-        """Its vectors are in the order of ``_kept``."""
+        """The graph, whose vectors are in the order of ``_kept``."""
         faiss, settings = _library(), self._settings
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.cat([self._directions(part) for part in self._embedding.split(4096)])

@@ -29,46 +29,39 @@ class Refresh:
             return words[text]
         if text.isdecimal() and int(text) > 0:
             return cls(int(text))
-        raise UsageError(
-            f"perturbation option refresh={text!r}: must be every_sync, never, or a positive whole number of weight"
-            f" syncs, such as 10.{nearest(text, words)}"
-        )
+        allowed = "must be every_sync, never, or a positive whole number of weight syncs, such as 10"
+        raise UsageError(f"perturbation option refresh={text!r}: {allowed}.{nearest(text, words)}")
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Neighbor sets that the latest weight sync changed, of tokens that were used as anchors.
+    """Neighbor sets that the latest weight sync changed, of tokens that were used as anchors."""
 
-    Attributes:
-        tokens, changed_since_start: followed tokens, and those with another set than at first.
-        compared, changed: tokens with a known set right before the sync, and those with another set now.
-    """
-
-    tokens: int
-    changed_since_start: int
-    compared: int
-    changed: int
+    tokens: int  # followed
+    changed_since_start: int  # of these, with another set than at first
+    compared: int  # with a known set right before the sync
+    changed: int  # of these, with another set now
 
     def __add__(self, other: Drift) -> Drift:
         return Drift(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def shares(self) -> dict[str, float]:
         """``neighbors_changed`` and ``neighbors_changed_since_start`` in [0, 1], each where it is known."""
-        shares = {"neighbors_changed": (self.changed, self.compared)}
-        shares["neighbors_changed_since_start"] = (self.changed_since_start, self.tokens)
+        now, start = (self.changed, self.compared), (self.changed_since_start, self.tokens)
+        shares = {"neighbors_changed": now, "neighbors_changed_since_start": start}
         return {name: part / whole for name, (part, whole) in shares.items() if whole}
 
 
 class Neighborhood(NeighborIndex):
     """Answers from an index that is made again by the refresh policy, and follows the drift.
 
-    Sets that outlive a weight sync are all of the same weights. On a CPU, where rows are filled on first use, the index
-    is made from a copy of the matrix. Elsewhere the table is complete before the weights change, and a larger k
-    computes all sets again from the weights of that moment.
-
     At most 128 of the queried tokens (8 for L1) are followed, evenly spaced by id. At a sync their sets are computed
     from the new weights, used or not. A set is the k nearest, in any order.
     """
+
+    # Sets that outlive a weight sync are all of the same weights. On a CPU, where rows are filled on first use, the
+    # index is made from a copy of the matrix. Elsewhere the table is complete before the weights change, and a larger k
+    # computes all sets again from the weights of that moment.
 
     def __init__(
         self,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens are the same word: up to case, space and English inflection."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -23,9 +21,9 @@ _FURTHER = 8
 def word_key(text: str) -> str:
     """The word of a token's text; two tokens with one key are the same word.
 
-    Unicode NFKC, case folded, without spaces and space markers around it. English letters also lose the endings -'s,
-    -s, -ed and -ing, a final e and a doubled final consonant, and y after a consonant becomes i: ``make, makes,
-    making`` share ``mak``, ``city, cities`` share ``citi``. A text of spaces is its own key.
+    Unicode NFKC, case folded, without spaces and space markers around it. English words also lose the endings -'s, -s,
+    -ed and -ing, a final e and a doubled final consonant, and y after a consonant becomes i: ``make, making`` are
+    ``mak``, ``city, cities`` are ``citi``. A text of spaces is its own key.
     """
     word = unicodedata.normalize("NFKC", text).strip().strip(_MARKERS).strip().casefold().replace("\u2019", "'")
     if not word:
@@ -60,22 +58,19 @@ def _without_ed_or_ing(word: str) -> str:
 
 
 def word_numbers(texts: Sequence[str], size: int) -> Tensor:
-    """Numbers the words of a vocabulary, (V,) int64 with V = ``size``: tokens with one number are one word.
-
-    A token that holds part of a character decodes to U+FFFD, as many others do, and is a word of its own; so are rows
-    beyond the ``texts`` of the tokens.
-    """
+    """Numbers the words of a vocabulary, (V,) int64 with V = ``size``: tokens with one number are one word."""
+    # A token that holds part of a character decodes to U+FFFD, as many others do, and is a word of its own; so are rows
+    # beyond the texts of the tokens.
     numbers: dict[str, int] = {}
     of_texts = [i if _UNKNOWN in text else numbers.setdefault(word_key(text), i) for i, text in enumerate(texts[:size])]
     return torch.tensor([*of_texts, *range(len(of_texts), size)], dtype=torch.int64)
 
 
 class OtherWords(TableIndex):
-    """The nearest tokens that are another word than the token asked for, with the index's own scores.
+    """The nearest tokens that are another word than the token asked for, with the index's own scores."""
 
-    Each row is filtered when it is filled, among the k + 8 nearest and, where these hold fewer than k other words,
-    among eight times as many. The nearest of the same word fill what is missing at the end of the row.
-    """
+    # Each row is filtered when it is filled, among the k + 8 nearest and, where these hold fewer than k other words,
+    # among eight times as many. The nearest of the same word fill what is missing at the end of the row.
 
     def __init__(self, index: TableIndex, words: Tensor) -> None:
         """``words``: as of :func:`word_numbers`; the table of ``index`` is not used."""

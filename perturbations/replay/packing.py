@@ -19,6 +19,7 @@ PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, UNPERTURBED)
 
 _CHECKSUM = struct.Struct("<I")
 _VARINT_BYTES = 5
+_VARINT_LIMITS = 1 << 7 * np.arange(1, _VARINT_BYTES)  # of numbers that need one more byte
 
 
 def sealed(parts: Sequence[bytes], version: int) -> bytes:
@@ -32,10 +33,8 @@ def unsealed(data: bytes, version: int, what: str) -> Reader:
     data = bytes(data)
     end = len(data) - _CHECKSUM.size
     if end < 0 or _CHECKSUM.unpack_from(data, end)[0] != zlib.crc32(memoryview(data)[:end], version):
-        raise ValueError(
-            f"{what} is damaged: its {len(data)} bytes do not have their checksum. They were cut or altered, or written"
-            " by another version of this project. Sample again."
-        )
+        why = "They were cut or altered, or written by another version of this project. Sample again"
+        raise ValueError(f"{what} is damaged: its {len(data)} bytes do not have their checksum. {why}.")
     return Reader(data, end, what)
 
 
@@ -57,20 +56,22 @@ def varints(values: np.ndarray) -> bytes:
     """Many of :func:`varint`, each in [0, 2^35)."""
     if values.max(initial=0) < 0x80:
         return values.astype(np.uint8).tobytes()
-    place = np.arange(_VARINT_BYTES)
-    rest = values[:, None] >> 7 * place
-    more = 0x80 * (rest[:, 1:] > 0)
-    rest &= 0x7F
-    used = np.concatenate([np.ones((len(values), 1), dtype=bool), more > 0], axis=1)
-    rest[:, :-1] |= more
-    return rest[used].astype(np.uint8).tobytes()
+    sizes, long, rest = np.ones(len(values), dtype=np.int64), (values >= 0x80).nonzero()[0], values
+    sizes[long] += np.searchsorted(_VARINT_LIMITS, values[long], side="right")
+    at = sizes.cumsum()
+    packed = np.empty(at[-1], dtype=np.uint8)
+    at -= sizes
+    packed[at] = values & 0x7F
+    while len(long):
+        packed[at[long]] |= 0x80
+        rest, at = rest[long] >> 7, at[long] + 1
+        packed[at] = rest & 0x7F
+        long = (rest >= 0x80).nonzero()[0]
+    return packed.tobytes()
 
 
 class Reader:
-    """Takes slices off a byte string; ``ValueError`` where it is too short or too long.
-
-    No memory is taken for a length before so many bytes are there.
-    """
+    """Takes slices off a byte string; ``ValueError`` where it is too short or too long, before memory is taken."""
 
     def __init__(self, data: bytes, end: int, what: str) -> None:
         self._data, self._offset, self._end, self._what = data, 0, end, what
@@ -95,19 +96,22 @@ class Reader:
 
     def varints(self, count: int) -> np.ndarray:
         """The next numbers of :func:`varints`, (count,) int64."""
-        size = min(self._end - self._offset, _VARINT_BYTES * count)
-        raw = np.frombuffer(self._data, np.uint8, size, self._offset)
-        ends = np.flatnonzero(raw < 0x80)[:count]
-        if len(ends) < count:
-            raise ValueError(f"{self._what} is cut short: {len(ends)} of {count} numbers.")
-        raw = np.frombuffer(self.take(int(ends[-1]) + 1 if count else 0), np.uint8).astype(np.int64)
-        if len(raw) == count:
-            return raw
-        starts = np.concatenate([[0], ends[:-1] + 1])
-        place = np.arange(len(raw)) - np.repeat(starts, ends + 1 - starts)
-        if place.max() >= _VARINT_BYTES:
-            raise ValueError(f"{self._what}: a number of more than {_VARINT_BYTES} bytes.")
-        return np.add.reduceat((raw & 0x7F) << 7 * place, starts)
+        there = np.frombuffer(self._data, np.uint8, self._end - self._offset, self._offset)
+        size, needed = 0, count
+        while size < needed:  # a byte more for each that is not a number's last
+            size, needed = needed, count + int(np.count_nonzero(there[:needed] & 0x80))
+        raw = np.frombuffer(self.take(size), np.uint8)
+        if size == count:
+            return raw.astype(np.int64)
+        at = (raw < 0x80).nonzero()[0]
+        values, rows = raw[at].astype(np.int64), np.arange(count)
+        for _ in range(_VARINT_BYTES):
+            more = (raw[at - 1] >= 0x80).nonzero()[0]  # the byte before the first one is the last, which is small
+            if not len(more):
+                return values
+            rows, at = rows[more], at[more] - 1
+            values[rows] = values[rows] << 7 | raw[at] & 0x7F
+        raise ValueError(f"{self._what}: a number of more than {_VARINT_BYTES} bytes.")
 
     def floats(self, *shape: int) -> np.ndarray:
         """The next ones, float32 of this shape."""

@@ -5,8 +5,6 @@ A pre-hook appends the candidates' ids to the embedding module's tokens, and a h
 them: one lookup, in which the module's own hooks (ZeRO-3's gathering of parameters, LoRA) and gradient work as ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,28 +15,22 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from perturbations import streams
-from perturbations.base import Perturbation, Replayed
-from perturbations.edit import InputEdit, Mixer, mix
+from perturbations import InputEdit, Perturbation, ReplayRecord, UsageError, streams
+from perturbations.base import Replayed
+from perturbations.edit import Mixer, mix
 from perturbations.embeddings import nearest_tokens
-from perturbations.errors import UsageError
 from perturbations.parameters import CausalModel, attached
-from perturbations.replay import ReplayRecord
 
 
 @dataclass(frozen=True)
 class FlatRecords:
-    """The records of a batch, concatenated: N positions in all, (N,) int64 each.
+    """The records of a batch, concatenated: N positions in all, (N,) int64 each."""
 
-    ``sample``: index in the batch. ``position``: in the trajectory. ``edit``: the recorded inputs. ``noise_keys``: of
-    the recorded noise, or None. ``seeds``: of the trajectories.
-    """
-
-    sample: Tensor
-    position: Tensor
-    edit: InputEdit
-    noise_keys: Tensor | None
-    seeds: Tensor
+    sample: Tensor  # index in the batch
+    position: Tensor  # in the trajectory
+    edit: InputEdit  # the recorded inputs
+    noise_keys: Tensor | None  # of the recorded noise
+    seeds: Tensor  # of the trajectories
 
 
 def flatten(records: Sequence[ReplayRecord | None], device: torch.device) -> FlatRecords:
@@ -81,9 +73,8 @@ def flat_rows(
 ) -> tuple[Tensor, Tensor]:
     """Rows of recorded positions in a forward's flattened input, and which exist (a trajectory may be cut): (N,) each.
 
-    Args:
-        shape: (B, T) for a padded batch, (1, total) for a packed one; ``ValueError`` for another.
-        attention_mask: (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
+    ``shape``: (B, T) for a padded batch, (1, total) for a packed one; ``ValueError`` for another. ``attention_mask``:
+    (B, T), 1 at real tokens, padded on either side; None for a batch without left padding.
     """
     if attention_mask is None:
         inside = (position < shape[1]) & (sample < shape[0])
@@ -98,11 +89,9 @@ def flat_rows(
     if shape[0] == 1 and shape[1] == int(lengths.sum()):
         starts = torch.cumsum(lengths, dim=0) - lengths
         return starts[sample] + position, inside
-    raise ValueError(
-        f"replay cannot place its records: the model was given {tuple(shape)} tokens, the attention mask is"
-        f" {tuple(mask.shape)} with {int(lengths.sum())} real tokens. Give padded batches (B, T) or packed ones"
-        " (1, total), no sequence-parallel slices (ring attention)."
-    )
+    given = f"{tuple(shape)} tokens, the attention mask is {tuple(mask.shape)} with {int(lengths.sum())} real tokens"
+    needed = "Give padded batches (B, T) or packed ones (1, total), no sequence-parallel slices (ring attention)"
+    raise ValueError(f"replay cannot place its records: the model was given {given}. {needed}.")
 
 
 class LastHidden:
@@ -111,10 +100,8 @@ class LastHidden:
     def __init__(self, head: nn.Module | None) -> None:
         """``head``: of ``get_output_embeddings()``, from (…, D) to (…, V). ``UsageError`` where the model has none."""
         if head is None:
-            raise UsageError(
-                "perturbation: the last hidden states are not known, since the model names no output layer"
-                " (get_output_embeddings() is None). Use another model, or another perturbation."
-            )
+            known = "the last hidden states are not known, since get_output_embeddings() is None"
+            raise UsageError(f"perturbation: {known}. Use another model, or another perturbation.")
         self._head = head
         self._given: Tensor | None = None
 
@@ -134,27 +121,21 @@ class LastHidden:
         """The last hidden states of some of a forward's ``count`` rows of logits, with gradient."""
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
-            seen = "was not called" if given is None else f"was given {len(given)} rows"
-            raise RuntimeError(
-                f"density: {type(self._head).__name__}, the model's output layer, {seen} in a forward of {count} rows"
-                " of logits. A fused or sliced output layer hides the last hidden states."
-            )
+            seen = f"{type(self._head).__name__} was {'not called' if given is None else f'given {len(given)} rows'}"
+            why = "A fused or sliced output layer hides the last hidden states"
+            raise RuntimeError(f"density: {seen} in a forward of {count} rows of logits. {why}.")
         return given[rows]
 
 
 @dataclass
 class ReplayStats:
-    """Measures of the replayed forwards, on the model's device, a tensor for each forward.
+    """Measures of the replayed forwards, on the model's device, a tensor for each forward."""
 
-    ``shifts``: relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
-    ``inside``: which positions the forward had, (N,) bool. ``looked_at``: how many were compared with the whole
-    vocabulary; ``left_anchor``: how many of these lie nearer to another token than to their anchor.
-    """
-
+    # Relative shift of each recorded input, ‖e' − E[x]‖ / ‖E[x]‖, (N,); 0 where a position was cut off.
     shifts: list[Tensor] = field(default_factory=list)
-    inside: list[Tensor] = field(default_factory=list)
-    looked_at: list[Tensor] = field(default_factory=list)
-    left_anchor: list[Tensor] = field(default_factory=list)
+    inside: list[Tensor] = field(default_factory=list)  # which positions the forward had, (N,) bool
+    looked_at: list[Tensor] = field(default_factory=list)  # how many were compared with the whole vocabulary
+    left_anchor: list[Tensor] = field(default_factory=list)  # how many of these lie nearer to another token
 
     def shift_sum(self) -> float:
         """Sum of the relative shifts of all replayed positions."""
@@ -182,14 +163,11 @@ class ReplayScope:
         device: torch.device | None = None,
         hidden: LastHidden | None = None,
     ) -> None:
-        """
-        Args:
-            embedding: the input embedding module: ids of any shape to shape + (D,).
-            module: the perturbation's attached module (`perturbations.parameters.attached`), if any.
-            perturbation: of the records, needed where it has a density.
-            look_up: inputs of each forward whose nearest token is looked up, if the matrix is whole (no ZeRO-3).
-            device: of the forward; None for that of the embedding's parameters, which FSDP may move.
-            hidden: needed where a density reads the last hidden states.
+        """``embedding``: ids of any shape to shape + (D,). ``module``: attached to the model, if any.
+
+        ``perturbation``: of the records, needed where it has a density, as ``hidden`` where that reads hidden states.
+        ``look_up``: inputs of each forward whose nearest token is looked up, if the matrix is whole (no ZeRO-3).
+        ``device``: of the forward; None for that of the embedding's parameters, which FSDP may move.
         """
         self._embedding, self._module, self._hidden = embedding, module, hidden
         self.perturbation = perturbation
@@ -222,10 +200,8 @@ class ReplayScope:
             with nullcontext() if self._hidden is None else self._hidden():
                 yield self.stats
             if not self._shape and any(record is not None for record in records):
-                raise RuntimeError(
-                    f"replay of {len(records)} records did not happen: no forward went through"
-                    f" {type(self._embedding).__name__}, the module that get_input_embeddings() gives."
-                )
+                missed = f"no forward went through {type(self._embedding).__name__}, its get_input_embeddings()"
+                raise RuntimeError(f"replay of {len(records)} records did not happen: {missed}.")
         finally:
             before.remove()
             after.remove()
@@ -241,11 +217,9 @@ class ReplayScope:
         row, ``advantages`` (B, A) of the last A tokens of each row of the batch.
         """
         if not self._shape or self._shape.numel() != len(logits):
-            seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
-            raise RuntimeError(
-                f"density: {len(logits)} rows of logits for a replayed forward of {seen}; one row per token is needed"
-                " (no sequence-parallel slices, no logits of the answer alone)."
-            )
+            seen = f"{len(logits)} rows of logits for a replayed forward of {self._shape.numel() if self._shape else 0}"
+            needed = "one row per token is needed (no sequence-parallel slices, no logits of the answer alone)"
+            raise RuntimeError(f"density: {seen} tokens; {needed}.")
         _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input
@@ -270,10 +244,7 @@ class ReplayScope:
         return replayed, inside
 
     def to_tokens(self, values: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Values of the recorded positions, (N,), at their tokens in the last A of each padded row, with gradient.
-
-        ``shape``: (B, A) of the result, which is 0 at all other tokens.
-        """
+        """Values of the recorded positions (N,) at their tokens in the last A of each row: ``shape`` (B, A), else 0."""
         column, inside = self._columns(shape[1])
         target = torch.where(inside, self._flat.sample * shape[1] + column, shape[0] * shape[1])
         full = values.new_zeros(shape[0] * shape[1] + 1)
@@ -288,16 +259,16 @@ class ReplayScope:
 
     def _scaled(self) -> tuple[float, InputEdit]:
         """The factor of the embedding's rows, such as Gemma's, and the recorded edit with σ and vectors times it."""
-        embedding, edit, scale = self._embedding, self._flat.edit, 1.0
-        factors = [getattr(embedding, name, None) for name in ("scalar_embed_scale", "embed_scale")]
-        known = [float(factor) for factor in factors if factor is not None]
-        if known:
-            scale = known[0]
-        elif isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward:
-            raise ValueError(
-                f"replay cannot mix embeddings of {type(embedding).__name__}: its forward changes the rows of its"
-                " matrix. Use a model whose input embedding is a plain or a scaled table."
-            )
+        embedding, edit = self._embedding, self._flat.edit
+        scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
+        if (
+            scale is None
+            and isinstance(embedding, nn.Embedding)
+            and type(embedding).forward is not nn.Embedding.forward
+        ):
+            why = f"replay cannot mix embeddings of {type(embedding).__name__}: its forward changes the matrix's rows"
+            raise ValueError(f"{why}. Use a model whose input embedding is a plain or a scaled table.")
+        scale = 1.0 if scale is None else float(scale)
         sigma, vectors = (None if part is None else part * scale for part in (edit.sigma, edit.vectors))
         return scale, replace(edit, sigma=sigma, vectors=vectors)
 
@@ -317,10 +288,8 @@ class ReplayScope:
             raise ValueError(f"replay needs token ids of shape (B, T), not {tuple(tokens.shape)}.")
         batch = tokens.shape[0] if self._mask is None else self._mask.shape[0]
         if len(self._records) != batch:
-            raise ValueError(
-                f"replay has {len(self._records)} records for a batch of {batch}: give one per row, in batch order"
-                " (None for a row without one)."
-            )
+            needed = "give one per row, in batch order (None for a row without one)"
+            raise ValueError(f"replay has {len(self._records)} records for a batch of {batch}: {needed}.")
         self._shape = tokens.shape
         rows, self._inside = flat_rows(self._flat.sample, self._flat.position, tuple(tokens.shape), self._mask)
         # A position that was cut off is pointed at row 0 and masked below: no data-dependent shape, no sync.
@@ -348,10 +317,8 @@ class ReplayScope:
         if self._measure:
             with torch.no_grad():
                 own = plain[self._rows].float()
-                shift = ((mixed.float() - own).norm(dim=-1) / own.norm(dim=-1)).nan_to_num(
-                    posinf=0.0
-                )  # a row of zeros: 0
-                self.stats.shifts.append(shift * self._inside)
+                shift = (mixed.float() - own).norm(dim=-1) / own.norm(dim=-1)
+                self.stats.shifts.append(shift.nan_to_num(posinf=0.0) * self._inside)  # 0 for a row of zeros
                 self.stats.inside.append(self._inside)
                 self._compare_with_vocabulary(mixed)
         # Positions that were cut off are written to the first candidate's row, which is dropped with the rest.
@@ -381,9 +348,9 @@ def replaying(
     """Replays recorded inputs in a Hugging Face causal model's forward; yields statistics that fill as it runs.
 
     Args:
-        model: anything with ``get_input_embeddings()``, with a perturbation's module attached if it has one.
+        model: with ``get_input_embeddings()``, and with a perturbation's module attached if it has one.
         records: one per row of the batch, in batch order (else ``ValueError``); None for an unperturbed row.
-        attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input; None otherwise.
+        attention_mask: (B, T), 1 at real tokens, needed for left padding and for packed input.
         perturbation: of the records, for its ``input_gradient``; None for "full".
     """
     embedding, module = model.get_input_embeddings(), attached(model)

@@ -20,6 +20,7 @@ _WEIGHTS, _SIGMA, _ONE_SIGMA, _WIDE_IDS, _VECTORS, _NORMALIZER = (1 << bit for b
 _RECORD_VERSION, _MASK_VERSION = 5, 2
 _TRAJECTORY_VERSION = 1  # of log-probabilities, counts and an unperturbed response
 _32_BITS = 0xFFFFFFFF
+_BYTE_VALUES = np.array([1, 1 << 8, 1 << 16], dtype=np.int32)
 
 # Bytes of a trajectory's name and objects: the growth of a process (Python 3.11, numpy 2) that holds 50,000 of them.
 OVERHEAD = 1300
@@ -77,9 +78,8 @@ class ReplayRecord:
             return self
         count = int(np.searchsorted(self.positions, num_tokens))
         arrays = {name: part[:count] for name, part in vars(self).items() if isinstance(part, np.ndarray)}
-        return dataclasses.replace(
-            self, prompt_tokens=min(self.prompt_tokens, num_tokens), num_tokens=num_tokens, **arrays
-        )
+        prompt = min(self.prompt_tokens, num_tokens)
+        return dataclasses.replace(self, prompt_tokens=prompt, num_tokens=num_tokens, **arrays)
 
     def check_model(self, vocabulary: int, hidden: int, module: bool | None = None) -> None:
         """Raises ``ValueError`` for a record of another model; ``module``: whether a perturbation's is attached."""
@@ -87,17 +87,17 @@ class ReplayRecord:
         known = {model_fingerprint(vocabulary, hidden, given): given for given in (False, True)}
         made_with = known.get(self.model, module)
         if module is not None and made_with != module:
+            if not made_with:
+                raise ValueError(
+                    "replay record: its inputs passed no learned module, and this model has one. Detach it."
+                )
+            missing = "its inputs passed the perturbation's learned module, and this model has none"
             raise ValueError(
-                "replay record: its inputs passed the perturbation's learned module, and this model has none. Attach"
-                " it first: perturbations.parameters.attach(model, perturbation)."
-                if made_with
-                else "replay record: its inputs passed no learned module, and this model has one. Detach it."
+                f"replay record: {missing}. Attach it: perturbations.parameters.attach(model, perturbation)."
             )
         if self.model and self.model not in known:
-            raise ValueError(
-                f"replay record: it is of another model, and cannot be replayed in {here}. Rollout and replay must have"
-                " the same vocabulary and the same hidden size."
-            )
+            needed = "Rollout and replay must have the same vocabulary and the same hidden size"
+            raise ValueError(f"replay record: it is of another model, and cannot be replayed in {here}. {needed}.")
         self.check_tokens(vocabulary)
         if self.vectors is not None and self.vectors.shape[1] != hidden:
             raise ValueError(f"replay record: vectors of {self.vectors.shape[1]} dimensions do not fit {here}.")
@@ -112,24 +112,22 @@ class ReplayRecord:
     def to_bytes(self) -> bytes:
         """As bytes, without loss: per position K ids of 2 or 3 bytes, K float32 weights, mostly 1 byte of position.
 
-        Raises:
-            ValueError: for more than 4096 candidates, a token id of 2^24 or more, or a seed outside [0, 2^48).
+        ``ValueError`` for more than 4096 candidates, a token id of 2^24 or more, or a seed outside [0, 2^48).
         """
         if not 0 <= self.seed < 1 << 8 * SEED_BYTES:
             raise ValueError(f"replay record: seed {self.seed} must be in [0, 2^48); take one of trajectory_seed().")
         count, width = self.ids.shape
         if width > packing.MOST_CANDIDATES:
-            raise ValueError(
-                f"replay record: {width} candidates of a position; there may be 1 to {packing.MOST_CANDIDATES}. Mix"
-                " fewer tokens: most perturbations call their number k."
-            )
+            most = f"there may be 1 to {packing.MOST_CANDIDATES}. Mix fewer tokens, often the option k"
+            raise ValueError(f"replay record: {width} candidates of a position; {most}.")
         largest = int(self.ids.max(initial=0))
         if largest >= 1 << 24:
             raise ValueError(f"replay record: token id {largest} is too large; ids below {1 << 24} are supported.")
         size = 3 if largest >= 1 << 16 else 2
         ids = np.ascontiguousarray(self.ids, "<u4").view(np.uint8).reshape(-1, 4)[:, :size]
-        # Modulo 2^32, where the first position is of an earlier turn.
-        steps = np.diff(self.positions.astype(np.int64), prepend=self.prompt_tokens) & _32_BITS
+        steps = self.positions.astype(np.int64)
+        steps[1:] -= self.positions[:-1]
+        steps[:1] = (steps[:1] - self.prompt_tokens) & _32_BITS  # modulo 2^32: it may be of an earlier turn
         one_sigma = self.sigma is not None and count > 0 and bool((self.sigma == self.sigma[0]).all())
         optional = {
             _WEIGHTS: None if width == 1 and bool((self.weights == 1.0).all()) else self.weights,
@@ -141,12 +139,9 @@ class ReplayRecord:
         flags = sum(present) | (_ONE_SIGMA if one_sigma else 0) | (_WIDE_IDS if size == 3 else 0)
         numbers = [width, self.prompt_tokens, self.num_tokens - self.prompt_tokens, count]
         numbers += [] if self.vectors is None else [self.vectors.shape[1]]
-        head = [
-            _HEADER.pack(flags, self.model, self.seed.to_bytes(SEED_BYTES, "little")),
-            *map(packing.varint, numbers),
-        ]
+        header = _HEADER.pack(flags, self.model, self.seed.to_bytes(SEED_BYTES, "little"))
         parts = [packing.varints(2 * steps + self.agreed), ids.tobytes(), *map(packing.floats, present.values())]
-        return packing.sealed([*head, *parts], _RECORD_VERSION)
+        return packing.sealed([header, *map(packing.varint, numbers), *parts], _RECORD_VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReplayRecord:
@@ -154,50 +149,40 @@ class ReplayRecord:
         reader = packing.unsealed(data, _RECORD_VERSION, "replay record")
         flags, model, seed = _HEADER.unpack(reader.take(_HEADER.size))
         width, prompt, generated, count = (reader.varint() for _ in range(4))
-        vectors = reader.varint() if flags & _VECTORS else 0
+        dense = reader.varint() if flags & _VECTORS else 0
         if width > packing.MOST_CANDIDATES or (count and not width):
-            raise ValueError(
-                f"replay record: {count} positions with {width} candidates each; there are 1 to"
-                f" {packing.MOST_CANDIDATES}."
-            )
+            most = packing.MOST_CANDIDATES
+            raise ValueError(f"replay record: {count} positions with {width} candidates each; there are 1 to {most}.")
         numbers, length = reader.varints(count), prompt + generated
         steps = numbers >> 1
-        steps[:1] = (steps[:1] + prompt) & _32_BITS
-        positions = np.cumsum(steps)
-        if not length < 1 << 31 or (count and (positions[-1] >= length or not (steps[1:] > 0).all())):
+        if count:
+            steps[0] = (int(steps[0]) + prompt) & _32_BITS
+        positions = steps.cumsum()
+        if length >= 1 << 31 or (count and (positions[-1] >= length or not steps[1:].all())):
             raise ValueError(f"replay record: positions that do not ascend, or that are outside of {length} tokens.")
         size = 3 if flags & _WIDE_IDS else 2
         raw = np.frombuffer(reader.take(count * width * size), dtype=np.uint8).reshape(-1, size)
-        ids = np.zeros((len(raw), 4), dtype=np.uint8)
-        ids[:, :size] = raw
 
         def optional(flag: int, *shape: int) -> np.ndarray | None:
             return reader.floats(*shape) if flags & flag else None
 
         weights = optional(_WEIGHTS, count, width)
         sigma = optional(_SIGMA, 1 if flags & _ONE_SIGMA else count)
-        record = cls(
-            seed=int.from_bytes(seed, "little"),
-            prompt_tokens=prompt,
-            num_tokens=length,
-            positions=positions.astype(np.int32),
-            ids=ids.view("<u4").astype(np.int32).reshape(count, width),
-            weights=np.ones((count, width), dtype=np.float32) if weights is None else weights,
-            sigma=np.repeat(sigma, count) if sigma is not None and flags & _ONE_SIGMA else sigma,
-            agreed=numbers % 2 == 1,
-            normalizer=optional(_NORMALIZER, count),
-            vectors=optional(_VECTORS, count, vectors),
-            model=model,
-        )
+        if weights is None:
+            weights = np.ones((count, width), dtype=np.float32)
+        if sigma is not None and flags & _ONE_SIGMA:
+            sigma = np.repeat(sigma, count)
+        ids = (raw.astype(np.int32) @ _BYTE_VALUES[:size]).reshape(count, width)
+        agreed, normalizer, vectors = numbers % 2 == 1, optional(_NORMALIZER, count), optional(_VECTORS, count, dense)
         reader.finish()
-        return record
+        inputs = positions.astype(np.int32), ids, weights, sigma, agreed, vectors, normalizer
+        return cls(int.from_bytes(seed, "little"), prompt, length, *inputs, model)
 
 
 def as_words(ids: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sets of tokens as 16-bit words, each the number of tokens between one and the next.
+    """N sets of tokens, (Σ counts,) ids ascending within each, as words (Σ lengths,) uint16 and lengths (N,) int64.
 
-    From ids, ascending within each set, (Σ counts,), and ``counts`` (N,) of the sets: words, (Σ lengths,) uint16, with
-    one more before a token for each 65,535 skipped; and the lengths of the sets in words, (N,) int64.
+    A word is the number of tokens between one and the next, with one more before a token for each 65,535 skipped.
     """
     gaps = np.diff(ids, prepend=ids[:1])
     gaps -= 1
@@ -225,25 +210,18 @@ def as_ids(words: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 @dataclass(frozen=True, eq=False)
 class SamplingMask:
-    """The tokens that top-p, top-k, min-p or a grammar left at the N positions where they cut some.
+    """The tokens that top-p, top-k, min-p or a grammar left at the N positions where they cut some."""
 
-    Attributes:
-        size: V.
-        positions: of the tokens drawn, ascending, (N,) int64.
-        cut: whether the words name the tokens cut, where these are fewer than those left, (N,) bool.
-        lengths, words: the tokens, as of :func:`as_words`.
-    """
-
-    size: int
-    positions: np.ndarray
-    cut: np.ndarray
-    lengths: np.ndarray
+    size: int  # V
+    positions: np.ndarray  # of the tokens drawn, ascending, (N,) int64
+    cut: np.ndarray  # whether the words name the tokens cut, where these are fewer than those left, (N,) bool
+    lengths: np.ndarray  # with ``words`` the tokens, as of :func:`as_words`
     words: np.ndarray
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.positions.nbytes + self.cut.nbytes + self.lengths.nbytes + self.words.nbytes
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, np.ndarray))
 
     @classmethod
     def of(cls, size: int, left: dict[int, tuple[bool, np.ndarray]]) -> SamplingMask:
@@ -288,9 +266,8 @@ class SamplingMask:
     def to_bytes(self) -> bytes:
         """As bytes, without loss: two bytes an id, at most V bytes a position."""
         numbers = [[self.size, len(self)], np.diff(self.positions, prepend=0), 2 * self.lengths + self.cut]
-        return packing.sealed(
-            [packing.varints(np.concatenate(numbers)), self.words.astype("<u2").tobytes()], _MASK_VERSION
-        )
+        parts = [packing.varints(np.concatenate(numbers)), self.words.astype("<u2").tobytes()]
+        return packing.sealed(parts, _MASK_VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SamplingMask:
@@ -305,13 +282,10 @@ class SamplingMask:
 
 @dataclass(frozen=True)
 class UnperturbedAnswer:
-    """A short response without a perturbation.
+    """A short response without a perturbation."""
 
-    ``tokens``: prompt and response, (T,) int32. ``log_probs``: of the response at the rollout, (A,) float32.
-    """
-
-    tokens: np.ndarray
-    log_probs: np.ndarray
+    tokens: np.ndarray  # prompt and response, (T,) int32
+    log_probs: np.ndarray  # of the response at the rollout, (A,) float32
 
 
 @dataclass(frozen=True, eq=False)

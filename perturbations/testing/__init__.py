@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suites of perturbations and gates, ours and a third party's: the checks, in order."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from perturbations import registry
-from perturbations.base import Perturbation
-from perturbations.gates import Gate
+from perturbations import Gate, Perturbation, registry
 from perturbations.options import Options
 from perturbations.registry import Registry
 from perturbations.testing import declaration, proposal
-from perturbations.testing import gate as of_gate
 from perturbations.testing.report import PerturbationError
 
 __all__ = ["PerturbationError", "check_gate", "check_perturbation", "inspect", "outcomes"]
@@ -26,13 +21,8 @@ _Checks = Iterator[tuple[str, Callable[[], object]]]
 def check_perturbation(perturbation: Perturbation | type[Perturbation] | str, **options: object) -> None:
     """Checks that a perturbation keeps the contract of :class:`perturbations.Perturbation`, in under a second on a CPU.
 
-    Args:
-        perturbation: a perturbation, its class, its registry name, ``./file.py:Name`` or ``package.module:Name``.
-        options: of a class or a name.
-
-    Raises:
-        PerturbationError: for the first broken promise.
-        ValueError: for an unknown name or option.
+    ``perturbation``: an object; or its class, registry name, ``./file.py:Name`` or ``package.module:Name`` with its
+    ``options``. ``PerturbationError`` for the first broken promise, ``ValueError`` for an unknown name or option.
     """
     _raise_first(inspect(perturbation, "perturbation", **options))
 
@@ -61,9 +51,8 @@ def outcomes(
     if not isinstance(cls, type):
         cls, made = type(cls), cls
         if options:
-            raise ValueError(
-                f"options {', '.join(options)} come too late: this {registry.kind} is already made. Pass its class."
-            )
+            late = f"options {', '.join(options)} come too late"
+            raise ValueError(f"{late}: this {registry.kind} is already made. Pass its class.")
     declared = _outcome(partial(declaration.check_class, registry, cls, registry.base_class()))
     yield "the class, and how its options are declared", declared
     if declared is not None:
@@ -92,10 +81,10 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
 
 
 def _gate_checks(gate: Gate) -> _Checks:
-    yield "it decides something", partial(of_gate.check_decides, gate)
-    yield "its plan of positions", partial(of_gate.check_plan, gate)
+    yield "it decides something", partial(proposal.check_decides, gate)
+    yield "its plan of positions", partial(proposal.check_plan, gate)
     for label, step in proposal.steps(64):
-        yield f"open rows for {label}", partial(of_gate.check_open, gate, label, step)
+        yield f"open rows for {label}", partial(proposal.check_open, gate, label, step)
 
 
 _SUITES = {"perturbation": (registry.perturbations, _perturbation_checks), "gate": (registry.gates, _gate_checks)}

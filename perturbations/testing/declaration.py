@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a class, its options and its spec: the same for perturbations and gates."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle
@@ -28,9 +26,8 @@ def check_class(kind: Registry, cls: type, base: type) -> None:
     fix = f'Write @{word}("its-name") above @dataclass, or name its file: ./file.py:{name}.'
     require("name" in vars(cls), f"{name} has no name of its own.", fix)
     missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
-    require(
-        not missing, f"{cls.name}: {missing} must be implemented.", f"See {base.__name__} for arguments and result."
-    )
+    fix = f"See {base.__name__} for arguments and result."
+    require(not missing, f"{cls.name}: {missing} must be implemented.", fix)
     for field in dataclasses.fields(cls):
         label = f"{cls.name}: option {field.name!r}"
         reserved = field.name in RESERVED or field.name.startswith(registry.GATE_OPTION)
@@ -44,10 +41,9 @@ def check_class(kind: Registry, cls: type, base: type) -> None:
             what = f"{label} refuses its own default {field.default!r}: {error}"
             raise PerturbationError(what, "Change the default or the range.") from error
         except Exception as error:
-            raise PerturbationError(
-                f"{label} has a type that a command line cannot give ({type(error).__name__}: {error}).",
-                "Annotate it as int, float, bool or str, or one of these with `| None`.",
-            ) from error
+            what = f"{label} has a type that a command line cannot give ({type(error).__name__}: {error})."
+            fix = "Annotate it as int, float, bool or str, or one of these with `| None`."
+            raise PerturbationError(what, fix) from error
 
 
 def check_options(made: Options) -> None:

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a perturbation's proposals, density and learned parameters, on a small synthetic model."""
-
-from __future__ import annotations
+"""Checks of answers to steps of a small synthetic model: a perturbation's, its density and module, a gate's."""
 
 import dataclasses
 import logging
@@ -9,13 +7,15 @@ import logging
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 
 from perturbations import streams
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import matrix_embeddings
+from perturbations.gates import Gate
 from perturbations.replay import ReplayRecord
-from perturbations.step import Step
+from perturbations.step import GateStep, Positions, Step
 from perturbations.testing.report import (
     CLOSE,
     EVERY_ROW,
@@ -24,6 +24,7 @@ from perturbations.testing.report import (
     check_answers,
     check_tensor,
     differing,
+    global_random_state,
     of_rows,
     require,
 )
@@ -35,15 +36,14 @@ _log = logging.getLogger(__name__)
 
 def check_model(perturbation: Perturbation) -> int:
     """V of the synthetic model: the smallest that the perturbation fits."""
-    refused: ValueError | None = None
+    what, fix = "", "Refuse only a vocabulary that is too small for the options."
     for size in _SIZES:
         try:
             perturbation.check_model(size)
             return size
         except ValueError as error:
-            refused = error
-    what = f"{perturbation.name}: check_model refuses a vocabulary of {_SIZES[-1]:,} tokens: {refused}"
-    raise PerturbationError(what, "Refuse only a vocabulary that is too small for the options.")
+            what = f"{perturbation.name}: check_model refuses a vocabulary of {size:,} tokens: {error}"
+    raise PerturbationError(what, fix)
 
 
 def steps(vocabulary: int) -> list[tuple[str, Step]]:
@@ -93,11 +93,9 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
 
     def proposed(some: Step) -> Proposal:
         proposal = answered(f"{where} propose()", lambda: perturbation.propose(some))
-        require(
-            isinstance(proposal, Proposal) and isinstance(proposal.edit, InputEdit),
-            f"{where} propose() returns {type(proposal).__name__}.",
-            "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token of the text.",
-        )
+        right = isinstance(proposal, Proposal) and isinstance(proposal.edit, InputEdit)
+        fix = "Return Proposal(InputEdit(ids, weights), tokens): what is fed, and the token of the text."
+        require(right, f"{where} propose() returns {type(proposal).__name__}.", fix)
         _check_proposal(perturbation, some, proposal, where)
         return proposal
 
@@ -120,10 +118,9 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     check_tensor(f"{where} edit.ids", edit.ids, (rows, max(width, 1)), torch.int64, device)
     check_tensor(f"{where} edit.weights", weights, (rows, width), torch.float32, device)
     check_tensor(f"{where} tokens", proposal.tokens, (rows,), torch.int64, device)
+    fix = f"Token ids must be in [0, {vocabulary - 1}]."
     for name, ids in (("edit.ids", edit.ids), ("tokens", proposal.tokens)):
-        _none_of(
-            ids, (ids < 0) | (ids >= vocabulary), f"{where} {name}", f"Token ids must be in [0, {vocabulary - 1}]."
-        )
+        _none_of(ids, (ids < 0) | (ids >= vocabulary), f"{where} {name}", fix)
     fix = "Weights must be finite, whatever the logits: a masked token's logit is -inf, and 0 · inf is nan."
     _none_of(weights, ~torch.isfinite(weights), f"{where} edit.weights", fix)
     fix = "It must be 'convex' (weights not negative, sum 1), 'affine' (sum 1) or 'free'."
@@ -134,12 +131,9 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     sums = weights.double().sum(dim=-1)
     worst = sums[(sums - 1.0).abs().argmax()].item()
     replaced = edit.vectors is not None or perturbation.module(_DIMENSION) is not None
-    require(
-        kind == "free" or replaced or abs(worst - 1.0) <= CLOSE,
-        f"{where} the weights of a position sum to {worst:.6g}.",
-        "They must sum to 1, or the input's length would change: normalise them (divide by their sum), or say"
-        " mixture = 'free' in the class.",
-    )
+    normalised = kind == "free" or replaced or abs(worst - 1.0) <= CLOSE
+    fix = "They must sum to 1, or the input's length changes: normalise them, or say mixture = 'free' in the class."
+    require(normalised, f"{where} the weights of a position sum to {worst:.6g}.", fix)
     if proposal.acts is not None:  # where it does not act, the edit is the token alone
         check_tensor(f"{where} acts", proposal.acts, (rows,), torch.bool, device)
         alone = (weights * (edit.ids == proposal.tokens.unsqueeze(-1))).sum(dim=-1)
@@ -155,11 +149,9 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     ruled_out = step.logits.gather(-1, proposal.tokens.unsqueeze(-1)).isneginf().flatten()
     fix = "Its logit is -inf. Choose a possible token, for example step.sampled or the argmax of step.logits."
     _none_of(proposal.tokens, ruled_out, f"{where} tokens", fix)
-    require(
-        not perturbation.samples_text or torch.equal(proposal.tokens, step.sampled),
-        f"{where} samples_text is True, but another token than the sampled one is in the text.",
-        "Answer with step.sampled, or leave samples_text at False: importance weights would be wrong.",
-    )
+    what = f"{where} samples_text is True, but another token than the sampled one is in the text."
+    fix = "Answer with step.sampled, or leave samples_text at False: importance weights would be wrong."
+    require(not perturbation.samples_text or torch.equal(proposal.tokens, step.sampled), what, fix)
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     fed = realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))
     finite = torch.isfinite(fed).all()
@@ -180,11 +172,8 @@ def check_module(perturbation: Perturbation) -> None:
     if module is None or trained is None or other is None:
         return
     for (name, one), two in zip(module.named_parameters(), other.parameters()):
-        require(
-            torch.equal(one, two),
-            f"{perturbation.name}: the parameter {name!r} of its module starts differently in each process.",
-            "Trainer and rollout each make their own: start with constants, or draw with perturbations.streams.",
-        )
+        what = f"{perturbation.name}: the parameter {name!r} of its module starts differently in each process."
+        require(torch.equal(one, two), what, "Start with constants, or draw with perturbations.streams.")
     rows = torch.randn(5, _DIMENSION, generator=torch.Generator().manual_seed(3))
     for kind in (torch.float32, torch.bfloat16):
         made, label = module.to(kind), f"{perturbation.name}: its module with parameters in {kind}"
@@ -201,11 +190,9 @@ def check_module(perturbation: Perturbation) -> None:
     if reached.requires_grad:
         reached.backward()
     for name, parameter in trained.named_parameters():
-        require(
-            parameter.grad is not None and torch.isfinite(parameter.grad).all(),
-            f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module.",
-            "Use it in forward(), without detach, no_grad or a division by 0.",
-        )
+        finite = parameter.grad is not None and torch.isfinite(parameter.grad).all()
+        what = f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module."
+        require(finite, what, "Use it in forward(), without detach, no_grad or a division by 0.")
 
 
 def _check_record(step: Step, proposal: Proposal, where: str) -> None:
@@ -269,3 +256,69 @@ def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, wh
 def _selected(full: Replayed, order: Tensor) -> Replayed:
     """Some of the positions, in another order; the logits' rows stay, as in a packed batch."""
     return dataclasses.replace(of_rows(full, order), logits=full.logits)
+
+
+_TRAJECTORIES = ((1, 5), (-9, 0), (2**47, 300))  # of a gate's plan: seed, prompt's length
+
+
+def check_decides(gate: Gate) -> None:
+    """The gate implements at least one of its two methods."""
+    decides = type(gate).plan is not Gate.plan or type(gate).open is not Gate.open
+    fix = "Write open(self, step) -> (B,) bool to look at logits, plan(self, positions) -> (N,) bool for positions."
+    require(decides, f"{gate.name}: it has neither plan() nor open(), so it is always open.", fix)
+
+
+def check_plan(gate: Gate) -> None:
+    """Each position is judged by itself, whichever others are in the same call."""
+    steps = np.concatenate([np.arange(90), np.arange(91, 400, 7)])
+    seeds, first = (np.repeat(np.array(part), len(steps)) for part in zip(*_TRAJECTORIES))
+    every = Positions(seeds, first, first + np.tile(steps, len(_TRAJECTORIES)))
+    before, state = every.positions.copy(), global_random_state()
+    whole = _plan(gate, every)
+    drawn = f"{gate.name}: plan() draws from a global random generator (torch's, numpy's or Python's)."
+    require(global_random_state() == state, drawn, "Draw with positions.uniform: the same numbers in each call.")
+    unchanged = np.array_equal(every.positions, before)
+    require(unchanged, f"{gate.name}: plan() changes positions.positions in place.", "Work on a copy.")
+    rows = np.arange(len(whole))
+    for part in (rows[:1], rows[1:2], rows[2:40], rows[40:41], rows[::-1], rows[7::11]):
+        again = _plan(gate, every.where(part))
+        for at in np.flatnonzero(whole[part] != again)[:1]:
+            said = f"{whole[part][at]} of position {every.positions[part][at]} among all and {again[at]} among others"
+            fix = "Judge each position by itself, in steps of any trajectories, and keep no state between calls."
+            raise PerturbationError(f"{gate.name}: plan() says {said}.", fix)
+
+
+def _plan(gate: Gate, positions: Positions) -> np.ndarray:
+    planned = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must answer for any positions.")
+    seen, shape = type(planned).__name__, positions.positions.shape
+    if isinstance(planned, np.ndarray):
+        seen = f"an array of {planned.dtype}, {planned.shape}"
+    fix = f"Return a numpy array of bool, {shape}: one a position."
+    require(seen == f"an array of bool, {shape}", f"{gate.name}: plan() returns {seen}.", fix)
+    return planned
+
+
+def check_open(gate: Gate, label: str, step: Step) -> None:
+    """One answer per row, its own, the same each time, and without waiting for the device."""
+    where = f"{gate.name}, {label}:"
+    seen = GateStep.of(step, torch.arange(len(step.logits)))
+
+    def opened(some: GateStep) -> Tensor:
+        result = answered(f"{where} open()", lambda: gate.open(some))
+        check_tensor(f"{where} what open() returns", result, (len(some.logits),), torch.bool, some.logits.device)
+        return result
+
+    check_answers(where, "open()", opened, seen)
+    # On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step.
+    with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        parts = {
+            name: mode.from_tensor(part) if isinstance(part, Tensor) else part for name, part in vars(seen).items()
+        }
+        try:
+            gate.open(GateStep(**parts))
+        except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
+            what = f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token."
+            fix = "No .item(), .tolist() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where."
+            raise PerturbationError(what, fix) from error
+        except Exception:  # an operation without a fake form proves nothing
+            return

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a check that fails says, and the comparisons that several checks need."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable
@@ -102,27 +100,19 @@ def check_answers(
 ) -> _Answer:
     """The answer to a step, which must be repeatable, each row's own, and leave step and global generators alone.
 
-    Args:
-        where, method: owner with step, and name of the method, for messages.
-        ask: gives the answer, a tensor or a dataclass of tensors, to a step.
-        step: a dataclass of 7 rows: a step, a gate's step, rewards.
-        prefix, draws: for messages, what is before the names of the step's parts, and how to draw.
+    ``ask`` gives the answer, a tensor or a dataclass of tensors, to a dataclass of 7 rows. The others are for messages:
+    owner with step, method, what is before the names of the step's parts, how to draw.
     """
     parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
     before = {name: part.clone() for name, part in parts.items() if isinstance(part, Tensor)}
     state = global_random_state()
     answer = ask(step)
-    require(
-        global_random_state() == state,
-        f"{where} {method} draws from a global random generator (torch's, numpy's or Python's).",
-        draws,
-    )
+    what = f"{where} {method} draws from a global random generator (torch's, numpy's or Python's)."
+    require(global_random_state() == state, what, draws)
     for name, tensor in before.items():
-        require(
-            torch.equal(tensor, getattr(step, name)),
-            f"{where} {method} changes {prefix}{name} in place, which others read after it.",
-            f"Work on a copy: {prefix}{name}.clone(), or methods without a trailing underscore.",
-        )
+        what = f"{where} {method} changes {prefix}{name} in place, which others read after it."
+        fix = f"Work on a copy: {prefix}{name}.clone(), or methods without a trailing underscore."
+        require(torch.equal(tensor, getattr(step, name)), what, fix)
     difference = differing(answer, ask(step), exact=True)
     fix = f"Keep no state between calls. {draws}"
     require(not difference, f"{where} {method} gives two results for the same step, {difference}.", fix)

@@ -27,6 +27,7 @@ def training_step(actor: Any, loss: Any, step: Callable[..., Any], experience: A
 class _RemoteExperienceMaker:
     def __init__(self, compute: Callable[[list[Any]], Any] | None, **attributes: Any) -> None:
         self._compute, self.tokenizer = compute, None
+        self.args = SimpleNamespace(data=SimpleNamespace(max_len=1 << 20), rollout=SimpleNamespace(max_new_tokens=1))
         for name, value in attributes.items():
             setattr(self, name, value)
 

@@ -217,7 +217,7 @@ class TestErrors:
     @pytest.mark.parametrize("name", ["psr", "nsr", "w_reinforce"])
     @pytest.mark.parametrize("reward", [-0.5, 1.5])
     def test_rewards_that_are_not_of_a_verifier(self, name: str, reward: float) -> None:
-        with pytest.raises(ValueError, match=rf"a reward of {reward:g}; rewards in \[0, 1\]"):
+        with pytest.raises(ValueError, match=rf"a reward of {reward:g} is not in \[0, 1\]"):
             compute(name, torch.tensor([[reward, 0.0]]))
 
     def test_shapes(self) -> None:

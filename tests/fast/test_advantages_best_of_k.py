@@ -58,7 +58,7 @@ def test_pass_at_k_combined() -> None:
 
 
 def test_pass_at_k_takes_rewards_of_0_and_1_only() -> None:
-    with pytest.raises(UsageError, match=r"a reward of 0\.5; 0 for a wrong and 1 for a right answer"):
+    with pytest.raises(UsageError, match=r"a reward of 0\.5 is neither 0 for a wrong nor 1 for a right"):
         advantage("pass_at_k", [0.0, 0.5, 1.0, 1.0], k=2)
     assert advantage("pass_at_k", [1e-7, 1.0, 1.0 - 1e-6, 0.0], k=1) == pytest.approx([-1.0, 1.0, 1.0, -1.0])
 

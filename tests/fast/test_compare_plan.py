@@ -307,3 +307,28 @@ def test_a_folder_of_a_long_label_has_a_short_name() -> None:
     """File systems take 255 bytes; two labels of the same beginning stay apart."""
     names = {folder_name("x" * length) for length in (80, 300, 301)}
     assert len(names) == 3 and max(map(len, names)) == 87
+
+
+@pytest.mark.parametrize("label", ["./a/boom.py:Boom", "../boom.py:Boom", ".hidden/boom.py:Boom rate=0.1"])
+def test_a_strategy_of_a_file_has_a_folder_that_is_not_hidden(label: str) -> None:
+    assert folder_name(label)[0].isalpha() and "boom.py-Boom" in folder_name(label)
+
+
+def test_a_strategy_given_twice_is_told() -> None:
+    arms = plan("--perturbations", "none,neighbor,neighbor:rate=0.1,neighbor:rate=0.2,gumbel:rate=0").arms
+    told = {arm.id: note for arm in arms for note in arm.notes}
+    assert told["neighbor rate=0.1"].startswith("the same strategy as 'neighbor'")
+    assert told["gumbel rate=0"].startswith("the same strategy as 'none'") and len(told) == 2
+
+
+def test_greedy_samples_are_one(tmp_path: Path) -> None:
+    told: list[str] = []
+    words = ["--perturbations", "none", "--diagnose.prompts", "0", "--hardware", "cpu", *MODEL]
+    for more, said in (
+        (["--eval.temperature", "0"], True),
+        (["--eval.temperature", "0", "--eval.n", "1"], False),
+        ([], False),
+    ):
+        told.clear()
+        command._check(read_plan([*words, *more])[0], tmp_path, told.append)
+        assert any("at temperature 0 the 8 samples of a problem are one response" in line for line in told) == said

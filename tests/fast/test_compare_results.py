@@ -45,7 +45,8 @@ def leave(
     problems = [{"id": f"p{i}", "n": 4, "correct": c} for i, c in enumerate(correct)]
     scores = {"mean_at_n": sum(correct) / 4 / len(correct), "pass_at_k": {"1": 0.5, "2": 0.5}}
     if evaluated:
-        write_json(place / "evaluation" / "evaluation.json", {"n": 4, **scores, "problems": problems})
+        lost = {"parsed": 0.75, "timed_out": 0.125, "cut": 0.1}
+        write_json(place / "evaluation" / "evaluation.json", {"n": 4, **scores, **lost, "problems": problems})
     ended = {"status": "done", "identity": identity(made, run), "seconds": 60.0, "peak_memory_bytes": 1000, "log": "x"}
     write_json(place / "run.json", ended)
 
@@ -91,6 +92,32 @@ def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]
     assert statuses == ["done", "done", "failed", "done", "done", "pending", "done", "done", "pending"]
     expected = [{"step": 4, "mean_at_n": 0.25}, {"step": 8, "mean_at_n": 0.5}]
     assert found["runs"][0]["evaluations"] == expected and found["runs"][2]["evaluations"] == []
+
+
+def test_responses_that_say_little_stand_beside_the_scores(
+    compared: tuple[Plan, ComparisonFolder, dict[str, Any]],
+) -> None:
+    """Of each run a tenth was cut, an eighth timed out, and an eighth more is unreadable."""
+    made, folder, _ = compared
+    untrained = {"n": 4, "mean_at_n": 0.0, "parsed": 0.0, "timed_out": 0.0, "cut": 1.0, "pass_at_k": {}}
+    folder.write("untrained/evaluation.json", untrained)
+    found = results.collect(made, folder, [], "")
+    none, _, gumbel = found["summary"]
+    assert none["unscored"] == {"cut": pytest.approx(0.1), "unreadable": 0.125, "timed_out": 0.125}
+    assert gumbel["unscored"] == {"cut": None, "unreadable": None, "timed_out": None}
+    warnings = [
+        *(f"{name}: 12% of the responses {what}" for name in ("none", "neighbor")
+          for what in ("have no readable answer", "timed out in scoring")),
+        "before training: 100% of the responses were cut by the length limit",
+        "before training: 100% of the responses have no readable answer",
+    ]  # fmt: skip
+    assert found["warnings"] == warnings
+    shown = results.table(found)
+    assert "10% / 12% / 12%" in shown and all(f"warning: {line}" in shown for line in warnings)
+    results.write(found, folder)
+    page = (folder.path / "report.html").read_text()
+    assert page.count("10% / 12% / 12%") == 2 and "100% / 100% / 0%" in page
+    assert all(line in page.partition("<nav")[0] for line in warnings)
 
 
 def test_rewards_alone_compare_nothing(tmp_path: Path) -> None:

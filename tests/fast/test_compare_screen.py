@@ -41,8 +41,10 @@ def test_later_runs_take_as_long_as_the_finished_ones(
     view = Screen(total=4, batch=8, took=[280.0])
     view.begin(2, RUN)
     clock.seconds += 320
-    view.end({"status": "done", "seconds": 320.0}, None)
-    assert said(capsys) == "[2/4] none, seed 3: done in 5 min"
+    view.end({"status": "done", "seconds": 320.0}, {"n": 8, "mean_at_n": 0.25, "cut": 0.5})
+    assert said(capsys) == (
+        "[2/4] none, seed 3: done in 5 min, Mean@8 0.250; warning: 50% of the responses were cut by the length limit"
+    )
     view.begin(3, RUN)
     clock.seconds += 60
     view.step(StepLine(1, 0.5, 30.0), prompts=64)

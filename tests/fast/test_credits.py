@@ -145,8 +145,8 @@ def test_the_actor_keeps_entropies_and_returns_what_it_returned(monkeypatch: pyt
     masks = [torch.ones(2, 2), torch.ones(1, 1)]
     for sequences, mask in zip(batches, masks):
         assert torch.equal(actor.forward(sequences, mask), plain.forward(sequences, mask))
-    assert [h.tolist() for h in actor.token_entropies()] == [[[20.0, 30.0], [60.0, 70.0]], [[20.0]]]
-    assert actor.token_entropies() == []
+    assert [h.tolist() for h in actor.hand_over("token_entropies")] == [[[20.0, 30.0], [60.0, 70.0]], [[20.0]]]
+    assert actor.hand_over("token_entropies") == []
     assert "forward" not in vars(actor.actor), "the model's own forward is back in its place"
 
 
@@ -173,7 +173,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return openrlhf_doubles.maker(
         strategy=SimpleNamespace(args=args),
         args=args,
-        actor_model_group=SimpleNamespace(async_run_method=lambda method_name: kept),
+        actor_model_group=SimpleNamespace(async_run_method=lambda method_name, what: kept),
     )
 
 

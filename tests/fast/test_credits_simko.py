@@ -164,7 +164,9 @@ def test_it_makes_nothing_of_the_logits_size(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rows_that_are_no_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, credit={"name": "simko"})
-    with pytest.raises(RuntimeError, match=r"\(1, 5\) rows of logits for a batch of \(3, 7\).*no sequence-parallel"):
+    with pytest.raises(
+        ValueError, match=r"given \(1, 5\) tokens, the attention mask is \(3, 7\).*no sequence-parallel"
+    ):
         rows_of_tokens(ACTIONS, torch.ones(B, T), (1, 5))
 
     class Fused(Trainer):

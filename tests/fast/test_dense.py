@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainers.common.side_inputs import records
-from perturbations import ReplayRecord, check_perturbation, replaying
+from ngrpo.trainers.common.sample_records import records
+from perturbations import ReplayRecord, replaying
 from perturbations.edit import InputEdit, dense_edit, realise
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.replay_examples import Embedder, small
-from tests.stack.own_perturbations import DenseShake
 
 
 def a_record(vectors: np.ndarray | None) -> ReplayRecord:
@@ -94,10 +93,6 @@ def test_realise_by_hand() -> None:
     assert torch.equal(realise(dense_edit(tokens, vectors), lookup, None), vectors)
     on_top = InputEdit(torch.tensor([[1], [2]]), torch.ones(2, 1), None, vectors)
     assert realise(on_top, lookup, None).tolist() == [[9, 11], [13, 15]]
-
-
-def test_a_dense_perturbation_conforms() -> None:
-    check_perturbation(DenseShake, strength=0.5)
 
 
 def test_the_store_keeps_what_arrives() -> None:

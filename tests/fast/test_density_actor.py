@@ -79,8 +79,8 @@ def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs:
     want, _ = run(actor.actor.model, PERTURBATION, kwargs["sequences"], mask, records, temperature=TEMPERATURE)
     torch.testing.assert_close(old, (want[:, :-1] * kwargs["action_mask"]).detach())
     assert torch.equal(old, base)
-    (own,) = actor.token_log_probs()
-    assert actor.token_log_probs() == [], "each is handed over once"
+    (own,) = actor.hand_over("token_log_probs")
+    assert actor.hand_over("token_log_probs") == [], "each is handed over once"
     for sample, record in enumerate(records):
         for _, t in perturbed(record, mask[sample]):
             assert old[sample, t - 1] != own[sample, t - 1]
@@ -93,7 +93,7 @@ def test_a_batch_without_a_perturbed_position_is_kept_too(inputs: tuple) -> None
     kwargs, _, _ = inputs
     actor = policy_model_actor(PolicyModelActor)()
     old = actor.forward(**{**kwargs, "mm_train_inputs_list": [kwargs["mm_train_inputs_list"][1]] * 3})
-    (own,) = actor.token_log_probs()
+    (own,) = actor.hand_over("token_log_probs")
     assert torch.equal(own, old)
     plain = log_probs_of(actor.actor.model(kwargs["sequences"]) / TEMPERATURE, torch.roll(kwargs["sequences"], -1, 1))
     torch.testing.assert_close(old, (plain[:, :-1] * kwargs["action_mask"]).detach())

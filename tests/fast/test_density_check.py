@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from perturbations import available, create
 from perturbations.base import Perturbation, Proposal, Replayed
 from perturbations.methods.soft_grpo import Gumbel, Normal
@@ -21,7 +22,7 @@ from perturbations.registry import get
 from perturbations.step import Step
 from perturbations.testing import PerturbationError, check_perturbation
 from tests.fast.recipes import METHODS, words_of
-from tests.fast.run import check_flags, run_of, run_with
+from tests.fast.run import check_flags, run_of
 
 
 def broken(**parts: Any) -> type[Perturbation]:
@@ -100,8 +101,8 @@ class FakeGroup:
     def __init__(self, batches: list[list[Tensor]]) -> None:
         self._batches = batches
 
-    def async_run_method(self, method_name: str) -> list[list[Tensor]]:
-        assert method_name == "token_log_probs"
+    def async_run_method(self, method_name: str, what: str) -> list[list[Tensor]]:
+        assert (method_name, what) == ("hand_over", "token_log_probs")
         return [batch for batch in self._batches for _ in range(2)]
 
 
@@ -110,19 +111,13 @@ def maker(batches: list[list[Tensor]]) -> Any:
     return SimpleNamespace(strategy=SimpleNamespace(args=args), actor_model_group=FakeGroup(batches))
 
 
-def test_the_gap_is_measured_on_the_tokens_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo.trainers.openrlhf.experience_maker import token_log_probs
-
+def test_what_the_actors_kept_is_one_tensor_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda refs: refs))
     tensors = [torch.full((2, 3 + i), float(i)) for i in range(3)]
-    experiences = [SimpleNamespace(action_log_probs=torch.zeros_like(t)) for t in tensors]
-    run_with(monkeypatch, perturbation=create("gumbel", density="gumbel").spec())
-    got = token_log_probs(maker([tensors[:2], tensors[2:]]), experiences)
+    got = kept_by_actors(maker([tensors[:2], tensors[2:]]), "token_log_probs", tensors)
     assert all(torch.equal(a, b) for a, b in zip(got, tensors))
     with pytest.raises(RuntimeError, match="2 batches, 3 were made"):
-        token_log_probs(maker([tensors[:1], tensors[2:]]), experiences)
-    run_with(monkeypatch, perturbation=create("gumbel").spec())
-    assert all((t == 0.0).all() for t in token_log_probs(maker([]), experiences))
+        kept_by_actors(maker([tensors[:1], tensors[2:]]), "token_log_probs", tensors)
 
 
 def test_each_recipe_names_a_perturbation_and_its_options() -> None:

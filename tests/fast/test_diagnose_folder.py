@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of `ngrpo diagnose`: going on, what was interrupted, damage, a full disk; and bad input."""
+"""The folder of `ngrpo diagnose`, beyond test_result_folder: going on, and what was interrupted; and bad input."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +12,9 @@ import pytest
 
 from ngrpo.cli import main
 from ngrpo.commands import diagnose
-from ngrpo.machine.storage.result_folder import CannotWrite
 from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.diagnose.diagnosis import SAMPLES, DiagnosisFolder
 from ngrpo.workbench.diagnose.group_sampling import Sample
-from perturbations.errors import UsageError
 
 
 def sample(strategy: str, member: int) -> Sample:
@@ -57,32 +53,6 @@ def test_what_an_interrupted_strategy_left_is_dropped(tmp_path: Path) -> None:
         assert folder.samples() == {"none": [sample("none", 0)], "gumbel": [sample("gumbel", 1)]}
     assert len((tmp_path / SAMPLES).read_text().splitlines()) == 2
     assert len(told) == 1 and "cut off half-way" in told[0]
-
-
-def test_a_damaged_line_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path) as folder:
-        folder.keep("none", [sample("none", i) for i in range(3)], {"perturbation": None})
-    first, _, last = (tmp_path / SAMPLES).read_text().splitlines()
-    (tmp_path / SAMPLES).write_text(f'{first}\n{{"strategy": "no\n{last}\n')
-    before = (tmp_path / SAMPLES).read_bytes()
-    with pytest.raises(UsageError, match=r"samples\.jsonl: line 2 is damaged"), opened(tmp_path):
-        pass
-    assert (tmp_path / SAMPLES).read_bytes() == before
-
-
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with opened(tmp_path) as folder:
-        folder.keep("none", [sample("none", 0)], {"perturbation": None})
-        monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(CannotWrite, match=r"No space left on device.*What was finished is kept"):
-            folder.keep("gumbel", [sample("gumbel", 0)], {"perturbation": None})
-        monkeypatch.undo()
-    with opened(tmp_path) as folder:
-        assert folder.finished == {"none": {"samples": 1, "perturbation": None}}
-        assert folder.samples() == {"none": [sample("none", 0)]}
 
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

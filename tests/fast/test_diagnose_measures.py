@@ -23,26 +23,11 @@ from ngrpo.workbench.evaluate import Problem
 from perturbations import ReplayRecord, streams
 from perturbations.embeddings import matrix_embeddings, nearest_tokens
 
-KITTEN, SITTING = [ord(c) for c in "kitten"], [ord(c) for c in "sitting"]
 
+def test_edit_distance() -> None:
+    # (1 2 3) and (1 3): one deletion, 1/3. (1 2 3) and (): 3/3. (1 3) and (): 2/2. Mean (1/3 + 1 + 1) / 3 = 7/9.
+    assert measures.edit_distance([[1, 2, 3], [1, 3], []]) == pytest.approx(7 / 9)
 
-@pytest.mark.parametrize(
-    ("group", "expected"),
-    [
-        ([KITTEN, SITTING], 3 / 7),  # k→s, e→i, +g: 3 edits, longer length 7
-        ([SITTING, KITTEN], 3 / 7),
-        # (1 2 3) and (1 3): one deletion, 1/3. (1 2 3) and (): 3/3. (1 3) and (): 2/2. Mean (1/3 + 1 + 1) / 3 = 7/9.
-        ([[1, 2, 3], [1, 3], []], 7 / 9),
-        ([[1, 2], [1, 2], [1, 2]], 0.0),
-        ([[1, 1, 1], [2, 2, 2]], 1.0),
-        ([[], []], 0.0),
-    ],
-)
-def test_edit_distance(group: list[list[int]], expected: float) -> None:
-    assert measures.edit_distance(group) == pytest.approx(expected)
-
-
-def test_edit_distance_against_the_textbook_recurrence() -> None:
     def textbook(a: list[int], b: list[int]) -> int:
         row = list(range(len(b) + 1))
         for i, x in enumerate(a):
@@ -103,8 +88,7 @@ def test_measures_of_a_group() -> None:
     # The two equal responses have 1; the third has no token in common with either.
     assert measures.self_bleu([[1, 2, 3, 4], [1, 2, 3, 4], [7, 8]]) == pytest.approx(2 / 3)
     # Bigrams 12 21 12 and 12 22: five, of them 12, 21, 22 different.
-    assert measures.distinct_n([[1, 2, 1, 2], [1, 2, 2]], 2) == pytest.approx(3 / 5)
-    assert measures.distinct_n([[1], []], 2) is None
+    assert measures.distinct_share(measures.ngrams(tokens, 2) for tokens in ([1, 2, 1, 2], [1, 2, 2])) == 3 / 5
     text = "3 * 4 = 12, and 12 + 5 = 17, so 17.00 + 3 = 20. The answer is 20."
     assert measures.intermediate_results(text, "What is 3 * 4 + 5 + 3?", "20") == {"12", "17"}
     assert measures.intermediate_results(text, "What is 3 * 4 + 5 + 3?", None) == {"12", "17", "20"}
@@ -144,7 +128,8 @@ def row(samples: list[Sample], baseline: list[Sample] | None = None, strategy: A
     strategy = strategy or Arm("s", id="s", spec={})
     groups = {"none": measures.groups_of(baseline or []), strategy.id: measures.groups_of(samples)}
     strategies = [Arm("none", id="none"), strategy] if baseline else [strategy]
-    return measures.strategy_rows(strategies, groups, PROBLEMS, dict.fromkeys(groups, FACTS), seed=0)[-1]
+    against = next((each.id for each in strategies if each.spec is None), None)
+    return measures.strategy_rows(strategies, groups, PROBLEMS, dict.fromkeys(groups, FACTS), against, seed=0)[-1]
 
 
 TWO_GROUPS = [
@@ -272,6 +257,10 @@ def test_anchor_is_the_heaviest_candidate() -> None:
     assert (found["anchor_nearest"], found["text_nearest"]) == (1.0, pytest.approx(2 / 3))
     # ‖(−0.2, 0.2)‖, ‖(−0.7, 0.7)‖ and ‖(−0.5, 0.5)‖, of embeddings of length 2 and relative to it.
     assert found["relative_shift"] == pytest.approx(2**0.5 * (0.2 + 0.7 + 0.5) / 3)
+    at_zeros = fed_inputs(
+        [record(1, [2], [[1, 0]], [[1.0, 0.0]])], [[0]], matrix_embeddings(torch.eye(2).triu(1)), None
+    )
+    assert at_zeros["relative_shift"] == 0.0, "as a training logs it"
     nothing = record(3, [], np.zeros((0, 2)), np.zeros((0, 2)))
     assert fed_inputs([nothing], [[1, 0, 1]], embeddings, None) == dict.fromkeys(found)
 

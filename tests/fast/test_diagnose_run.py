@@ -71,6 +71,15 @@ def test_what_is_written(llm: MadeUp, tmp_path: Path) -> None:
     assert len((tmp_path / "out" / "samples.jsonl").read_text().splitlines()) == 8
 
 
+def test_the_baseline_has_no_schedule(llm: MadeUp, tmp_path: Path) -> None:
+    strategies = parse_arms(None, (), ["none sampling.schedule=ead", "none"], rollouts=True)
+    policies = [policy_of(strategy) for strategy in strategies]
+    settings: dict[str, Any] = {"policies": policies, "out": tmp_path, "sampling": SAMPLING, "llm": llm}
+    result = diagnosis.diagnose("made-up", load_task("arithmetic", limit=2), strategies, **settings)
+    assert result["baseline"] == "none"
+    assert [row["difference"] is None for row in result["strategies"]] == [False, True]
+
+
 def test_finished_strategies_are_kept_and_new_ones_added(llm: MadeUp, tmp_path: Path) -> None:
     first = run(llm, tmp_path)
     again = run(llm, tmp_path)

@@ -48,7 +48,7 @@ def test_every_page_is_in_the_navigation_once_or_hidden_there() -> None:
     hidden = tuple(place.removeprefix("/") for place in config["not_in_nav"].split())
     made = {"index.md", "contributing.md", "changelog.md", "recipes.md"}
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | made
-    assert len(listed) == len(set(listed))
+    assert len(listed) == len(set(listed)) <= 16
     assert set(listed) == {page for page in pages if not page.startswith(hidden)}, "mkdocs.yml, `nav`"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages use one word for one thing: that of the glossary in docs/methods.md."""
+"""The pages use one word for one thing, that of the glossary in docs/methods.md, in short sentences."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "studies").glob("*.md"))]
+from tests.fast.documented_prose import DOCS, PAGES, ROOT, prose, sentences, words
+
 # A term of the glossary, and words that would say the same.
 OTHERS = {
     "perturbation": r"perturbation operators?|disturbances?",
@@ -27,17 +26,33 @@ OTHERS = {
 }
 
 
+# What is hard to follow, or says less than the verb and the noun for it.
+HARD = (
+    r"stands?|stood|likewise|anew|wholly|so many|goes on|so far|has not|by itself|besides?|whose|told of|asked for"
+    r"|at hand|in place|comes with|made of|refused unless|nothing but|all that|those that|proves?|so-called|gone round"
+)
+# *Answer* is what a scorer reads in a response: the pages of scorers, and these expressions elsewhere.
+SCORERS = ("evaluation.md", "decisions.md", "figures.md")
+READ_BY_A_SCORER = (
+    r"(?:final|different|distinct|math|canonical) answers?|question and answer|Questions and answers|Answer briefly"
+)
+MOST_WORDS, MOST_IN_PARENTHESES, MOST_OF_ALL = 30, 8, 22_000
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
 def glossary() -> dict[str, str]:
     """Each term with what it means."""
     text = (DOCS / "methods.md").read_text(encoding="utf-8").partition("\n## Glossary\n")[2].partition("\n## ")[0]
     return dict(re.findall(r"^\| \*\*(.+?)\*\* \| (.+) \|$", text, re.MULTILINE))
 
 
-def prose(page: Path) -> str:
-    """A page without code, addresses, and the glossary itself."""
-    text = page.read_text(encoding="utf-8")
-    text = re.sub(r"\n## Glossary\n.*?(?=\n## )", "", text, flags=re.DOTALL)
-    return re.sub(r"```.*?```|`[^`\n]+`|\]\([^)]*\)", " ", text, flags=re.DOTALL)
+def without_glossary(page: Path) -> str:
+    return (
+        prose(page).partition("\n## Glossary\n")[0] + prose(page).partition("\n## Glossary\n")[2].partition("\n## ")[2]
+    )
 
 
 def test_the_glossary_has_each_term_once_in_a_dozen_lines() -> None:
@@ -48,7 +63,7 @@ def test_the_glossary_has_each_term_once_in_a_dozen_lines() -> None:
 
 @pytest.mark.parametrize("term", OTHERS)
 def test_pages_use_the_term_and_no_other(term: str) -> None:
-    texts = {page.name: prose(page) for page in PAGES}
+    texts = {name_of(page): without_glossary(page) for page in PAGES}
     assert sum(re.search(rf"\b{term}", text) is not None for text in texts.values()) >= 3, "a term in use"
     found = {
         name: words
@@ -56,3 +71,32 @@ def test_pages_use_the_term_and_no_other(term: str) -> None:
         if (words := re.findall(rf"\b(?:{OTHERS[term]})\b", text, re.IGNORECASE))
     }
     assert not found, f"the glossary says {term}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_sentences_are_short_and_plain(page: Path) -> None:
+    found = []
+    for sentence in sentences(prose(page)):
+        inner = [words(each) for each in re.findall(r"\(([^()]*)\)", sentence)]
+        checks = {
+            f"more than {MOST_WORDS} words": words(sentence) > MOST_WORDS,
+            "more than one parenthesis": len(inner) > 1,
+            f"a parenthesis of more than {MOST_IN_PARENTHESES} words": max(inner, default=0) > MOST_IN_PARENTHESES,
+            "a word that the project leaves out": re.search(rf"\b(?:{HARD})\b", sentence, re.IGNORECASE),
+        }
+        found += [f"{why}: {sentence}" for why, wrong in checks.items() if wrong]
+    assert not found
+
+
+def test_a_policy_writes_responses() -> None:
+    pages = [page for page in PAGES if page.name not in SCORERS]
+    texts = {name_of(page): re.sub(READ_BY_A_SCORER, "", without_glossary(page), flags=re.IGNORECASE) for page in pages}
+    found = {name: re.findall(r".*\banswers?\b.*", text, re.IGNORECASE) for name, text in texts.items()}
+    assert not {name: lines for name, lines in found.items() if lines}, "response"
+
+
+def test_the_pages_are_read_in_two_hours() -> None:
+    """README and docs, without code blocks and generated tables."""
+    pages = [page for page in PAGES if page.name == "README.md" or page.is_relative_to(DOCS)]
+    counts = {name_of(page): words(prose(page, code=r"\1")) for page in pages}
+    assert sum(counts.values()) <= MOST_OF_ALL, counts

@@ -49,6 +49,19 @@ def test_what_a_filter_cut_is_never_proposed() -> None:
     assert a_step(Decoding(create("gumbel", burn_in=0), BATCH), only) == [5] * BATCH
 
 
+def test_a_token_that_a_thinking_budget_forces_is_ordinary() -> None:
+    """Row 1's, of 1e9 divided by a temperature of 2; perturbations that write no other token are ordinary there too."""
+    forced = FLAT.clone()
+    forced[1, 5] = 1e9 / 2
+    ones = np.ones(BATCH, dtype=np.int64)
+    for name in ("gumbel", "gaussian", "soft"):
+        decoding = Decoding(create(name, rate=1.0, burn_in=0), BATCH)
+        decoding.perturber.begin(decoding.requests, (PROMPT - 1) * ones, ones, np.full(BATCH, False))
+        tokens = decoding.perturber.finish(forced, torch.full((BATCH,), 2.0), forced, None)
+        store = decoding.perturber._store
+        assert tokens[1] == 5 and [len(store.record(each)[0]) for each in decoding.requests] == [1, 0, 1, 1]
+
+
 def test_the_gate_hears_nothing_of_a_token_that_is_thrown_away() -> None:
     """Of a prompt in chunks, whose sample is discarded: each token is the a of ab."""
     decoding = Decoding(create("gumbel", until="ab", rate=0.5), BATCH)

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ngrpo.trainers.openrlhf import failure
-from ngrpo.trainers.openrlhf.failure import RUN_ID, end_processes, explanation, root_cause
+from ngrpo.trainers.openrlhf import launch
+from ngrpo.trainers.openrlhf.launch import RUN_ID, end_processes, explanation, root_cause
 
 TABLE = "PID\tMEM(GB)\tCOMMAND\n" + "".join(
     f"{100 + i}\t{9.5 - i:.2f}\t{command}\n"
@@ -115,7 +115,7 @@ def alive(process: int) -> bool:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_processes_that_a_killed_worker_left_are_ended(orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.2)
     end_processes("another run")
     assert alive(orphan)
     end_processes("run-of-this-test")

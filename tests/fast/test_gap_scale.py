@@ -16,7 +16,7 @@ from ngrpo.config.run_notes import gap_notes, notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
-from ngrpo.trainers.common.side_inputs import unpack
+from ngrpo.trainers.common.sample_records import unpack
 from ngrpo.trainers.openrlhf import experience_maker, rollout_actor
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from perturbations import create

@@ -167,13 +167,6 @@ def test_grow_keeps_the_state() -> None:
     assert state.passes(rows, torch.tensor([8, 1, 8, 8]), torch.zeros(4, 10)).tolist() == [F, F, T, T]
 
 
-def test_always_open_and_tracks_tokens() -> None:
-    assert Conditions().gate.always_open and not Conditions().gate.tracks_tokens
-    assert not Conditions([1]).gate.always_open and Conditions([1]).gate.tracks_tokens
-    for state in (Conditions(entropy_min=0.0), Conditions(protect="1")):
-        assert not state.gate.always_open and not state.gate.tracks_tokens
-
-
 @pytest.mark.parametrize("back", [1, 2, 3])
 def test_a_token_that_is_drawn_again_is_not_seen_twice(back: int) -> None:
     """After a reset the last positions are drawn again; the end 7 8 7 must not be found in 7 8 | 7 8."""
@@ -227,18 +220,6 @@ def test_entropy_by_hand() -> None:
         assert Conditions(entropy_min=least).passes(rows, rows, logits).tolist() == want
     for least, want in [(1.039, [T, T, F, F]), (1.040, [F, T, F, F]), (1.387, [F, F, F, F])]:
         assert Conditions(entropy_min=least).passes(rows, rows, logits).tolist() == want
-
-
-def test_conditions_must_all_agree() -> None:
-    state = Conditions([4], "1", entropy_min=1.0)
-    flat, peaked = torch.zeros(5), torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0])
-    logits = torch.stack([flat, flat, flat, peaked])
-    assert state.passes(torch.zeros(4, dtype=torch.int64), torch.tensor([2, 1, 4, 2]), logits).tolist() == [
-        T,
-        F,
-        F,
-        F,
-    ]
 
 
 def test_protect_ids_and_digits() -> None:

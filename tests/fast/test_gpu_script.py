@@ -181,14 +181,8 @@ def test_verdicts(module: Any, rows: list[dict[str, Any]], good: bool, told: str
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF's own parser")
 def test_openrlhf_takes_the_flags_of_the_trainings(tmp_path: Path) -> None:
     """They have run on no GPU: OpenRLHF's parser and its conditions are asked, with the default placement beside."""
-    hybrid = [
-        "--train.colocate_all",
-        "--vllm.enable_sleep",
-        "--actor.num_gpus_per_node",
-        "1",
-        "--vllm.num_engines",
-        "1",
-    ]
+    hybrid = ["--train.colocate_all", "--vllm.enable_sleep", "--actor.num_gpus_per_node", "1"]
+    hybrid += ["--vllm.num_engines", "1"]
     for each in (each for each in stages(False) if each.module == "training"):
         words = training.flags({**each.arguments, "model": "m"}, tmp_path, "m")
         assert words[:4] == ["--hardware", "cuda", "--perturbation", "neighbor"]

@@ -21,7 +21,7 @@ DONE_AT_HOME = {
     "ngrpo/rollout/async_scheduling.py": (r"\.synchronize\(\)|num_output_tokens\(\)", set()),
     "perturbations/gates/default.py": (
         r"\bgate\.(open|feeds|selects)\(|def verdict\(",
-        {"perturbations/testing/gate.py"},
+        {"perturbations/testing/proposal.py"},
     ),
     "ngrpo/trainers/openrlhf/trainer.py": (r"def evaluate\(", set()),
     "ngrpo/rollout/new_weights.py": (r"\.(load_weights|reload_weights) = ", set()),

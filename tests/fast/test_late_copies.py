@@ -169,7 +169,7 @@ def test_a_chunk_copies_the_range_that_it_computes(monkeypatch: pytest.MonkeyPat
 def test_the_range_of_a_slot_is_found_at_every_border() -> None:
     draws = np.random.default_rng(0)
     for count in (0, 1, 63, 64, 65, 128, 300):
-        chunks = Chunks(2, 1000)
+        chunks = Chunks(2)
         positions = np.sort(draws.choice(1000, count, replace=False)).astype(np.int32)
         for i, position in enumerate(positions):  # two slots in turns, so that their chunks alternate
             chunks.write(np.array([1, 0]), np.array([i, i]), {"positions": np.array([position, 7], dtype=np.int32)})

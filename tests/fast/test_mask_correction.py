@@ -14,8 +14,8 @@ from torch import Tensor
 from ngrpo.config import parse
 from ngrpo.config.run import Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.common.engine_records import Conversation
 from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
+from ngrpo.trainers.common.sample_records import Conversation
 from perturbations.errors import UsageError
 from perturbations.registry import create
 from perturbations.replay import ReplayRecord

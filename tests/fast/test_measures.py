@@ -14,7 +14,7 @@ import pytest
 from ngrpo.config import parse
 from ngrpo.machine.console.progress import Reporter
 from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
-from ngrpo.trainers.common.side_inputs import records, unpack
+from ngrpo.trainers.common.sample_records import records, unpack
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
 from perturbations import ReplayRecord, create

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
+from ngrpo.config import compatibility
+from ngrpo.config.features import Combination
 from ngrpo.machine.models import architecture
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench.evaluate import engine
 from perturbations.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="reads vLLM's table of classes")
@@ -63,6 +67,26 @@ def test_what_cannot_be_used_is_refused_with_the_reason(given: dict[str, Any], r
     (tmp_path / "config.json").write_text(json.dumps(given))
     with pytest.raises(UsageError, match=reason):
         architecture.check_perturbed(str(tmp_path), {"name": "neighbor"})
+
+
+def test_heads_that_vllm_s_cpu_attention_cannot_take(tmp_path: Path) -> None:
+    """A training's dry run and start, an evaluation and a diagnosis say so in one line."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+    def refuses(hardware: str = "cpu", **more: int) -> bool:
+        (tmp_path / "config.json").write_text(json.dumps(config("LlamaForCausalLM", "llama", **sizes, **more)))
+        flags = Flags(("--actor.model_name_or_path", str(tmp_path), "--ds.attn_implementation", "sdpa"))
+        try:
+            compatibility.check(compatibility.HARDWARE, Combination(flags=flags, hardware=hardware))
+        except UsageError as error:
+            assert "heads of size 16 (vLLM has 32, 64, 80, " in str(error) and "\n" not in str(error)
+            return True
+        return False
+
+    assert refuses() and not refuses(head_dim=32) and not refuses("cuda") and not refuses(kv_lora_rank=8)
+    assert refuses()
+    with pytest.raises(UsageError, match="heads of size 16"):
+        engine.build(str(tmp_path), None, 32, hardware="cpu")
 
 
 def test_what_config_json_does_not_tell_is_said() -> None:

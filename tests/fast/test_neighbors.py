@@ -145,18 +145,6 @@ def test_rows_are_remembered_and_a_larger_k_refills(monkeypatch: pytest.MonkeyPa
     assert filled == [[0, 2], [3], [0], [1, 2, 3, 4]]
 
 
-def test_precompute_works_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding = torch.randn(60, 8, generator=torch.Generator().manual_seed(7))
-    index = ExactIndex(embedding)
-    sizes: list[int] = []
-    fill = index.search
-    monkeypatch.setattr(index, "_scratch", 60 * 16 * 16)
-    monkeypatch.setattr(index, "search", lambda tokens, k: (sizes.append(len(tokens)), fill(tokens, k))[1])
-    index.precompute(2)
-    assert sizes == [16, 16, 16, 12]
-    assert index.query(torch.arange(60), 2)[0].tolist() == [brute(embedding, i, "cosine")[:2] for i in range(60)]
-
-
 def test_a_device_index_fills_its_table_once_and_then_only_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA, taken on CPU: nothing after the first query may decide on values."""
     index = ExactIndex(SMALL)

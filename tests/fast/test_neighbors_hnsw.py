@@ -95,7 +95,7 @@ def test_an_index_can_be_pickled(cls: type, monkeypatch: pytest.MonkeyPatch) -> 
     asked = torch.tensor([9, 4, 77])
     want = index.query(asked, 2)
     loaded = pickle.loads(pickle.dumps(index))
-    monkeypatch.setattr("perturbations.neighbors.hnsw.HnswIndex._build", None)
+    monkeypatch.setattr("perturbations.neighbors.hnsw.HnswIndex._graph", None)
     everything, again = index.query(torch.arange(SIZE), 2), loaded.query(torch.arange(SIZE), 2)
     assert torch.equal(again[0], everything[0]) and torch.equal(again[1], everything[1])
     loaded = pickle.loads(pickle.dumps(index))

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from ngrpo.rollout import new_weights
 from ngrpo.rollout.attach import AttachedPerturbation
-from ngrpo.trainers.common.engine_records import EngineCheck
+from ngrpo.trainers.common.sample_records import EngineCheck
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from perturbations import create
 from perturbations.embeddings import matrix_embeddings

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.two_ranks import run_two_ranks
+from tests.own_process import run_two_ranks
 
 
 @pytest.mark.more

@@ -43,17 +43,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, copy)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--no-build-isolation",
-        "--wheel-dir",
-        str(out),
-        str(copy),
-    ]
-    subprocess.run([sys.executable, "-m", "pip", *command], check=True, capture_output=True)
+    flags = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(out)]
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *flags, str(copy)], check=True, capture_output=True)
     return next(out.glob("*.whl"))
 
 
@@ -62,11 +53,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
     wanted = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
     assert inside == wanted
-    assert {
-        "ngrpo/workbench/report/style.css",
-        "ngrpo/workbench/report/script.js",
-        "ngrpo/workbench/report/templates/page.html",
-    } <= inside
+    assert {f"ngrpo/workbench/report/{name}" for name in ("style.css", "script.js", "templates/page.html")} <= inside
 
 
 @pytest.mark.more
@@ -101,10 +88,7 @@ def test_every_paper_that_is_named_is_cited() -> None:
     papers = cited()
     assert len(papers) == len(citation()["references"])
     for number, paper in papers.items():
-        assert paper["type"] == "article", number
-        assert paper["title"], number
-        assert paper["authors"], number
-        assert paper["year"], number
+        assert paper["type"] == "article" and paper["title"] and paper["authors"] and paper["year"], number
         assert paper["identifiers"][0] == {"type": "other", "value": f"arXiv:{number}"}
     classes = [kept.get(name) for kept in FLAGS for name in kept.in_tree()]
     registered = {number for cls in classes for number in ARXIV.findall(getattr(cls, "paper", ""))}
@@ -135,10 +119,8 @@ def test_n_grpo_is_cited_as_it_was_published() -> None:
 
 def test_llms_txt_knows_every_page() -> None:
     text = (ROOT / "llms.txt").read_text(encoding="utf-8")
-    missing = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")} - set(
-        re.findall(r"\(([^)]+)\)", text)
-    )
-    assert not missing
+    pages = {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+    assert not pages - set(re.findall(r"\(([^)]+)\)", text))
 
 
 def test_a_contributor_is_told_of_every_kind_and_every_target() -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from ngrpo.machine.hardware import stand_ins
-from ngrpo.trainers.common.engine_records import Conversation
-from ngrpo.trainers.common.side_inputs import unpack
+from ngrpo.trainers.common.sample_records import Conversation, unpack
 from ngrpo.trainers.openrlhf import rollout_actor
 from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs
 from perturbations.replay import ReplayRecord

@@ -34,7 +34,7 @@ CASES = [
     for i, name in enumerate(NAMES)
 ]
 # Recomputation needs what is on its way, a request that has ended its last copies; a gate is made before any step.
-MAY_WAIT = ("/rollout/async_scheduling.py", "/gates/default.py", "/perturbations/stop_text.py")
+MAY_WAIT = ("/rollout/async_scheduling.py", "/gates/default.py")
 
 
 def made(name: str, **options: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ngrpo.rollout.trajectories import TrajectoryStore
-from ngrpo.trainers.common import side_inputs
+from ngrpo.trainers.common import sample_records
 from perturbations import ReplayRecord, UsageError, create, parameters, replaying
 from perturbations.replay import packing
 from perturbations.replay.packing import MOST_CANDIDATES
@@ -95,7 +95,7 @@ def test_any_altered_byte_and_any_cut_is_refused() -> None:
 def test_what_travels_beside_a_record_has_a_checksum_too() -> None:
     mask = SamplingMask.of(49152, {2: (False, np.array([3, 7, 900])), 5: (True, np.array([1]))})
     packed = FinishedTrajectory(a_record(), np.arange(9, dtype=np.float32), mask).pack()
-    (found,) = side_inputs.unpack([packed])
+    (found,) = sample_records.unpack([packed])
     assert found.log_probs.tolist() == list(range(9)) and found.sampling_mask.by_position().keys() == {2, 5}
     assert {name for name, part in packed.items() if isinstance(part, bytes)} == packed.keys()
     for name, part in packed.items():
@@ -103,7 +103,7 @@ def test_what_travels_beside_a_record_has_a_checksum_too() -> None:
             altered = part[:place] + bytes([part[place] ^ 1]) + part[place + 1 :]
             for other in (altered, part[:place]):
                 with pytest.raises(ValueError, match=r"damaged|version"):
-                    side_inputs.unpack([{**packed, name: other}])
+                    sample_records.unpack([{**packed, name: other}])
 
 
 def test_a_record_of_another_version_says_so() -> None:

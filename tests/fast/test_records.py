@@ -12,7 +12,7 @@ import pytest
 
 from ngrpo.rollout import async_scheduling, take_trajectories
 from ngrpo.rollout.records import check_installed, confirm
-from ngrpo.trainers.common.engine_records import PickUps
+from ngrpo.trainers.common.sample_records import PickUps
 from perturbations import FinishedTrajectory, ReplayRecord
 
 PROMPT, COMPUTED = 3, 6

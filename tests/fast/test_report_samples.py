@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from ngrpo import cli
+from ngrpo.machine.storage.result_folder import ResultFolder
 from ngrpo.workbench.evaluate.sample_comparison import lines, read
 from ngrpo.workbench.statistics import cover_at
 from perturbations.errors import UsageError
@@ -23,14 +24,28 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def of_eval(folder: Path, right: dict[str, list[int]]) -> str:
-    """The folder of an evaluation, its samples in the order in which they finished."""
+def of_eval(
+    folder: Path, right: dict[str, list[int]], asked: str = "{}?", answers: str = "{}!", names: str | None = None
+) -> str:
+    """The folder of an evaluation, its samples in the order in which they finished.
+
+    ``asked`` and ``answers`` are each problem's text and reference; ``names`` are their names, other than their keys.
+    """
+    called = dict(zip(right, names or right))
     rows = [
-        {"problem": name, "sample": i, "text": "", "correct": bool(one), "reward": float(one)}
-        for name, answers in reversed(right.items())
-        for i, one in enumerate(answers)
+        {
+            "problem": called[name], "sample": i, "prompt": f"<user>{asked.format(name)}", "correct": bool(one),
+            "finish": "stop" if one else "length", "parsed": bool(one), "verdict": "right" if one else "timed_out",
+        }
+        for name, graded in reversed(right.items())
+        for i, one in enumerate(graded)
+    ]  # fmt: skip
+    problems = [
+        {"id": called[name], "messages": [{"content": asked.format(name)}], "answer": answers.format(name)}
+        for name in right
     ]
     written(folder / "evaluation.json", [{}])
+    written(folder / "problems.jsonl", problems)
     return str(Path(written(folder / "samples.jsonl", rows)).parent)
 
 
@@ -48,25 +63,104 @@ def test_means_differences_and_p_by_hand(tmp_path: Path) -> None:
         for name in ("base", "ours")
     ]  # fmt: skip
     # c / n: 1/4 1 0 1/2 1/4 and 3/4 1 1/4 3/4 1/2; of the differences only b's is 0.
+    assert told[1] == "paired by their text"
     values = ["0.400", "0.650", "0.800", "1.000", "0.800", "1.000", "0.400", "0.800", "0.200", "0.600"]
     assert [row[2] for row in table] == values
     differences = np.array([0.5, 0.0, 0.25, 0.25, 0.25])
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(0.95)
     ours = table[1]
-    assert ours[5:] == ["+0.250", f"[{low:+.3f},", f"{high:+.3f}]", f"{test.pvalue:.3f}", "*", ours[-1]]
+    assert ours[10:] == ["+0.250", f"[{low:+.3f},", f"{high:+.3f}]", f"{test.pvalue:.3f}", "*", ours[-1]]
     assert 0.25 < float(ours[-1]) < 0.5, "the spread of five problems shows no smaller difference reliably"
 
 
 def test_pairs_are_by_problem_and_what_is_missing_is_said(tmp_path: Path) -> None:
     shuffled = {name: OURS[name] for name in ("d", "a", "e", "b")}
     told = lines([of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", {**shuffled, "z": [1, 1, 1, 1]})])
-    assert told[0].startswith("4 problems") and "base: 1 of its 5 problems are not in all files" in told[1]
-    assert "ours: 1 of its 5" in told[2]
+    assert told[0].startswith("4 problems") and "base: 1 of its 5 problems are not in all files" in told[2]
+    assert "ours: 1 of its 5" in told[3]
     mean = next(row.split() for row in told if row.startswith("mean") and "+" in row)
-    assert mean[2] == "0.750" and mean[5] == "+0.250"
+    assert mean[2] == "0.750" and mean[10] == "+0.250"
     with pytest.raises(UsageError, match="no problem in common"):
         lines([of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "other", {"y": [1]})])
+
+
+def difference(told: list[str]) -> str:
+    return next(row.split()[10] for row in told if row.startswith("mean") and "+" in row)
+
+
+def test_problems_are_paired_by_what_they_ask(tmp_path: Path) -> None:
+    """Rows in another order have other names; other problems of the same names are none of these."""
+    base = of_eval(tmp_path / "base", BASE, names="12345")
+    reordered = of_eval(tmp_path / "reordered", {name: OURS[name] for name in "edcba"}, names="12345")
+    assert difference(lines([base, reordered])) == "+0.250"
+    (Path(reordered) / "problems.jsonl").unlink()  # samples alone
+    told = lines([base, reordered])
+    assert told[1] == "paired by their prompt" and difference(told) == "+0.250"
+    for other in ({"asked": "another {}", "answers": "?"}, {"asked": "another {}", "names": "edcba"}):
+        with pytest.raises(UsageError, match="no problem in common"):
+            lines([base, of_eval(tmp_path / "other", OURS, **other)])
+    twice = {"a": [0], "b": [1]}
+    told = lines(
+        [of_eval(tmp_path / str(i), twice, asked="the same", names=names) for i, names in enumerate(("ab", "xy"))]
+    )
+    assert told[0].startswith("2 problems")
+
+
+def test_names_pair_where_prompts_must_differ(tmp_path: Path) -> None:
+    """Another --instruction for the same problems; a file of another program, which has no prompts."""
+    base, ours = of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", OURS, asked="Think. {}?")
+    told = lines([base, ours])
+    assert told[1].startswith("paired by name and reference answer; their prompts differ")
+    assert difference(told) == "+0.250"
+    rows = [{"problem": name, "sample": i, "correct": one} for name, of in OURS.items() for i, one in enumerate(of)]
+    told = lines([base, written(tmp_path / "bare.jsonl", rows)])
+    assert told[1] == "paired by name alone; not every file has prompts" and difference(told) == "+0.250"
+    assert "– / – / –" in next(row for row in told if "bare.jsonl" in row)
+
+
+def test_responses_that_say_little_are_counted_beside_each_score(tmp_path: Path) -> None:
+    """Of 20 answers 12 are wrong, each cut and timed out; of the other file's 2 of 20."""
+    few = {name: [1, 1, 1, 1] for name in "abc"} | {"d": [0, 0, 1, 1], "e": [1, 1, 1, 1]}
+    told = lines([of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "few", few)])
+    base, ours = [row for row in told if row.startswith("mean")]
+    assert "60% / 0% / 60%" in base and "10% / 0% / 10%" in ours
+    assert [line for line in told if line.startswith("warning")] == [
+        "warning: base: 60% of the responses were cut by the length limit",
+        "warning: base: 60% of the responses timed out in scoring",
+    ]
+
+
+def test_the_clearest_difference_has_a_p_and_an_interval_of_shares(tmp_path: Path) -> None:
+    """30 problems, none right and all: Wilson's interval, and 2 of 2^30 patterns of signs."""
+    names = [f"problem {i}" for i in range(30)]
+    files = [of_eval(tmp_path / name, {one: [right] for one in names}) for name, right in (("no", 0), ("all", 1))]
+    none, every = [row.split() for row in lines(files) if row.startswith("mean")]
+    assert none[2:5] == ["0.000", "[0.000,", "0.114]"]
+    assert every[2:5] == ["1.000", "[0.886,", "1.000]"] and every[10:] == ["+1.000", "<0.001", "*", "–"]
+
+
+def test_a_damaged_line_is_refused_as_by_eval(tmp_path: Path) -> None:
+    row = {"problem": "a", "sample": 0, "correct": False}
+    ResultFolder(tmp_path).append("samples.jsonl", [row, {**row, "sample": 1}])
+    file = tmp_path / "samples.jsonl"
+    whole = file.read_text()
+    file.write_text(whole.replace("false", "true", 1))
+    with pytest.raises(UsageError, match=r"samples\.jsonl: line 1 is damaged"):
+        read(str(file))
+    file.write_text(whole[:-20])  # of an evaluation that is still running
+    told: list[str] = []
+    assert read(str(file), told.append).counts == {"a": (1, 0)}
+    assert "cut off half-way" in told[0] and file.read_text() == whole[:-20]
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
+    base, ours = of_eval(tmp_path / "x" / "evaluation", BASE), of_eval(tmp_path / "y" / "evaluation", OURS)
+    with pytest.raises(UsageError, match="two have one name"):
+        lines([f"a={base}", f"a={ours}"])
+    assert difference(lines([base, ours])) == "+0.250", "two folders of one name have their paths"
+    with pytest.raises(UsageError, match="two have one name"):
+        lines([base, base])
 
 
 def test_several_files_are_corrected_for(tmp_path: Path) -> None:
@@ -94,7 +188,7 @@ def test_a_file_of_samples_line_by_line(tmp_path: Path) -> None:
     rows = [{"problem": "a\u2028", "sample": 0, "correct": right} for right in (True, False)]
     file = tmp_path / "other.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert read(str(file)) == ("other.jsonl", {"a\u2028": (1, 1)})
+    assert read(str(file))[:2] == ("other.jsonl", {"a\u2028": (1, 1)})
     assert read(f"ours={file}").name == "ours"
 
 

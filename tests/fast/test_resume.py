@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint holds beside OpenRLHF's own states. Whole runs that are killed: tests/pipeline/test_resume.py."""
+"""What a checkpoint holds beside OpenRLHF's own states. Whole runs that are killed: tests/pipeline/test_faults.py."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
 
 
 def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
-    """Whole runs: tests/pipeline/test_resume.py, whose folder DeepSpeed writes."""
+    """Whole runs: tests/pipeline/test_faults.py, whose folder DeepSpeed writes."""
     flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
     assert flag_values.first_step(Flags(["--ckpt.path", str(tmp_path)])) == "starts at step 0"
     flag_values.check_checkpoint(flags, run_of())

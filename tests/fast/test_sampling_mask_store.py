@@ -59,7 +59,7 @@ def test_every_set_comes_back(size: int, monkeypatch: pytest.MonkeyPatch) -> Non
     """Twelve slots over several steps, in changing orders, with one slot that begins anew, and slots that are added."""
     monkeypatch.setattr(sampling_support, "PICKED_AT_ONCE", size)  # several blocks, of one row or of many
     draws = np.random.default_rng(size)
-    store, wanted = SamplingMaskStore(size, 8, 500), {slot: {} for slot in range(12)}
+    store, wanted = SamplingMaskStore(size, 8), {slot: {} for slot in range(12)}
     store.grow(12)
     for position in range(3 if size > 10_000 else 12):
         kept, slots = rows_of(size, draws), draws.permutation(12)
@@ -78,7 +78,7 @@ def test_every_set_comes_back(size: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_position_that_is_drawn_again_replaces_what_came_after_it() -> None:
-    draws, store, wanted = np.random.default_rng(0), SamplingMaskStore(1000, 2, 200), {0: {}, 1: {}}
+    draws, store, wanted = np.random.default_rng(0), SamplingMaskStore(1000, 2), {0: {}, 1: {}}
     for position in (*range(60), *range(20, 90), *range(85, 95), 95):
         kept = draws.random((2, 1000)) < draws.choice([0.05, 0.5, 1.0], (2, 1))
         store.write([1, 0], [position, position], *a_step(kept).read(None))
@@ -127,7 +127,7 @@ def test_turns_and_truncation_keep_whole_positions() -> None:
 
 def forty_tokens(positions: int, limit: int | None = None) -> SamplingMaskStore:
     """32 requests of a vocabulary of 151,936, each position with 40 tokens left."""
-    draws, store = np.random.default_rng(1), SamplingMaskStore(151_936, 32, 4096, limit)
+    draws, store = np.random.default_rng(1), SamplingMaskStore(151_936, 32, limit)
     ids = np.sort(draws.integers(0, 151_936, (32, 40)), axis=1) // 40 * 40 + np.arange(40)
     ids = np.sort(ids, axis=1).astype(np.int32).reshape(-1)
     for position in range(positions):
@@ -175,7 +175,7 @@ def test_nothing_asks_the_device() -> None:
 def test_a_process_with_several_stores_can_fork() -> None:
     """What they may take together is twice the machine's memory; what they do take is a few kilobytes."""
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    stores = [SamplingMaskStore(1000, 1, 10, limit=half) for _ in range(4)]
+    stores = [SamplingMaskStore(1000, 1, limit=half) for _ in range(4)]
     for store in stores:
         store.write(np.array([0]), np.array([1]), np.array([2]), np.array([5, 6], dtype=np.uint16))
     child = os.fork()

@@ -19,9 +19,9 @@ from ngrpo.config.run import RunConfig
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.methods.second_rounds.base import opening
 from ngrpo.methods.second_rounds.lope import WORDS
-from ngrpo.trainers.common import side_inputs
+from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, behavior
-from ngrpo.trainers.common.side_inputs import TwoRounds
+from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import experience_maker, samples_generator, second_round, step_advantages
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from perturbations.errors import UsageError
@@ -188,7 +188,7 @@ def test_right_answers_become_answers_to_the_prompt_of_the_data(monkeypatch: pyt
         assert each["num_samples"] == 2
         assert each["label"] == "4"
         assert each["max_length"] - 50 == len(each["prompt"]) - len("What?"), "answers have the same room"
-    carried = side_inputs.two_rounds([each["mm_train_inputs"] for each in group], 3)
+    carried = sample_records.two_rounds([each["mm_train_inputs"] for each in group], 3)
     assert [each.rewards.tolist() for each in carried] == [[0, 0, 0, 0, 0, 1, 0, 1, 0]] * 3
     assert [each.place for each in carried] == [5, 7, 2]
     for each, kept, length in zip(group, carried, (3, 4)):
@@ -208,7 +208,7 @@ def test_where_rollouts_hand_on_their_log_probabilities(monkeypatch: pytest.Monk
 def test_a_second_round_of_wrong_answers_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     group = two_rounds(Engine(), monkeypatch, prompts=2, answers=2)
     assert [each["observation_tokens"][5:] for each in group] == [[ord("a")]] * 3
-    assert [each.place for each in side_inputs.two_rounds([r["mm_train_inputs"] for r in group], 3)] == [0, 1, 2]
+    assert [each.place for each in sample_records.two_rounds([r["mm_train_inputs"] for r in group], 3)] == [0, 1, 2]
 
 
 def test_a_prompt_that_was_cut_has_no_second_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +253,13 @@ def test_prompts_of_an_evaluation_have_one_round(monkeypatch: pytest.MonkeyPatch
 def test_damaged_bytes_are_refused() -> None:
     for kept in (TwoRounds(np.float32([0, 1]), 1, np.float32([-0.5, -1.5])), TwoRounds(np.float32([0]), 0)):
         packed = kept.pack()
-        (again,) = side_inputs.two_rounds([packed], 1)
+        (again,) = sample_records.two_rounds([packed], 1)
         assert again.place == kept.place and (again.rewards == kept.rewards).all()
         assert (again.log_probs is None) == (kept.log_probs is None)
         (key, data) = next(iter(packed.items()))
         with pytest.raises(ValueError, match="two rounds is damaged"):
-            side_inputs.two_rounds([{key: data[:-1]}], 1)
-    assert side_inputs.two_rounds(None, 2) == [None, None] == side_inputs.two_rounds([None, {}], 2)
+            sample_records.two_rounds([{key: data[:-1]}], 1)
+    assert sample_records.two_rounds(None, 2) == [None, None] == sample_records.two_rounds([None, {}], 2)
 
 
 # ---- the loss -------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def experience(log_probs: list[float] | None, tokens: int = 4) -> SimpleNamespac
 
 
 def two_rounds_loss(method: Any, loss: Any, batch: Any) -> TwoRoundsLoss:
-    carried = side_inputs.two_rounds(batch.mm_train_inputs, len(batch.action_mask))
+    carried = sample_records.two_rounds(batch.mm_train_inputs, len(batch.action_mask))
     return TwoRoundsLoss(method, loss, carried, batch.action_mask)
 
 

@@ -37,34 +37,75 @@ def test_interval_over_seeds_by_hand() -> None:
 
 
 def test_paired_t_test_by_hand() -> None:
-    """Differences 1, 2, 3, 4: mean 2.5, standard deviation 1.29099, t = 2.5 / (1.29099 / 2) = 3.87298 with 3 degrees
+    """Differences 0.1, 0.2, 0.3, 0.4: mean 0.25, deviation 0.129099, t = 0.25 / (0.129099 / 2) = 3.87298 with 3 degrees
     of freedom. Their distribution function has a closed form, which gives p = 0.030466."""
-    base = np.array([[0.3], [0.9], [0.1], [0.5]])
-    result = statistics.paired(base + np.array([[1.0], [2.0], [3.0], [4.0]]), base)
+    base = np.array([[0.3], [0.1], [0.1], [0.5]])
+    result = statistics.paired(base + np.array([[0.1], [0.2], [0.3], [0.4]]), base)
     t = 3.8729833
     angle = math.atan(t / math.sqrt(3))
     closed = 1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle))
     assert result["p"] == pytest.approx(closed) == pytest.approx(0.030466, abs=1e-6)
-    assert result["spread"] == pytest.approx(1.2909944) and not result["within_noise"]
+    assert result["spread"] == pytest.approx(0.12909944) and not result["within_noise"]
 
 
 def test_equal_tables_are_equal_and_not_different() -> None:
     table = np.random.default_rng(0).random((2, 16))
     result = statistics.paired(table, table)
     statistics.correct([result])
-    assert (result["value"], result["low"], result["high"], result["p"]) == (0.0, 0.0, 0.0, 1.0)
-    assert result["within_noise"]
+    assert (result["value"], result["low"], result["p"], result["detectable"]) == (0.0, None, 1.0, None)
     assert results.verdict(result, "Mean@8", "none", 2) == "equal to none in Mean@8 with every seed"
 
 
-def test_a_difference_without_spread_is_not_judged() -> None:
-    """Coarse scores can differ by the same in every seed; a t of infinity would call that certain."""
-    result = statistics.paired(np.full((3, 4), 0.5), np.full((3, 4), 0.25))
+@pytest.mark.parametrize(
+    ("table", "p", "verdict"),
+    [
+        # Five seeds, 16 problems, 1 instead of 0 in each: 2 of 2^16 patterns of signs are as far from 0.
+        (np.ones((5, 16)), 2 / 2**16, "better: Mean@8 +1.000 against none with each of 5 seeds (p 3.1e-05 over"),
+        (np.full((3, 4), -0.25), 2 / 2**4, "within noise: Mean@8 -0.250 against none with each of 3 seeds (p 0.12"),
+        # One problem: over seeds.
+        (np.ones((6, 1)), 2 / 2**6, "better: Mean@8 +1.000 against none with each of 6 seeds (p 0.031)"),
+        (np.ones((5, 1)), 2 / 2**5, "within noise: Mean@8 +1.000 against none with each of 5 seeds (p 0.062)"),
+        # Seeds differ by the same, problems do not: t of 0, 0.5, 0.5, 1 is 0.5 / (0.40825 / 2) = 2.4495, 3 degrees.
+        (np.tile([0.0, 0.5, 0.5, 1.0], (3, 1)), 0.0917, "within noise: Mean@8 +0.500 against none with each of 3"),
+    ],
+)  # fmt: skip
+def test_seeds_that_differ_by_the_same(table: np.ndarray, p: float, verdict: str) -> None:
+    """Without a spread over seeds the problems decide: exact signs where they differ by the same too."""
+    result = statistics.paired(table, np.zeros_like(table))
     statistics.correct([result])
-    assert result["p"] is None and result["within_noise"]
-    assert results.verdict(result, "Mean@8", "none", 3) == (
-        "Mean@8 +0.250 against none with each of 3 seeds: without a spread nothing can be tested"
-    )
+    assert result["p"] == pytest.approx(p, abs=1e-4 if p == 0.0917 else 1e-12)
+    assert (result["low"], result["high"], result["detectable"]) == (None, None, None)
+    assert results.verdict(result, "Mean@8", "none", len(table)).startswith(verdict)
+
+
+def test_one_seed_whose_problems_all_gain_is_no_noise_of_problems() -> None:
+    assert not statistics.paired(np.ones((1, 30)), np.zeros((1, 30)))["within_noise"]
+    assert statistics.paired(np.ones((1, 5)), np.zeros((1, 5)))["within_noise"]
+
+
+@pytest.mark.parametrize(
+    ("table", "low", "high"),
+    [
+        # Wilson: of 0 in 30 from 0 to z² / (30 + z²), z = 1.959964.
+        (np.zeros((30, 1)), 0.0, 3.841459 / 33.841459),
+        (np.zeros((1, 30)), 0.0, 3.841459 / 33.841459),
+        (np.ones((5, 16)), 5 / (5 + 3.841459), 1.0),
+        # 1 in 3: (1 + z²/2 ± z √(2/3 + z²/4)) / (3 + z²).
+        (np.array([[1.0], [0.0], [0.0]]), 0.0615, 0.7923),
+        # Student's t of 0.5, 0.9, 1.0 is 0.8 ± 0.6572; the rest is beyond a share.
+        (np.array([[0.5], [0.9], [1.0]]), 0.1428, 1.0),
+        (np.full((3, 4), 0.5), None, None),  # nothing varies: neither t nor the bootstrap can say anything
+        (np.full((1, 4), 0.5), None, None),
+    ],
+)
+def test_intervals_of_shares_at_the_edge(table: np.ndarray, low: float | None, high: float | None) -> None:
+    found = statistics.interval(table, share=True)
+    assert (found["low"], found["high"]) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_a_difference_of_shares_is_at_most_1() -> None:
+    found = statistics.paired(np.array([[1.0], [0.9], [1.0]]), np.array([[0.0], [0.6], [0.0]]))
+    assert found["low"] < 0.0 and found["high"] == 1.0
 
 
 def test_holm_by_hand() -> None:

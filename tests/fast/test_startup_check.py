@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo.rollout import startup_check
-from ngrpo.trainers.common.engine_records import EngineCheck
+from ngrpo.trainers.common.sample_records import EngineCheck
 
 
 class Engine:

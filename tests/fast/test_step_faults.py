@@ -7,16 +7,20 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ngrpo import patches
+from ngrpo.methods import advantages
 from ngrpo.trainers.openrlhf import rollout_actor
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from ngrpo.trainers.openrlhf.step_advantages import compute_reward
 from ngrpo.trainers.openrlhf.trainer import trainer
+from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
 from tests.fast.openrlhf_doubles import maker, makers_state
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 
 def group_norm(rewards: torch.Tensor) -> torch.Tensor:
@@ -79,6 +83,42 @@ def test_a_response_without_a_trained_token_is_named() -> None:
     sample = SimpleNamespace(action_mask=torch.tensor([[0, 0, 0]]), prompts=["What is 2 + 2?"])
     with pytest.raises(UsageError, match=r"no token to train on.*\n  prompt: 'What is 2"):
         maker().make_experience_batch([sample])
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce", "flash_reinforce", "rloo", "dr_grpo"])
+def test_it_is_named_under_every_estimator(name: str) -> None:
+    conditions = run_of(openrlhf=("--algo.advantage.estimator", name)).conditions
+    assert "RemoteExperienceMaker" in {row.attribute for row in patches.active(conditions)}
+
+
+def test_it_is_no_part_of_its_group_in_verl() -> None:
+    """As verl's rejection sampling masks it; two advantages with a group, one without."""
+    rewards, mask = torch.tensor([[1.0, 0.0], [9.0, 0.0], [0.0, 0.0], [0.5, 0.0]]), torch.ones(4, 2)
+    mask[1] = 0.0
+    group, kept = np.array(["a"] * 4, dtype=object), [0, 2, 3]
+    for name in ("group_norm", "rs_grpo", "pkpo"):
+        estimate = estimator(advantages.create(name, **({"k": 2} if name == "pkpo" else {})))
+        found, alone = estimate(rewards, mask, group)[0], estimate(rewards[kept], mask[kept], group[kept])[0]
+        assert torch.equal(found[kept], alone) and found[1].tolist() == [0.0, 0.0]
+
+
+def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of prompts of 5, 4 and 2 tokens with room for 4 the first; its responses are two."""
+    run_with(monkeypatch, preset="dapo")
+    sizes = {"a b c d e": 4, "a b c d": 4, "a b": 2}
+    samples = [
+        SimpleNamespace(
+            prompts=[text], action_mask=torch.tensor([[int(t >= size - 1) for t in range(7)]]), rewards=torch.ones(1)
+        )
+        for text, size in sizes.items()
+        for _ in range(2)
+    ]
+    args = SimpleNamespace(data=SimpleNamespace(max_len=8), rollout=SimpleNamespace(max_new_tokens=4))
+    made = maker(args=args)
+    made.tokenizer = lambda text, add_special_tokens: {"input_ids": text.split()}
+    made.make_experience_batch(samples)
+    assert made.step_measures == {"cut_prompts": 1.0}
+    assert "step 1: 1 prompts have more than 4 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("error", "said"), [(None, "a call of generate"), (KeyError("tool"), "KeyError: 'tool'")])

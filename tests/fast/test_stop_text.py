@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from perturbations.stop_text import StopText
+from perturbations.gates.default import StopText
 
 TOKENS = [b"<", b"/", b"think", b">", b" </", b">\n", b"></", b" ", b"</think>", b"a</think>b", b"", b"t", b"hink"]
 

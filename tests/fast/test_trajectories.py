@@ -13,7 +13,7 @@ from perturbations import ReplayRecord
 def test_chunks_hold_what_was_written_whoever_had_them_before() -> None:
     """1,200 steps of up to nine slots: rows are appended, slots are cleared, reused and added."""
     draws = np.random.default_rng(0)
-    chunks, slots = Chunks(4, 300), 4
+    chunks, slots = Chunks(4), 4
     want: dict[int, list[tuple[float, list[int]]]] = {slot: [] for slot in range(slots)}
     for step in range(1200):
         if step in (300, 700):
@@ -38,7 +38,7 @@ def test_chunks_hold_what_was_written_whoever_had_them_before() -> None:
 
 def test_arrays_grow_as_wide_as_what_arrives() -> None:
     """An edit of two candidates beside one of three repeats its last one with weight 0; what is missing is 0."""
-    chunks, slot = Chunks(1, 100), np.array([0])
+    chunks, slot = Chunks(1), np.array([0])
     chunks.write(slot, np.array([0]), {"ids": np.array([[5, 6]]), "weights": np.array([[0.4, 0.6]])})
     three = {"ids": np.array([[1, 2, 3]]), "weights": np.array([[0.2, 0.3, 0.5]]), "sigma": np.array([0.1])}
     chunks.write(slot, np.array([1]), three)
@@ -51,7 +51,7 @@ def test_arrays_grow_as_wide_as_what_arrives() -> None:
 
 def test_what_is_missing_is_0_in_chunks_that_are_made_later() -> None:
     """A record that comes with a request has other optional parts than the edits of the engine."""
-    chunks, slot, at = Chunks(1, 5000), np.array([0]), np.arange(1, 5000)
+    chunks, slot, at = Chunks(1), np.array([0]), np.arange(1, 5000)
     chunks.write(slot, np.array([0]), {"weights": np.array([1.0]), "sigma": np.array([0.1])})
     chunks.write(np.zeros_like(at), at, {"weights": np.ones(len(at)), "normalizer": np.full(len(at), 2.0)})
     found = chunks.read(0)
@@ -75,7 +75,7 @@ def test_a_large_engine_with_dense_edits_needs_memory_for_what_was_edited_only()
     parts = {"ids": np.zeros((2, 1), np.int32), "weights": np.zeros((2, 1), np.float32), "agreed": np.ones(2, bool)}
     store.write_tokens(slots, np.array([10, 10]), np.zeros(2, np.float32))
     store.write_edits(slots, np.array([10, 10]), {**parts, "vectors": vectors})
-    held = [array for chunks in (store._edits, store._tokens) for array in [chunks._table, *chunks._arrays.values()]]
+    held = [array for chunks in (store._edits, store._tokens) for array in [chunks.table, *chunks._arrays.values()]]
     assert sum(array.nbytes for array in held) < 100 << 20
     assert np.array_equal(store.record("b")[0].vectors, vectors[:1])
 

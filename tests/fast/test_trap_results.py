@@ -116,6 +116,31 @@ def test_a_later_part_joins_what_was_published(tmp_path: Path, monkeypatch: pyte
     assert "`none` run again on Y, not counted above: 0.600 0.600 0.610 (mean 0.603)." in text
 
 
+def leaves(value: object, path: str = "") -> dict[str, object]:
+    """The numbers and words of a result, each under its path."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if inner is None:
+        return {path: value}
+    return {place: leaf for key, each in inner for place, leaf in leaves(each, f"{path}/{key}").items()}
+
+
+def test_published_results_are_computed_again() -> None:
+    """From the runs that docs/ holds; docs/studies/study2.md has the ends of intervals that are others since."""
+    changed = []
+    for file in DOCS.glob("results/**/results.json.gz"):
+        found = json.loads(gzip.decompress(file.read_bytes()))
+        threshold = found["summary"][0].get("above", {}).get("threshold")
+        names = [strategy["id"] for strategy in found["strategies"]]
+        again = leaves(results.summarise(found["runs"], names, found["baseline"], threshold))
+        before = leaves(found["summary"])
+        changed += [(path, leaf, again[path]) for path, leaf in before.items() if again.get(path, ()) != leaf]
+    ends = [(was, now) for path, was, now in changed if path.endswith(("/low", "/high"))]
+    words = [(was.partition(" [")[0], now.partition(" [")[0]) for path, was, now in changed if path.endswith("verdict")]
+    none_detectable = [now for path, was, now in changed if path.endswith("detectable") and was == 0.0]
+    assert len(ends) == 78 and all(was == now for was, now in words) and set(none_detectable) == {None}
+    assert len(changed) == len(ends) + len(words) + len(none_detectable)
+
+
 def test_methods_md_says_what_was_measured() -> None:
     """The last column of the perturbations' table: of each that was run, the study's first arm, with its options."""
     published = DOCS / "results" / "study2" / "shortcut-late" / "results.json.gz"

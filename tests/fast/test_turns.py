@@ -8,9 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from ngrpo.trainers.common.engine_records import Conversation
 from ngrpo.trainers.common.mismatch import step_metrics
-from ngrpo.trainers.common.side_inputs import unpack
+from ngrpo.trainers.common.sample_records import Conversation, unpack
 from perturbations import FinishedTrajectory, ReplayRecord, registry
 
 FIRST, ANSWER, TOOL = [1, 2, 3], [10, 11, 12, 13], [7, 7]

@@ -44,8 +44,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_measures.py"): [
         (
-            "agreed += int(record.agreed[counted].sum())",
-            "agreed += int(record.agreed.sum())",
+            "agreed=int(record.agreed[counted].sum())",
+            "agreed=int(record.agreed.sum())",
             "anchor_agreement counts positions that its denominator leaves out",
         ),
     ],
@@ -105,8 +105,12 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         ("term - term.detach()", "term", "the term moves the ratio"),
-        ("(length - 1 - action_mask.shape[1])", "(length - action_mask.shape[1])", "the row after the token"),
-        ("return places[row], sample", "return row, sample", "packed rows are taken for padded ones"),
+        ("attention_mask.shape[1] - 1 - action", "attention_mask.shape[1] - action", "the row after the token"),
+        (
+            "position, shape, attention_mask)",
+            "position, attention_mask.shape, attention_mask)",
+            "packed rows as padded",
+        ),
     ],
     ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
         ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),

@@ -1,30 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our advantages and sampling where OpenRLHF uses them: its own experience maker, and a real training run."""
+"""Our advantages and sampling where OpenRLHF uses them: its own experience maker, and a real training run.
+
+OpenRLHF's experience maker and samples generator have our patches, and no engines, in a process that runs this file:
+patches change modules for good.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from ngrpo import patches
+from ngrpo.config.run import RunConfig, Sampling, begin
+from ngrpo.machine.upstream import patch
 from ngrpo.methods.advantages import compute, create
 from tests.own_process import run_module
 from tests.pipeline.harness import GAP, steps_of
-from tests.pipeline.openrlhf_experience import REWARDS, SIZE
 
-pytestmark = pytest.mark.stack
-
+SIZE = 4
+# Prompts a (one right), b (all wrong), c (all right). An answer's tokens are its place, so a place can be read off.
+REWARDS = [1.0, 0.0, 0.0, 0.0] + [0.0] * 4 + [1.0] * 4
+# Micro batches as dynamic batching makes them: neither in order nor of one prompt.
+MICRO_BATCHES = [[7, 0, 11, 3, 4], [1, 2, 5, 6], [8, 9, 10]]
+# What the answers say: two of prompt a's agree, three of b's, all of c's.
+ANSWERS = ["12", "7", "7", "9", "1", "2", "2", "2", "5", "5", "5", "5"]
 GROUPS = torch.tensor(REWARDS).reshape(-1, SIZE)
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What OpenRLHF's own classes computed with the patches in place."""
-    return json.loads(run_module("tests.pipeline.openrlhf_experience").splitlines()[-1])
+    return json.loads(run_module("tests.pipeline.test_advantages").splitlines()[-1])
 
 
 def check_tokens(answers: list[list[float]], expected: torch.Tensor) -> None:
@@ -77,10 +89,6 @@ def test_openrlhfs_length_penalty_comes_first(found: dict[str, Any]) -> None:
     assert found["metrics"]["advantage/uniform_mean"] == pytest.approx(-0.2 / math.sqrt(0.2) / 2, abs=1e-5)
 
 
-def test_an_incomplete_group_is_an_error(found: dict[str, Any]) -> None:
-    assert "12 responses are not a whole number of groups of 5" in found["incomplete"]
-
-
 def test_masks_are_on_in_rollouts_and_off_in_evaluation(found: dict[str, Any]) -> None:
     masked = [0.9, 0.8, 5, 0.1]
     assert found["sampling"] == {"rollout": masked, "evaluation": [0.6, 0.8, -1, 0.0], "again": masked}
@@ -104,3 +112,123 @@ def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, random_mode
         assert summary["scalars"]["train/return"][str(number)] == pytest.approx(step["advantage_mean"], abs=1e-5)
         assert 0.0 < step["credit_trained"] < 0.6 and step["credit_entropy"] > 0.1  # a fifth, more or less in a group
         assert step["gap_plain_mean"] <= GAP  # log-probabilities are those before the masks, on both sides
+
+
+class Tokenizer:
+    def decode(self, tokens: Any, skip_special_tokens: bool) -> str:
+        place = int(tokens[0])
+        assert {int(token) for token in tokens} == {place}, "tokens of the prompt, or padding, were decoded"
+        return f"It is {ANSWERS[place]}."
+
+
+def main() -> None:
+    patches.install(["cpu", "without_flash_attn"])
+    from openrlhf.trainer.ppo_utils import experience_maker, samples_generator
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from ray import cloudpickle
+
+    def experiences() -> list[Any]:
+        made = []
+        for places in MICRO_BATCHES:
+            # Two tokens of prompt (99), then 1 to 3 of the answer, then padding; entry t of the mask is of token t+1.
+            lengths = [1 + place % 3 for place in places]
+            sequences = torch.full((len(places), 2 + max(lengths)), 99)
+            mask = torch.zeros(len(places), 1 + max(lengths))
+            for row, (place, length) in enumerate(zip(places, lengths)):
+                sequences[row, 2 : 2 + length] = place
+                mask[row, 1 : 1 + length] = 1
+            rewards, truncated = torch.tensor(REWARDS)[places], torch.tensor([length == 3 for length in lengths])
+            known = {"rewards": rewards, "info": {"reward": rewards}, "index": list(places), "truncated": truncated}
+            known |= {"response_length": torch.tensor(lengths), "kl": torch.zeros_like(mask)}
+            prompts = ["abc"[place // SIZE] for place in places]
+            made.append(Experience(sequences=sequences, action_mask=mask, prompts=prompts, **known))
+        return made
+
+    def maker(**reward: Any) -> Any:
+        made = object.__new__(experience_maker.RemoteExperienceMaker)
+        made.args = SimpleNamespace(
+            rollout=SimpleNamespace(n_samples_per_prompt=SIZE, max_new_tokens=4),
+            algo=SimpleNamespace(advantage=SimpleNamespace(estimator="group_norm", gamma=1.0, no_std_norm=False)),
+            reward=SimpleNamespace(clip_range=(-10, 10), **reward),
+        )
+        made.strategy, made.kl_ctl = SimpleNamespace(args=made.args), SimpleNamespace(value=0.0)
+        made.advantage_estimator, made.tokenizer, made.training_step = "group_norm", Tokenizer(), 0
+        return made
+
+    def run(made: Any) -> list[list[float]]:
+        """Every answer's advantages by token, in the order of the places; padding cut off."""
+        by_place: dict[int, list[float]] = {}
+        for experience in made.compute_advantages_and_returns(experiences()):
+            for row, place in enumerate(experience.index):
+                inside = experience.action_mask[row].bool()
+                assert torch.equal(experience.advantages, experience.returns)
+                by_place[place] = experience.advantages[row][inside].tolist()
+        return [by_place[place] for place in range(len(REWARDS))]
+
+    result: dict[str, Any] = {"stock": run(maker())}
+    patch.place(row for row in patches.active(["advantage"]) if row.module.endswith("_maker"))
+
+    def ours(made: Any, **spec: Any) -> list[list[float]]:
+        begin(RunConfig(specs={"advantage": spec}))
+        return run(made)
+
+    for name in ("group_norm", "ngrpo", "nsr"):
+        result[name] = ours(maker(), name=name)
+    excluding, annealed, counting, measured, incomplete = (maker() for _ in range(5))
+    result["exclude"] = ours(excluding, name="group_norm", overlong="exclude")
+    result["excluded"] = excluding.step_measures["advantage/overlong"]
+    result["pass_at_k"] = []
+    for annealed.training_step in (0, 7):
+        result["pass_at_k"].append(ours(annealed, name="pass_at_k", k=2, k_end=1, k_steps=7))
+    result["copo"] = [ours(counting, name="copo", beta=1.0), ours(counting, name="copo", beta=1.0)]
+    result["copo_metrics"] = counting.step_measures
+    # DAPO's penalty on the answers of more than 2 tokens: 1 of a buffer of 2 beyond them costs a half.
+    result["ngrpo_overlong"] = ours(maker(overlong_buffer_len=2, overlong_penalty_factor=1.0), name="ngrpo")
+    ours(measured, name="ngrpo")
+    result["metrics"] = measured.step_measures
+    incomplete.args.rollout.n_samples_per_prompt = 5
+    try:
+        ours(incomplete, name="ngrpo")
+    except RuntimeError as error:
+        result["incomplete"] = str(error)
+    result["sampling"] = sampled(samples_generator)
+    # Ray pickles the trainer by value from the driver, and with it what its methods name.
+    cloudpickle.dumps([samples_generator.SamplesGenerator, experience_maker.RemoteExperienceMaker])
+    cloudpickle.dumps([samples_generator.SamplingParams, experience_maker.compute_reward])
+    print(json.dumps(result))
+
+
+def sampled(module: Any) -> dict[str, list[float]]:
+    """(temperature, top_p, top_k, min_p) of a training rollout, an evaluation, and a rollout after that."""
+    begin(RunConfig(specs={"perturbation": {"name": "neighbor"}}, sampling=Sampling(top_k=5, min_p=0.1)))
+    # With the perturbation's own row for the same class, in the order of the table.
+    patch.place(row for row in patches.active(("perturbation", "sampling")) if row.module == module.__name__)
+    seen: list[Any] = []
+    engine = SimpleNamespace(
+        get_num_unfinished_requests=SimpleNamespace(remote=lambda: 0),
+        generate_responses=SimpleNamespace(remote=lambda **kwargs: seen.append(kwargs["sampling_params"])),
+    )
+    module.ray = SimpleNamespace(get=lambda value: value)
+    args = SimpleNamespace(
+        algo=SimpleNamespace(advantage=SimpleNamespace(is_correction_level="off"), dynamic_filtering_enable=False),
+        rollout=SimpleNamespace(n_samples_per_prompt=2, batch_size=1),
+        vllm=SimpleNamespace(enable_sleep=False),
+    )
+    generator = module.SamplesGenerator(SimpleNamespace(args=args), [1], [1], None, [engine])
+
+    def generate_vllm(**kwargs: Any) -> Any:
+        for word in ("dataloader_iter", "num_prompts", "dynamic_filtering"):
+            kwargs.pop(word)
+        generator._dispatch_prompts_to_vllm(["question"], ["label"], **kwargs)
+        return [], 1, True
+
+    generator._generate_vllm = generate_vllm
+    generator.generate_samples(temperature=0.9, top_p=0.8)
+    generator.generate_eval_samples(temperature=0.6, top_p=0.8)
+    generator.generate_samples(temperature=0.9, top_p=0.8)
+    names = ("rollout", "evaluation", "again")
+    return {name: [p.temperature, p.top_p, p.top_k, p.min_p] for name, p in zip(names, seen, strict=True)}
+
+
+if __name__ == "__main__":
+    main()

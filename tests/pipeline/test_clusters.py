@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of two nodes on this machine: a job with a user's own file, and a node without the project.
+"""Ray clusters on this machine: a job with a user's own file; nodes without the project, its plugin, GPUs or life.
 
 Slow: `make test-all`. Each node has one counted GPU, so trainer and engine stand on different ones.
 """
@@ -21,11 +21,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.pipeline.harness import GAP, ROOT, SMALL, train
+from tests.pipeline.harness import GAP, ROOT, SMALL, assert_nothing_runs, train
 
 pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
+KNOWN = Path("/tmp/ray/ray_current_cluster")
+NEIGHBOR = ["--perturbation", "neighbor", "--algo.kl.init_coef", "0"]
 DAMP = '''
 from dataclasses import dataclass
 
@@ -49,20 +51,15 @@ class Damp(Perturbation):
 
 
 @contextmanager
-def node(*flags: str, gpus: int = 1, within: Sequence[str] = ()) -> Iterator[str]:
-    """A node as `ray start` makes it; its output, up to where it runs."""
+def node(*flags: str, gpus: int = 1, within: Sequence[str] = ()) -> Iterator[None]:
+    """A node as `ray start` makes it; killed at the end, so that Ray believes in it."""
     words = [*within, str(BIN / "ray"), *f"start --block --num-cpus {2 + gpus} --num-gpus {gpus}".split(), *flags]
     env = {**os.environ, "PATH": os.pathsep.join([str(BIN), os.environ["PATH"]]), "RAY_DISABLE_IMPORT_WARNING": "1"}
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as process:
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if "Ray runtime started" in line:
-                break
+        assert process.stdout is not None and any("Ray runtime started" in line for line in process.stdout)
         below = [process, *psutil.Process(process.pid).children(recursive=True)]
         try:
-            yield said
+            yield
         finally:
             for one in below:
                 one.send_signal(signal.SIGKILL)
@@ -70,14 +67,13 @@ def node(*flags: str, gpus: int = 1, within: Sequence[str] = ()) -> Iterator[str
 
 @contextmanager
 def head(gpus: int = 1) -> Iterator[str]:
-    """The first node; its address."""
-    known = Path("/tmp/ray/ray_current_cluster")
+    """The first node; its address. Ray's note of it is left until the end."""
     try:
         flags = ["--head", "--port", "0", "--dashboard-port", "0", "--include-dashboard", "true"]
         with node(*flags, "--object-store-memory", str(1 << 28), gpus=gpus):
-            yield known.read_text().strip()
+            yield KNOWN.read_text().strip()
     finally:
-        known.unlink(missing_ok=True)
+        KNOWN.unlink(missing_ok=True)
 
 
 def second(address: str, within: Sequence[str] = ()) -> object:
@@ -171,8 +167,36 @@ def test_a_node_without_the_project(tmp_path: Path, smollm2: str) -> None:
     began = time.monotonic()
     with head() as address, second(address, within):
         env = {"RAY_ADDRESS": address}
-        result = train(tmp_path, smollm2, "--perturbation", "neighbor", "--algo.kl.init_coef", "0", env=env)
+        result = train(tmp_path, smollm2, *NEIGHBOR, env=env)
     assert result.returncode == 1 and time.monotonic() - began < 300, result.stdout[-6000:]
     said = re.search(r"training failed: a node of the cluster is without ngrpo.*", result.stdout)
     assert said is not None and "on every node (docs/install.md)" in said[0], result.stdout[-3000:]
     assert "Traceback" not in result.stdout[said.start() :]
+
+
+def test_a_plugin_that_is_missing_on_one_of_two_nodes(tmp_path: Path, smollm2: str) -> None:
+    """Each node has a rank of the actor and an engine; that one engine of two is perturbed is not enough."""
+    flags = [*NEIGHBOR, "--train.colocate_all", "--actor.num_gpus_per_node", "2", "--vllm.num_engines", "2"]
+    with head() as address, second(address, ["env", "VLLM_PLUGINS=some_other_plugin"]):
+        result = train(tmp_path / "run", smollm2, *flags, env={"RAY_ADDRESS": address})
+    assert result.returncode == 1
+    for told in ("training failed", "vLLM worker 0 runs unperturbed", "pip install ngrpo"):
+        assert told in result.stdout[-4000:]
+    assert "Global step" not in result.stdout
+    assert_nothing_runs(tmp_path)
+
+
+def test_a_cluster_with_too_few_gpus_and_one_that_is_gone(tmp_path: Path, smollm2: str) -> None:
+    """OpenRLHF would wait for the first forever, and Ray for the second for minutes."""
+    with head(gpus=0):
+        result = train(tmp_path / "few", smollm2, *NEIGHBOR)
+        note = KNOWN.read_text()
+    assert result.returncode == 1, result.stdout[-3000:]
+    assert "has 0 GPUs, and this run places 2" in result.stdout and "Traceback" not in result.stdout
+    assert "ray start --head --num-gpus 2" in result.stdout and "RAY_ADDRESS=local" in result.stdout
+    try:
+        KNOWN.write_text(note)
+        result = train(tmp_path / "gone", smollm2, *NEIGHBOR)
+        assert result.returncode == 0 and "is gone (`ray stop` forgets it); starting Ray here" in result.stdout
+    finally:
+        KNOWN.unlink(missing_ok=True)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of two tensor-parallel ranks, which vLLM places by Ray as on CUDA, in a run's own Ray."""
+"""OpenRLHF's engine of two tensor-parallel ranks, which vLLM places by Ray, in a run's own Ray.
+
+As `ngrpo train` starts both on CUDA, up to the devices: Ray's GPUs are declared, and ray_on_cpu/ stands on PYTHONPATH.
+The engine is in a process of its own, which runs this file.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
+
+from ngrpo.config.run import RunConfig
+from ngrpo.machine.hardware import profile_for
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.patches import install
+from ngrpo.trainers.openrlhf import launch
+from perturbations import create
 
 HERE = Path(__file__).parent
 
@@ -20,9 +32,34 @@ def test_an_engine_of_two_ranks_starts_in_ray(tiny: str, name: str) -> None:
     folders = [str(HERE / "ray_on_cpu"), str(HERE.parents[1])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "RAY_ADDRESS": "local"}
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as on CUDA: the engine's core is a process of its own
-    program = [sys.executable, str(HERE / "ray_engine.py"), tiny, name]
+    program = [sys.executable, str(HERE / "test_ray_engine.py"), tiny, name]
     done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=400, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, (done.stdout + done.stderr)[-6000:]
     result = json.loads(lines[0].removeprefix("RESULT "))
     assert result == {"tokens": 8, "ranks": 2, "at once": 8}, "--engine.max_num_seqs holds, perturbed or not"
+
+
+def main(model: str, name: str) -> None:
+    spec = None if name == "none" else create(name, rate=0.5).spec()
+    run = RunConfig(specs={} if spec is None else {"perturbation": spec}, max_num_seqs=8)
+    conditions = ("without_flash_attn", *run.conditions)  # not "cpu", whose engines have processes and no Ray workers
+    profile = profile_for("cpu")
+    launch._start_ray(profile, Flags(["--vllm.tensor_parallel_size", "2"]), conditions, run)
+    install(conditions)
+    from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
+    from vllm import SamplingParams
+
+    (engine,) = create_vllm_engines(1, 2, model, 1, False, False, True, 256, gpu_memory_utilization=0.1)
+    params = SamplingParams(max_tokens=8, min_tokens=8, temperature=1.0)
+    output = ray.get(engine.generate.remote(list(range(100, 120)), params), timeout=500)
+    # vLLM's workers are actors of the engine's core, so that they are seen here where it joined this Ray alone.
+    ranks = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "Worker" in actor["name"]]
+    at_once = ray.get(engine.__ray_call__.remote(lambda actor: actor.llm.vllm_config.scheduler_config.max_num_seqs))
+    result = {"tokens": len(output.outputs[0].token_ids), "ranks": len(ranks), "at once": at_once}
+    print("RESULT " + json.dumps(result), flush=True)
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -121,7 +121,7 @@ def warm_up(llm: Any) -> dict[str, int]:
 
     from ngrpo.rollout import plugin
     from perturbations import FinishedTrajectory
-    from tests.stack.scheduling import worker_of
+    from tests.stack.harness import worker_of
 
     worker = worker_of(llm)
     requests, perturber = worker.perturbation.requests, worker.perturbation.perturber

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,18 @@ def sample(
         engine = [step[token].logprob for step, token in zip(completion.logprobs, tokens)]
         rollouts.append(Rollout(list(prompt), tokens, record, log_probs, engine))
     return rollouts
+
+
+def stock_answers(llm: Any, prompts: Sequence[list[int]], **params: Any) -> list[list[tuple[int, float]]]:
+    """Tokens and vLLM's own log-probabilities of each answer, by draws that are the same in any engine."""
+    from transformers import set_seed
+    from vllm import SamplingParams
+
+    set_seed(3)
+    inputs = [{"prompt_token_ids": p} for p in prompts]
+    outputs = llm.generate(inputs, SamplingParams(logprobs=0, **params), use_tqdm=False)
+    answers = (output.outputs[0] for output in outputs)
+    return [[(token, step[token].logprob) for token, step in zip(a.token_ids, a.logprobs)] for a in answers]
 
 
 def sample_with_masks(
@@ -222,3 +234,74 @@ def feeds_its_text(rollouts: Sequence[Rollout]) -> bool:
         == [r.sequence[at] for at in r.record.positions.tolist() if at < len(r.sequence)]
         for r in rollouts
     )
+
+
+def by_token(record: ReplayRecord) -> np.ndarray:
+    return np.take_along_axis(record.weights, np.argsort(record.ids, axis=-1), axis=-1)
+
+
+def assert_same(first: Sequence[Rollout], second: Sequence[Rollout]) -> None:
+    """Gates and noise bit for bit, tokens and weights up to float rounding.
+
+    A token may flip where a draw falls within rounding of a boundary; what follows it is another trajectory. So the
+    records are compared up to the first difference, and almost no trajectory may have one.
+    """
+    flips = 0
+    for a, b in zip(first, second):
+        assert a.record.seed == b.record.seed
+        same = np.array(a.sequence) == np.array(b.sequence)
+        length = len(same) if same.all() else int(same.argmin())
+        flips += not same.all()
+        left, right = a.record.truncate(length), b.record.truncate(length)
+        np.testing.assert_array_equal(left.positions, right.positions)
+        # By token: two candidates with near-equal logits may swap places.
+        np.testing.assert_array_equal(np.sort(left.ids), np.sort(right.ids))
+        np.testing.assert_allclose(by_token(left), by_token(right), atol=2e-4)
+        if left.sigma is not None:
+            np.testing.assert_array_equal(left.sigma, right.sigma)
+    assert flips <= len(first) // 8
+
+
+# --- what vLLM's scheduler is made to do, and what is seen of it ----------------------------------------------------
+
+
+def scheduler_of(llm: Any) -> Any:
+    """The scheduler of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def worker_of(llm: Any) -> Any:
+    """The worker of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+def note_preemptions(llm: Any) -> list[str]:
+    """The requests that are preempted from now on, once for each time."""
+    scheduler, preempted = scheduler_of(llm), []
+    original = scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    return preempted
+
+
+@contextlib.contextmanager
+def one_token_prefills(llm: Any) -> Iterator[list[int]]:
+    """Prompts are computed one token a step; yields how many tokens each request was given in each step."""
+    scheduler, given = scheduler_of(llm), []
+    config, schedule = scheduler.scheduler_config, scheduler.schedule
+    before = config.long_prefill_token_threshold
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        given.extend(output.num_scheduled_tokens.values())
+        return output
+
+    config.long_prefill_token_threshold, scheduler.schedule = 1, noted
+    try:
+        yield given
+    finally:
+        config.long_prefill_token_threshold, scheduler.schedule = before, schedule

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that each exclude tokens in another way, in one batch, and what holds of their answers: for both runners."""
+"""Requests that exclude tokens, and what holds of their answers: for both of vLLM's model runners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ngrpo.rollout import set_perturbation, take_trajectories
 from perturbations import registry
-from tests.stack.harness import chat_prompts
+from tests.stack.harness import chat_prompts, sample
 
 ALLOWED, SINGLE = list(range(300, 320)), [17]
 BAD_WORDS = ["7", " 7", "12", "plus", "The", "The sum"]
@@ -82,6 +82,27 @@ def check_mixed_batch(llm: Any, spec: dict[str, Any]) -> int:
     assert len(long.token_ids) == TOKENS and end not in long.token_ids
     assert re.fullmatch(DIGITS, grammar.text)
     return sum(len(record) for _, record, _ in found)
+
+
+def check_until(llm: Any) -> None:
+    """`until` ends the perturbation at its text, in whatever tokens it comes; a prompt in which it stands has none."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    set_perturbation(llm, "gumbel", rate=1.0)
+    tokenizer, end = llm.get_tokenizer(), "</think>"
+    question = tokenizer.encode("What is 7 plus 5?")
+    texts = ["two </think> one more", "x = (1)></think>one more", "so be it</think>\\boxed{4}"]
+    texts += ["</thin </think </think> end"]
+    for text in texts:
+        grammar = StructuredOutputsParams(choice=[text])
+        (rollout,) = sample(llm, [question], ignore_eos=False, structured_outputs=grammar)
+        tokens = [token for token in rollout.tokens if token != tokenizer.eos_token_id]
+        assert tokenizer.decode(tokens) == text
+        lengths = [len(tokenizer.decode(tokens[: i + 1])) for i in range(len(tokens))]
+        last = next(i for i, length in enumerate(lengths) if length >= text.index(end) + len(end))
+        assert (rollout.record.positions - len(question)).tolist() == list(range(last)), text
+    closed = tokenizer.encode("What is 7 plus 5?<think>\n\n</think>\n\n")
+    assert len(sample(llm, [closed], max_tokens=4)[0].record) == 0
 
 
 def _tokens_of_bad_words(tokenizer: Any) -> list[list[int]]:

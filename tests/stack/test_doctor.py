@@ -7,16 +7,10 @@ import pytest
 
 from ngrpo.commands import doctor
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_a_rollout_and_its_replay(smollm2: str) -> None:
     found = doctor._self_test(smollm2)
     assert found.fix is None, found
     assert found.state.startswith("V1 model runner, ") and "with the replay" in found.state
-
-
-def test_a_worker_without_the_plugin(smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "some_other_plugin")
-    found = doctor._self_test(smollm2)
-    assert found.state == "ended with status 1" and "this engine has no perturbation" in found.fix

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 WORDS = ["--task", "arithmetic", "--n", "400", "--max-tokens", "24", "--temperature", "1", "--hardware", "cpu"]
 
 

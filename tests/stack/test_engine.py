@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.decode_step import counting
-from ngrpo.rollout import set_perturbation, startup_check, take_records
+from ngrpo.rollout import neighbor_drift, set_perturbation, startup_check, take_records
 from perturbations import ExactIndex, ReplayRecord
-from tests.stack.harness import chat_prompts, sample
-from tests.stack.scheduling import worker_of
-
-pytestmark = pytest.mark.stack
+from tests.stack.harness import Rollout, chat_prompts, gaps, sample, sync, worker_of
+from tests.stack.request_limits import check_until
 
 
 def test_aborted_requests_leave_no_record(engine: Any) -> None:
@@ -68,17 +67,6 @@ def test_an_engine_in_its_callers_process_is_idle_after_its_requests(
     assert len(take_records(engine)) == 2
 
 
-def test_a_stop_string_keeps_the_record(engine: Any) -> None:
-    """vLLM aborts such a request inside the engine once the front end has seen the string."""
-    from vllm import SamplingParams
-
-    set_perturbation(engine, "gumbel")
-    prompts = [{"prompt_token_ids": p} for p in chat_prompts(engine)]
-    outputs = engine.generate(prompts, SamplingParams(max_tokens=48, stop=[" the", ".", " and"]), use_tqdm=False)
-    assert any(o.outputs[0].finish_reason == "stop" for o in outputs)
-    assert set(take_records(engine)) == {o.request_id for o in outputs}
-
-
 class Transfer:
     """vLLM's transfer of weights without its network: the worker and the loader are its own."""
 
@@ -90,46 +78,84 @@ class Transfer:
     finish_weight_update = reset_weight_update_target = start_weight_update
 
 
-def test_new_weights_give_new_neighbors(engine: Any, hf_model: Any, request: pytest.FixtureRequest) -> None:
-    set_perturbation(engine, "neighbor", rate=1.0, mix_temperature=3.0, realization="sampled")
-    worker = worker_of(engine)
-    runner = worker.model_runner
-    request.addfinalizer(
-        lambda: runner.reload_weights(weights_iterator=iter(dict(hf_model.named_parameters()).items()))
-    )
-    prompts = chat_prompts(engine)[:2]
-    sample(engine, prompts, max_tokens=8)
-    changed = {name: p.detach().clone() for name, p in hf_model.named_parameters()}
-    draws = torch.Generator().manual_seed(0)
-    embedding = changed["model.embed_tokens.weight"]
-    embedding += 0.5 * embedding.std() * torch.randn(embedding.shape, generator=draws)
-    runner.reload_weights(weights_iterator=iter(changed.items()))
-    engine.reset_prefix_cache()
-    (rollout, _) = sample(engine, prompts, max_tokens=8)
-    ids, _ = ExactIndex(embedding).query(torch.from_numpy(rollout.record.ids[:, 0]).long(), 2)
-    assert ids.tolist() == rollout.record.ids[:, 1:].tolist()
+def assert_nearest(rollouts: list[Rollout], embedding: Tensor) -> None:
+    """Each recorded set is the anchor and its two nearest in this matrix."""
+    ids = torch.cat([torch.from_numpy(r.record.ids.astype("int64")) for r in rollouts])
+    assert len(ids) > 10 and torch.equal(ids[:, 1:], ExactIndex(embedding).query(ids[:, 0], 2)[0])
 
-    # The other ways write parameters in place: whole shards, or single elements through the model's loader.
+
+def moved(embedding: Tensor, seed: int) -> Tensor:
+    """Noise of half the embeddings' size moves most sets."""
+    noise = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(seed))
+    return embedding + 0.5 * embedding.square().mean().sqrt() * noise
+
+
+@pytest.fixture
+def parameter(engine: Any, hf_model: Any, tmp_path: Path) -> Iterator[Tensor]:
+    """The trainer's embedding; afterwards both sides have the matrix of before."""
+    weight = hf_model.get_input_embeddings().weight.data
+    kept = weight.clone()
+    yield weight
+    weight.copy_(kept)
+    sync(engine, hf_model, tmp_path)
+
+
+def test_a_weight_sync_changes_the_sets_as_the_policy_says(
+    engine: Any, hf_model: Any, parameter: Tensor, tmp_path: Path
+) -> None:
+    """By the file of the CPU profile. Replay stays exact under every policy."""
+    before, prompts = parameter.clone(), chat_prompts(engine, copies=2)
+
+    def rollouts(**options: Any) -> list[Rollout]:
+        set_perturbation(engine, "neighbor", rate=0.5, mix_temperature=3.0, **options)
+        done = sample(engine, prompts, max_tokens=12)
+        assert gaps(hf_model, done).max() <= 1e-4
+        return done
+
+    for refresh in ("never", "every_sync"):
+        assert_nearest(rollouts(refresh=refresh), before)
+    parameter.copy_(moved(before, 2))
+    sync(engine, hf_model, tmp_path)
+    drift = neighbor_drift(engine)
+    assert drift.tokens == drift.compared > 20
+    assert drift.changed == drift.changed_since_start > drift.tokens // 4
+    assert_nearest(rollouts(refresh="every_sync"), parameter)
+    assert_nearest(rollouts(refresh="never"), before)
+    rollouts(skip_same_word=True)
+
+
+@pytest.mark.parametrize("way", ["reloaded", "shards", "elements"])
+def test_new_weights_give_new_neighbors(engine: Any, hf_model: Any, parameter: Tensor, way: str) -> None:
+    """vLLM's own ways: whole parameters, or in place by whole shards or single elements through the model's loader."""
+    set_perturbation(engine, "neighbor", rate=1.0, mix_temperature=3.0, realization="sampled")
+    worker, prompts = worker_of(engine), chat_prompts(engine)[:2]
+    runner, name = worker.model_runner, "model.embed_tokens.weight"
+    sample(engine, prompts, max_tokens=8)
+
     def shards(update: Tensor) -> None:
         runner.get_model().model.embed_tokens.weight.data[: len(update)] = update
 
     def elements(update: Tensor) -> None:
         patches = pytest.importorskip("vllm.model_executor.model_loader.checkpoint_weight_patch")
         at = torch.arange(0, update.numel(), 3)
-        patch = ("model.embed_tokens.weight", tuple(update.shape), update.dtype, update.flatten()[at], at)
+        patch = (name, tuple(update.shape), update.dtype, update.flatten()[at], at)
         patches.load_checkpoint_weight_patches(runner.get_model(), [patches.CheckpointWeightPatch(*patch)])
 
-    for write, changed_part in ((shards, slice(None)), (elements, slice(None, None, 3))):
-        new = embedding + 0.5 * embedding.std() * torch.randn(embedding.shape, generator=draws)
-        embedding.view(-1)[changed_part] = new.view(-1)[changed_part]
-        worker.weight_transfer_engine = Transfer(write)
+    changed = slice(None, None, 3) if way == "elements" else slice(None)
+    parameter.view(-1)[changed] = moved(parameter, 0).view(-1)[changed]
+    if way == "reloaded":
+        runner.reload_weights(weights_iterator=iter(dict(hf_model.named_parameters()).items()))
+    else:
+        worker.weight_transfer_engine = Transfer({"shards": shards, "elements": elements}[way])
         worker.start_weight_update()
-        worker.update_weights(embedding)
+        worker.update_weights(parameter)
         worker.finish_weight_update()
-        engine.reset_prefix_cache()
-        (rollout, _) = sample(engine, prompts, max_tokens=8)
-        ids, _ = ExactIndex(embedding).query(torch.from_numpy(rollout.record.ids[:, 0]).long(), 2)
-        assert ids.tolist() == rollout.record.ids[:, 1:].tolist()
+    engine.reset_prefix_cache()
+    assert_nearest(sample(engine, prompts, max_tokens=8), parameter)
+
+
+def test_until_is_found_across_token_borders(engine: Any) -> None:
+    check_until(engine)
 
 
 # --- nothing is waited for ------------------------------------------------------------------------------------

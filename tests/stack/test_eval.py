@@ -14,7 +14,6 @@ from ngrpo.workbench.evaluate import Sampling, evaluate, load_task
 from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
 
-pytestmark = pytest.mark.stack
 N = 4
 
 

@@ -11,8 +11,6 @@ import pytest
 from ngrpo.rollout import set_perturbation
 from tests.stack.harness import chat_prompts, gaps, sample
 
-pytestmark = pytest.mark.stack
-
 CASES: list[tuple[str, dict[str, Any]]] = [("neighbor", {"rate": 0.1}), ("gumbel", {"rate": 1.0})]
 # At rate 1 every position has the inputs of the perturbation; each with its defaults is in test_v2.py.
 FURTHER: list[tuple[str, dict[str, Any]]] = [

@@ -12,7 +12,6 @@ import torch
 from perturbations import ReplayRecord, replaying
 from perturbations.replay.scope import ReplayScope
 
-pytestmark = pytest.mark.stack
 NEIGHBORS = [[11, 12, 13], [14, 15, 16], [17, 18, 19]]
 
 
@@ -71,12 +70,6 @@ def test_neighbors_receive_gradient(hf_model: Any) -> None:
         assert token not in touched, "a replaced token must receive no gradient"
 
 
-def test_replay_changes_the_gradient(hf_model: Any, plain: dict[str, torch.Tensor]) -> None:
-    without = gradients(hf_model, replay=False)
-    name = "model.embed_tokens.weight"
-    assert (plain[name] - without[name]).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(hf_model: Any, plain: dict[str, torch.Tensor], reentrant: bool) -> None:
     hf_model.train()
@@ -90,25 +83,10 @@ def test_gradient_checkpointing(hf_model: Any, plain: dict[str, torch.Tensor], r
         hf_model.eval()
         if reentrant:
             hf_model.disable_input_require_grads()
+    without = gradients(hf_model, replay=False)["model.embed_tokens.weight"]
+    assert (plain["model.embed_tokens.weight"] - without).abs().max() > 1e-2, "or it shows nothing"
     for name, gradient in plain.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-4, atol=1e-5)
-
-
-def test_packed_samples_at_the_level_of_the_mapping(hf_model: Any) -> None:
-    """OpenRLHF's own unpadding (with the stand-in for flash-attn's helpers), and the embedding's output."""
-    from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
-
-    with flash_attn_stand_in():
-        from openrlhf.models.ring_attn_utils import unpad_and_slice_tensor
-    embedding = hf_model.get_input_embeddings()
-    tokens, mask, records = batch()
-    packed, _, _, _, indices = unpad_and_slice_tensor(tokens, mask, None)
-    with ReplayScope(embedding)(records, mask):
-        padded_vectors = embedding(tokens).flatten(0, 1)[indices]
-        packed_vectors = embedding(packed)[0]
-    assert packed.shape == (1, 28)
-    assert torch.equal(padded_vectors, packed_vectors)
-    assert not torch.equal(packed_vectors, embedding(packed)[0])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -132,17 +110,3 @@ def test_packed_samples_without_flash_attn(
     for name, parameter in hf_model.named_parameters():
         # By norm: rows are summed in another order, and a small entry of a large row is a difference of large ones.
         assert (parameter.grad - plain[name]).norm() <= 1e-4 * plain[name].norm(), name
-
-
-def test_left_padding(hf_model: Any) -> None:
-    tokens, mask, records = batch()
-    embedding = hf_model.get_input_embeddings()
-    with ReplayScope(embedding)(records, mask):
-        right = embedding(tokens)
-    shift = [12 - int(n) for n in mask.sum(-1)]
-    rolled = torch.stack([torch.roll(row, s) for row, s in zip(tokens, shift)])
-    rolled_mask = torch.stack([torch.roll(row, s) for row, s in zip(mask, shift)])
-    with ReplayScope(embedding)(records, rolled_mask):
-        left = embedding(rolled)
-    for row, s in enumerate(shift):
-        assert torch.equal(left[row, s:], right[row, : 12 - s])

@@ -13,7 +13,6 @@ from ngrpo.rollout.input_override import InputOverride, find_input_embedding, ta
 from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from perturbations.errors import UsageError
 
-pytestmark = pytest.mark.stack
 V, D = 16, 4
 
 

@@ -14,7 +14,6 @@ from benchmarks.cuda_without_gpu.interpreted import PLANS, TOLERANCE
 from benchmarks.exactness import in_tree
 from tests.own_process import result_of
 
-pytestmark = [pytest.mark.stack, pytest.mark.more]
 # What each perturbation's decode step consists of; `_mixed_rows` reads rows of the embedding.
 OF_EVERY_STEP = {"_drawn", "_edited", "_realised", "_token_log_prob"}
 

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.trainers.common.engine_records import Conversation
+from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import FinishedTrajectory
-from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample
-from tests.stack.same_rollouts import assert_same
-from tests.stack.scheduling import note_preemptions
-
-pytestmark = pytest.mark.stack
+from tests.stack.harness import (
+    CROWDED,
+    Rollout,
+    assert_same,
+    build_engine,
+    chat_prompts,
+    gaps,
+    note_preemptions,
+    sample,
+    stock_answers,
+)
 
 LONG = "Here are some numbers: " + ", ".join(str(n) for n in range(60)) + ". Which of them are prime?"
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", LONG]
@@ -161,14 +167,6 @@ def test_thinking_ends(plain_engine: Any) -> None:
 
 def test_no_perturbation_is_stock_vllm(model: str) -> None:
     """Tokens and log-probabilities identical to an engine that never heard of us."""
-    from vllm import SamplingParams
-
-    results = []
-    for spec in (None, {"name": "neighbor", "rate": 0.0}):
-        llm = build_engine(model, spec, seed=3)
-        prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2], copies=2)]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, logprobs=0), use_tqdm=False)
-        results.append(
-            [[(t, step[t].logprob) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs]
-        )
-    assert results[0] == results[1]
+    stock, rate_0 = (build_engine(model, spec) for spec in (None, {"name": "neighbor", "rate": 0.0}))
+    prompts = chat_prompts(stock, QUESTIONS[:2], copies=2)
+    assert stock_answers(stock, prompts, max_tokens=24) == stock_answers(rate_0, prompts, max_tokens=24)

@@ -15,10 +15,18 @@ from ngrpo.rollout import set_perturbation, take_trajectories
 from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations.neighbors.refresh import Neighborhood
 from tests.stack.as_on_cuda import asynchronous
-from tests.stack.harness import Rollout, build_engine, chat_prompts, gaps, replay_log_probs, sample
-from tests.stack.scheduling import note_preemptions, one_token_prefills, scheduler_of, worker_of
-
-pytestmark = pytest.mark.stack
+from tests.stack.harness import (
+    Rollout,
+    build_engine,
+    chat_prompts,
+    gaps,
+    note_preemptions,
+    one_token_prefills,
+    replay_log_probs,
+    sample,
+    scheduler_of,
+    worker_of,
+)
 
 NEIGHBOR = {"name": "neighbor", "rate": 0.3, "mix_temperature": 3.0}
 LENGTH = 512
@@ -43,34 +51,31 @@ def crowded(model: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     yield llm
 
 
-def attached(llm: Any) -> Any:
-    """The perturbation at work in the engine's worker."""
-    return worker_of(llm).perturbation
-
-
 def assert_nothing_is_left(llm: Any) -> None:
     llm.llm_engine.step()  # the scheduler tells of finished requests with the next step
-    books = attached(llm).requests
+    books = worker_of(llm).perturbation.requests
     assert not books._store.live
     assert not books._dropped
     assert not books._buffer.names()
 
 
-def run(llm: Any, prompts: Sequence[list[int]], aborted: Sequence[int] = (), **params: Any) -> dict[str, Any]:
-    """Runs requests named by their numbers, aborts some of them midway; final outputs by name."""
+def add(llm: Any, prompts: Sequence[list[int]], **params: Any) -> None:
+    """Requests that are named by their numbers."""
     from vllm import SamplingParams
 
     params = {"max_tokens": 24, "ignore_eos": True, **params}
     for number, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, SamplingParams(**params))
-    done, steps, waiting = {}, 0, list(aborted)
+
+
+def finish(llm: Any, after_step: Callable[[int, dict], object] = lambda step, done: None) -> dict[str, Any]:
+    """Runs what is left; final outputs by name."""
+    done: dict[str, Any] = {}
+    steps = 0
     while llm.llm_engine.has_unfinished_requests():
         done |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
         steps += 1
-        if waiting and steps % 8 == 0:
-            name = str(waiting.pop())
-            if name not in done:
-                llm.llm_engine.abort_request([name])
+        after_step(steps, done)
     return done
 
 
@@ -110,7 +115,13 @@ def test_mixed_lengths_preemptions_and_aborts(
         lengths = np.geomspace(3, longest, requests).astype(int)
         prompts = [[*text[: n - 1], int(draws.integers(1000, 2000))] for n in lengths]
         aborted = draws.permutation(requests)[: requests // 4].tolist()
-        done = run(crowded, prompts, aborted=aborted, max_tokens=48)
+
+        def abort_one(step: int, done: dict[str, Any], waiting: list[int] = aborted) -> None:
+            if waiting and step % 8 == 0 and (name := str(waiting.pop())) not in done:
+                crowded.llm_engine.abort_request([name])
+
+        add(crowded, prompts, max_tokens=48)
+        done = finish(crowded, abort_one)
         assert requests * 3 // 4 <= len(done) < requests
         rollouts = rollouts_of(crowded, done)
         assert sum(len(r.record) for r in rollouts) > requests
@@ -118,7 +129,6 @@ def test_mixed_lengths_preemptions_and_aborts(
         for i in range(0, len(rollouts), 8):
             assert gaps(hf_model, rollouts[i : i + 8]).max() <= 1e-4
         assert_nothing_is_left(crowded)
-    print(f"{len(crowded.preempted)} preemptions")
     assert len(crowded.preempted) >= least, "the cache is not small enough for this test to show anything"
 
 
@@ -129,18 +139,19 @@ def test_the_cache_is_hit_within_prompts_only(crowded: Any, hf_model: Any) -> No
     (first,) = sample(crowded, [prompt], max_tokens=40)
     whole = len(prompt) // 32 * 32
     for again, hits in ((prompt, whole), (first.sequence, whole)):
-        done = run(crowded, [again], max_tokens=8)
+        add(crowded, [again], max_tokens=8)
+        done = finish(crowded)
         (rollout,) = rollouts_of(crowded, done)
         assert 0 < done["0"].num_cached_tokens <= hits, "blocks with perturbed inputs belong to one trajectory"
         assert gaps(hf_model, [rollout]).max() <= 1e-4
-    print(f"hit rate within the prompt: {done['0'].num_cached_tokens / len(prompt):.2f}")
 
 
 def test_prompts_in_chunks_of_one_token(crowded: Any, hf_model: Any) -> None:
     set_perturbation(crowded, "neighbor", rate=0.5, mix_temperature=3.0)
     reset(crowded)  # a prompt that is in the cache is not computed at all
     with one_token_prefills(crowded) as given:
-        rollouts = rollouts_of(crowded, run(crowded, chat_prompts(crowded), max_tokens=12))
+        add(crowded, chat_prompts(crowded), max_tokens=12)
+        rollouts = rollouts_of(crowded, finish(crowded))
     assert max(given) == 1 and len(given) >= sum(len(r.prompt) for r in rollouts)
     assert sum(len(r.record) for r in rollouts) >= 10
     assert gaps(hf_model, rollouts).max() <= 1e-4
@@ -154,7 +165,8 @@ def test_aborting_a_parent_drops_the_records_of_its_samples(crowded: Any) -> Non
     (prompt,) = chat_prompts(crowded)[:1]
     crowded.llm_engine.add_request("parent", {"prompt_token_ids": prompt}, SamplingParams(n=4, max_tokens=30))
     steps = 0
-    while attached(crowded).requests.running < 4:  # a step takes 32 tokens of their prompts, less what is cached
+    # A step takes 32 tokens of their prompts, less what is cached.
+    while worker_of(crowded).perturbation.requests.running < 4:
         crowded.llm_engine.step()
         steps += 1
         assert steps < 20, "the samples of a parent do not run together"
@@ -168,22 +180,11 @@ def test_the_length_limit_on_a_perturbed_position(crowded: Any, hf_model: Any, r
     """The answer ends where the model's length does; the edit of a position beyond it is never recorded."""
     set_perturbation(crowded, "gumbel", rate=1.0)
     prompt = (chat_prompts(crowded, ["Count to a thousand. " * 120])[0])[: LENGTH - room]
-    done = run(crowded, [prompt], max_tokens=64)
-    (rollout,) = rollouts_of(crowded, done)
+    add(crowded, [prompt], max_tokens=64)
+    (rollout,) = rollouts_of(crowded, finish(crowded))
     assert len(rollout.tokens) == room
     assert rollout.record.positions.tolist() == list(range(LENGTH - room, LENGTH))
     assert gaps(hf_model, [rollout]).max() <= 1e-4
-
-
-def finish(llm: Any, every_third: Callable[[Any], None] | None = None) -> dict[str, Any]:
-    """Runs what is left; final outputs by name."""
-    done, steps = {}, 0
-    while llm.llm_engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in llm.llm_engine.step() if output.finished}
-        steps += 1
-        if every_third is not None and steps % 3 == 0:
-            every_third(llm)
-    return done
 
 
 def sync(llm: Any, weights: dict[str, torch.Tensor]) -> None:
@@ -200,13 +201,8 @@ def reset(llm: Any) -> None:
 
 def test_a_weight_sync_while_requests_run(crowded: Any, hf_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After it the requests are computed again: the edits are of the new weights, and so is the replay."""
-    from vllm import SamplingParams
-
     set_perturbation(crowded, "neighbor", rate=0.5, mix_temperature=3.0, realization="sampled")
-    prompts = chat_prompts(crowded, copies=1)
-    for number, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=24, ignore_eos=True)
-        crowded.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    add(crowded, chat_prompts(crowded))
     for _ in range(12):
         crowded.llm_engine.step()
     before = {name: p.detach().clone() for name, p in hf_model.named_parameters()}
@@ -242,13 +238,9 @@ def test_a_reset_while_the_end_of_thinking_is_matched(crowded: Any, hf_model: An
     set_perturbation(crowded, "neighbor", rate=1.0, mix_temperature=3.0, until=text)
     end = crowded.get_tokenizer().encode(text, add_special_tokens=False)
     assert len(end) > 2
-    from vllm import SamplingParams
-
     allowed = sorted(set(end))
-    for number, prompt in enumerate(chat_prompts(crowded)[2:]):
-        params = SamplingParams(max_tokens=16, ignore_eos=True, allowed_token_ids=allowed)
-        crowded.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    done = finish(crowded, every_third=reset)
+    add(crowded, chat_prompts(crowded)[2:], max_tokens=16, allowed_token_ids=allowed)
+    done = finish(crowded, lambda step, _: step % 3 or reset(crowded))
     ended = 0
     for rollout in rollouts_of(crowded, done):
         tokens, start = rollout.tokens, len(rollout.prompt)

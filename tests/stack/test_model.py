@@ -33,28 +33,20 @@ def test_answers_a_question(loaded) -> None:
     assert "Paris" in tokenizer.decode(answer) and tokenizer.eos_token_id in answer
 
 
-def test_arithmetic_reward_reads_what_it_generates(loaded) -> None:
-    """Sampled as in training, some answers are right and most are not: there is something to learn."""
+def test_some_of_its_sums_are_right_and_most_are_not(loaded) -> None:
+    """Sampled as in training: there is something to learn."""
     import torch
 
     from ngrpo.workbench.tasks import arithmetic
 
     model, tokenizer = loaded
-    rows = arithmetic.problems(rows=16)[0]
-    prompts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["input"]}], tokenize=False, add_generation_prompt=True
-        )
-        for row in rows
-    ]
+    rows = [row for row in arithmetic.problems(rows=16)[0] for _ in range(4)]
+    chats = [[{"role": "user", "content": row["input"]}] for row in rows]
+    prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     encoded = tokenizer(prompts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
     torch.manual_seed(0)
-    answers = model.generate(
-        **encoded, max_new_tokens=12, do_sample=True, top_k=0, temperature=1.0, num_return_sequences=4
-    )
-    width = encoded["input_ids"].shape[1]
-    queries = [prompts[i // 4] + tokenizer.decode(tokens[width:]) for i, tokens in enumerate(answers)]
-    rewards = arithmetic.reward_func(
-        queries, [p for p in prompts for _ in range(4)], [row["label"] for row in rows for _ in range(4)]
-    )["rewards"]
+    answers = model.generate(**encoded, max_new_tokens=12, do_sample=True, top_k=0, temperature=1.0)
+    texts = tokenizer.batch_decode(answers[:, encoded["input_ids"].shape[1] :])
+    queries = [prompt + text for prompt, text in zip(prompts, texts)]
+    rewards = arithmetic.reward_func(queries, prompts, [row["label"] for row in rows])["rewards"]
     assert 0.02 < rewards.mean() < 0.5

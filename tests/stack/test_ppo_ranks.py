@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which numbers of answers OpenRLHF 0.11.2 can train on with several ranks; the others hang, or shift the updates.
 
-The start-up rule (`ngrpo/config/batch_check.py`) says the same of each.
+The start-up rule (`ngrpo/config/batch_check.py`) says the same of each. The ranks run this file: answers are cut and
+handed out, trained on by a tiny model, and counted, all by OpenRLHF and DeepSpeed themselves; Ray alone, which would
+carry them to the ranks, is left out. A collective that waits for ten seconds is a hang.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ngrpo.config import batch_check
 from ngrpo.machine.upstream import openrlhf_parser
-from tests.own_process import RESULT
-from tests.stack.ppo_ranks import arguments
+from tests.own_process import RESULT, run_two_ranks
 from tests.tiny_folder import tiny_folder
-from tests.two_ranks import run_two_ranks
-
-pytestmark = [pytest.mark.stack, pytest.mark.more]
 
 HANGS = "Timed out waiting"
 
@@ -35,7 +40,7 @@ def trained(folder: str, ranks: int, micro: int, *cases: str) -> dict[str, list[
     A list of its micro batches, each with its answers and its updates; or how it ended. Batches of 8 make an update.
     """
     words = (str(ranks), folder, "8", str(micro), *cases)
-    outputs = run_two_ranks("tests.stack.ppo_ranks", *words, ranks=ranks)
+    outputs = run_two_ranks("tests.stack.test_ppo_ranks", *words, ranks=ranks)
     lines = [next(line for line in output.splitlines() if line.startswith(RESULT)) for output in outputs]
     steps = zip(*(json.loads(line.removeprefix(RESULT)) for line in lines))
     flags = (arguments(folder, ranks, 8, micro, int(case.partition(":")[2])) for case in cases)
@@ -81,3 +86,125 @@ def test_four_ranks(folder: str, count: int) -> None:
     assert seen["0: 8:1"] == [[ONE, UPDATE]] * 4
     assert all("Insufficient batch size" in end for end in seen["1: 8:3"]), "three micro batches for four ranks"
     assert any(HANGS in str(end) for end in seen[f"2: {count}:1"])
+
+
+SECONDS = 10.0
+"""After which a collective has failed; hours on CUDA."""
+
+
+def arguments(folder: str, ranks: int, batch: int, micro: int, micro_rollout: int) -> list[str]:
+    """OpenRLHF's flags of a run in which that many ranks train."""
+    flags = ["--actor.model_name_or_path", folder, "--data.prompt_dataset", "none", "--actor.num_gpus_per_node"]
+    flags += [str(ranks), "--train.batch_size", str(batch), "--train.micro_batch_size", str(micro)]
+    flags += ["--rollout.batch_size", str(batch), "--rollout.n_samples_per_prompt", "1", "--reward.remote_url", "none"]
+    flags += ["--rollout.micro_batch_size", str(micro_rollout), "--ds.adam_offload", "--algo.kl.init_coef", "0"]
+    flags += ["--algo.advantage.estimator", "reinforce", "--vllm.num_engines", "1", "--vllm.sync_backend", "gloo"]
+    return [*flags, "--ds.attn_implementation", "eager", "--actor.lr_scheduler", "constant"]
+
+
+def answers(count: int) -> Iterator[Any]:
+    """Answers of two tokens to prompts of three."""
+    import torch
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    for at in range(count):
+        mask = torch.tensor([[0, 0, 1, 1]])
+        yield Experience(
+            sequences=torch.arange(5)[None] + at,
+            attention_mask=torch.ones(1, 5, dtype=torch.int64),
+            action_mask=mask,
+            action_log_probs=-torch.ones(1, 4),
+            advantages=mask.float(),
+            returns=mask.float(),
+            rewards=torch.ones(1),
+            response_length=torch.tensor([2]),
+            truncated=torch.tensor([False]),
+            total_length=torch.tensor([5]),
+            prompts=["?"],
+            labels=[""],
+            images=[None],
+            mm_train_inputs=[None],
+            info={"reward": torch.ones(1)},
+        )
+
+
+def handed_out(strategy: Any, ranks: int, count: int) -> list[list[Any]]:
+    """The micro batches of each rank, as OpenRLHF's experience maker cuts them and its group sends them."""
+    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+    from openrlhf.trainer.ray import launcher
+
+    maker = SimpleNamespace(args=strategy.args, tokenizer=SimpleNamespace(pad_token_id=0))
+    batches = RemoteExperienceMaker.split_rollout_samples(maker, list(answers(count)))
+    launcher.ray = SimpleNamespace(put=lambda chunk: chunk)
+    received: list[list[Any]] = []
+
+    def remote(method: str, chunk: dict[str, list[Any]], start: int, end: int) -> None:
+        received.append(chunk["experience"][start:end])
+
+    handler = SimpleNamespace(execute_batch=SimpleNamespace(remote=remote))
+    group = SimpleNamespace(_actor_handlers=[handler] * ranks, duplicate_actors=1)
+    launcher.RayActorGroup.async_run_method_batch(group, "append", experience=batches)
+    return received
+
+
+def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, *cases: tuple[int, int]) -> None:
+    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank))
+    os.environ.update(LOCAL_RANK="0", WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1")
+    from ngrpo.patches import install
+
+    install(["cpu", "without_flash_attn"])
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.distributed_c10d.default_pg_timeout = timedelta(seconds=SECONDS)
+    from openrlhf.models import Actor
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+    from openrlhf.utils import get_strategy
+
+    def meet(at: str) -> None:
+        """Waits for all ranks, without a collective."""
+        Path(folder, f"{port}-{at}-{rank}").touch()
+        until = time.monotonic() + 90.0
+        while len(list(Path(folder).glob(f"{port}-{at}-*"))) < ranks and time.monotonic() < until:
+            time.sleep(0.05)
+
+    strategy = get_strategy(openrlhf_parser._run(arguments(folder, ranks, batch, micro, cases[0][1]))["args"])
+    meet("start")
+    strategy.setup_distributed(timedelta(seconds=SECONDS))
+    actor = Actor(folder, attn_implementation="eager", ds_config=strategy.get_ds_train_config(), param_dtype="bf16")
+    adam = vars(strategy.args.actor.adam)
+    plan = {"optim": "adam", "adam": adam, "muon": {}, "lr_scheduler": "constant", "scheduler_steps": 9}
+    actor, optimizer, scheduler = strategy.prepare((actor, plan))
+    trainer = ActorPPOTrainer(
+        strategy, actor, None, optimizer, scheduler, micro_train_batch_size=micro, dataloader_pin_memory=False
+    )
+    step, seen = trainer.training_step, []
+
+    def noted_step(experience: Any, *args: Any) -> dict[str, Any]:
+        before = actor.model.global_steps
+        result = step(experience, *args)
+        trained.append([len(experience.sequences), actor.model.global_steps - before])
+        return result
+
+    trainer.training_step = noted_step
+    for count, micro_rollout in cases:
+        strategy.args.rollout.micro_batch_size = micro_rollout
+        trained: list[list[int]] = []
+        try:
+            for experience in handed_out(strategy, ranks, count)[rank]:
+                trainer.replay_buffer.append(experience)
+            trainer.ppo_train(0.0)
+            end = ""
+        except (RuntimeError, ValueError) as error:
+            end = f"{type(error).__name__}: {error}"
+        trainer.replay_buffer.clear()
+        seen.append({"trained": trained, "end": end})
+        # As Ray's actors wait for the next call: by a collective of its own a rank would disturb those that hang.
+        meet(str(len(seen)))
+    print(RESULT + json.dumps(seen), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    numbers = [tuple(map(int, case.split(":"))) for case in sys.argv[7:]]
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), int(sys.argv[6]), *numbers)

@@ -16,7 +16,6 @@ from perturbations.errors import UsageError
 from perturbations.replay import scope
 from tests.stack.tiny_models import FORMS, tiny_model
 
-pytestmark = pytest.mark.stack
 _FORMS = [form for form, (_, _, engine) in FORMS.items() if "model_impl" not in engine]
 
 

@@ -9,7 +9,6 @@ import torch
 from ngrpo.rollout.sample_tokens import exponentials, sample_tokens
 from perturbations import streams
 
-pytestmark = pytest.mark.stack
 N = 200_000
 P = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03])
 
@@ -34,18 +33,10 @@ def test_a_rare_token_is_as_rare_as_it_should_be() -> None:
     for start in range(0, 20):
         keys = streams.keys(torch.tensor(start), torch.arange(100_000), streams.Stream.TOKEN)
         # The race of one token against all the others together, whose minimum is exponential with the summed rate.
-        draws = exponentials(keys, 124)[:, 123] / 1e-4
+        draws = exponentials(keys, 4)[:, 3] / 1e-4
         rest = exponentials(~keys, 1)[:, 0] / (1 - 1e-4)
         seen += int((draws < rest).sum())
     assert abs(seen - 200) < 5 * 200**0.5
-
-
-def test_exponential_moments() -> None:
-    draws = exponentials(many_keys(), 3)
-    assert draws.mean().item() == pytest.approx(1.0, abs=0.01)
-    assert draws.var().item() == pytest.approx(1.0, abs=0.03)
-    correlation = torch.corrcoef(draws.T)
-    assert (correlation - torch.eye(3)).abs().max() < 0.01
 
 
 def test_the_hash_is_that_of_unsigned_32_bit_numbers() -> None:
@@ -65,15 +56,6 @@ def test_the_hash_is_that_of_unsigned_32_bit_numbers() -> None:
         # As float32 rounds an integer of 32 bits, and no further: 1 - u may be within 2^-24 of 0.
         unit = (torch.tensor(bits).float() + 0.5) * 2.0**-32
         assert torch.equal(row, -torch.log1p(-unit))
-
-
-def test_a_filtered_token_is_never_drawn() -> None:
-    scaled = torch.zeros(1000, 7)
-    drawable = scaled.clone()
-    drawable[:, [0, 3, 6]] = -torch.inf
-    tokens, known = sample_tokens(scaled, drawable, many_keys(1000))
-    assert set(tokens.tolist()) == {1, 2, 4, 5}
-    assert torch.allclose(known.log_total, torch.tensor(7.0).log())
 
 
 def test_rows_do_not_depend_on_the_batch_nor_on_compilation() -> None:

@@ -11,10 +11,15 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from tests.stack.harness import CROWDED, build_engine, chat_prompts, sample_with_masks, trainer_log_probs
-from tests.stack.scheduling import note_preemptions
+from tests.stack.harness import (
+    CROWDED,
+    build_engine,
+    chat_prompts,
+    note_preemptions,
+    sample_with_masks,
+    trainer_log_probs,
+)
 
-pytestmark = pytest.mark.stack
 # With each, what a log-probability of the whole distribution is off by somewhere, at least.
 TRUNCATED = [
     ({"top_p": 0.95}, 0.02),

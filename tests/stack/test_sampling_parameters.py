@@ -12,12 +12,10 @@ import torch
 
 from ngrpo.methods import sampling_schedules
 from ngrpo.rollout import set_perturbation
-from tests.stack.harness import build_engine, chat_prompts, sample
+from tests.stack.harness import build_engine, chat_prompts, sample, worker_of
 from tests.stack.request_limits import EVERY, answers, check_mixed_batch, name_of
 from tests.stack.schedule_truth import scheduled_gaps
-from tests.stack.scheduling import worker_of
 
-pytestmark = pytest.mark.stack
 # Their τ_min is reached within the answers of these tests.
 SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 20, "growth": 0, "c": 3}, "edt": {"theta": 0.5}}
 SEEDS = [{"seed": i} for i in range(4)]

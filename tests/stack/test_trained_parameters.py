@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.machine.storage import parameters_file
 from ngrpo.rollout import set_perturbation
 from perturbations import create, parameters
-from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, sample, sync
+from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, gaps, note_preemptions, sample, sync
 from tests.stack.routed import TEMPERATURE, compare, decisions, replayed
 from tests.stack.routed import shaken as routed_shaken
-from tests.stack.scheduling import note_preemptions
-from tests.two_ranks import run_two_ranks
 
-pytestmark = pytest.mark.stack
 DENSE = "tests.stack.own_perturbations:DenseShake"
 
 
@@ -32,26 +28,19 @@ def shaken(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def beside(model: Any, name: str) -> Iterator[Any]:
-    """The shared model with a perturbation's module beside it, for one test."""
-    parameters.attach(model, create(name))
-    yield model
-    detach(model)
-
-
 @pytest.fixture
 def gated(hf_model: Any) -> Iterator[Any]:
-    yield from beside(hf_model, "hrpo")
+    """The shared model with a perturbation's module beside it, for one test."""
+    parameters.attach(hf_model, create("hrpo"))
+    yield hf_model
+    delattr(hf_model, parameters.NAME)
 
 
 @pytest.fixture
 def routed(hf_model: Any) -> Iterator[Any]:
-    yield from beside(hf_model, "tarpo")
-
-
-def detach(model: Any) -> None:
-    if parameters.attached(model) is not None:
-        delattr(model, parameters.NAME)
+    parameters.attach(hf_model, create("tarpo"))
+    yield hf_model
+    delattr(hf_model, parameters.NAME)
 
 
 def test_trained_parameters_reach_the_rollout(engine: Any, gated: Any, tmp_path: Path) -> None:
@@ -72,24 +61,6 @@ def test_trained_parameters_reach_the_rollout(engine: Any, gated: Any, tmp_path:
     assert gaps(gated, [further]).max() <= 1e-4, "a further turn is computed through the gate as well"
 
 
-def test_the_checkpoint_carries_the_gate_and_stays_an_ordinary_model(gated: Any, tmp_path: Path) -> None:
-    """save_pretrained as OpenRLHF calls it; then both sides start from the folder."""
-    from transformers import AutoModelForCausalLM
-
-    module = shaken(parameters.attached(gated))
-    detach(gated)
-    perturbation = create("hrpo")
-    parameters_file.attach(gated, perturbation, str(tmp_path))
-    parameters.load(parameters.attached(gated), dict(module.named_parameters()))
-    gated.save_pretrained(tmp_path, state_dict=gated.state_dict())
-    del gated.save_pretrained
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
-    assert not report["unexpected_keys"] and not report["missing_keys"]
-    parameters_file.attach(loaded, perturbation, str(tmp_path))
-    for name, value in module.named_parameters():
-        assert torch.equal(dict(parameters.attached(loaded).named_parameters())[name], value)
-
-
 @pytest.fixture(scope="module")
 def narrow(model: str) -> Iterator[Any]:
     """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
@@ -99,14 +70,13 @@ def narrow(model: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", [DENSE, "hrpo"], ids=["dense", "hrpo"])
-def test_preemption_with_recomputation(narrow: Any, gated: Any, name: str) -> None:
+def test_preemption_with_recomputation(narrow: Any, name: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue("gated" if name == "hrpo" else "hf_model")
     narrow.preempted.clear()
     set_perturbation(narrow, name, rate=0.5)
     rollouts = sample(narrow, chat_prompts(narrow, copies=2), max_tokens=48)
     assert len(narrow.preempted) >= 3, "the cache is not small enough for this test to show anything"
-    if name == DENSE:
-        detach(gated)
-    assert gaps(gated, rollouts).max() <= 1e-4
+    assert gaps(model, rollouts).max() <= 1e-4
 
 
 def test_dense_vectors(engine: Any, hf_model: Any) -> None:
@@ -169,9 +139,3 @@ def test_preemption_asks_the_router_nothing_again(narrow: Any, routed: Any) -> N
     assert narrow.preempted, "the cache is not small enough for this test to show anything"
     token_gap, gap, count, latent = compare(routed, rollouts, seen)
     assert max(token_gap, gap) <= 1e-4 and count == len(seen) and 0.3 * count < latent < 0.7 * count
-
-
-def test_two_ranks_under_zero_2_and_3(tmp_path: Path) -> None:
-    """Gradient, learning rates, checkpoint; also where a rank has nothing perturbed."""
-    run_two_ranks("tests.stack.zero_parameters", str(tmp_path))
-    assert (tmp_path / "zero-3" / parameters_file.FILE).is_file()

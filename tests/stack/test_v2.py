@@ -18,17 +18,15 @@ import torch
 
 from perturbations import available, create, parameters
 from tests.own_process import run_module
-from tests.stack.harness import Rollout, feeds_its_text, gaps
+from tests.stack.harness import Rollout, assert_same, feeds_its_text, gaps
+from tests.stack.request_limits import EVERY, name_of
 from tests.stack.routed import compare, shaken
-from tests.stack.same_rollouts import assert_same
 from tests.stack.schedule_truth import scheduled_gaps
-from tests.stack.v2_cases import PERTURBATIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of
-
-pytestmark = pytest.mark.stack
+from tests.stack.v2_rollout import PERTURBATIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of
 
 
 class Rolled:
-    """What a model runner rolled out of the cases of `make test`, or of `make test-more`: made on first use."""
+    """What a model runner rolled out of a share of the cases: made on first use."""
 
     def __init__(self, runner: str, model: str, folder: Path) -> None:
         self._runner, self._model, self._folder = runner, model, folder
@@ -37,7 +35,7 @@ class Rolled:
     def __getitem__(self, share: str) -> dict[str, Any]:
         if share not in self._results:
             target = self._folder / f"{self._runner}-{share}.pickle"
-            run_module("tests.stack.v2_rollout", self._runner, self._model, str(target), share, timeout=400.0)
+            run_module("tests.stack.v2_rollout", self._runner, self._model, str(target), share, timeout=600.0)
             self._results[share] = pickle.loads(target.read_bytes())
         return self._results[share]
 
@@ -163,12 +161,12 @@ def test_a_record_ends_where_the_answer_ends(either: Rolled, hf_model: Any, name
     """An asynchronous engine has computed one more token by the time that a stop is seen."""
     answers = either.stopped(name)
     assert len(answers) == 3
-    assert any(reason == "stop" and len(tokens) < 12 for reason, _, tokens, *_ in answers)
-    for _, prompt, tokens, record, log_probs in answers:
-        assert record.num_tokens == len(prompt) + len(tokens)
-        assert record.positions.tolist() == list(range(len(prompt), record.num_tokens))
-        assert len(log_probs) == len(tokens)
-    rollouts = [Rollout(prompt, tokens, record, log_probs, []) for _, prompt, tokens, record, log_probs in answers]
+    assert any(reason == "stop" and len(rollout.tokens) < 12 for reason, rollout in answers)
+    rollouts = [rollout for _, rollout in answers]
+    for rollout in rollouts:
+        assert rollout.record.num_tokens == len(rollout.sequence)
+        assert rollout.record.positions.tolist() == list(range(len(rollout.prompt), len(rollout.sequence)))
+        assert len(rollout.log_probs) == len(rollout.tokens)
     assert gaps(hf_model, rollouts, temperature=STOPS[name].get("temperature", 1.0)).max() <= 1e-4
     if name == "samples":
         # Each sample is a trajectory of its own, though two of them may say the same.
@@ -178,9 +176,9 @@ def test_a_record_ends_where_the_answer_ends(either: Rolled, hf_model: Any, name
 
 @pytest.mark.parametrize("name", cases(STOPS))
 def test_stops_are_the_same_in_both_runners(v1: Rolled, v2: Rolled, name: str) -> None:
-    for one, other in zip(v1.stopped(name), v2.stopped(name)):
-        assert one[:3] == other[:3]
-        np.testing.assert_array_equal(one[3].ids, other[3].ids)
+    for (reason, one), (other_reason, other) in zip(v1.stopped(name), v2.stopped(name)):
+        assert (reason, one.sequence) == (other_reason, other.sequence)
+        np.testing.assert_array_equal(one.record.ids, other.record.ids)
 
 
 def test_preemption_with_recomputation(v1: Rolled, v2: Rolled, hf_model: Any) -> None:
@@ -195,3 +193,11 @@ def test_no_perturbation_is_stock_vllm(v2: Rolled) -> None:
     """V1's are in test_invariance.py."""
     stock, rate_0 = v2["more"]["of_stock"]
     assert stock == rate_0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name_of(spec) for spec in EVERY])
+def test_every_answer_is_legal(v2: Rolled, name: str) -> None:
+    """Requests that exclude tokens, as test_sampling_parameters.py has them for V1."""
+    perturbed = v2["slow"]["of_limits"][name]  # and `until` before them
+    assert isinstance(perturbed, int) and perturbed > 0, perturbed

@@ -11,11 +11,8 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from tests.stack import as_on_cuda
 
-pytestmark = pytest.mark.stack
 VOCABULARY, ROWS = 4096, 4
 
 

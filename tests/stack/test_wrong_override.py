@@ -1,28 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wrong override is seen: by the start-up check before any request, and by the gap's scale on the first step.
 
-On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in bfloat16 and float32.
+On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in bfloat16 and float32. That backend
+changes Transformers' classes, so that rollouts are in a process of their own, which runs this file.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ngrpo.rollout import startup_check
+from ngrpo.rollout.input_override import InputOverride
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
-from perturbations import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module
-from tests.stack.harness import Rollout, gaps, replay_log_probs
-from tests.stack.tiny_models import tiny_model
-from tests.stack.wrong_override import PUTS
+from tests.stack.harness import build_engine, gaps, replay_log_probs, sample
+from tests.stack.tiny_models import FORMS, HIDDEN, tiny_model
 
-pytestmark = pytest.mark.stack
+_put = InputOverride.put
+
+
+def _dropped(_self: InputOverride, _rows: Any, _vectors: Any, _mask: Any = None, _on_host: Any = None) -> None:
+    return
+
+
+def _one_row_off(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    _put(self, rows + 1, vectors, mask)
+
+
+def _first_row(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    """As where ids of shape (1, N) are taken for one row: only what belongs there anyway is right."""
+    kept = rows == 0
+    _put(self, rows[kept], vectors[kept], None if mask is None else mask[kept])
+
+
+def _scaled(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    _put(self, rows, vectors * math.sqrt(HIDDEN), mask)
+
+
+def _others_disturbed(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    _put(self, rows, vectors, mask)
+    _put(self, rows + 1, vectors, mask)
+
+
+PUTS: dict[str, Callable[..., None]] = {
+    "right": _put,
+    "dropped": _dropped,
+    "one row off": _one_row_off,
+    "first row alone": _first_row,
+    "scaled once too often": _scaled,
+    "others disturbed": _others_disturbed,
+}
+
+PROMPTS = [[1, *range(10 + 7 * i, 15 + 8 * i)] for i in range(4)]
 
 _CASES = [
     pytest.param((form, dtype), id=f"{form}-{dtype}", marks=[] if (form, dtype) == always else [pytest.mark.slow])
@@ -40,41 +81,27 @@ class Case:
         from transformers import AutoModelForCausalLM
 
         path, target = tiny_model(form, folder), folder / "rollouts.pickle"
-        run_module("tests.stack.wrong_override", form, path, dtype, str(eager), str(target))
+        run_module("tests.stack.test_wrong_override", form, path, dtype, str(eager), str(target))
         self.found = pickle.loads(target.read_bytes())
         self.half = dtype != "float32"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
 
-    def judge(self, kind: str, records: Sequence[ReplayRecord] | None = None) -> None:
-        """One training step's alarm, on rollouts of this kind; ``records``: what is replayed in the place of theirs."""
-        own = self.found[kind]
-        scale = GapScale(self.half)
-        scale.check(self._start(own["unperturbed"]), _LIMIT, strict=True)
-        scale.check(self._step(own["rollouts"], records), _LIMIT, strict=True)
+    def scale(self, kind: str = "right") -> GapScale:
+        """That of a start with rollouts of this kind."""
+        made, unperturbed = GapScale(self.half), gaps(self.model, self.found[kind]["unperturbed"]).mean().item()
+        made.check({"perturbation/gap_unperturbed_mean": unperturbed}, _LIMIT, strict=True)
+        return made
 
-    def judge_with_scale_of_the_start(self, rollouts: Sequence[Rollout]) -> None:
-        """A later step, where the trainer's model is another one than at the start."""
-        scale = GapScale(self.half)
-        scale.check({"perturbation/gap_unperturbed_mean": self.start}, _LIMIT, strict=True)
-        scale.check(self._step(rollouts, None), _LIMIT, strict=True)
-
-    def note_start(self) -> None:
-        self.start = self._start(self.found["right"]["unperturbed"])["perturbation/gap_unperturbed_mean"]
-
-    def _start(self, unperturbed: Sequence[Rollout]) -> dict[str, float]:
-        return {"perturbation/gap_unperturbed_mean": float(gaps(self.model, unperturbed).mean())}
-
-    def _step(self, rollouts: Sequence[Rollout], records: Sequence[ReplayRecord] | None) -> dict[str, float]:
-        given = [
-            Rollout(r.prompt, r.tokens, record, r.log_probs, r.engine_log_probs)
-            for r, record in zip(rollouts, records or [r.record for r in rollouts])
-        ]
+    def judge(self, kind: str, scale: GapScale | None = None, shift: int = 0) -> None:
+        """A training step's alarm, on rollouts of this kind; with ``shift`` each has the record of another."""
+        rollouts = self.found[kind]["rollouts"]
+        given = [replace(r, record=rollouts[i - shift].record) for i, r in enumerate(rollouts)]
         kept, theirs = [], []
         for rollout, now in zip(given, replay_log_probs(self.model, given)):
             nothing = np.full(len(rollout.prompt), np.nan, np.float32)
             kept.append(FinishedTrajectory(rollout.record, np.concatenate([nothing, rollout.log_probs])))
             theirs.append(np.concatenate([nothing, now.numpy()]))
-        return step_metrics(kept, theirs)
+        (scale or self.scale(kind)).check(step_metrics(kept, theirs), _LIMIT, strict=True)
 
 
 @pytest.fixture(scope="module", params=_CASES)
@@ -102,26 +129,19 @@ def test_a_wrong_override_rings(case: Case, kind: str) -> None:
 
 
 def test_the_record_of_another_sample_rings(case: Case) -> None:
-    records = [rollout.record for rollout in case.found["right"]["rollouts"]]
     with pytest.raises(ReplayGap, match="where nothing is perturbed"):
-        case.judge("right", [*records[1:], records[0]])
+        case.judge("right", shift=1)
 
 
-def test_a_stale_weight_rings(case: Case) -> None:
-    """A matrix of the trainer's first layer has moved, and the engine did not take it: at the start, or later."""
-    case.note_start()
+def test_a_stale_weight_rings(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of the trainer's first layer has moved, and the engine did not take it: later, or from the start on."""
+    scale = case.scale()
     weight = next(p for name, p in case.model.named_parameters() if name.endswith("layers.0.mlp.down_proj.weight"))
-    before = weight.detach().clone()
-    with torch.no_grad():
-        weight.mul_(-1.0)
-    try:
-        with pytest.raises(ReplayGap, match="where nothing is perturbed"):
-            case.judge_with_scale_of_the_start(case.found["right"]["rollouts"])
-        with pytest.raises(ReplayGap, match="have not the same weights"):
-            case.judge("right")
-    finally:
-        with torch.no_grad():
-            weight.copy_(before)
+    monkeypatch.setattr(weight, "data", -weight.data)
+    with pytest.raises(ReplayGap, match="where nothing is perturbed"):
+        case.judge("right", scale)
+    with pytest.raises(ReplayGap, match="have not the same weights"):
+        case.judge("right")
 
 
 @pytest.mark.slow
@@ -140,3 +160,29 @@ def test_tables_that_follow_the_token_in_the_text(form: str, tmp_path: Path) -> 
     rollouts = case.found["right"]["rollouts"]
     assert gaps(case.model, rollouts).max() <= 1e-4
     assert gaps(case.model, rollouts, replay=False).max() >= 1e-2
+
+
+def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
+    options = {**FORMS[form][2], "dtype": dtype, "enforce_eager": eager == "True", "max_model_len": 128}
+    llm = build_engine(model, {"name": "neighbor", "variant": "released", "rate": 0.5, "k": 4}, **options)
+    core = llm.llm_engine.engine_core.engine_core
+    seeds: list[dict[str, Any]] = [{"seed": i} for i in range(len(PROMPTS))]
+    found: dict[str, Any] = {}
+    for name, put in PUTS.items():
+        InputOverride.put = put
+        try:
+            seconds, failure = startup_check.check_core(core), None
+        except startup_check.CheckFailure as error:
+            seconds, failure = None, str(error)
+            setattr(core, startup_check._DUE, False)  # or it would refuse the rollouts, which are to be judged too
+        unperturbed = sample(llm, PROMPTS, [{**each, "enabled": False} for each in seeds], max_tokens=16)
+        rollouts = sample(llm, PROMPTS, seeds, max_tokens=40)
+        found[name] = {"failure": failure, "seconds": seconds, "unperturbed": unperturbed, "rollouts": rollouts}
+    Path(target).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    # vLLM's engines do not end well together with the interpreter of Python.
+    sys.stdout.flush()
+    os._exit(0)

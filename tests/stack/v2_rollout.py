@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_v2.py, in a process that only it sets up: the same rollouts in either model runner, pickled.
 
-Arguments: V1 or V2, the model's folder, where the result goes, whose cases (test or more). Scheduling is asynchronous,
-as on CUDA.
+Arguments: V1 or V2, the model's folder, where the result goes, whose cases (test, more, or slow). Scheduling is
+asynchronous, as on CUDA.
 """
 
 from __future__ import annotations
@@ -11,44 +11,87 @@ import os
 import pickle
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-RUNNER, SHARE = sys.argv[1], sys.argv[4]
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(RUNNER == "V2"))
+from tests.stack import as_on_cuda
 
-from tests.stack import as_on_cuda  # noqa: E402
+if __name__ == "__main__":  # before torch, which loads Triton
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(sys.argv[1] == "V2"))
+    if sys.argv[1] == "V2":
+        as_on_cuda.interpret_triton()
 
-if RUNNER == "V2":
-    as_on_cuda.interpret_triton()
+from ngrpo.methods import sampling_schedules
+from ngrpo.rollout import set_perturbation, take_trajectories
+from tests.stack import request_limits
+from tests.stack.harness import (
+    CROWDED,
+    Rollout,
+    build_engine,
+    chat_prompts,
+    note_preemptions,
+    sample,
+    stock_answers,
+    worker_of,
+)
+from tests.stack.routed import TEMPERATURE, decisions, shaken
 
-from tests.stack.harness import CROWDED, Rollout, build_engine, chat_prompts, sample  # noqa: E402
-from tests.stack.routed import TEMPERATURE, decisions, shaken  # noqa: E402
-from tests.stack.scheduling import note_preemptions, worker_of  # noqa: E402
-from tests.stack.v2_cases import PERTURBATIONS, QUESTIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of  # noqa: E402
+QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", "List three prime numbers and their sum."]
+PERTURBATIONS: dict[str, dict[str, Any]] = {
+    "neighbor": {"rate": 0.5, "mix_temperature": 3.0},
+    "gaussian": {"rate": 1.0},
+    "gumbel": {"rate": 0.5},
+    "soft": {"rate": 1.0},
+    "dirichlet": {"rate": 0.5},
+    "normal": {"rate": 1.0},
+    "orthogonal": {"rate": 1.0},
+    "multiplex": {"rate": 1.0},
+    "moi": {"rate": 1.0},
+    "selar": {"rate": 1.0},
+    "cuts": {"rate": 1.0, "burn_in": 1},
+    "lepo": {"rate": 0.5},
+    "latent": {"rate": 1.0},
+    "hrpo": {},
+    "tests.stack.own_perturbations:DenseShake": {"rate": 0.5},
+}
+# Sampling parameters that change which tokens are drawn, by the name of the case.
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7, "top_k": 50, "top_p": 0.9},
+    "min-p": {"temperature": 0.7, "min_p": 0.2},
+    "greedy": {"temperature": 0.0},
+}
+# Sampling schedules that reach their lowest temperature within so few tokens.
+SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 6, "c": 2}, "edt": {"theta": 1.0}}
+SCHEDULES["ladder"] = {"least": 0.5, "most": 1.5}
+TOKENS = 6
+# At temperature 1 the random model is nearly sure of its next token, and all samples of a prompt feed the same.
+STOPS: dict[str, dict[str, Any]] = {
+    "token": {"stop_token_ids": list(range(0, 49152, 4))},
+    "string": {"stop": ["e", "o"]},
+    "samples": {"n": 3, "stop_token_ids": list(range(0, 49152, 6)), "temperature": 2.0},
+}
 
 
-def of_this_share(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {name: options for name, options in cases.items() if share_of(name) == SHARE}
+def share_of(name: str) -> str:
+    """The share of a case: what `make test` asks, or `make test-more`, in engines of its own."""
+    return "test" if name in ("neighbor", "gaussian", "gumbel", "multiplex", "token") else "more"
 
 
-def of_every_perturbation(llm: Any) -> dict[str, list[Rollout]]:
+def of_every_perturbation(llm: Any, share: str) -> dict[str, list[Rollout]]:
     """Prefills in chunks of at most 64 tokens; the second perturbation and those after it find the prompts cached."""
-    from ngrpo.rollout import set_perturbation
-
     prompts = chat_prompts(llm, QUESTIONS)
     found = {}
-    for name, options in of_this_share(PERTURBATIONS).items():
-        set_perturbation(llm, name, **options)
-        found[name] = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=TOKENS)
+    for name, options in PERTURBATIONS.items():
+        if share_of(name) == share:
+            set_perturbation(llm, name, **options)
+            found[name] = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=TOKENS)
     return found
 
 
 def of_sampling_parameters(llm: Any) -> dict[str, list[Rollout]]:
     """Also a batch of which a part is greedy and a part unperturbed."""
-    from ngrpo.rollout import set_perturbation
-
     set_perturbation(llm, "neighbor", rate=0.5, mix_temperature=3.0)
     prompts = chat_prompts(llm, QUESTIONS[:2])
     seeds = [{"seed": i} for i in range(2)]
@@ -59,11 +102,8 @@ def of_sampling_parameters(llm: Any) -> dict[str, list[Rollout]]:
 
 def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
     """At another temperature than 1, and with a filter that goes by the schedule's."""
-    from ngrpo.methods import sampling_schedules
-    from ngrpo.rollout import set_perturbation
-
-    attached = worker_of(llm).perturbation
-    prompts, found = chat_prompts(llm, QUESTIONS), {}
+    attached, found = worker_of(llm).perturbation, {}
+    prompts = chat_prompts(llm, QUESTIONS)
     for name, options in SCHEDULES.items():
         attached.schedule = sampling_schedules.create(name, **options)
         set_perturbation(llm, "neighbor", rate=0.5, mix_temperature=3.0)
@@ -75,8 +115,6 @@ def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
 
 def of_tarpo(llm: Any) -> dict[str, Any]:
     """What the router decided, too."""
-    from ngrpo.rollout import set_perturbation
-
     set_perturbation(llm, "tarpo")
     shaken(worker_of(llm).perturbation.module)
     with decisions() as seen:
@@ -84,25 +122,24 @@ def of_tarpo(llm: Any) -> dict[str, Any]:
     return {"rollouts": rollouts, "seen": seen}
 
 
-def of_stops(llm: Any) -> dict[str, Any]:
-    """Answers that end by a token, by a string, or several of one prompt; each with its number of tokens."""
+def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, Rollout]]]:
+    """Answers that end by a token, by a string, or several of one prompt; each with how it ended."""
     from vllm import SamplingParams
-
-    from ngrpo.rollout import set_perturbation, take_trajectories
 
     set_perturbation(llm, "gumbel", rate=1.0)
     prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS)]
-    found = {}
-    for name, given in of_this_share(STOPS).items():
+    found: dict[str, list[tuple[str, Rollout]]] = {}
+    for name, given in STOPS.items():
+        if share_of(name) != share:
+            continue
         params = SamplingParams(max_tokens=12, ignore_eos=True, extra_args={"perturbation": {"seed": 3}}, **given)
         outputs = llm.generate(prompts[: 1 if name == "samples" else 3], params, use_tqdm=False)
         taken = take_trajectories(llm)
-        several = len(outputs[0].outputs) > 1
-        found[name] = [
-            (c.finish_reason, list(o.prompt_token_ids), list(c.token_ids), *taken.pop(f"{i}_" * several + o.request_id))
-            for o in outputs
-            for i, c in enumerate(o.outputs)
-        ]
+        for output in outputs:
+            for i, answer in enumerate(output.outputs):
+                own = taken.pop(f"{i}_" * (len(output.outputs) > 1) + output.request_id)
+                rollout = Rollout(list(output.prompt_token_ids), list(answer.token_ids), *own, [])
+                found.setdefault(name, []).append((answer.finish_reason, rollout))
         assert not taken
     return found
 
@@ -117,50 +154,56 @@ def of_preemption(model: str) -> dict[str, Any]:
 
 
 def of_stock(model: str) -> list[Any]:
-    """Tokens and log-probabilities of an engine that never heard of us, and of one whose perturbation is off."""
-    from vllm import SamplingParams
-
-    results = []
-    for spec in (None, {"name": "neighbor", "rate": 0.0}):
-        llm = build_engine(model, spec, seed=3, max_num_seqs=4, max_model_len=128)
-        prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS[:2])]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=4, logprobs=0), use_tqdm=False)
-        results.append(
-            [[(t, step[t].logprob) for t, step in zip(o.outputs[0].token_ids, o.outputs[0].logprobs)] for o in outputs]
-        )
-    return results
+    """Of an engine that never heard of us, and of one whose perturbation is off."""
+    engines = (build_engine(model, spec, max_model_len=128) for spec in (None, {"name": "neighbor", "rate": 0.0}))
+    return [stock_answers(llm, chat_prompts(llm, QUESTIONS[:2]), max_tokens=4) for llm in engines]
 
 
-def main(model: str, target: str, _: str) -> None:
+def of_limits(llm: Any) -> dict[str, int | str]:
+    """For each perturbation how many positions were perturbed in the mixed batch, or what went wrong."""
+    found: dict[str, int | str] = {}
+    for spec in request_limits.EVERY:
+        try:
+            found[request_limits.name_of(spec)] = request_limits.check_mixed_batch(llm, spec)
+        except Exception:
+            found[request_limits.name_of(spec)] = traceback.format_exc()
+    return found
+
+
+def main(runner: str, model: str, target: str, share: str) -> None:
     began = time.perf_counter()
     result: dict[str, Any] = {}
-    with as_on_cuda.asynchronous():
-        spec = {"name": "neighbor", "rate": 0.1}
-        options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "enable_prefix_caching": True}
-        llm = build_engine(model, spec, **options)
-        result["runner"] = llm.llm_engine.collective_rpc("perturbation_runner")
-        result["asynchronous"] = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        print("loaded", f"{time.perf_counter() - began:.0f} s", flush=True)
-        if RUNNER == "V2" and SHARE == "more":
-            from ngrpo.rollout import set_perturbation
 
+    def keep(name: str, value: Any) -> None:
+        result[name] = value
+        Path(target).write_bytes(pickle.dumps(result))
+        print(name, f"{time.perf_counter() - began:.0f} s", flush=True)
+
+    with as_on_cuda.asynchronous():
+        options = {"max_num_batched_tokens": 64, "max_model_len": 256, "enable_prefix_caching": True}
+        options["max_num_seqs"] = 16 if share == "slow" else 4
+        llm = build_engine(model, {"name": "neighbor", "rate": 0.1}, **options)
+        keep("runner", llm.llm_engine.collective_rpc("perturbation_runner"))
+        keep("asynchronous", llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+        if share == "slow":
+            as_on_cuda.apply_grammars_in_pytorch()
+            keep("of_until", request_limits.check_until(llm))
+            return keep("of_limits", of_limits(llm))
+        if (runner, share) == ("V2", "more"):
             set_perturbation(llm, "neighbor", rate=0.5)
-            result["warm_up"] = as_on_cuda.warm_up(llm)
-            print("warmed up", f"{time.perf_counter() - began:.0f} s", flush=True)
-        parts: dict[Any, Any] = {of_every_perturbation: llm, of_stops: llm}
-        if SHARE == "test":
-            parts |= {of_preemption: model}
-        else:
-            parts |= {of_sampling_parameters: llm, of_schedules: llm, of_tarpo: llm}
-            parts |= {of_stock: model} if RUNNER == "V2" else {}
-        for part, subject in parts.items():
-            result[part.__name__] = part(subject)
-            Path(target).write_bytes(pickle.dumps(result))
-            print(part.__name__, f"{time.perf_counter() - began:.0f} s", flush=True)
+            keep("warm_up", as_on_cuda.warm_up(llm))
+        keep("of_every_perturbation", of_every_perturbation(llm, share))
+        keep("of_stops", of_stops(llm, share))
+        if share == "test":
+            return keep("of_preemption", of_preemption(model))
+        for part in (of_sampling_parameters, of_schedules, of_tarpo):
+            keep(part.__name__, part(llm))
+        if runner == "V2":
+            keep("of_stock", of_stock(model))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[2:])
+    main(*sys.argv[1:])
     # vLLM's engines and Triton's interpreter do not end well together with the interpreter of Python.
     sys.stdout.flush()
     os._exit(0)

@@ -27,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     return float(len(solution_str) % 3)
 """
 ROLES = ("actor", "ref")
-# Sizes of a test, and what a machine without a GPU needs (docs/verl.md).
+# Sizes of a test, and what a machine without a GPU needs (docs/integrations.md).
 SETTINGS = [
     "algorithm.adv_estimator=grpo",
     "data.train_batch_size=4",

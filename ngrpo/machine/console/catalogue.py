@@ -52,8 +52,7 @@ def listing(width: int | None = None) -> str:
 def described(name: str) -> str:
     """Paper, description, and options of one name as on the command line, for each kind that has it.
 
-    Raises:
-        UsageError: where no kind has the name, or it cannot be loaded.
+    Raises ``UsageError`` where no kind has the name, or it cannot be loaded.
     """
     homes = [kind_registry for kind_registry in FLAGS if name in kind_registry.available()]
     if not homes and ":" not in name and not name.endswith(".py"):
@@ -120,12 +119,8 @@ def own_options(kind_registry: Registry, cls: type) -> list[dataclasses.Field]:
 def train_help(usage: str, argv: Sequence[str] = ()) -> str:
     """The help of ``ngrpo train``: our flags, then everything that is registered, with its options.
 
-    Args:
-        usage: the text before them; ``{kinds}`` in it becomes the flags of each kind.
-        argv: the rest of the command line; a user's method that it names is listed too.
-
-    Raises:
-        UsageError: where such a file or module cannot be loaded.
+    ``{kinds}`` in the usage becomes the flags of each kind. A user's method that the command line names is listed too;
+    raises ``UsageError`` where it cannot be loaded.
     """
     flags = []
     for kind in run_level_kinds():

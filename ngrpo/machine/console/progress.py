@@ -74,10 +74,8 @@ def span(seconds: float) -> str:
 def into_file(path: Path) -> Iterator[None]:
     """Appends this process's output, and its children's, to a file while the block runs.
 
-    Where the disk is full, the screen says so and the block goes on: a log is not worth a run.
-
-    Raises:
-        Whatever the block raises, after the log's last lines have been shown.
+    Where the disk is full, the screen says so and the block goes on. Where the block fails, the log's last lines are
+    shown.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     kept_streams = sys.stdout, sys.stderr

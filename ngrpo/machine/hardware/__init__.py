@@ -18,12 +18,11 @@ class Profile:
     """Everything that depends on the machine, as data.
 
     Attributes:
-        name: ``"cpu"`` or ``"cuda"``; also the condition of this hardware's rows in the patch table.
+        name: also the condition of this hardware's rows in the patch table.
         env: environment variables for every process. A value that the user exported wins.
         default_flags: OpenRLHF flags that are added where the command line does not have them.
-        ray_init: given the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started here.
-        check: given the final OpenRLHF flags, raises `UsageError` for what this hardware cannot do; returns why it
-            could not check, or None.
+        ray_init: of the final OpenRLHF flags, keyword arguments of `ray.init` for a Ray started here.
+        check: raises `UsageError` for final flags that it cannot do; returns why it could not check, or None.
         engine_options: of ``vllm.LLM``, for an evaluation or a diagnosis without others.
     """
 

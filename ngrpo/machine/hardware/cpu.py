@@ -41,16 +41,13 @@ def check(flags: Flags) -> None:
 
 
 def ray_init(flags: Flags) -> dict[str, Any]:
-    """Logical resources for a Ray on this machine: one "GPU" for each process of a model, which Ray only counts.
-
-    OpenRLHF asks for one CPU per "GPU", plus one for the trainer process, or three with asynchronous rollouts.
-    """
+    """Logical resources for a Ray on this machine: one "GPU" for each process of a model, which Ray only counts."""
     ranks = [("--vllm.num_engines", "--vllm.tensor_parallel_size")]
     ranks += [(f"--{role}.num_nodes", f"--{role}.num_gpus_per_node") for role in _ROLES]
     units = sum(int(flags.value(one) or 1) * int(flags.value(other) or 1) for one, other in ranks)
     return {
         "num_gpus": units,
-        "num_cpus": units + 3,
+        "num_cpus": units + 3,  # one per "GPU" and one for the trainer, or three with asynchronous rollouts
         "include_dashboard": False,
         # Token batches only (weights go through a file). Ray's default is 30% of the memory.
         "object_store_memory": 512 * 2**20,
@@ -172,8 +169,8 @@ def with_torch_adam(original: Callable[..., dict[str, Any]]) -> Callable[..., di
 def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
     """A collective of DeepSpeed's that has finished when it returns.
 
-    Of several that it starts, DeepSpeed 0.19.6 waits for the last, which on a CUDA stream is the end of all. gloo
-    finishes them in any order, so a parameter of ZeRO-3 could be read before it was gathered.
+    Of several, DeepSpeed 0.19.6 waits for the last, and gloo finishes them in any order: under ZeRO-3 a parameter could
+    be read before it was gathered.
     """
 
     @wraps(original)

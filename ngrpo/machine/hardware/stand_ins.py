@@ -47,10 +47,9 @@ def missing() -> list[str]:
 
 
 def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`get_strategy`: the command line's attention also holds for packed samples.
+    """`get_strategy`: the command line's attention also holds for packed samples, for which it sets flash_attention_2.
 
-    OpenRLHF sets flash_attention_2 for them. transformers 5.15 makes the mask of PyTorch's own attention from their
-    position ids, which restart with each sample.
+    transformers 5.15 makes the mask of PyTorch's own attention from their position ids.
     """
 
     @wraps(original)
@@ -110,10 +109,7 @@ _libraries: list[Any] = []
 
 
 def declare_operators(torchvision: str) -> None:
-    """Declares torchvision's operators where its compiled part, beside this ``__init__.py``, does not load.
-
-    No model of vLLM calls them.
-    """
+    """Declares torchvision's operators, which no model calls, where its compiled part beside this file fails."""
     import torch
 
     try:

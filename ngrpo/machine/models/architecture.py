@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.models import packaged
-from ngrpo.machine.upstream.patch import source_of
+from ngrpo.machine.upstream.patch import definition, source_of
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -176,6 +176,20 @@ def _size(text: str, source: str) -> ModelSize:
         head_norms=head_norms,
         source=source,
     )
+
+
+def unfit_for_cpu(name: str) -> str:
+    """The size of a model's heads and the sizes of vLLM's CPU attention, by its source; empty where fit or unknown."""
+    path, size, source = find_config(name), size_of(name), source_of("vllm.v1.attention.backends.cpu_attn")
+    # Latent attention has another backend.
+    if path is None or size is None or source is None or "kv_lora_rank" in path.read_text(encoding="utf-8"):
+        return ""
+    method = definition(ast.parse(source), "CPUAttentionBackend.get_supported_head_sizes")
+    returned = method.body[-1] if method else None
+    if not (isinstance(returned, ast.Return) and isinstance(returned.value, ast.List)):
+        return ""
+    sizes = ast.literal_eval(returned.value)
+    return "" if size.head_dim in sizes else f"{size.head_dim} (vLLM has {', '.join(map(str, sizes))})"
 
 
 # ---- support ----

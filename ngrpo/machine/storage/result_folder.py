@@ -142,24 +142,26 @@ class ResultFolder:
         """See :func:`write_json`."""
         write_json(self.path / name, value)
 
-    def lines(self, name: str, *keys: str) -> list[dict[str, Any]]:
+    def lines(self, name: str, *keys: str, mend: bool = True) -> list[dict[str, Any]]:
         """The objects in a file of JSON lines, each with ``keys``; none where there is no such file.
 
-        A last line that was cut off half-way, as a kill or a full disk leaves it, is dropped with a report. Any other
-        damaged line raises ``UsageError``.
+        A last line that was cut off half-way, as a kill or a full disk leaves it, is dropped with a report, from the
+        file too unless ``mend`` is False. Any other damaged line raises ``UsageError``.
         """
         path = self.path / name
         if not path.is_file():
             return []
-        with writing(path), path.open("r+b") as file:
+        with writing(path), path.open("r+b" if mend else "rb") as file:
             data = file.read()
             *whole, tail = data.split(b"\n")
             if tail and _row(tail, keys) is not None:  # an editor left the last line's end out
                 whole.append(tail)
-                file.write(b"\n")
+                if mend:
+                    file.write(b"\n")
             elif tail:
-                self._report(f"{path}: the last line was cut off half-way and is dropped; it is made again")
-                file.truncate(len(data) - len(tail))
+                self._report(f"{path}: the last line was cut off half-way and is dropped")
+                if mend:
+                    file.truncate(len(data) - len(tail))
         rows = []
         for number, line in enumerate(whole, start=1):
             row = _row(line, keys)
@@ -194,10 +196,8 @@ def folder_for(path: str | None, name: str) -> Path:
 def reserved_folder(path: str | None, name: str) -> Iterator[Path]:
     """Holds the folder that the user gave, or a new one: ``runs/<time>-<name>``, then ``…-2``.
 
-    A folder that was made here is removed where the block fails before it has written a file.
-
-    Raises:
-        UsageError: where another process holds the folder, or it cannot be made.
+    A folder that was made here is removed where the block fails before it has written a file. Raises ``UsageError``
+    where another process holds the folder, or it cannot be made.
     """
     folder = first = folder_for(path, name)
     new = not path or not folder.exists()

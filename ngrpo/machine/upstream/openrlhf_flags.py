@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of a command line: what was given, as argparse would read it, and what is added where it was not.
-
-This module imports nothing of the project, so that every part of it can read flags with it.
-"""
+"""The flags of a command line: what was given, as argparse would read it, and what is added where it was not."""
 
 from __future__ import annotations
 
@@ -15,12 +12,9 @@ Default = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag on a command line.
+    """One flag on a command line: its name, empty for words before the first flag; its values; and its words.
 
-    Attributes:
-        name: ``--ds.zero_stage``; empty for words before the first flag.
-        values: the words after it, up to the next flag; ``--name=value`` counts as well.
-        argv: the words themselves.
+    Values are the words up to the next flag; ``--name=value`` counts as well.
     """
 
     name: str
@@ -54,11 +48,8 @@ class Flags:
 
     def value(self, name: str) -> str | None:
         """The value that argparse would take: the last one given; "" for a switch, None where the flag is absent."""
-        value = None
-        for flag in self:
-            if flag.name == name:
-                value = flag.values[0] if flag.values else ""
-        return value
+        found = [flag.values for flag in self if flag.name == name]
+        return next(iter(found[-1]), "") if found else None
 
     def has(self, *names: str) -> bool:
         """Whether one of these flags is there."""
@@ -74,24 +65,21 @@ class Flags:
 
     def without(self, *names: str) -> Flags:
         """The flags but those of these names."""
-
-        def rest(argv: Sequence[str]) -> list[str]:
-            return [word for flag in Flags(argv) if flag.name not in names for word in flag.argv]
-
-        return Flags(rest(self.given), rest(self.added))
+        return self._changed(lambda flag: () if flag.name in names else flag.argv)
 
     def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
         """The flags with a function applied to the first value of each flag whose name ends so."""
 
-        def changed(argv: Sequence[str]) -> list[str]:
-            result: list[str] = []
-            for flag in Flags(argv):
-                if not flag.name.endswith(ending) or not flag.values:
-                    result += flag.argv
-                elif "=" in flag.argv[0]:
-                    result += [f"{flag.name}={replace(flag.values[0])}", *flag.argv[1:]]
-                else:
-                    result += [flag.name, replace(flag.values[0]), *flag.argv[2:]]
-            return result
+        def words(flag: Flag) -> tuple[str, ...]:
+            if not flag.name.endswith(ending) or not flag.values:
+                return flag.argv
+            value = replace(flag.values[0])
+            return (
+                (f"{flag.name}={value}", *flag.argv[1:]) if "=" in flag.argv[0] else (flag.name, value, *flag.argv[2:])
+            )
 
-        return Flags(changed(self.given), changed(self.added))
+        return self._changed(words)
+
+    def _changed(self, words: Callable[[Flag], tuple[str, ...]]) -> Flags:
+        given, added = ([word for flag in Flags(argv) for word in words(flag)] for argv in (self.given, self.added))
+        return Flags(given, added)

@@ -44,8 +44,8 @@ def check(argv: Sequence[str]) -> None:
 @lru_cache(maxsize=1)
 def defaults() -> dict[str, str]:
     """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
-    values = {flag: action.default for action in _actions() for flag in action.option_strings}
-    return {flag: str(value) for flag, value in values.items() if isinstance(value, str | int | float)}
+    there = [action for action in _actions() if isinstance(action.default, str | int | float)]
+    return {flag: str(action.default) for action in there for flag in action.option_strings}
 
 
 def value_of(flags: Flags, name: str) -> str:
@@ -86,10 +86,6 @@ def print_help() -> None:
         return
 
 
-class _Made(Exception):
-    """Carries the parser out of the block, before it reads anything."""
-
-
 def with_float32(original: Callable[..., argparse.Action]) -> Callable[..., argparse.Action]:
     """`add_argument` of argparse: OpenRLHF's ``--ds.param_dtype`` has the choice fp32 too, see `hardware/cpu.py`."""
 
@@ -107,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
 
     add_argument = with_float32(argparse.ArgumentParser.add_argument)
 
-    def __init__(self, argv: Sequence[str] | None) -> None:
+    def __init__(self, argv: Sequence[str]) -> None:
         super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)
         self._argv = argv
 
@@ -119,8 +115,6 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message.removeprefix('argument ')}. {_HELP}")
 
     def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
-        if self._argv is None:
-            raise _Made(self)
         namespace, unknown = self.parse_known_args(self._argv)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
@@ -131,14 +125,11 @@ class _Parser(argparse.ArgumentParser):
 
 @lru_cache(maxsize=1)
 def _actions() -> list[argparse.Action]:
-    try:
-        _run(None)
-    except _Made as made:
-        return made.args[0]._actions
-    return []
+    """Of OpenRLHF's parser, after the shortest words that its conditions accept."""
+    return _run(["--reward.remote_url", "reward.py"])["parser"]._actions
 
 
-def _run(argv: Sequence[str] | None) -> dict[str, Any]:
+def _run(argv: Sequence[str]) -> dict[str, Any]:
     """Runs the block; returns its variables."""
     hierarchize, block = _compiled()
     parser = SimpleNamespace(ArgumentParser=partial(_Parser, argv))

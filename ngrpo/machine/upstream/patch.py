@@ -8,9 +8,10 @@ Importing OpenRLHF takes seconds and needs flash_attn, so nothing is imported ea
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -96,9 +97,8 @@ class Patch:
     Attributes:
         module: upstream module.
         attribute: dotted name inside it, or `IMPORT` for a context that holds while it is imported.
-        ours: ``"module:function"``; the function takes the original and returns its replacement (for a
-            ``@ray.remote`` class: takes the plain class, returns a subclass). Patches of one attribute apply in the
-            order in which they are placed, each onto the one before. None: upstream stays as it is.
+        ours: ``"module:function"`` that takes the original, of a ``@ray.remote`` class the plain class, and returns its
+            replacement. Patches of one attribute apply in order, each onto the one before. None: upstream stays.
         when: the condition under which the patch is active, e.g. ``"cpu"``, or several with "or" between them.
         upstream: the expected state, in a form of :func:`state_of`.
         checked: distribution and release that the patch was checked with.
@@ -125,6 +125,21 @@ class Patch:
         """The function that makes the replacement."""
         module, _, name = require(self.ours, "ours").partition(":")
         return getattr(import_module(module), name)
+
+
+def around(replacement: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for :attr:`Patch.ours`: a function of the original and its arguments becomes one that takes the
+    original and returns its replacement.
+    """
+
+    def replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replaced(*args: object, **kwargs: object) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return replaced
+
+    return replacing
 
 
 _placed: set[Patch] = set()

@@ -86,6 +86,11 @@ class Advantage(Options, ABC):
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards (P, G) that the formula is not made for."""
 
+    def refuse(self, rewards: Tensor, fault: str) -> None:
+        """Raises ``UsageError`` for the first of these rewards, if any."""
+        if len(rewards):
+            raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
+
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
@@ -111,13 +116,11 @@ class VerifiedAdvantage(Advantage):
     paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
 
     def check_rewards(self, rewards: Tensor) -> None:
-        """Raises ``UsageError`` for rewards outside of [0, 1]."""
-        outside = rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)]
-        if len(outside):
-            raise UsageError(
-                f"advantage {self.name}: a reward of {float(outside[0]):g}; rewards in [0, 1] are needed, 1 for a"
-                " correct answer. Let the reward function give those, or use --advantage group_norm or ngrpo."
-            )
+        self.refuse(
+            rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)],
+            "not in [0, 1], where 1 is a correct answer. Let the reward function give those, or use --advantage"
+            " group_norm or ngrpo.",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,6 @@ class AnnealedK(Advantage):
     k_change: str = option("switch", "k until then and k_end from there on, or evenly", choices=("switch", "linear"))
 
     def at_step(self, step: int) -> AnnealedK:
-        """With the k of the step."""
         if self.k_end is None:
             return self
         share = float(step >= self.k_steps) if self.k_change == "switch" else min(step / self.k_steps, 1.0)
@@ -138,7 +140,6 @@ class AnnealedK(Advantage):
 
     @property
     def changes_over_run(self) -> bool:
-        """Where there is a k of the end."""
         return self.k_end is not None
 
     def check_group(self, size: int) -> None:
@@ -150,11 +151,9 @@ class AnnealedK(Advantage):
             )
 
     def check_rewards(self, rewards: Tensor) -> None:
-        """Raises ``UsageError`` where k does not fit the group."""
         self.check_group(rewards.shape[1])
 
     def flags(self, flags: Flags) -> dict[str, Default]:
-        """Raises ``UsageError`` where k does not fit the groups that the run will have."""
         size = value_of(flags, "--rollout.n_samples_per_prompt")
         for advantage in (self, self.at_step(self.k_steps)):
             if size.isdecimal():

@@ -29,14 +29,12 @@ class PassAtK(AnnealedK):
     )
 
     def check_rewards(self, rewards: Tensor) -> None:
-        """Raises ``UsageError`` for rewards other than 0 and 1."""
         super().check_rewards(rewards)
-        between = rewards[(rewards.abs() > ROUNDING) & ((rewards - 1.0).abs() > ROUNDING)]
-        if len(between):
-            raise UsageError(
-                f"advantage pass_at_k: a reward of {float(between[0]):g}; 0 for a wrong and 1 for a right answer are"
-                " needed. Let the reward function give those, or use --advantage pkpo, which takes any rewards."
-            )
+        self.refuse(
+            rewards[(rewards.abs() > ROUNDING) & ((rewards - 1.0).abs() > ROUNDING)],
+            "neither 0 for a wrong nor 1 for a right answer. Let the reward function give those, or use --advantage"
+            " pkpo, which takes any rewards.",
+        )
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """(1 − ρ)/σ for a right answer, (1 − ρ − C(N−c−1, k−1)/C(N−1, k−1))/σ for a wrong one; 0 where σ is 0.
@@ -98,14 +96,12 @@ class PKPO(AnnealedK):
         return super().flags(flags) | {"--reward.clip_range": (f"-{bound}", bound)}
 
     def check_rewards(self, rewards: Tensor) -> None:
-        """Raises ``UsageError`` for rewards whose values the clip would cut."""
         super().check_rewards(rewards)
-        outside = rewards[rewards.abs() > _LARGEST]
-        if len(outside):
-            raise UsageError(
-                f"advantage pkpo: a reward of {float(outside[0]):g}; rewards in [-{_LARGEST}, {_LARGEST}] are needed,"
-                " since what they are multiplied to would be clipped beyond. Divide the rewards by a constant."
-            )
+        self.refuse(
+            rewards[rewards.abs() > _LARGEST],
+            f"not in [-{_LARGEST}, {_LARGEST}], beyond which the clip would cut its advantage. Divide the rewards by a"
+            " constant.",
+        )
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
         """s_i is the mean, over all sets of k answers, of the maximum of those that hold i, times the share that do.

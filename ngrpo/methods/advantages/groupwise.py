@@ -11,7 +11,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, Advantage, VerifiedAdvantage, normalised
-from perturbations import UsageError, option
+from perturbations import option
 from perturbations.errors import require
 
 
@@ -31,7 +31,6 @@ class GroupNorm(Advantage):
 
     @property
     def leaves_out_overlong(self) -> bool:  # type: ignore[override]
-        """As the option says."""
         return self.overlong == "exclude"
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
@@ -103,13 +102,10 @@ class NegativeEnhanced(Advantage):
     max_reward: float = option(1.0, "the maximum reward of the task")
 
     def check_rewards(self, rewards: Tensor) -> None:
-        """Raises ``UsageError`` for rewards above the maximum."""
-        highest = float(rewards.max()) if rewards.numel() else self.max_reward
-        if highest > self.max_reward + self._rounding:
-            raise UsageError(
-                f"advantage ngrpo: a reward of {highest:g} is above the maximum reward {self.max_reward:g}. Give the"
-                " task's maximum with --advantage.max_reward."
-            )
+        self.refuse(
+            rewards[rewards > self.max_reward + self._rounding],
+            f"above the maximum reward {self.max_reward:g}. Give the task's maximum with --advantage.max_reward.",
+        )
 
     @property
     def _rounding(self) -> float:

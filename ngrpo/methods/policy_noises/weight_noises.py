@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.methods import TRUNCATED_WEIGHTS
 from ngrpo.methods.policy_noises import register
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from perturbations import UsageError, option
 
-_LEVEL = "--algo.advantage.is_correction_level"
 _LEAST, _MOST = 1e-6, 0.5
 # As transformers 5 names them; Gemma 4's experts stand beside the MLP of their block.
 _MLP = re.compile(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|\d+\.experts)\.")
@@ -38,7 +38,6 @@ class PSN(PolicyNoise):
 
     @property
     def follows_divergence(self) -> bool:
-        """Where σ is adaptive."""
         return self.adaptive
 
     def scale(self, step: int, steps: int, last: float | None, divergence: float | None) -> float:
@@ -47,18 +46,15 @@ class PSN(PolicyNoise):
             return self.sigma
         if divergence is None:
             raise UsageError(
-                f"--policy_noise.adaptive needs log-probabilities of the rollout: leave {_LEVEL} at token."
+                "--policy_noise.adaptive needs log-probabilities of the rollout: leave"
+                " --algo.advantage.is_correction_level at token."
             )
         sigma = last * self.factor if divergence < self.target else last / self.factor
         return min(max(sigma, _LEAST), _MOST)
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         """The loss is weighted by min(π / π_rollout, 10)."""
-        return {
-            _LEVEL: "token",
-            "--algo.advantage.is_correction_mode": "clip",
-            "--algo.advantage.is_correction_threshold": ("0", "10"),
-        }
+        return dict(TRUNCATED_WEIGHTS)
 
 
 _BEFORE_ATTENTION = {"input_layernorm", "attention_layernorm"}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.methods import TRUNCATED_WEIGHTS
 from ngrpo.methods.sampling_schedules import registry as _registry
 from perturbations.options import Options, option
 
@@ -86,8 +87,4 @@ class SamplingSchedule(Options):
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method: the loss is weighted by min(π / π_rollout, 10)."""
-        return {
-            "--algo.advantage.is_correction_level": "token",
-            "--algo.advantage.is_correction_mode": "clip",
-            "--algo.advantage.is_correction_threshold": ("0", "10"),
-        }
+        return dict(TRUNCATED_WEIGHTS)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ngrpo.trainers.common.side_inputs import unpack
+from ngrpo.trainers.common.sample_records import unpack
 from perturbations.errors import require
 from perturbations.replay.scope import ReplayScope, flat_rows
 

@@ -7,6 +7,7 @@ broken replay is seen on the first step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,10 +23,8 @@ _FLOOR = 1e-5  # the mean gap of an exact replay in float32: smaller plain gaps 
 _COARSE = 2.0**-5  # that of bfloat16; tokens before the first perturbed input may be few, and smaller by chance
 _HALF = 2.0**-7  # the least scale in half precision: the first tokens of a response may all be certain
 _PLAIN = 5.0  # how many times the scale plain positions may be; a smaller limit wins
-_DIFFERENT = {
-    False: 1e-2,
-    True: 0.25,
-}  # by half precision: beyond it, engine and trainer have different weights or models
+# By half precision: beyond it, engine and trainer have different weights or models.
+_DIFFERENT = {False: 1e-2, True: 0.25}
 
 _warned: list[str] = []
 
@@ -73,47 +72,46 @@ def step_metrics(
             cut off.
         perturbation: of the rollouts, for the planned rate.
     """
-    generated = planned = perturbed = agreed = size = dropped = prompted = cached = 0
-    gaps: dict[str, list[np.ndarray]] = {"perturbed": [], "plain": [], "before": []}
+    totals: Counter[str] = Counter()
+    gaps: dict[str, list[np.ndarray]] = {name: [] for name in _PLACES}
     for trajectory, trainer in zip(records, log_probs):
         if trajectory is None:
             continue
-        dropped += trajectory.dropped
-        prompted += trajectory.prompted
-        cached += trajectory.cached
         record, rollout = trajectory.record.truncate(len(trainer)), trajectory.log_probs[: len(trainer)]
-        tokens = np.flatnonzero(~np.isnan(rollout) & ~np.isnan(trainer[: len(rollout)]))
-        gap = np.abs(trainer[tokens] - rollout[tokens])
-        follows = np.isin(tokens - 1, record.positions)
-        gaps["perturbed"].append(gap[follows])
-        gaps["plain"].append(gap[~follows])
-        gaps["before"].append(gap if not len(record) else gap[tokens <= record.positions[0]])
-        generated += len(tokens)
+        drawn = ~np.isnan(rollout)
+        tokens = np.flatnonzero(drawn & ~np.isnan(trainer[: len(rollout)]))
+        gap, follows = np.abs(trainer[tokens] - rollout[tokens]), np.isin(tokens - 1, record.positions)
+        before = tokens <= record.positions[0] if len(record) else np.ones_like(follows)
+        for name, where in {"perturbed": follows, "plain": ~follows, "before": before}.items():
+            gaps[name].append(gap[where])
         if perturbation is not None:
             # The position at which each token's turn began: in a conversation tools speak too.
-            drawn = ~np.isnan(rollout)
             starts = np.where(drawn & ~np.concatenate([[False], drawn[:-1]]), np.arange(len(rollout)), 0)
             turns = np.maximum.accumulate(starts)[tokens]
             at = Positions(np.full(len(tokens), record.seed, np.int64), turns, tokens)
-            planned += int(perturbation.selects(at).sum())
+            totals["planned"] += int(perturbation.selects(at).sum())
         counted = np.isin(record.positions, tokens)
-        perturbed += int(counted.sum())
-        agreed += int(record.agreed[counted].sum())
-        size += len(record.to_bytes())
-    if not generated:
+        totals.update(
+            generated=len(tokens),
+            perturbed=int(counted.sum()),
+            agreed=int(record.agreed[counted].sum()),
+            bytes=len(record.to_bytes()),
+            **{name: getattr(trajectory, name) for name in ("dropped", "prompted", "cached")},
+        )
+    if not totals["generated"]:
         return {}
-    metrics = {"rate": perturbed / generated, "record_bytes_per_token": size / generated}
-    if perturbation is not None:
-        metrics["planned_rate"] = planned / generated
-    if prompted:
-        metrics["prefix_hit_rate"] = cached / prompted
-    if dropped:
-        metrics["dropped_edits"] = float(dropped)
-    if perturbed:
-        metrics["anchor_agreement"] = agreed / perturbed
+    quotients = {
+        "rate": ("perturbed", "generated"),
+        "record_bytes_per_token": ("bytes", "generated"),
+        "prefix_hit_rate": ("cached", "prompted"),
+        "anchor_agreement": ("agreed", "perturbed"),
+        **({} if perturbation is None else {"planned_rate": ("planned", "generated")}),
+    }
+    metrics = {name: totals[part] / totals[of] for name, (part, of) in quotients.items() if totals[of]}
+    if totals["dropped"]:
+        metrics["dropped_edits"] = float(totals["dropped"])
     for name, parts in gaps.items():
-        gap = np.concatenate(parts)
-        if len(gap):
+        if len(gap := np.concatenate(parts)):
             metrics[f"gap_{name}_mean"], metrics[f"gap_{name}_max"] = float(gap.mean()), float(gap.max())
     return {f"perturbation/{name}": value for name, value in metrics.items()}
 
@@ -158,13 +156,12 @@ class GapScale:
                 strict,
             )
         # Plain tokens are many, and each is the same kind of token as an unperturbed response's.
-        allowed = {"perturbed": limit * scale, "plain": min(limit, _PLAIN) * scale, "before": limit * scale}
-        gaps = {name: measures.get(f"perturbation/gap_{name}_mean", 0.0) for name in allowed}
-        parts = [
-            f"{_PLACES[name]} by {gap:.2g} (at most {allowed[name]:.2g})"
-            for name, gap in gaps.items()
-            if gap > allowed[name]
-        ]
+        parts = []
+        for name, place in _PLACES.items():
+            gap = measures.get(f"perturbation/gap_{name}_mean", 0.0)
+            allowed = scale * (min(limit, _PLAIN) if name == "plain" else limit)
+            if gap > allowed:
+                parts.append(f"{place} by {gap:.2g} (at most {allowed:.2g})")
         if parts:
             _report(
                 f"log-probabilities of rollout and trainer differ {', '.join(parts)} on average; where nothing is"

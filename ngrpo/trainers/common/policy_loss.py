@@ -17,7 +17,8 @@ from torch import Tensor
 from ngrpo.methods.credits.base import Credit, LossTokens
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common.log_probs import Densities
-from ngrpo.trainers.common.side_inputs import TwoRounds
+from ngrpo.trainers.common.sample_records import TwoRounds
+from perturbations.replay.scope import flat_rows
 
 Loss = Callable[..., Any]
 
@@ -50,20 +51,13 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
     Args:
         action_mask: (B, A), 1 at generated tokens among the last A of each row.
         attention_mask: (B, T).
-        shape: the logits' without V, (B, T) of a padded batch or (1, total) of a packed one; RuntimeError for others.
+        shape: the logits' without V, (B, T) of a padded batch or (1, total) of a packed one; ValueError for others.
     """
     sample, column = action_mask.bool().nonzero(as_tuple=True)
-    length = attention_mask.shape[1]
-    row = sample * length + (length - 1 - action_mask.shape[1]) + column
-    if tuple(shape) == tuple(attention_mask.shape):
-        return row, sample
-    places = attention_mask.bool().flatten().cumsum(0) - 1
-    if tuple(shape) == (1, int(places[-1]) + 1):
-        return places[row], sample
-    raise RuntimeError(
-        f"--credit: {tuple(shape)} rows of logits for a batch of {tuple(attention_mask.shape)}. A credit in the loss"
-        " needs a row for each token: no sequence-parallel slices (ring attention)."
-    )
+    first = attention_mask.int().argmax(dim=-1)
+    # The row before a token chose it.
+    position = attention_mask.shape[1] - 1 - action_mask.shape[1] + column - first[sample]
+    return flat_rows(sample, position, shape, attention_mask)[0], sample
 
 
 class CreditInLoss:

@@ -16,7 +16,7 @@ from ngrpo.config.run import current_run
 from ngrpo.trainers.common import weights_file
 from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
-from ngrpo.trainers.common.side_inputs import records, two_rounds
+from ngrpo.trainers.common.sample_records import records, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import model_of, replay_scope
 from perturbations import seeds
 from perturbations.errors import UsageError

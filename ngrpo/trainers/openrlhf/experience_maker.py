@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ngrpo.config.run import GROUP_BASELINES, current_run
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common import mismatch
 from ngrpo.trainers.common.policy_loss import behavior
-from ngrpo.trainers.common.side_inputs import two_rounds, unpack
+from ngrpo.trainers.common.sample_records import two_rounds, unpack
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
-from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, refuse_untrained
+from ngrpo.trainers.openrlhf.rewards import cut_prompts, refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
 from perturbations.errors import require
@@ -26,6 +26,11 @@ from perturbations.replay.trajectory import FinishedTrajectory
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
+
+CUT = (
+    "ngrpo warning: step {step}: {cut} prompts have more than {longest} tokens (--data.max_len less"
+    " --rollout.max_new_tokens), and OpenRLHF left out their first tokens. Raise --data.max_len, or leave them out."
+)
 
 
 def experience_maker(plain: Any) -> type:
@@ -52,6 +57,10 @@ def experience_maker(plain: Any) -> type:
         def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
             run = current_run()
             refuse_untrained(rollout_samples)
+            longest = self.args.data.max_len - (self.args.rollout.max_new_tokens or 1)
+            if cut := cut_prompts(self.tokenizer, rollout_samples, longest):
+                print(CUT.format(step=self.training_step + 1, cut=cut, longest=longest), flush=True)
+                self.note({"cut_prompts": float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.sampling.correct_mask:
                 refuse_non_finite(self.tokenizer, experiences)
@@ -87,30 +96,24 @@ def experience_maker(plain: Any) -> type:
 
 def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, float]:
     """Measures the training–inference mismatch before the update; ``ReplayGap`` if it is too large in a strict run."""
-    records, log_probs = [], []
-    for experience, of_tokens in zip(experiences, token_log_probs(maker, experiences)):
+    perturbation, records, log_probs = current_run().perturbation, [], []
+    own = [experience.action_log_probs for experience in experiences]
+    if perturbation is not None and perturbation.has_density:
+        own = kept_by_actors(maker, "token_log_probs", own)
+    for experience, of_tokens in zip(experiences, own):
         records.extend(unpack(experience.mm_train_inputs))
         # Entry t of the log-probabilities and of their mask is of token t + 1.
         trained = of_tokens.float().masked_fill(~experience.action_mask.cpu().bool(), float("nan"))
         padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
         lengths = experience.attention_mask.sum(dim=-1).tolist()
         log_probs.extend(row[:length] for row, length in zip(padded, lengths))
-    measures = mismatch.step_metrics(records, log_probs, current_run().perturbation)
+    measures = mismatch.step_metrics(records, log_probs, perturbation)
     if not maker.strategy.args.vllm.enable_prefix_caching:
         measures.pop("perturbation/prefix_hit_rate", None)
     if gap_scale(maker).is_needed and (gap := control_gap(maker, records)) is not None:
         measures["perturbation/gap_unperturbed_mean"] = gap
     judge(maker, measures)
     return measures
-
-
-def token_log_probs(maker: Any, experiences: Sequence[Experience]) -> list[Tensor]:
-    """log π of the tokens in each batch; if a perturbation has a density, the actors kept them separately."""
-    own = [experience.action_log_probs for experience in experiences]
-    perturbation = current_run().perturbation
-    if perturbation is None or not perturbation.has_density:
-        return own
-    return kept_by_actors(maker, "token_log_probs", own)
 
 
 def gap_scale(maker: Any) -> mismatch.GapScale:
@@ -132,16 +135,16 @@ def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> flo
     controls = [each for each in controls if len(each.log_probs)][:CONTROLS]
     if not controls:
         return None
+    rows = {
+        "sequences": [each.tokens.astype(np.int64) for each in controls],
+        "action_mask": [np.ones(len(each.log_probs), np.int64) for each in controls],
+        "attention_mask": [np.ones(len(each.tokens), np.int64) for each in controls],
+    }
     # All responses end at the last column, where OpenRLHF looks for actions.
-    rows, longest = len(controls), max(len(each.tokens) for each in controls)
-    sequences = torch.zeros(rows, longest, dtype=torch.int64)
-    attention_mask = torch.zeros_like(sequences)
-    action_mask = torch.zeros(rows, max(len(each.log_probs) for each in controls), dtype=torch.int64)
-    for row, each in enumerate(controls):
-        sequences[row, longest - len(each.tokens) :] = torch.from_numpy(each.tokens.astype(np.int64))
-        attention_mask[row, longest - len(each.tokens) :] = 1
-        action_mask[row, action_mask.shape[1] - len(each.log_probs) :] = 1
-    batch = {"sequences": sequences, "action_mask": action_mask, "attention_mask": attention_mask}
+    batch = {
+        name: pad_sequence([torch.from_numpy(part) for part in parts], batch_first=True, padding_side="left")
+        for name, parts in rows.items()
+    }
     given = maker.actor_model_group.async_run_method(method_name="unperturbed_log_probs", **batch)
     log_probs = ray.get(given)[0].float().numpy()
     gaps = [np.abs(row[len(row) - len(each.log_probs) :] - each.log_probs) for row, each in zip(log_probs, controls)]
@@ -199,7 +202,7 @@ def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int
 
 
 def second_round_measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
-    """The metrics ``second_round/…`` of a step (docs/exploration.md), before the update.
+    """The metrics ``second_round/…`` of a step (docs/metrics.md), before the update.
 
     ``asked`` and ``trained``: shares of samples whose prompt had a second round, and that are of it. ``right``: share
     of right responses in that round; ``solved``: of its prompts with one; ``ratio``: mean ρ over trained tokens.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start of a run: OpenRLHF's own training program in this process, on the available Ray and hardware.
+"""The start of a run: OpenRLHF's own training program in this process, on the available Ray; and why it ended.
 
 `openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser. The upstream patches are installed
 before, in this process and in every Ray worker. Without a perturbation, on CUDA and with flash-attn there are none:
@@ -9,6 +9,7 @@ that is stock OpenRLHF.
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import signal
 import sys
@@ -23,7 +24,6 @@ from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware import Profile, processes, profile_for, stand_ins
 from ngrpo.machine.upstream import openrlhf_parser, placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf import failure
 from perturbations.errors import UsageError
 
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
@@ -39,6 +39,41 @@ _OPENRLHF_ENV = {
 _TRAVELS = ("DS_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TRANSFORMERS_", "VLLM_", "WANDB_")
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
 _OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags whose value may be a path
+
+RUN_ID = "NGRPO_RUN_ID"
+"""Environment variable that every process of a run inherits, so that those left over can be found."""
+
+_GRACE_SECONDS = 5.0
+_MOST_SHOWN = 5
+# Ray 2.55, raylet: the memory monitor's message, and a row of its table of processes (id, GB, command).
+_MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB", re.DOTALL)
+_PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
+_MAKE_ROOM = (
+    "is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer said:"
+)
+# What an error's text means; the line that fits the pattern, or the last one, is appended.
+_KNOWN = {
+    # Python's message on a node without this project, or with an older one.
+    r"No module named '(ngrpo|perturbations)(\.\w+)*'": (
+        "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
+        " (docs/install.md). The node said:"
+    ),
+    # Python's message at OpenRLHF's import, and transformers 5.15's for a missing attention.
+    r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used": (
+        "a node of the cluster has no working flash-attn, but the run was started where it is installed, so OpenRLHF"
+        " needs it everywhere. Install the same flash-attn on every node (docs/install.md), or remove it where runs are"
+        " started, which then use --ds.attn_implementation sdpa. The node said:"
+    ),
+    # torch 2.13 does not pass on the system's word if it cannot write a checkpoint.
+    r"(?s)inline_container\.cc.*unexpected pos|PytorchStreamWriter failed": (
+        "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or --ckpt.output_dir."
+        f" The one before {_MAKE_ROOM}"
+    ),
+    r"No space left on device": (
+        "a file could not be written: no space is left on its device. A run writes to --run-dir, --ckpt.path,"
+        f" --ckpt.output_dir and --logger.tensorboard_dir. The last checkpoint {_MAKE_ROOM}"
+    ),
+}
 
 
 class TrainingFailed(RuntimeError):
@@ -58,7 +93,7 @@ def launch(run: RunConfig) -> None:
     for name, value in profile.env.items():
         os.environ.setdefault(name, value)
     processes.add_programs_to_path()
-    os.environ[failure.RUN_ID] = uuid4().hex
+    os.environ[RUN_ID] = uuid4().hex
     if conditions:
         if not flags.has("--help"):
             handler = signal.getsignal(signal.SIGTERM)
@@ -131,7 +166,7 @@ def _run(flags: Sequence[str]) -> None:
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
         if not finished:
-            failure.end_processes(os.environ[failure.RUN_ID])
+            end_processes(os.environ[RUN_ID])
 
 
 def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
@@ -187,7 +222,7 @@ def _check_paths(paths: Mapping[str, str]) -> None:
 
 
 def _failed(error: Exception) -> TrainingFailed:
-    explained = failure.explanation(error)
+    explained = explanation(error)
     if explained is None:
         traceback.print_exception(error)
     logs = ""
@@ -196,4 +231,73 @@ def _failed(error: Exception) -> TrainingFailed:
 
         node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
         logs = "" if node is None else f"\n  logs of all processes: {node.get_logs_dir_path()}"
-    return TrainingFailed((explained or failure.root_cause(error)) + logs)
+    return TrainingFailed((explained or root_cause(error)) + logs)
+
+
+# ---- why a training ended, and its left-over processes ------------------------------------------------------------
+
+
+def root_cause(error: BaseException) -> str:
+    """The innermost error of a chain of Ray errors in one paragraph, and where it was raised."""
+    chain = _chain(error)
+    where = next((str(each.function_name) for each in reversed(chain) if getattr(each, "function_name", "")), "")
+    text = str(chain[-1]).strip() or "(no message)"
+    name = type(chain[-1]).__name__
+    cause_text = f"{name}: {text}"
+    # An actor that died while it was made has its whole traceback as its message; the error's own line
+    # is the last one that is not indented.
+    lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+    if lines and "\n  File " in text:
+        cause_text = lines[-1] + f"\n  ({name}; the traceback is above)"
+    return cause_text + (f"\n  in {where}" if where else "")
+
+
+def explanation(error: BaseException) -> str | None:
+    """A known error's meaning for the user, in one paragraph; None for any other error."""
+    texts = [str(each).strip() for each in _chain(error)]
+    if match := _MEMORY.search("\n".join(texts)):
+        held: dict[str, str] = {}
+        for process, gigabytes, command in _PROCESS.findall("\n".join(texts)):
+            first = command.strip().split()[0] if command.strip() else "?"
+            short = first if first.startswith("ray::") else Path(first).name  # Ray names its own ray::Actor.method
+            held.setdefault(process, f"{short} {float(gigabytes):.1f} GB")
+        most = f" Most was held by {', '.join(list(held.values())[:_MOST_SHOWN])}." if held else ""
+        return (
+            f"the machine ran out of memory: {float(match[1]):.1f} of {float(match[2]):.1f} GB were in use, and Ray"
+            f" ended a process of this run.{most} End other programs, or reduce --train.micro_batch_size,"
+            " --rollout.batch_size, --rollout.max_new_tokens, vLLM's memory (--vllm.gpu_memory_utilization; on a CPU"
+            " VLLM_CPU_KVCACHE_SPACE) or the model."
+        )
+    for pattern, meaning in _KNOWN.items():
+        for lines in (text.splitlines() for text in texts if re.search(pattern, text)):
+            line = next((line for line in lines if re.search(pattern, line)), lines[-1])
+            return f"{meaning} {line.strip()}"
+    return None
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error, its cause, and so on; a RayTaskError has the error as it was raised in its ``cause``."""
+    chain = [error]
+    while True:
+        cause = getattr(chain[-1], "cause", None)
+        following = cause if isinstance(cause, BaseException) else chain[-1].__cause__
+        if following is None or following in chain:
+            return chain
+        chain.append(following)
+
+
+def end_processes(run_id: str) -> None:
+    """Ends this machine's processes that still have a run's identity, after a few seconds of grace.
+
+    Ray ends its own workers, but not their children: torch's compiler processes outlive a worker that was killed.
+    """
+    import psutil
+
+    def left() -> list[psutil.Process]:
+        everyone = psutil.process_iter(["environ"])  # None for a process of another user
+        return [p for p in everyone if p.pid != os.getpid() and (p.info["environ"] or {}).get(RUN_ID) == run_id]
+
+    psutil.wait_procs(left(), timeout=_GRACE_SECONDS)
+    for process in left():
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

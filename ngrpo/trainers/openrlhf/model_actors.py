@@ -17,7 +17,7 @@ from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.trainers.common.log_probs import corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
-from ngrpo.trainers.common.side_inputs import OURS, records
+from ngrpo.trainers.common.sample_records import OURS, records
 from perturbations.base import Perturbation
 from perturbations.errors import require
 from perturbations.parameters import attached, freeze
@@ -63,8 +63,7 @@ class _Replaying:
     is_policy: bool
     model_attribute: str
     _is_checked = False
-    _tokens: tuple[Tensor, ...] = ()
-    _entropies: tuple[Tensor, ...] = ()
+    _kept: tuple[tuple[str, Tensor], ...] = ()
 
     def forward(
         self,
@@ -90,8 +89,8 @@ class _Replaying:
                 action_densities = stack.enter_context(densities(scope, model.temperature))
             log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)  # type: ignore[misc]
             if action_densities is not None and self.is_policy:
-                self._tokens = (*self._tokens, action_densities.token_log_probs(log_probs))
-        self._entropies = (*self._entropies, *entropies)
+                self._kept = (*self._kept, ("token_log_probs", action_densities.token_log_probs(log_probs)))
+        self._kept = (*self._kept, *(("token_entropies", part) for part in entropies))
         return log_probs
 
     def unperturbed_log_probs(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Any:
@@ -99,28 +98,23 @@ class _Replaying:
         with no_overrides():
             return super().forward(sequences, action_mask, attention_mask)  # type: ignore[misc]
 
-    def token_log_probs(self) -> list[Tensor]:
-        """The tokens' own log π of each forward since the last call, kept if a perturbation has a density."""
-        tokens, self._tokens = self._tokens, ()
-        return list(tokens)
-
-    def token_entropies(self) -> list[Tensor]:
-        """The entropies of each forward since the last call, (B, A) each, kept for a credit."""
-        entropies, self._entropies = self._entropies, ()
-        return list(entropies)
+    def hand_over(self, what: str) -> list[Tensor]:
+        """The tokens' own log π (with a density) or entropies (for a credit) of the forwards since the last call."""
+        kept, self._kept = self._kept, tuple(entry for entry in self._kept if entry[0] != what)
+        return [part for name, part in kept if name == what]
 
 
-def kept_by_actors(maker: Any, method: str, own: Sequence[Tensor]) -> list[Tensor]:
-    """A tensor that the actors kept of each batch, by their ``method`` that hands it over, in the shapes of ``own``."""
+def kept_by_actors(maker: Any, what: str, own: Sequence[Tensor]) -> list[Tensor]:
+    """What the actors kept of each batch, ``token_log_probs`` or ``token_entropies``, in the shapes of ``own``."""
     import ray
 
     args = maker.strategy.args
     copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
-    by_actor = ray.get(maker.actor_model_group.async_run_method(method_name=method)[::copies])
+    by_actor = ray.get(maker.actor_model_group.async_run_method(method_name="hand_over", what=what)[::copies])
     batches = [batch for of_actor in by_actor for batch in of_actor]
     if [part.shape for part in batches] != [part.shape for part in own]:
         raise RuntimeError(
-            f"{method}: the actors kept {len(batches)} batches, {len(own)} were made: their order is not that of"
+            f"{what}: the actors kept {len(batches)} batches, {len(own)} were made: their order is not that of"
             " OpenRLHF 0.11.2's async_run_method_batch."
         )
     return batches

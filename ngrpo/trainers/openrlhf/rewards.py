@@ -126,5 +126,15 @@ def refuse_untrained(samples: Sequence[Experience]) -> None:
             )
 
 
+def cut_prompts(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Experience], longest: int) -> int:
+    """How many of a step's prompts lost their first tokens: those of more than ``longest`` tokens.
+
+    OpenRLHF 0.11.2 keeps the last ones, and says so in a rollout worker's log alone.
+    """
+    # Entry t of the mask is of token t + 1; a prompt that was cut fills its room, and so do a few others.
+    filled = {s.prompts[0] for s in samples if int(s.action_mask[0].argmax()) + 1 == longest}
+    return sum(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) > longest for text in filled)
+
+
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")

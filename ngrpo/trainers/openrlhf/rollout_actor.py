@@ -19,7 +19,7 @@ from ngrpo.rollout import settings
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import KEY, fingerprint, request_arguments
-from ngrpo.trainers.common.engine_records import Conversation, EngineCheck, PickUps
+from ngrpo.trainers.common.sample_records import Conversation, EngineCheck, PickUps
 from ngrpo.trainers.common.weights_file import load_weights_file
 from ngrpo.trainers.openrlhf import second_round
 from ngrpo.trainers.openrlhf.rewards import CheckedReward

@@ -19,7 +19,7 @@ import torch
 from ngrpo.config.run import current_run
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.rollout.settings import KEY, request_arguments
-from ngrpo.trainers.common.side_inputs import TwoRounds
+from ngrpo.trainers.common.sample_records import TwoRounds
 from perturbations.errors import require
 
 if TYPE_CHECKING:

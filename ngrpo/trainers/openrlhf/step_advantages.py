@@ -16,7 +16,7 @@ from torch import Tensor
 from ngrpo.config.run import current_run
 from ngrpo.methods.advantages.base import Advantage
 from ngrpo.methods.credits.base import StepTokens
-from ngrpo.trainers.common.side_inputs import TwoRounds, two_rounds
+from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.workbench.scoring.answers import outcome
@@ -180,7 +180,7 @@ def _in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
 
 
 def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | None = None) -> dict[str, float]:
-    """The metrics ``advantage/…`` of a step (docs/exploration.md) from rewards, advantages and counts, (P, G) each."""
+    """The metrics ``advantage/…`` of a step (docs/metrics.md) from rewards, advantages and counts, (P, G) each."""
     uniform = rewards.amax(-1) == rewards.amin(-1)
     result = {
         "mean": advantages.mean().item(),
@@ -198,7 +198,7 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
     """Replaces the tokens' advantages by the run's credit, in place, for any estimator.
 
-    Returns the metrics ``credit/…`` (docs/exploration.md): over tokens with an advantage other than 0, the share that
+    Returns the metrics ``credit/…`` (docs/metrics.md): over tokens with an advantage other than 0, the share that
     keeps one, and the mean size over the one before.
     """
     credit = require(current_run().credit, "--credit")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perturbed rollouts in verl 0.9 through its extension points, which :mod:`entry_point` registers (docs/verl.md)."""
+"""Perturbed rollouts in verl 0.9 through its extension points: :mod:`entry_point`, docs/integrations.md."""

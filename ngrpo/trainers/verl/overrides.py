@@ -84,9 +84,11 @@ def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
         token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **_: object
     ) -> tuple[Tensor, Tensor]:
         rewards, values = token_level_rewards.sum(dim=-1), torch.zeros(len(index))
+        trained = response_mask.bool().any(dim=-1).cpu().numpy()
         for group in dict.fromkeys(index):
-            rows = torch.from_numpy(np.flatnonzero(index == group))
-            if bool(response_mask[rows].any()):  # not verl's padding
+            # Not verl's padding, nor a response of which nothing is trained: it is no part of its group.
+            rows = torch.from_numpy(np.flatnonzero((index == group) & trained))
+            if len(rows):
                 values[rows] = advantage.compute(rewards[rows][None])[0].to(values.dtype)
         full = values.to(rewards.device).unsqueeze(-1) * response_mask
         return full, full

@@ -84,10 +84,13 @@ def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]
     except (KeyError, ValueError) as error:
         raise RuntimeError(_NOT_REPLAYED.format("The old log-probabilities")) from error
     log_probs = []
-    for of_sequence, mask in zip(replayed, tu.get(data, "response_mask").unbind()):
+    found = trajectories(data)
+    for key, trajectory, of_sequence, mask in zip(batch.keys, found, replayed, tu.get(data, "response_mask").unbind()):
+        if trajectory is not None and not bool(mask.any()):
+            raise RuntimeError(f"sample {key} has no token to train on: its response_mask is 0 throughout.")
         # Entry t of a sequence's log-probabilities is of token t + 1.
         of_tokens = np.concatenate([[np.nan], of_sequence.float().numpy()[:-1]])
         trained = np.zeros(len(of_tokens), dtype=bool)
         trained[len(trained) - len(mask) :] = mask.numpy().astype(bool)
         log_probs.append(np.where(trained, of_tokens, np.nan))
-    return step_metrics(trajectories(data), log_probs, perturbation)
+    return step_metrics(found, log_probs, perturbation)

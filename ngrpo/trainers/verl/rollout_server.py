@@ -21,7 +21,7 @@ from ngrpo.rollout import settings
 from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainers.common.engine_records import PickUps
+from ngrpo.trainers.common.sample_records import PickUps
 from ngrpo.trainers.common.weights_file import repack_tied_heads
 from perturbations import registry, seeds
 from perturbations.errors import UsageError

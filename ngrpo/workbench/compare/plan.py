@@ -83,8 +83,8 @@ class Plan:
 
 
 def folder_name(label: str) -> str:
-    """A folder's name for an arm; a hash separates labels that differ only in odd characters."""
-    plain = re.sub(r"[^\w.=+-]+", "-", label).strip("-")
+    """A folder's name for an arm, not hidden; a hash separates labels that differ only in odd characters."""
+    plain = re.sub(r"[^\w.=+-]+", "-", label).strip("-").lstrip(".-")
     if plain == label.replace(" ", "-") and len(plain) <= 80:
         return plain
     return f"{plain[:80]}-{hashlib.sha256(label.encode()).hexdigest()[:6]}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,11 @@ from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench import statistics
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.compare.runs import ComparisonFolder, status
+from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 from ngrpo.workbench.report import write_report
+from ngrpo.workbench.report.headline import by_strategy, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
+from ngrpo.workbench.report.values import dig, shares
 from ngrpo.workbench.statistics import ENOUGH_SEEDS, pass_at_k
 
 FORMAT = 1
@@ -43,6 +46,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     for run in runs:  # a report has no room for more
         run["groups"] = fitting(run["groups"], MOST_BYTES // len(plan.arms))
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
+    untrained = folder.read("untrained/evaluation.json")
     runners = [(s or {}).get("versions", {}).get("model runner") for s in summaries]
     result = {
         "format": FORMAT,
@@ -68,10 +72,14 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
             for arm in plan.arms
         ],
         "runs": runs,
-        "untrained": folder.read("untrained/evaluation.json"),
+        "untrained": untrained and {**untrained, "unscored": unscored(untrained)},
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.threshold),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
+    scored = {row["strategy"]: row for row in result["summary"]} | {"before training": result["untrained"] or {}}
+    result["warnings"] = [
+        line for name, row in scored.items() for line in unscored_warnings(name, row.get("unscored", {}))
+    ]
     # NaN and infinity have no place in JSON.
     return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
@@ -158,8 +166,7 @@ def summarise(
         baseline: the id of one of them.
         threshold: the Mean@n above which runs are counted; each row then has ``above``: ``threshold``, ``runs`` above
             it ``of`` the evaluated ones, and except for the baseline ``p`` of :func:`fisher` and ``p_corrected``.
-            Counts are not paired: a strategy may have other seeds than the baseline. Where a run either finds the
-            better way or does not, scores lie in two heaps, and counts say more than means.
+            Counts are not paired. They say more than means where a run either finds the better way or does not.
     """
     done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
     rows = [_row(arm, done[arm], done[baseline], baseline) for arm in arms]
@@ -168,15 +175,15 @@ def summarise(
     for k in {k for d in differences for k in d["pass_at_k"]}:
         statistics.correct([d["pass_at_k"][k] for d in differences if k in d["pass_at_k"]])
     for row in rows:
-        row["failed"] = [r["seed"] for r in runs if r["strategy"] == row["strategy"] and r["status"] == "failed"]
-        main = row["difference"] and row["difference"]["mean_at_n"]
-        said = verdict(main, f"Mean@{row['n']}", baseline, len(done[row["strategy"]].keys() & done[baseline].keys()))
-        row["verdict"] = "the baseline" if row["strategy"] == baseline else said
+        name, main = row["strategy"], row["difference"] and row["difference"]["mean_at_n"]
+        row["failed"] = [run["seed"] for run in runs if run["strategy"] == name and run["status"] == "failed"]
+        said = verdict(main, f"Mean@{row['n']}", baseline, len(done[name].keys() & done[baseline].keys()))
+        row["verdict"] = "the baseline" if name == baseline else said
         if threshold is not None:
-            scores = [run["evaluation"]["mean_at_n"] for run in done[row["strategy"]].values() if run["evaluation"]]
-            above = {"threshold": threshold, "runs": sum(score > threshold for score in scores), "of": len(scores)}
-            row["above"] = above
-            row["verdict"] += f"; {above['runs']} of {above['of']} runs end above {threshold:g}"
+            scores = [run["evaluation"]["mean_at_n"] for run in done[name].values() if run["evaluation"]]
+            above = sum(score > threshold for score in scores)
+            row["above"] = {"threshold": threshold, "runs": above, "of": len(scores)}
+            row["verdict"] += f"; {above} of {len(scores)} runs end above {threshold:g}"
     if threshold is not None:
         base = next(row["above"] for row in rows if row["strategy"] == baseline)
         tested = [row for row in rows if row["strategy"] != baseline]
@@ -198,7 +205,14 @@ def _row(arm: str, mine: Runs, theirs: Runs, baseline: str) -> dict[str, Any]:
     if arm != baseline and shared:
         row["difference"] = _judged(*([_scores(side[seed]) for seed in shared] for side in (mine, theirs)))
     row["cost"] = _cost(mine, theirs, shared)
+    lost = [unscored(run["evaluation"] or {}) for run in mine.values()]
+    row["unscored"] = {key: _of_known(np.mean, (of_run[key] for of_run in lost)) for key in unscored({})}
     return row
+
+
+def _of_known(average: Callable[[Sequence[float]], Any], values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(average(known)) if known else None
 
 
 def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -234,7 +248,8 @@ def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
         if not problems:
             continue
         tables = [np.array([[run[problem] for problem in problems] for run in side]) for side in having]
-        value = statistics.interval(*tables) if len(sides) == 1 else statistics.paired(*tables)
+        share = not name.startswith("reward")
+        value = statistics.paired(*tables) if len(sides) == 2 else statistics.interval(*tables, share=share)
         (judged["pass_at_k"] if name.isdecimal() else judged)[name] = value
     return judged
 
@@ -242,59 +257,49 @@ def _judged(*sides: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, An
 def _cost(mine: Runs, theirs: Runs, shared: list[int]) -> dict[str, Any]:
     """Medians over steps and seeds; ratios are of runs with the same seed. The first step warms up and is left out."""
 
-    def median(values: Iterable[float | None]) -> float | None:
-        numbers = [v for v in values if v is not None]
-        return float(np.median(numbers)) if numbers else None
-
     def spent(run: Mapping[str, Any], key: str) -> float | None:
         if key == "memory_bytes":
             return run["peak_memory_bytes"]
-        return median(step.get(key) for step in run["steps"][1:] or run["steps"])
+        return _of_known(np.median, (step.get(key) for step in run["steps"][1:] or run["steps"]))
 
     cost: dict[str, Any] = {}
     for key in (*_COSTS, "memory_bytes"):
         own, base = ({seed: spent(run, key) for seed, run in side.items()} for side in (mine, theirs))
         pairs = [(own[seed], base[seed]) for seed in shared]
-        cost[key] = {"value": median(own.values()), "ratio": median(a / b for a, b in pairs if a is not None and b)}
+        ratio = _of_known(np.median, (a / b for a, b in pairs if a is not None and b))
+        cost[key] = {"value": _of_known(np.median, own.values()), "ratio": ratio}
     return cost
 
 
 def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, seeds: int) -> str:
-    """One sentence on a strategy's corrected difference in ``Mean@8``, None where nothing could be compared.
-
-    ``seeds`` is the number that the strategy and the baseline share.
-    """
+    """One sentence on a corrected difference in ``Mean@8``; ``seeds`` is how many both strategies have."""
     if seeds == 0:
         return f"could not be compared with {baseline}: no seed has finished for both"
     if difference is None:
         return f"was not compared with {baseline}: there is no evaluation, and rewards are of rollouts drawn otherwise"
-    value, low, high = difference["value"], difference["low"], difference["high"]
-    if value == 0.0 and (low in (None, 0.0)) and (high in (None, 0.0)):
+    value, alike = difference["value"], difference["low"] is None
+    if value == 0.0 and alike:
         return f"equal to {baseline} in {measure} with every seed"
-    text = f"{measure} {value:+.3f}"
-    if difference["over"] == "seeds" and difference["p"] is None:
-        return f"{text} against {baseline} with each of {seeds} seeds: without a spread nothing can be tested"
-    over = " over problems" if difference["over"] == "problems" else ""
-    text += ("" if low is None else f" [{low:+.3f}, {high:+.3f}]{over}") + f" against {baseline}"
+    over = " over problems" if difference["over"] == "problems" and not alike else ""
+    text = f"{measure} {statistics.in_words(difference, '+.3f')}{over} against {baseline}"
     if seeds == 1:
         return f"{text}, {_OF_ONE_SEED[difference['within_noise']]}"
     count = difference["comparisons"]
     corrected = "" if count == 1 else f", {difference['p_corrected']:.2g} corrected for {count} comparisons"
-    text += f" over {seeds} seeds (p {difference['p']:.2g}{corrected})"
+    how = "with each of" if alike else "over"
+    tested = " over problems" if "tested" in difference else ""
+    text += f" {how} {seeds} seeds (p {difference['p']:.2g}{tested}{corrected})"
     if difference["within_noise"]:
         least = difference["detectable"]
-        return f"within noise: {text}; below about {least:.3f} a difference would often have been missed"
+        missed = "" if least is None else f"; below about {least:.3f} a difference would often have been missed"
+        return f"within noise: {text}{missed}"
     if seeds < ENOUGH_SEEDS:
         return f"{text}; {seeds} seeds are too few to tell a method from luck"
     return f"{'better' if value > 0 else 'worse'}: {text}"
 
 
 def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
-    """The two-sided p-value of Fisher's exact test (J. R. Stat. Soc. 85, 1922) of two counts, each of its runs.
-
-    Raises:
-        ValueError: for more successes than runs, or a negative number of them.
-    """
+    """The two-sided p-value of Fisher's exact test (J. R. Stat. Soc. 85, 1922) of two counts, each of its runs."""
     from scipy.stats import fisher_exact
 
     return float(fisher_exact([[ours, of_ours - ours], [theirs, of_theirs - theirs]]).pvalue)
@@ -302,23 +307,18 @@ def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
 
 def table(results: Mapping[str, Any]) -> str:
     """The outcome in a few lines for the screen."""
-    n = next((row["n"] for row in results["summary"] if row["n"]), None)
-    ks = next((row["pass_at_k"] for row in results["summary"] if row["pass_at_k"]), {})
-    largest_k = [k for k in ks if k != "1"][-1:]
-    evaluated = [*([f"Mean@{n}"] if n else []), *(f"Pass@{k}" for k in largest_k)]
-    lines = [["strategy", "seeds", *evaluated, "reward of own rollouts", "tokens/s", "s/step"]]
+    metrics = evaluated(results, by_strategy(results))
+    metrics = [*metrics[:1], *metrics[1:][-1:]]
+    lost = ["cut / unreadable / timed out"] if metrics else []
+    heads = [*(heading for heading, _ in metrics), *lost, "reward of own rollouts", "tokens/s", "s/step"]
+    lines = [["strategy", "seeds", *heads]]
     for row in results["summary"]:
-        scores = [*([row["mean_at_n"]] if n else []), *(row["pass_at_k"].get(k) for k in largest_k)]
-        first, last = (row[key] and f"{row[key]['value']:.3f}" for key in ("reward_first", "reward_last"))
-        reward = "–" if last is None else f"{first} → {last}"
+        cells = [statistics.in_words(dig(row, *keys)) for _, keys in metrics] + [shares(row["unscored"]) for _ in lost]
+        began, ended = (row[key] and f"{row[key]['value']:.3f}" for key in ("reward_first", "reward_last"))
         ratios = (row["cost"][key]["ratio"] for key in ("tokens_per_second", "step_seconds"))
-        costs = ("–" if ratio is None else f"×{ratio:.2f}" for ratio in ratios)
-        lines.append([row["strategy"], str(len(row["seeds"])), *map(_with_interval, scores), reward, *costs])
+        cells += ["–" if ended is None else f"{began} → {ended}"]
+        cells += ["–" if ratio is None else f"×{ratio:.2f}" for ratio in ratios]
+        lines.append([row["strategy"], str(len(row["seeds"])), *cells])
     verdicts = [f"{row['strategy']}: {row['verdict']}" for row in results["summary"]]
-    return "\n".join([*text_table(lines, left=len(lines[0])), "", *verdicts])
-
-
-def _with_interval(score: Mapping[str, Any] | None) -> str:
-    if score is None:
-        return "–"
-    return f"{score['value']:.3f}" + ("" if score["low"] is None else f" [{score['low']:.3f}, {score['high']:.3f}]")
+    warnings = [f"warning: {line}" for line in results["warnings"]]
+    return "\n".join([*text_table(lines, left=len(lines[0])), "", *verdicts, *warnings])

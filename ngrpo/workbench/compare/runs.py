@@ -28,6 +28,7 @@ from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.compare.plan import Plan, Run
+from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 
 _MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it in the kernel
 _GRACE_SECONDS = 20.0
@@ -268,10 +269,11 @@ class Screen:
         """The current run has ended."""
         self._took.append(time.monotonic() - self._began)
         score = "" if not evaluation else f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}"
+        warnings = unscored_warnings("warning", unscored(evaluation or {}))
         if record["status"] == "failed":
             self._say(f"FAILED: {str(record['error']).splitlines()[0]} (log: {record['log']})")
         else:
-            self._say(f"done in {span(record['seconds'])}{score}")
+            self._say("; ".join([f"done in {span(record['seconds'])}{score}", *warnings]))
 
     def _say(self, text: str) -> None:
         print(f"{self._head}: {text}", flush=True)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ngrpo.machine.console.text import fed_texts, text_table, token_texts
 from ngrpo.machine.hardware import profile_for
@@ -82,24 +82,16 @@ def diagnose(
     Args:
         model: a packaged name, a folder or a hub name.
         problems: the prompts, with distinct ids.
-        strategies: of :func:`ngrpo.config.arms.parse_arms`; the first unperturbed one, with the model's own weights at
-            one temperature, is the baseline of the perplexity.
+        strategies: the first unperturbed one, without schedule and noise, is the baseline.
         out: the folder.
-        sampling: group size, length, temperature, seed.
-        dataset: the name of the problems in the result.
         policies: sampling schedule and parameter noise of each strategy; None: neither.
-        with_map: make the embedding map too.
-        map_words: the words of the map, with commas between; None: ten usual ones.
-        hardware: a hardware profile.
+        with_map: make the embedding map too, of ``map_words`` (with commas between; None: ten usual ones).
         dtype: of the model, as vLLM takes it; None: float32 on a CPU, the model's own with CUDA.
         llm: a live engine of `group_sampling.build` with room for these prompts, instead of a new one.
-        report: called with lines of progress.
 
     Returns:
-        The content of ``diagnosis.json``.
-
-    Raises:
-        UsageError: for bad settings, a folder begun with others, or one that cannot be written.
+        The content of ``diagnosis.json``. Raises ``UsageError`` for bad settings, a folder begun with others, or one
+        that cannot be written.
     """
     check_problems(problems)
     if not strategies:
@@ -139,7 +131,8 @@ def diagnose(
                 folder.write(MAP, {"asked": map_settings, "map": map_data})
         kept = folder.samples()
         groups = {s.id: groups_of(kept[s.id]) for s in strategies}
-        rows = strategy_rows(strategies, groups, problems, folder.finished, sampling.seed)
+        baseline = next((s.id for s in strategies if s.spec is None and policy[s.id].plain), None)
+        rows = strategy_rows(strategies, groups, problems, folder.finished, baseline, sampling.seed)
         runners = sorted({facts["model_runner"] for facts in folder.finished.values() if "model_runner" in facts})
         sampling_settings = {name: value for name, value in asdict(sampling).items() if name != "group"}
         result = {
@@ -152,7 +145,7 @@ def diagnose(
             "versions": versions(", ".join(runners)),
             "machine": machine(),
             "seconds": round(time.time() - began, 1),
-            "baseline": next((s.id for s in strategies if s.spec is None and policy[s.id].plain), None),
+            "baseline": baseline,
             "strategies": rows,
             "warnings": warnings_of(rows, strategies),
             "samples": side_by_side(problems, groups, tokenizer),
@@ -170,13 +163,16 @@ def settings_of(
     model: str, dataset: str, problems: Sequence[Problem], sampling: GroupSampling, dtype: str
 ) -> dict[str, object]:
     """The settings that all strategies of a folder share."""
-    shared = {"model": model, "dataset": dataset, "problems": digest(problems)}
-    return {**shared, "sampling": asdict(sampling), "dtype": dtype}
+    drawn_from = {"model": model, "dataset": dataset, "problems": digest(problems)}
+    return {**drawn_from, "sampling": asdict(sampling), "dtype": dtype}
 
 
 def map_settings_of(strategies: Sequence[Arm], words: str | None) -> dict[str, object]:
     """The settings of an embedding map."""
     return {"words": words, "specs": [strategy.spec for strategy in strategies]}
+
+
+State = Literal["finished", "unfinished", "other"]
 
 
 class DiagnosisFolder(ResultFolder):
@@ -196,32 +192,24 @@ class DiagnosisFolder(ResultFolder):
         if len(remaining) < len(lines):
             self.write_lines(SAMPLES, remaining)
 
-    def belongs_to_another(self, settings: Mapping[str, object], drawn: Mapping[str, tuple[object, object]]) -> bool:
-        """Whether the folder holds another diagnosis, so that this one cannot continue there.
+    def state(self, settings: object, drawn: Mapping[str, object], map_settings: object) -> State:
+        """Whether the folder holds a whole diagnosis, a part of it or nothing, or another one.
 
-        Args:
-            settings: of :func:`settings_of`.
-            drawn: by strategy, its spec and its ``RolloutPolicy.described()``.
+        ``drawn`` has each strategy's spec and ``RolloutPolicy.described()``; without a map its settings are None.
         """
         if not self.path.is_dir() or all(entry.name.startswith(".") for entry in self.path.iterdir()):
-            return False
-        rows = {row["strategy"]: row for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
-        differ = any(name in rows and _drawn(rows[name]) != now for name, now in drawn.items())
-        return differ or self.read(SETTINGS) != json.loads(json.dumps(settings))
-
-    def is_complete(self, strategies: Sequence[str], map_settings: Mapping[str, object] | None) -> bool:
-        """Whether the document has these strategies, and the embedding map of these settings; None: no map."""
-        document = self.read(DIAGNOSIS)
-        if document is None or {row["name"] for row in document["strategies"]} != set(strategies):
-            return False
+            return "unfinished"
+        kept = {row["strategy"]: _drawn(row) for row in self.lines(FINISHED, "strategy", "samples", "perturbation")}
+        differ = any(kept.get(name, now) != now for name, now in drawn.items())
+        if differ or self.read(SETTINGS) != json.loads(json.dumps(settings)):
+            return "other"
+        document = self.read(DIAGNOSIS) or {"strategies": []}
         made = None if document.get("embedding_map") is None else (self.read(MAP) or {}).get("asked")
-        return made == json.loads(json.dumps(map_settings))
+        found = ({row["name"] for row in document["strategies"]}, made)
+        return "finished" if found == (set(drawn), json.loads(json.dumps(map_settings))) else "unfinished"
 
     def has(self, strategy: Arm, rollouts: Mapping[str, Any]) -> bool:
-        """Whether a strategy is finished here; UsageError where it was sampled with other options.
-
-        ``rollouts`` is its ``RolloutPolicy.described()``.
-        """
+        """Whether a strategy, drawn by ``RolloutPolicy.described()``, is finished here; UsageError where otherwise."""
         row = self.finished.get(strategy.id)
         now = (strategy.spec, dict(rollouts))
         if row is None or _drawn(row) == now:
@@ -233,7 +221,7 @@ class DiagnosisFolder(ResultFolder):
         )
 
     def samples(self) -> dict[str, list[Sample]]:
-        """The samples of each finished strategy, by its id."""
+        """By each finished strategy's id."""
         samples: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
         for number, line in enumerate(self.lines(SAMPLES, "strategy", "tokens"), start=1):
             try:
@@ -282,12 +270,9 @@ def table(diagnosis: dict[str, Any]) -> str:
     """The strategies as aligned columns; an unknown number is a dash."""
     group = str(diagnosis["group"])
     rows = [["", *(heading.format(group=group) for heading, _, _ in _COLUMNS)]]
-    for strategy in diagnosis["strategies"]:
-        numbers = [
-            format_number(dig(strategy, *(key.format(group=group) for key in keys)), digits)
-            for _, keys, digits in _COLUMNS
-        ]
-        rows.append([strategy["name"], *numbers])
+    for row in diagnosis["strategies"]:
+        numbers = ((dig(row, *(key.format(group=group) for key in keys)), digits) for _, keys, digits in _COLUMNS)
+        rows.append([row["name"], *(format_number(number, digits) for number, digits in numbers)])
     return "\n".join(text_table(rows))
 
 
@@ -295,10 +280,11 @@ def differences(diagnosis: dict[str, Any]) -> str:
     """One line per strategy: its paired differences to the unperturbed one, and whether they are within noise."""
     lines = []
     for strategy in diagnosis["strategies"]:
-        parts = []
-        for name, found in (strategy["difference"] or {}).items():
-            noise = ", within noise" if found["within_noise"] else ""
-            parts.append(f"{name} {found['value']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f}{noise})")
+        parts = [
+            f"{name} {found['value']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f}"
+            + (", within noise)" if found["within_noise"] else ")")
+            for name, found in (strategy["difference"] or {}).items()
+        ]
         if parts:
             lines.append(f"{strategy['name']} against {diagnosis['baseline']}: {'; '.join(parts)}")
     return "\n".join(lines)
@@ -316,20 +302,13 @@ def warnings_of(rows: Sequence[dict[str, Any]], strategies: Sequence[Arm]) -> li
         same, cut = row["same_input_groups"], row["truncated"]
         parsed, looped = row["validity"]["parseable"], row["validity"]["repetition"]
         alike = "wrong" if row["reward"] == 0.0 else "right" if row["pass_at_k"]["1"] == 1.0 else "rewarded alike"
-        for true, text in (
-            (
-                same > _MOSTLY,
-                f"in {same:.0%} of the groups all responses had the same inputs, so that the drawn text changes nothing"
-                " that follows; lower the rate",
-            ),
-            (
-                row["learnable_groups"] == 0.0,
-                f"in every group all responses are {alike}; GRPO's advantages are all zero",
-            ),
-            (parsed < _MOSTLY, f"{1 - parsed:.0%} of the responses have no final answer"),
-            (looped > _MOSTLY, f"{looped:.0%} of the responses end in a loop"),
-            (cut > _MOSTLY, f"{cut:.0%} of the responses reach the length limit; raise --max-tokens"),
-        ):
-            if true:
-                warnings.append(f"{strategy.id}: {text}")
+        found = {
+            f"in {same:.0%} of the groups all responses had the same inputs, so that the drawn text changes nothing"
+            " that follows; lower the rate": same > _MOSTLY,
+            f"in every group all responses are {alike}; GRPO's advantages are all zero": row["learnable_groups"] == 0.0,
+            f"{1 - parsed:.0%} of the responses have no final answer": parsed < _MOSTLY,
+            f"{looped:.0%} of the responses end in a loop": looped > _MOSTLY,
+            f"{cut:.0%} of the responses reach the length limit; raise --max-tokens": cut > _MOSTLY,
+        }
+        warnings += [f"{strategy.id}: {text}" for text, holds in found.items() if holds]
     return warnings

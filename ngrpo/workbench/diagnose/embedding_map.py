@@ -50,8 +50,7 @@ Contexts = dict[int, list[tuple[Tensor, int]]]
 def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int, str]]:
     """The tokens (id, text) of words with commas between; None: of the first ten of :data:`WORDS` that are one token.
 
-    Raises:
-        UsageError: for a word that is more than one token.
+    Raises ``UsageError`` for a word that is more than one token.
     """
     candidates = [word.strip() for word in words.split(",")] if words else WORDS
     tokens = []
@@ -70,28 +69,20 @@ def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int
 def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
     """``embedding_map`` of diagnosis.json: all perturbing strategies; of those that differ only in gates, the first.
 
-    Args:
-        llm: of :func:`ngrpo.workbench.diagnose.group_sampling.build`.
-        strategies: the unperturbed ones are left out.
-        tokens: of :func:`choose_tokens`.
-        seed: of the contexts and the perturbations.
-
-    Raises:
-        UsageError: where the model never writes any of the tokens, or a strategy needs more than logits.
+    Raises ``UsageError`` where the model never writes any of the tokens, or a strategy needs more than logits.
     """
     gate = {field.name for field in dataclasses.fields(Perturbation)} - {"seed"}  # options of every perturbation
     perturbing: dict[str, tuple[Arm, Perturbation]] = {}
     for strategy in strategies:
         if strategy.spec is None:
             continue
-        perturbation = registry.create(**strategy.spec)
-        if perturbation.reads_hidden:
+        options = {name: value for name, value in strategy.spec.items() if name not in gate}
+        made = perturbing.setdefault(json.dumps(options, sort_keys=True), (strategy, registry.create(**strategy.spec)))
+        if made[1].reads_hidden:
             raise UsageError(
                 f"--embedding-map: {strategy.name} decides by the last hidden state, and the map's contexts have logits"
                 " alone. Leave it out of the perturbations, or leave the map out."
             )
-        options = {name: value for name, value in strategy.spec.items() if name not in gate}
-        perturbing.setdefault(json.dumps(options, sort_keys=True), (strategy, perturbation))
     occurrences = contexts(llm, tokens, seed)
     tokens = [token for token in tokens if occurrences[token[0]]]
     if not tokens:

@@ -65,10 +65,7 @@ class Sample:
     """One response of one strategy, with the scorer's verdict.
 
     Attributes:
-        strategy: the strategy's id.
-        problem: the problem's id.
-        group: the number of its prompt, from 0.
-        member: its number in its group, from 0.
+        strategy, problem: their ids; ``group`` is the prompt's number, ``member`` the response's in its group, from 0.
         text: without special tokens.
         tokens: all generated tokens, the end token included.
         ended: whether the last token is the end token; False where the length limit cut the response.
@@ -101,7 +98,7 @@ class Sample:
         if self.record is None:
             return []
         positions = self.record.positions.astype(int) - self.record.prompt_tokens
-        return [position for position in positions.tolist() if 0 <= position < len(self.tokens)]
+        return positions[(positions >= 0) & (positions < len(self.tokens))].tolist()
 
     def to_json(self) -> dict[str, Any]:
         """A line of ``samples.jsonl``; the record is base64 of :meth:`ReplayRecord.to_bytes`."""
@@ -182,15 +179,9 @@ def sample_strategy(
     model: str = "",
     policy: RolloutPolicy = RolloutPolicy(),
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Samples a group for each of P problems under one strategy and measures what needs the model.
+    """Samples a group of G for each of P problems under one strategy and measures what needs the model.
 
-    Args:
-        llm: of :func:`build`.
-        strategy: which.
-        problems: the P problems.
-        sampling: group size G, length, temperature and seed.
-        model: the engine's model; needed where the policy has noise.
-        policy: the strategy's sampling schedule and parameter noise.
+    ``model`` is the engine's, and needed where the policy has noise.
 
     Returns:
         P × G samples, and ``tokens_per_second``, ``model_runner`` and :func:`fed_inputs`.
@@ -218,12 +209,11 @@ def sample_strategy(
     samples = []
     for output, loss in zip(outputs, losses_of(llm, [prompt for prompt, _, _ in jobs], tokens)):
         prompt, member = divmod(output.job, group)
-        problem = problems[prompt]
-        verdict = score(problem, output.text, prompt=texts[prompt])
-        judged = (verdict.reward, verdict.correct, verdict.extracted, verdict.parsed)
+        verdict = score(problems[prompt], output.text, prompt=texts[prompt])
+        place = (strategy.id, problems[prompt].id, prompt, member)
         said = (output.text, output.tokens, output.finish == "stop")
-        record = None if strategy.spec is None else output.record
-        samples.append(Sample(strategy.id, problem.id, prompt, member, *said, *judged, loss, record))
+        judged = (verdict.reward, verdict.correct, verdict.extracted, verdict.parsed)
+        samples.append(Sample(*place, *said, *judged, loss, None if strategy.spec is None else output.record))
     speed = sum(map(len, tokens)) / seconds
     return samples, {"tokens_per_second": speed, **fed, "model_runner": here.runner_version}
 
@@ -252,18 +242,18 @@ def fed_inputs(
     embeddings: ModelEmbeddings,
     module: nn.Module | None,
 ) -> dict[str, float | None]:
-    """Where perturbed inputs lie among the embeddings: at most 2,048, evenly spaced over all responses.
+    """Where perturbed inputs lie among the embeddings: at most 2,048, evenly spaced; None where there are none.
 
     Returns:
         ``anchor_nearest``, the fraction whose nearest token is the anchor, the heaviest candidate; ``text_nearest``,
         the fraction whose nearest token is the one in the text, x; and ``relative_shift``, the mean of
-        ‖e′ − E[x]‖ / ‖E[x]‖, which a training logs as ``shift``. None without perturbed inputs.
+        ‖e′ − E[x]‖ / ‖E[x]‖, which a training logs as ``shift``.
     """
     perturbed = [(i, row) for i, record in enumerate(records) for row in range(len(record))]
     if not perturbed:
         return dict.fromkeys(("anchor_nearest", "text_nearest", "relative_shift"))
-    spaced = np.linspace(0, len(perturbed) - 1, min(_MOST_INPUTS, len(perturbed)))
-    chosen = [perturbed[i] for i in np.unique(spaced.astype(int))]
+    spaced = np.linspace(0, len(perturbed) - 1, min(_MOST_INPUTS, len(perturbed))).astype(int)
+    chosen = [perturbed[i] for i in np.unique(spaced)]
     matrix = embeddings.matrix()
     vectors, anchors, written = [], [], []
     for i, pairs in itertools.groupby(chosen, key=itemgetter(0)):
@@ -275,7 +265,7 @@ def fed_inputs(
     anchor, text = torch.tensor([anchors, written], dtype=torch.int64, device=stacked.device)
     nearest = nearest_tokens(stacked, matrix, anchor)
     plain = matrix[text].double()
-    shifts = (stacked.double() - plain).norm(dim=-1) / plain.norm(dim=-1)
+    shifts = ((stacked.double() - plain).norm(dim=-1) / plain.norm(dim=-1)).nan_to_num(posinf=0.0)  # a row of zeros: 0
     return {
         "anchor_nearest": float((nearest == anchor).double().mean()),
         "text_nearest": float((nearest == text).double().mean()),

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diversity and validity of sampled groups: measures of tokens, the two axes, and a strategy's row of diagnosis.json.
-
-A response is a sequence of token ids without EOS.
-"""
+"""Diversity and validity of groups of responses, which are token ids without EOS; rows of diagnosis.json."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,9 +38,12 @@ def ngrams(tokens: Tokens, n: int) -> list[tuple[int, ...]]:
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
 
 
-def distinct_n(group: Sequence[Tokens], n: int) -> float | None:
-    """Different n-grams over all n-grams of a group (Li et al., 2016); None where there are none."""
-    counts = Counter(itertools.chain.from_iterable(ngrams(tokens, n) for tokens in group))
+def distinct_share(parts: Iterable[Collection[Any]]) -> float | None:
+    """Different elements over all elements of a group's parts, 1/G where all G agree; None where all are empty.
+
+    Of bigrams it is distinct-2 (Li et al., 2016).
+    """
+    counts = Counter(itertools.chain.from_iterable(parts))
     return len(counts) / counts.total() if counts else None
 
 
@@ -57,9 +59,7 @@ def bleu(hypothesis: Tokens, references: Sequence[Tokens]) -> float:
     logs = []
     for n in range(1, min(_BLEU_ORDER, len(hypothesis)) + 1):
         counts = Counter(ngrams(hypothesis, n))
-        allowed: Counter[tuple[int, ...]] = Counter()
-        for reference in references:
-            allowed |= Counter(ngrams(reference, n))
+        allowed = functools.reduce(operator.or_, (Counter(ngrams(reference, n)) for reference in references))
         smooth = int(n > 1)
         matches = (counts & allowed).total() + smooth
         if not matches:
@@ -107,14 +107,8 @@ def loops(tokens: Tokens) -> bool:
 
 def intermediate_results(text: str, question: str, final: str | None) -> set[str]:
     """The numbers of a response that are neither in the question nor in the final answer, in one form each."""
-    own, in_question, in_final = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
-    return own - in_question - in_final
-
-
-def distinct_share(sets: Sequence[set[str]]) -> float | None:
-    """Different elements over all elements of a group's sets: 1/G where all agree; None where all are empty."""
-    total = sum(map(len, sets))
-    return len(set().union(*sets)) / total if total else None
+    own, *given = (set(numbers(part, alone=True)) for part in (text, question, final or ""))
+    return own.difference(*given)
 
 
 def fed_the_same(group: Group) -> bool:
@@ -209,19 +203,19 @@ def strategy_rows(
     groups: Mapping[str, Sequence[Group]],
     problems: Sequence[Problem],
     facts: Mapping[str, dict[str, Any]],
+    against: str | None,
     seed: int,
 ) -> list[dict[str, Any]]:
-    """``strategies`` of diagnosis.json; the first unperturbed strategy is the baseline.
+    """``strategies`` of diagnosis.json, in the order given.
 
     Args:
-        strategies: in the order of the result.
-        groups: by strategy, P groups of G samples.
-        problems: the P problems.
+        strategies: of which ``groups`` has P groups of G samples each.
         facts: by strategy, the numbers of `group_sampling.sample_strategy`; an old folder has no ``relative_shift``.
+        against: the strategy that the others are compared with, or None.
         seed: of the bootstrap.
     """
     stats = {strategy.id: PromptStatistics(groups[strategy.id]) for strategy in strategies}
-    baseline = next((stats[strategy.id] for strategy in strategies if strategy.spec is None), None)
+    baseline = None if against is None else stats[against]
     # Each axis and the reward as a function of prompts drawn: for all prompts, and for bootstrap draws.
     curves: dict[str, Callable[[PromptStatistics, np.ndarray], np.ndarray]] = {
         "diversity": diversity,
@@ -231,19 +225,20 @@ def strategy_rows(
     rows = []
     for strategy in strategies:
         mine, its_groups, told = stats[strategy.id], groups[strategy.id], facts[strategy.id]
-        whole, draws = mine.everyone, resamples(len(its_groups), seed)
         intervals: dict[str, list[float] | None] = dict.fromkeys(curves)
         difference = None
         if len(its_groups) > 1:
+            draws = resamples(len(its_groups), seed)
             intervals = {name: list(bounds(curve(mine, draws))) for name, curve in curves.items()}
-        if len(its_groups) > 1 and baseline is not None and baseline is not mine:
-            difference = {}
-            for name, curve in curves.items():
-                value, resampled = (curve(mine, prompts) - curve(baseline, prompts) for prompts in (whole, draws))
-                low, high = bounds(resampled)
-                difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high})
+            if baseline is not None and baseline is not mine:
+                difference = {}
+                for name, curve in curves.items():
+                    value, resampled = (curve(mine, drawn) - curve(baseline, drawn) for drawn in (mine.everyone, draws))
+                    low, high = bounds(resampled)
+                    difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high})
         samples = [sample for group in its_groups for sample in group]
         responses = [[sample.response for sample in group] for group in its_groups]
+        intermediate = map(_intermediate_results, its_groups, problems)
         generated = sum(len(s.tokens) for s in samples)
         records = [s.record for s in samples if s.record is not None]
         rows.append(
@@ -254,19 +249,19 @@ def strategy_rows(
                 "pass_at_k": _pass_at_k(its_groups),
                 "diversity": {
                     "distinct_answers": float(mine.distinct.mean()),
-                    "distinct_intermediate": _mean(map(_distinct_intermediate, its_groups, problems)),
+                    "distinct_intermediate": _mean(map(distinct_share, intermediate)),
                     "self_bleu": _mean(map(self_bleu, responses)),
-                    "distinct_2": _mean(distinct_n(group, 2) for group in responses),
+                    "distinct_2": _mean(distinct_share(ngrams(tokens, 2) for tokens in group) for group in responses),
                     "edit_distance": float(mine.edit_distance.mean()),
-                    "score": float(diversity(mine, whole)[0]),
+                    "score": float(diversity(mine, mine.everyone)[0]),
                 },
                 "validity": {
                     "parseable": float(mine.parseable.mean()),
                     "repetition": float(mine.repetition.mean()),
-                    "perplexity": float(perplexity(mine, whole)[0]),
+                    "perplexity": float(perplexity(mine, mine.everyone)[0]),
                     "anchor_nearest": told["anchor_nearest"],
                     "text_nearest": told["text_nearest"],
-                    "score": float(validity(mine, baseline, whole)[0]),
+                    "score": float(validity(mine, baseline, mine.everyone)[0]),
                 },
                 "learnable_groups": _mean(len({s.reward for s in g}) > 1 for g in its_groups),
                 "single_trajectory_groups": _mean(len({tuple(s.tokens) for s in g}) == 1 for g in its_groups),
@@ -291,9 +286,9 @@ def _pass_at_k(groups: Sequence[Group]) -> dict[str, float]:
     return {str(k): float(np.mean([pass_at_k(size, c, k) for c in right])) for k in sizes}
 
 
-def _distinct_intermediate(group: Group, problem: Problem) -> float | None:
+def _intermediate_results(group: Group, problem: Problem) -> list[set[str]]:
     question = " ".join(message["content"] or "" for message in problem.messages)
-    return distinct_share([intermediate_results(s.text, question, s.extracted) for s in group])
+    return [intermediate_results(s.text, question, s.extracted) for s in group]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 DEFAULT_KS = (1, 4, 8, 16, 32)
 _REPORT_SECONDS = 10.0
+_UNSCORED = {
+    "cut": "were cut by the length limit",
+    "unreadable": "have no readable answer",
+    "timed_out": "timed out in scoring",
+}
 
 Report = Callable[[str], None]
 Sample = dict[str, Any]
@@ -110,7 +115,7 @@ def evaluate(
         folder.claim(settings)
         if not (folder.path / PROBLEMS).exists():
             folder.write_lines(PROBLEMS, map(asdict, problems))
-        samples = _samples(folder)
+        samples = read_samples(folder, SAMPLES, "problem", "sample", "text")
         existing = {(sample["problem"], sample["sample"]) for sample in samples}
         missing = [(p, i) for p in problems for i in range(n) if (p.id, i) not in existing]
         seconds, runner = _last_run(folder)
@@ -204,7 +209,7 @@ def rescore(
         check_scorer(scorer)
     with ResultFolder.opened(path, report) as held:
         settings: dict[str, Any] = held.read(SETTINGS)
-        samples = _samples(held)
+        samples = read_samples(held, SAMPLES, "problem", "sample", "text")
         rows = held.lines(PROBLEMS, "id", "messages", "answer", "scorer")
         problems = [replace(Problem(**row), messages=tuple(row["messages"])) for row in rows]
         ks = checked_ks(k, settings["n"])
@@ -267,11 +272,11 @@ def _checked_length(model: str, jobs: Sequence[Job], max_tokens: int) -> int:
     return needed
 
 
-def _samples(folder: ResultFolder) -> list[Sample]:
-    """The samples in a folder; of two with the same number the first counts."""
-    samples: dict[tuple[str, int], Sample] = {}
-    for row in folder.lines(SAMPLES, "problem", "sample", "text"):
-        samples.setdefault((row["problem"], row["sample"]), row)
+def read_samples(folder: ResultFolder, name: str = SAMPLES, *keys: str, mend: bool = True) -> list[Sample]:
+    """The samples in a file of a folder, each with ``keys``; of two with the same number the first counts."""
+    samples: dict[tuple[str | None, int | None], Sample] = {}
+    for row in folder.lines(name, *keys, mend=mend):
+        samples.setdefault((row.get("problem"), row.get("sample")), row)
     return list(samples.values())
 
 
@@ -326,9 +331,7 @@ def summarise(
         "mean_at_n": _mean(mean_at_n(n, c) for c in counts),
         "pass_at_k": {str(k): _mean(pass_at_k(n, c, k) for c in counts) for k in ks},
         "reward": _mean(sample["reward"] for sample in samples),
-        "parsed": _mean(sample["parsed"] for sample in samples),
-        "timed_out": _mean(sample.get("verdict") == TIMED_OUT for sample in samples),
-        "cut": _mean(sample["finish"] == "length" for sample in samples),
+        **readability(samples),
         "tokens_per_answer": tokens / len(samples),
         "problems": [{"id": problem.id, "n": n, "correct": c} for problem, c in zip(problems, counts)],
     }
@@ -336,6 +339,29 @@ def summarise(
     if perturbed:
         result["perturbed_rate"] = sum(perturbed) / max(1, tokens)
     return result
+
+
+def readability(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Which shares of the samples have a final answer, timed out in scoring, and were cut by the length limit."""
+    return {
+        "parsed": _mean(sample["parsed"] for sample in samples),
+        "timed_out": _mean(sample.get("verdict") == TIMED_OUT for sample in samples),
+        "cut": _mean(sample["finish"] == "length" for sample in samples),
+    }
+
+
+def unscored(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
+    """The shares of responses of which a score may say little; None where an evaluation does not have one."""
+    parsed, timed_out = evaluation.get("parsed"), evaluation.get("timed_out")
+    unreadable = None if parsed is None else max(0.0, 1.0 - parsed - (timed_out or 0.0))
+    return {"cut": evaluation.get("cut"), "unreadable": unreadable, "timed_out": timed_out}
+
+
+def unscored_warnings(name: str, shares: Mapping[str, float | None]) -> list[str]:
+    """A line for each of :func:`unscored`'s shares above a tenth."""
+    return [
+        f"{name}: {share:.0%} of the responses {_UNSCORED[key]}" for key, share in shares.items() if (share or 0) > 0.1
+    ]
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -372,4 +398,5 @@ def table(result: Mapping[str, Any], folder: object) -> str:
     ]
     if "perturbed_rate" in result:
         lines.append(f"perturbed     {result['perturbed_rate']:.3f} of the generated positions")
+    lines += [f"warning: {line}" for line in unscored_warnings("this score", unscored(result))]
     return "\n".join([*lines, f"samples       {folder}", ""])

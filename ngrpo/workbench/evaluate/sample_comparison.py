@@ -4,99 +4,166 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ngrpo.machine.console.text import text_table
+from ngrpo.machine.storage.result_folder import ResultFolder
 from ngrpo.workbench import statistics
-from ngrpo.workbench.evaluate.evaluation import DEFAULT_KS
+from ngrpo.workbench.evaluate.evaluation import (
+    DEFAULT_KS,
+    PROBLEMS,
+    SAMPLES,
+    read_samples,
+    readability,
+    unscored,
+    unscored_warnings,
+)
+from ngrpo.workbench.report.values import shares
 from ngrpo.workbench.statistics import cover_at, pass_at_k
 from perturbations.errors import UsageError
 
-_SAMPLES = "samples.jsonl"
 _TAUS = (0.25, 0.5, 0.75)
 _EXAMPLES = {"k": "1,8", "tau": "0.25,0.5"}
 
 
 class SampleFile(NamedTuple):
-    """One evaluation: its name, and by problem the number of answers and of right ones."""
+    """One evaluation; by problem the number of answers and of right ones, its content, and the reference answer.
+
+    ``texts``: the messages, then the prompt, each with its number among equal ones; empty where a file has none.
+    """
 
     name: str
     counts: dict[str, tuple[int, int]]
+    unscored: dict[str, float | None]
+    texts: tuple[dict[str, tuple[str, int]], dict[str, tuple[str, int]]]
+    answers: dict[str, str]
 
 
-def lines(files: Sequence[str], *, k: str | None = None, tau: str | None = None) -> list[str]:
+def lines(
+    files: Sequence[str],
+    *,
+    k: str | None = None,
+    tau: str | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[str]:
     """The comparison as a table.
 
     Args:
         files: paths, or ``NAME=PATH``; the first is the baseline.
         k: of Pass@k, with commas between; None for those of ``ngrpo eval`` up to the smallest number of answers.
         tau: of Cover@τ, with commas between; None for 0.25, 0.5 and 0.75 where all problems have several answers.
+        report: called with a line about a damaged end of a file.
 
     Raises:
-        UsageError: for a bad file or number, and files that share no problem.
+        UsageError: for a bad file or number, two files with one name, and files that share no problem.
     """
-    sample_files = [read(file) for file in files]
-    shared = [problem for problem in sample_files[0].counts if all(problem in one.counts for one in sample_files)]
+    sample_files = [read(file, report) for file in files]
+    short = [one.name for one in sample_files]
+    if len(set(short)) < len(short):  # folders of one name; their paths may differ
+        given = [not Path(path).exists() for path in files]
+        sample_files = [
+            one if named else one._replace(name=path) for one, path, named in zip(sample_files, files, given)
+        ]
+    if len({one.name for one in sample_files}) < len(files):
+        raise UsageError(f"{' '.join(files)}: two have one name. Give each another: a=DIR b=DIR.")
+    how, shared = _paired(sample_files)
     if not shared:
         raise UsageError(f"{' and '.join(files)} have no problem in common: are they of the same task?")
-    sizes = {one.counts[problem][0] for one in sample_files for problem in shared}
+    counts = [[one.counts[ids[i]] for ids in shared] for i, one in enumerate(sample_files)]
+    sizes = {n for of_file in counts for n, _ in of_file}
     fewest = min(sizes)
     head = [f"{len(shared)} problems, {fewest if len(sizes) == 1 else f'{fewest} to {max(sizes)}'} answers to each"]
+    head += [f"paired by {how}"] if len(files) > 1 else []
     head += [
         f"{one.name}: {len(one.counts) - len(shared)} of its {len(one.counts)} problems are not in all files, left out"
         for one in sample_files
         if len(one.counts) > len(shared)
     ]
-    rows = [["measure", "of", "value", "95%", "difference", "95%", "corrected p", "could be seen"]]
+    heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
+    rows = [[*heads, "difference [95%]", "corrected p", "could be seen"]]
     for measure, of_problem in _measures(_numbers("k", k, int), _numbers("tau", tau, float), fewest):
-        tables = [np.array([[of_problem(*one.counts[problem])] for problem in shared]) for one in sample_files]
+        tables = [np.array([[of_problem(*each)] for each in of_file]) for of_file in counts]
         differences = [statistics.paired(table, tables[0]) for table in tables[1:]]
         statistics.correct(differences)
         for one, table, difference in zip(sample_files, tables, [None, *differences]):
-            interval = statistics.interval(table)
-            value = [f"{interval['value']:.3f}", _span(interval)]
-            rows.append([measure, one.name, *value, *(_difference(difference) if difference else [""] * 4)])
+            value = [statistics.in_words(statistics.interval(table, share=True)), shares(one.unscored)]
+            rows.append([measure, one.name, *value, *(_difference(difference) if difference else [""] * 3)])
+    warnings = [line for one in sample_files for line in unscored_warnings(one.name, one.unscored)]
     notes = [
-        "difference: to the first; * beyond noise, corrected p below 0.05 (paired t test over problems, Holm).",
+        *(f"warning: {line}" for line in warnings),
+        "difference: to the first; * beyond noise, corrected p below 0.05 (paired t test over problems, Holm; an exact"
+        " sign-flip test where all problems differ by the same).",
         "could be seen: the smallest true difference that so many problems would show in four of five repetitions.",
     ]
     return [*head, "", *text_table(rows, left=2), "", *notes]
 
 
-def read(named_path: str) -> SampleFile:
+def _paired(files: Sequence[SampleFile]) -> tuple[str, list[tuple[str, ...]]]:
+    """How problems are paired, and for each that all files have its names in them; by name where no text says more."""
+    for how, texts in zip(("their text", "their prompt"), zip(*(one.texts for one in files))):
+        named = [{text: problem for problem, text in of_file.items()} for of_file in texts]
+        if shared := [tuple(each[text] for each in named) for text in named[0] if all(text in each for each in named)]:
+            return how, shared
+    names = [name for name in files[0].counts if all(name in one.counts for one in files)]
+    answers = [{one.answers.get(name) for one in files} for name in names]
+    if all(len(of_problem - {None}) == len(of_problem) == 1 for of_problem in answers):
+        how = "name and reference answer; their prompts differ, as with another --instruction"
+    elif all(any(one.texts) for one in files):
+        return "", []  # files of one name hold other problems
+    else:
+        how = "name alone; not every file has prompts"
+    return how, [(name,) * len(files) for name in names]
+
+
+def read(named_path: str, report: Callable[[str], None] = lambda line: None) -> SampleFile:
     """Reads ``samples.jsonl`` or the folder of an evaluation, ``PATH`` or ``NAME=PATH``.
 
     Raises:
-        UsageError: for a file that cannot be read or holds something else.
+        UsageError: for a file that cannot be read, is damaged or holds something else.
     """
     name, equals, text = named_path.partition("=")
     if not equals or Path(named_path).exists():
         name, text = "", named_path
     path = Path(text).expanduser()
-    file = path / _SAMPLES if path.is_dir() else path
-    try:
-        # Not splitlines(): JSON may hold U+2028 unescaped.
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except FileNotFoundError:
-        raise UsageError(
-            f"{file}: there is no such file. Give the folder of an ngrpo eval or a samples file."
-        ) from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} is not a file of JSON lines: {error}.") from None
-    if not rows or not all(isinstance(row, dict) and "problem" in row and "correct" in row for row in rows):
+    file = path / SAMPLES if path.is_dir() else path
+    if not file.is_file():
+        raise UsageError(f"{file}: there is no such file. Give the folder of an ngrpo eval or a samples file.")
+    folder = ResultFolder(file.parent, report)
+    rows = read_samples(folder, file.name, mend=False)
+    if not rows or not all("problem" in row and "correct" in row for row in rows):
         raise UsageError(
             f"{file} holds no per-sample results: its lines need 'problem' and 'correct', as ngrpo eval writes them."
         )
-    answers: dict[str, dict[Any, bool]] = defaultdict(dict)
-    for row in rows:  # of two with the same number the first counts
-        answers[str(row["problem"])].setdefault(row.get("sample"), bool(row["correct"]))
-    counts = {problem: (len(correct), sum(correct.values())) for problem, correct in answers.items()}
-    return SampleFile(name or (file.parent.name if file.name == _SAMPLES else file.name), counts)
+    answers: dict[str, list[bool]] = defaultdict(list)
+    for row in rows:
+        answers[row["problem"]].append(bool(row["correct"]))
+    listed = folder.lines(PROBLEMS, "id", "messages", "answer", mend=False) if file.name == SAMPLES else []
+    problems = [row for row in listed if row["id"] in answers]
+    return SampleFile(
+        name or (file.parent.name if file.name == SAMPLES else file.name),
+        {problem: (len(correct), sum(correct)) for problem, correct in answers.items()},
+        unscored(readability(rows) if all(row.keys() >= {"parsed", "finish"} for row in rows) else {}),
+        (
+            _numbered({row["id"]: json.dumps(row["messages"]) for row in problems}),
+            _numbered({row["problem"]: row["prompt"] for row in rows if "prompt" in row}),
+        ),
+        {row["id"]: row["answer"] for row in problems},
+    )
+
+
+def _numbered(texts: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+    """Each problem's text with the number of equal ones before it."""
+    seen: Counter[str] = Counter()
+    numbered = {}
+    for problem, text in texts.items():
+        numbered[problem] = text, seen[text]
+        seen[text] += 1
+    return numbered
 
 
 def _numbers(flag: str, text: str | None, kind: type) -> list[float] | None:
@@ -128,10 +195,4 @@ def _difference(difference: statistics.Interval) -> list[str]:
     p_text = "–" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
     mark = "" if difference["within_noise"] else " *"
     detectable = "–" if least is None else f"{least:.3f}"
-    return [f"{difference['value']:+.3f}", _span(difference, "+"), p_text + mark, detectable]
-
-
-def _span(interval: statistics.Interval, sign: str = "") -> str:
-    if interval["low"] is None:
-        return "–"
-    return f"[{interval['low']:{sign}.3f}, {interval['high']:{sign}.3f}]"
+    return [statistics.in_words(difference, "+.3f"), p_text + mark, detectable]

@@ -78,6 +78,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
         "runs": len(runs),
         "failed": [{**run, "error": _cause(run.get("error"))} for run in runs if run.get("status") == "failed"],
         "pending": states["pending"],
+        "warnings": results.get("warnings"),
         "one_seed": len(seeds) == 1,
         "sentence": sentence(summary, baseline, metrics),
         "forest": forest(series, summary, baseline, measure) if baseline in summary else [],
@@ -186,7 +187,8 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
             lines.append(Row(series[name], verdict, (name, verdict)))
             continue
         low, high, least = (number(change.get(key)) for key in ("low", "high", "detectable"))
-        text = f"{signed(value)} ({between(low, high, sign=True)}), {noise(change) or MISSING}"
+        span = "" if low is None or high is None else f" ({between(low, high, sign=True)})"
+        text = f"{signed(value)}{span}, {noise(change) or MISSING}"
         hint = [name, f"{measure} {text}", verdict]
         if least is not None:
             hint.append(f"a difference below about {format_number(least)} would often have been missed")

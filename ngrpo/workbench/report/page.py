@@ -157,6 +157,6 @@ def _templates() -> Environment:
     )
     environment.filters["shown"] = values.shown
     environment.filters["json"] = lambda value: json.dumps(value, ensure_ascii=False)
-    names = "between dig duration ends format_number noise number plural rows signed size"
+    names = "between dig duration ends format_number noise number plural rows shares signed size"
     environment.globals.update({name: getattr(values, name) for name in names.split()})
     return environment

@@ -33,7 +33,7 @@ _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
 # The first is OpenRLHF's mean over groups: 0 where none has anything to learn.
-_AS_LOGGED = ("group_reward_std", "trained_groups", "trained_responses", "optimizer_steps")
+_AS_LOGGED = ("group_reward_std", "trained_groups", "trained_responses", "optimizer_steps", "cut_prompts")
 _ROWS = 14
 
 # Heading, key in a step, format.
@@ -175,8 +175,10 @@ def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
         scores = " → ".join(f"{value:.3f} (step {step})" for step, value in ends.items())
         lines.append(f"evaluation    {scores}, {tag.rpartition('/')[2]}")
     if any("trained_groups" in row for row in rows):
-        groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _AS_LOGGED[1:])
+        groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _AS_LOGGED[1:4])
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
+    if cut := sum(row.get("cut_prompts", 0.0) for row in rows):
+        lines.append(f"cut prompts   {cut:g} lost their first tokens: --data.max_len is too small for them")
     gaps = [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]
     if gaps:
         lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")

@@ -69,6 +69,12 @@ def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -
     return f"{show(low, digits)} to {show(high, digits)}"
 
 
+def shares(unscored: object) -> str:
+    """The responses that were cut, were unreadable, or timed out: ``3% / 0% / –``."""
+    parts = (number(unscored, key) for key in ("cut", "unreadable", "timed_out"))
+    return " / ".join(MISSING if part is None else f"{part:.0%}" for part in parts)
+
+
 def noise(difference: object) -> str | None:
     """The outcome of a difference's test; None where it was not tested. One seed is never beyond noise."""
     within = dig(difference, "within_noise")

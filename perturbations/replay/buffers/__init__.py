@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay buffers: the contract, and one file for each, named like it."""
 
-from __future__ import annotations
-
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replay buffer in the worker's memory, bounded in bytes."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from perturbations.options import option
-from perturbations.registry import register_buffer
-from perturbations.replay.buffers import ReplayBuffer
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations import FinishedTrajectory, ReplayBuffer, option, register_buffer
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +39,9 @@ class MemoryBuffer(ReplayBuffer):
         content.size += finished.size
         while content.size > self.max_bytes and len(content.held) > 1:
             if not content.warned:
-                logger.warning(
-                    "%d finished trajectories (%d bytes) were not taken; from now on the oldest are dropped without a"
-                    " further word. Take or drop the records of finished requests, or raise max_bytes.",
-                    len(content.held),
-                    content.size,
-                )
+                untaken = f"{len(content.held)} finished trajectories ({content.size} bytes) were not taken"
+                fix = "Take or drop the records of finished requests, or raise max_bytes"
+                logger.warning("%s; the oldest are dropped from now on, without a further word. %s.", untaken, fix)
                 content.warned = True
             self.take(next(iter(content.held)))
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a perturbed asynchronous vLLM engine: its start-up check, their collection, and their turns joined."""
+"""Records on their way from an asynchronous vLLM engine, whose turns are joined, to a training batch, as bytes."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ngrpo.rollout.records import of_all_workers
 from ngrpo.rollout.requests import external_id
 from perturbations import seeds
 from perturbations.errors import require
-from perturbations.replay import ReplayRecord
+from perturbations.replay import ReplayRecord, packing
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Conversation:
         if length < len(self._tokens):
             self._tokens, kept = self._tokens[:length], before.truncate(length)
             dropped = kept.dropped + len(before.record) - len(kept.record)
-            self.trajectory = dataclasses.replace(kept, dropped=dropped)
+            self.trajectory = replace(kept, dropped=dropped)
 
     def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
         """The record for a request's arguments, after :meth:`go_on` with its prompt.
@@ -131,7 +131,7 @@ class Conversation:
             return None
         record = self.trajectory.record
         if again and (record.sigma is None or not len(record)):
-            return dataclasses.replace(record, seed=seeds.trajectory_seed(record.seed, again))
+            return replace(record, seed=seeds.trajectory_seed(record.seed, again))
         return record
 
     def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
@@ -152,4 +152,71 @@ class Conversation:
     def finished(self, tokens: Sequence[int]) -> FinishedTrajectory:
         """The whole trajectory, fitted to the conversation's final tokens."""
         self.go_on(tokens)
-        return dataclasses.replace(require(self.trajectory, "the trajectory"), unperturbed=self.unperturbed)
+        return replace(require(self.trajectory, "the trajectory"), unperturbed=self.unperturbed)
+
+
+# ---- in a sample of a training batch: its trajectory and its two rounds, a dictionary of bytes --------------------
+
+SECOND_ROUND = "second_round"
+_VERSION = 1
+OURS = {*packing.PARTS, SECOND_ROUND}
+"""Our entries of a sample's dictionary; the others are a multimodal model's."""
+
+
+def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]:
+    """The trajectories of a batch, None for a sample without one; ValueError for bytes that were cut or altered."""
+    return [
+        FinishedTrajectory.unpack(entry) if entry and packing.RECORD in entry else None for entry in side_inputs or ()
+    ]
+
+
+def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]:
+    """The replay records of a training batch, in order; a sample without a perturbed position has an empty one.
+
+    Raises:
+        RuntimeError: if a sample has none.
+    """
+    trajectories = unpack(side_inputs) or [None] * batch
+    missing = [i for i, trajectory in enumerate(trajectories) if trajectory is None]
+    if missing or len(trajectories) != batch:
+        raise RuntimeError(
+            f"{len(missing) or batch - len(trajectories)} of {batch} samples have no replay record (the first:"
+            f" {missing[:5]}), so the model would be trained on inputs that the rollout did not see. Each sample of a"
+            " perturbed run has its record in mm_train_inputs: a custom executor must hand on what generate() returns."
+        )
+    return [trajectory.record for trajectory in trajectories if trajectory is not None]
+
+
+@dataclass(frozen=True)
+class TwoRounds:
+    """The two rounds of a sample's prompt: rewards of all responses, the first round's in front, (G + G',) float32.
+
+    ``place`` is this response's among them; ``log_probs`` is log π_old of its tokens given its round's prompt, (T,)
+    float32, and None in the first round, whose prompt is the data's.
+    """
+
+    rewards: np.ndarray
+    place: int
+    log_probs: np.ndarray | None = None
+
+    def pack(self) -> dict[str, bytes]:
+        """As plain bytes with a checksum, like records."""
+        parts = [packing.varint(len(self.rewards)), packing.floats(self.rewards), packing.varint(self.place)]
+        parts.append(packing.varint(self.log_probs is not None))
+        if self.log_probs is not None:
+            parts.append(packing.floats(self.log_probs))
+        return {SECOND_ROUND: packing.sealed(parts, _VERSION)}
+
+
+def two_rounds(side_inputs: Sequence[Any] | None, batch: int) -> list[TwoRounds | None]:
+    """The two rounds of each sample of a batch, None if the first was enough."""
+    found: list[TwoRounds | None] = []
+    for entry in side_inputs or [None] * batch:
+        data = (entry or {}).get(SECOND_ROUND)
+        if data is None:
+            found.append(None)
+            continue
+        reader = packing.unsealed(data, _VERSION, "a sample's two rounds")
+        rewards, place = reader.floats(reader.varint()), reader.varint()
+        found.append(TwoRounds(rewards, place, reader.all_floats() if reader.varint() else None))
+    return found

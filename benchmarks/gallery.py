@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of docs/gallery.md: charts as `report.html` draws them, from the results that docs/results/ holds.
+
+python -m benchmarks.gallery [--out docs/gallery]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from markupsafe import Markup, escape
+
+from ngrpo.machine.storage.result_folder import write_text
+from ngrpo.workbench.report import charts, page
+from ngrpo.workbench.report.drawing import Series, all_series
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_RULES = r"\.(h\d|d\d|line|band|whisker|mark|grid|axis|plot text|plot \.|plot\.wide (text|\.mark)|plot\.square text)"
+_ROW = 18  # the height of a strategy in the legend
+
+Draw = Callable[[Mapping[str, Any], Mapping[str, Series]], charts.Chart]
+
+
+class Picture(NamedTuple):
+    """A chart of a published comparison; ``arms`` are the strategies that it shows, () for all."""
+
+    name: str
+    results: str
+    draw: Draw
+    arms: Sequence[str] = ()
+
+
+def reward(results: Mapping[str, Any], series: Mapping[str, Series]) -> charts.Chart:
+    return charts.learning(results, series)["reward"]
+
+
+def diversity(results: Mapping[str, Any], series: Mapping[str, Series]) -> charts.Chart:
+    return charts.diversity_validity(results["diagnosis"], series)["chart"]
+
+
+_PKPO, _STHT = "none advantage=pkpo advantage.k=2", "gaussian sigma_of=vector"
+PICTURES = (
+    Picture(
+        "local_optimum", "study2/shortcut-late", reward, ("none", _PKPO, "neighbor", "gumbel density=gumbel", "cuts")
+    ),
+    Picture("two_peaks", "study2/two_peaks", reward),
+    Picture("sums", "sums", reward, ("none", "neighbor", "gumbel", "multiplex", "soft")),
+    Picture("diversity", "sums", diversity, ("none", "neighbor", "neighbor variant=released", _STHT, "gumbel")),
+)
+
+
+def published(picture: Picture) -> dict[str, Any]:
+    """The committed results of the strategies that a picture shows."""
+    packed = DOCS / "results" / picture.results / "results.json.gz"
+    return chosen(json.loads(gzip.decompress(packed.read_bytes())), picture.arms)
+
+
+def minutes(results: Mapping[str, Any]) -> tuple[float, float]:
+    """The shortest and the longest mean time of a strategy's runs."""
+    seconds: dict[str, list[float]] = {}
+    for run in results["runs"]:
+        seconds.setdefault(run["strategy"], []).append(run["seconds"])
+    means = [sum(each) / len(each) / 60 for each in seconds.values()]
+    return min(means), max(means)
+
+
+def drawn(picture: Picture) -> str:
+    """A picture as an SVG file with its own style and legend."""
+    results = published(picture)
+    series = all_series(results)
+    chart = picture.draw(results, series)
+    template = '{% import "charts.html" as charts %}{% import "parts.html" as parts %}{{ charts.plot(chart) }}'
+    inside = page._templates().from_string(template).render(chart=chart)
+    inside = re.search(r"<svg[^>]*>(.*)</svg>", inside, re.DOTALL)[1]
+    width, height = chart.size.width, chart.size.height + _ROW * len(series)
+    rows = "".join(_legend(one, chart.size.height + _ROW * row) for row, one in enumerate(series.values()))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        f' role="img" aria-label="{escape(chart.title)}. {escape(chart.desc)}" class="plot {chart.size.kind}">\n'
+        f'<style>{_style()}</style>\n<rect width="100%" height="100%" fill="var(--paper)"/>{inside}{rows}</svg>\n'
+    )
+
+
+def chosen(results: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
+    """A comparison with these strategies alone."""
+    result = dict(results)
+    if arms:
+        kept = {row["id"]: row for row in results["strategies"] if row["id"] in arms}
+        result["strategies"] = [kept[arm] for arm in arms]
+        result["runs"] = [run for run in results["runs"] if run["strategy"] in arms]
+        result["summary"] = [row for row in results["summary"] if row["strategy"] in arms]
+        diagnosed = [row for row in results["diagnosis"]["strategies"] if row.get("id", row.get("name")) in arms]
+        result["diagnosis"] = {**results["diagnosis"], "strategies": diagnosed}
+    return result
+
+
+def _legend(one: Series, y: float) -> str:
+    hollow = " hollow" if one.hollow else ""
+    mark = f'<path class="mark{hollow}" d="{one.shape}" transform="translate(65 {y})"/>'
+    name = escape(one.name)
+    return Markup(
+        f'<g class="{one.classes}"><path class="line" d="M50 {y}h30"/>{mark}</g>'
+        f'<text class="axis-title" x="88" y="{y}" dy=".35em">{name}</text>\n'
+    )
+
+
+def _style() -> str:
+    """The rules of the report's style that charts need, in its light colors."""
+    lines = Path(page.__file__).with_name("style.css").read_text(encoding="utf-8").splitlines()
+    colors = "".join(line for line in lines[:8] if line.lstrip().startswith("--"))
+    rules = " ".join(line for line in lines if re.match(_RULES, line))
+    return f":root {{{colors}}} text {{font-family: sans-serif}} {rules}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--out", type=Path, default=DOCS / "gallery")
+    folder = parser.parse_args(argv).out
+    folder.mkdir(parents=True, exist_ok=True)
+    for picture in PICTURES:
+        write_text(folder / f"{picture.name}.svg", drawn(picture))
+        print(folder / f"{picture.name}.svg")
+
+
+if __name__ == "__main__":
+    main()
