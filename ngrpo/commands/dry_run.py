@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ngrpo.config import parse, rules, run_notes
+from ngrpo.config import parse, rules
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import text_table
@@ -41,7 +41,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=machine)
     flags = rules.resolve_flags(run)
     rules.check_parsed(flags)
-    for note in (*run.notes, *run_notes.notes(flags, run), *rules.notes(flags, run)):
+    for note in (*run.notes, *rules.notes(flags, run)):
         print(f"warning: {note}")
     if checks_only:
         return _run_checks(rules.outcomes(flags, run))

@@ -103,7 +103,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.commands.dry_run import dry_run
-from ngrpo.config import flag_values, parse, rules, run_notes, verl_lines
+from ngrpo.config import flag_values, parse, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
@@ -195,8 +195,6 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     complete = rules.completed(run)
     placed = complete if run.task is None else complete.with_defaults(rules.OF_TASK)
     rules.check("start", rules.of_hardware(placed, run), run)
-    for note in run_notes.notes(complete, run):
-        report(f"warning: {note}")
     if run.task is not None:
         complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
     complete = rules.of_hardware(complete, run)

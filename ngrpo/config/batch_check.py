@@ -7,6 +7,7 @@ from contextlib import suppress
 from math import ceil
 
 from ngrpo.config.dataset_check import rows_of
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import openrlhf_parser, placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.placement import Args
@@ -37,6 +38,9 @@ def check(args: Args) -> None:
             f" {generated or longest} tokens (--rollout.max_new_tokens). Give a fifth of it."
         )
     ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
+    size, stride = architecture.size_of(args["actor.model_name_or_path"]), args["ds.ring_attn_head_stride"]
+    if ring > 1 and size is not None and size.kv_heads % stride:
+        raise UsageError(f"--ds.ring_attn_head_stride {stride} must divide the model's {size.kv_heads} heads of keys.")
     for role, groups in _groups(args).items():
         world = placement.world_size(args, role)
         if world % (ring * tensor):

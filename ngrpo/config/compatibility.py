@@ -217,20 +217,15 @@ HARDWARE = (
         (_RING, _NEEDS_CUDA),
         (given.FLASH_ATTENTION, _NEEDS_CUDA, "use sdpa or eager"),
     ),
-    Row(flag("--use_ms"), given.without("modelscope", "modelscope"), "it loads from there", "pip install modelscope"),
-    Row(flag("--logger.wandb.key"), given.without("wandb", "wandb"), "it logs there", "pip install wandb"),
-    Row(flag("--ds.lora.rank", off="0"), given.without("peft", "peft"), "it makes the adapters", "pip install peft"),
-    Row(
-        flag("--ds.use_liger_kernel"),
-        given.without("liger-kernel", "liger_kernel"),
-        "it has the kernels",
-        "pip install liger-kernel",
-    ),
-    Row(
-        flag("--ds.load_in_4bit"),
-        given.without("bitsandbytes", "bitsandbytes"),
-        "it quantizes the weights",
-        "pip install bitsandbytes",
+    *(
+        Row(what, given.without(package), "OpenRLHF imports it", f"pip install {package}")
+        for what, package in (
+            (flag("--use_ms"), "modelscope"),
+            (flag("--logger.wandb.key"), "wandb"),
+            (_LORA, "peft"),
+            (flag("--ds.use_liger_kernel"), "liger-kernel"),
+            (flag("--ds.load_in_4bit"), "bitsandbytes"),
+        )
     ),
     Row(_FLOAT32, given.hardware("cuda"), "OpenRLHF's engines compute in bfloat16 there", "use bf16, or leave it out"),
     Row(_RING, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"leave it out, or {_INSTALL}"),

@@ -139,9 +139,9 @@ def sampling(name: str) -> Feature:
     return Feature(f"--sampling.{name}", given)
 
 
-def without(package: str, module: str) -> Feature:
-    """An environment without a package, which a module's name finds."""
-    return when(f"an environment without {package}", lambda asked: find_spec(module) is None)
+def without(package: str) -> Feature:
+    """An environment without a package."""
+    return when(f"an environment without {package}", lambda asked: find_spec(package.replace("-", "_")) is None)
 
 
 def hardware(name: str) -> Feature:

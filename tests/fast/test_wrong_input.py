@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
+from ngrpo.config import flag_values
 from ngrpo.config.dataset_check import check_files
 from ngrpo.config.run_notes import notes
+from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast import run
@@ -60,6 +62,11 @@ def test_a_right_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert code == 0 and "has no weights (*.safetensors), which a run needs" in told, told
 
 
+def test_openrlhfs_own_defaults_pass() -> None:
+    for name, value in openrlhf_parser.defaults().items():
+        flag_values.check(Flags(["--actor.model_name_or_path", "m", name, value]), run_of())
+
+
 @pytest.mark.parametrize(("words", "said"), run.refused("values"))
 def test_what_openrlhf_takes_and_cannot_use(
     folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
@@ -97,7 +104,7 @@ def test_tables_that_would_be_read_otherwise(tmp_path: Path, text: str, said: st
     ("change", "said"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier, which generates nothing"),
-        ({"head_dim": 16}, "its heads have 16 dimensions, and vLLM's attention on a CPU takes 32"),
+        ({"head_dim": 16}, "with attention heads of size 16 cannot be used with --hardware cpu"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 32}, ""),
         ({"max_position_embeddings": 32}, "has a context of 32 tokens. Give --data.max_len 32 or less"),
     ],
