@@ -38,8 +38,8 @@ def check(args: Args) -> None:
             f" {generated or longest} tokens (--rollout.max_new_tokens). Give a fifth of it."
         )
     ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
-    size, stride = architecture.size_of(args["actor.model_name_or_path"]), args["ds.ring_attn_head_stride"]
-    if ring > 1 and size is not None and size.kv_heads % stride:
+    size = architecture.size_of(args["actor.model_name_or_path"]) if ring > 1 else None
+    if size is not None and size.kv_heads % (stride := args["ds.ring_attn_head_stride"]):
         raise UsageError(f"--ds.ring_attn_head_stride {stride} must divide the model's {size.kv_heads} heads of keys.")
     for role, groups in _groups(args).items():
         world = placement.world_size(args, role)

@@ -111,7 +111,7 @@ def test_the_command_line() -> None:
     complete = ["--model", "m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4"]
     complete += ["--credit", "top_entropy", "--preset"]
     for preset, refused in (("grpo", False), ("gspo", True)):
-        with pytest.raises(UsageError, match="the ratio is of the whole answer") if refused else nullcontext():
+        with pytest.raises(UsageError, match="the ratio is of the whole response") if refused else nullcontext():
             rules.checked(parse.run_config([*complete, preset]))
     assert "top_entropy" in catalogue.listing() and "--credit.alpha" in catalogue.train_help("")
 

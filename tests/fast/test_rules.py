@@ -141,16 +141,6 @@ class TestFiles:
         self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
         self.refuse([*named, "--eval.dataset", f"{jsonl}.csv"], "--eval.dataset", "no such file")
 
-    def test_an_empty_prompt_is_named_by_its_row(self, jsonl: Path) -> None:
-        jsonl.write_text(jsonl.read_text() + '{"inputs": " \\n", "answer": ""}\n')
-        keys = ["--data.input_key", "inputs", "--data.label_key", "answer"]
-        self.refuse(self.args(jsonl, *keys), "the input 'inputs' is empty in row 2")
-
-    @pytest.mark.parametrize("flag", ["--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir"])
-    def test_a_folder_that_is_a_file(self, jsonl: Path, flag: str) -> None:
-        with pytest.raises(UsageError, match=f"{flag} .*: is a file. Give another path"):
-            flag_values.check_output(Flags([flag, str(jsonl)]), run_of())
-
     @pytest.mark.parametrize("row", ['{"answer": "5"}', '{"inputs": null, "answer": "5"}'])
     def test_a_row_without_its_column(self, jsonl: Path, row: str) -> None:
         jsonl.write_text(jsonl.read_text() * 500 + f"{row}\n")
