@@ -67,8 +67,8 @@ the run
                             overrides an earlier one, and a flag both; 'false'
                             takes a flag of OpenRLHF out. Each run leaves such a
                             file, run.yaml, which repeats it
-  --report.groups N         keep all responses to N prompts of a few steps, for a
-                            look into groups in report.html [0]
+  --report.groups N         keep all responses to N prompts of a few steps, for
+                            a look into groups in report.html [0]
   --dry-run [[[NODES x] GPUS x] GB]
                             print configuration, placement and memory, check,
                             and start nothing; 2x8x80: on two nodes with eight
