@@ -102,7 +102,7 @@ def test_the_command_line() -> None:
     with pytest.raises(UsageError, match="kappa='1': must be greater than 1"):
         parse.run_config(["--credit", "entropy_bonus", "--credit.kappa", "1"])
     rules.checked(parse.run_config([*words, "--preset", "grpo"]))
-    with pytest.raises(UsageError, match="the ratio is of the whole answer"):
+    with pytest.raises(UsageError, match="the ratio is of the whole response"):
         rules.checked(parse.run_config([*words, "--preset", "gspo"]))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo.config import rules
+from ngrpo.config import model_check, rules
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
@@ -100,7 +100,8 @@ AQN = policy_noises.create("aqn").spec()
 
 
 def folder_of(path: Path, config: str) -> str:
-    path.joinpath("config.json").write_text(config)
+    for name, text in (("config.json", config), ("model.safetensors", "weights"), ("tokenizer.json", "{}")):
+        path.joinpath(name).write_text(text)
     return str(path)
 
 
@@ -114,15 +115,15 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     told = dict(rules.outcomes(flags, run))
     with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
         told[f"the options fit the model {model}"]()
-    assert rules.check_model(model, None) is None
-    assert rules.check_model(model, None, policy_noises.create("psn")) is None
+    assert model_check.check_model(model, None) is None
+    assert model_check.check_model(model, None, policy_noises.create("psn")) is None
 
 
 @pytest.mark.parametrize("config", ['{"model_type": "none_such"}', '{"model_type": "gpt2", "auto_map": {"A": "b.C"}}'])
 def test_a_model_that_cannot_be_made_is_not_checked(tmp_path: Path, config: str) -> None:
     model = folder_of(tmp_path, config)
     assert architecture.parameter_names(model) is None
-    assert "looks once the model has loaded" in str(rules.check_model(model, None, policy_noises.create("aqn")))
+    assert "looks once the model has loaded" in str(model_check.check_model(model, None, policy_noises.create("aqn")))
 
 
 @pytest.mark.parametrize(("norm", "refused"), [("input_layernorm", False), ("ln_1", True)])
