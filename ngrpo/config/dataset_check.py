@@ -29,11 +29,16 @@ _TEMPLATE, _IMAGES = "--data.apply_chat_template", "--data.max_images_per_prompt
 
 
 class _Content(NamedTuple):
-    """A file: of each column the first row of each kind of value, the number of rows, prompts with their tools."""
+    """What a file holds.
+
+    ``columns``: of each the first row of each kind of value. ``prompts``: a row, its prompt and its tools, of each form
+    of conversation. ``longest``: the row with the most characters, likewise.
+    """
 
     columns: dict[str, dict[str, int]]
     rows: int
     prompts: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]]
+    longest: tuple[int, Any, dict[str, Any]]
 
 
 def check_files(flags: Flags) -> None:
@@ -133,11 +138,12 @@ def rows_of(flag: str, flags: Flags) -> list[int] | None:
     return rows if len(rows) == len(value.split(",")) and max(rows, default=_CHECKED) < _CHECKED else None
 
 
-def prompts(flags: Flags) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Where a prompt is, a prompt and its tools: of each form of roles, contents, calls and tools in the files."""
+def prompts(flags: Flags, *, longest: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Where a prompt is, a prompt and its tools: of each form of conversation in the files, or each file's longest."""
     for flag in DATASETS:
         for name in local_files(flag, flags.value(flag)):
-            for row, prompt, tools in _read(flag, name, flags).prompts.values():
+            content = _read(flag, name, flags)
+            for row, prompt, tools in [content.longest] if longest else content.prompts.values():
                 yield f"{flag} {name}: row {row}", prompt, tools
 
 
@@ -194,6 +200,10 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
     columns: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
     kept: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]] = {}
     for number, row in enumerate(rows, start=1):
+        try:
+            tools = {} if TOOLS in (prompt, label) else conversation.tools_of(row)
+        except UsageError as error:
+            raise UsageError(f"{flag} {name}: row {number}: {error}") from None
         for column, kinds in columns.items():
             value = row.get(column)
             if column in {TOOLS, images} - {prompt, label} and not value:
@@ -201,10 +211,6 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
             kind = _prompt_kind(value) if column == prompt else _kind(value)
             kinds.setdefault(kind, number)
             if column == prompt and kind in (_TEXT, _MESSAGES) and len(kept) < _SHAPES:
-                try:
-                    tools = {} if TOOLS in (prompt, label) else conversation.tools_of(row)
-                except UsageError as error:
-                    raise UsageError(f"{flag} {name}: row {number}: {error}") from None
                 parts: Any = value if kind == _MESSAGES else ()
                 form = (bool(tools), *((p["role"], type(p.get("content")), bool(p.get("tool_calls"))) for p in parts))
                 kept.setdefault(form, (number, value, tools))
@@ -213,7 +219,9 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
         padded = [row for row, number in enumerate(numbers, start=1) if number and number["zero"]]
         if all(numbers) and padded:
             columns[label][_PADDED] = padded[0]
-    return _Content(columns, len(rows), kept)
+    longest = max(range(len(rows)), key=lambda row: len(str(rows[row].get(prompt))))
+    tools = {} if TOOLS in (prompt, label) else conversation.tools_of(rows[longest])
+    return _Content(columns, len(rows), kept, (longest + 1, rows[longest].get(prompt), tools))
 
 
 def _prompt_kind(value: object) -> str:

@@ -11,10 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config import compatibility
-from ngrpo.config.features import MODEL, Combination
 from ngrpo.machine.hardware import processes, profile_for
 from ngrpo.machine.models import conversation
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
@@ -85,8 +83,7 @@ def build(
         UsageError: where vLLM refuses, or would refuse, the model or the options.
     """
     profile = profile_for(hardware)
-    asked = Combination(flags=Flags((MODEL, model)), hardware=profile.name)
-    compatibility.check(compatibility.CPU_MODEL, asked)
+    compatibility.check_model(model, profile.name)
     environment = {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         sys.stdout.fileno()
