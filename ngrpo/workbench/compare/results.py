@@ -8,7 +8,6 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -208,7 +207,7 @@ def _row(arm: str, mine: Runs, theirs: Runs, baseline: str) -> dict[str, Any]:
         row["difference"] = _judged(*([_scores(side[seed]) for seed in shared] for side in (mine, theirs)))
     row["cost"] = _cost(mine, theirs, shared)
     lost = [unscored(run["evaluation"] or {}) for run in mine.values()]
-    row["unscored"] = {key: _of_known(fmean, (of_run[key] for of_run in lost)) for key in unscored({})}
+    row["unscored"] = {key: _of_known(np.mean, (of_run[key] for of_run in lost)) for key in unscored({})}
     return row
 
 

@@ -345,7 +345,9 @@ def unscored(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
 def unscored_warnings(name: str, shares: Mapping[str, float | None]) -> list[str]:
     """A line for each of :func:`unscored`'s shares above a tenth."""
     return [
-        f"{name}: {share:.0%} of the responses {_UNSCORED[key]}" for key, share in shares.items() if (share or 0) > 0.1
+        f"{name}: {share:.0%} of the responses {_UNSCORED[key]}"
+        for key, share in shares.items()
+        if round(share or 0.0, 9) > 0.1  # the mean of three tenths is 0.1 + 2e-17
     ]
 
 
