@@ -204,7 +204,8 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
             kind = _prompt_kind(value) if column == prompt else _kind(value)
             kinds.setdefault(kind, number)
             if column == prompt and kind in (_TEXT, _MESSAGES) and len(kept) < _SHAPES:
-                kept.setdefault(tuple(part["role"] for part in value) if kind == _MESSAGES else (), (number, value))
+                roles = tuple(part["role"] for part in value) if isinstance(value, list) else ()
+                kept.setdefault(roles, (number, value))
     if name.lower().endswith(".csv") and label in columns:
         numbers = [_NUMBER.fullmatch(row[label] or "") for row in rows]
         padded = [row for row, number in enumerate(numbers, start=1) if number and number["zero"]]
