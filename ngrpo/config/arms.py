@@ -135,7 +135,7 @@ def parse_arms(
         counts[name] += 1
         spec = made.spec() if made.active else None
         if same := next((other.id for other in result if (other.spec, other.training) == (spec, arm.training)), None):
-            notes = (*notes, f"the same strategy as {same!r}; each counts as one, for Holm's correction too")
+            notes = (*notes, f"the same strategy as {same!r}, run and counted twice")
         result.append(
             replace(
                 arm,

@@ -30,6 +30,7 @@ from ngrpo.config.features import (
     verl,
     when,
 )
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 
@@ -199,9 +200,7 @@ TRAINING = (
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
 )
 
-CPU_MODEL = (
-    Row(given.HEAD_SIZE, given.hardware("cpu"), "vLLM's CPU attention has no kernel for the size", "use another model"),
-)
+CPU_MODEL = (Row(given.HEAD_SIZE, given.hardware("cpu"), "the engine would not start", "use another model"),)
 HARDWARE = (
     *CPU_MODEL,
     *rows(
@@ -364,6 +363,11 @@ def check(table: Iterable[Row], asked: Combination) -> None:
     ]
     if problems:
         raise UsageError("\n".join(problems))
+
+
+def check_model(model: str, hardware: str) -> None:
+    """Raises ``UsageError`` for a model that vLLM cannot run on a hardware."""
+    check(CPU_MODEL, Combination(flags=Flags((given.MODEL, model)), hardware=hardware))
 
 
 _PAGE = """\

@@ -348,7 +348,7 @@ WITHOUT_FLASH_ATTN = when(
     "an environment without flash-attn", lambda asked: asked.hardware == "cuda" and "flash-attn" in asked.missing
 )
 
-HEAD_SIZE = Feature("a model with attention heads of size 16, for example", _head_size)
+HEAD_SIZE = Feature("a model with heads of a size that vLLM's CPU attention lacks", _head_size)
 IN_ENGINE = part("perturbation")
 MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
 IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)

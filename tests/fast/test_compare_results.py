@@ -15,6 +15,7 @@ from ngrpo.machine.storage.result_folder import CannotWrite, write_json
 from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan
 from ngrpo.workbench.compare.runs import ComparisonFolder, identity, status
+from ngrpo.workbench.report import write_report
 from perturbations.errors import UsageError
 from tests.fast.compare_example import plan
 
@@ -247,27 +248,6 @@ def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
     assert found["tokens_per_second"] == {"value": 95.0, "ratio": None}
 
 
-@pytest.mark.parametrize(
-    ("table", "p"),
-    [
-        # 5 of 5 and 0 of 5: one table of C(10, 5) = 252 at each end.
-        ((5, 5, 0, 5), 2 / 252),
-        # 5 of 5 and 1 of 5: C(10, 6) = 210; with 5 of ours C(5, 5) C(5, 1) = 5 ways, and as many with 1.
-        ((5, 5, 1, 5), 10 / 210),
-        # 4 of 5 and 1 of 5: of 252, C(5, 4) C(5, 1) = 25 with 4 and with 1, 1 with 5 and with 0.
-        ((4, 5, 1, 5), 52 / 252),
-        # Sides of different length: 2 of 2 and 0 of 3; C(5, 2) = 10, ways 3 (0), 6 (1), 1 (2).
-        ((2, 2, 0, 3), 1 / 10),
-        ((3, 5, 3, 5), 1.0),
-        ((0, 0, 3, 5), 1.0),
-    ],
-)
-def test_fishers_exact_test(table: tuple[int, int, int, int], p: float) -> None:
-    assert results.fisher(*table) == pytest.approx(p, rel=1e-12)
-    ours, theirs = table[:2], table[2:]
-    assert results.fisher(*theirs, *ours) == pytest.approx(p, rel=1e-12)
-
-
 def _run(strategy: str, seed: int, correct: int, status: str = "done") -> dict:
     problems = [{"id": "a", "n": 10, "correct": correct}]
     evaluation = {"problems": problems, "mean_at_n": correct / 10, "pass_at_k": {}} if status == "done" else None
@@ -292,6 +272,18 @@ def test_runs_above_a_threshold_are_counted() -> None:
     assert rows[0]["verdict"].endswith("the baseline; 0 of 5 runs end above 0.8")
     assert "5 of 5 runs end above 0.8, of none 0 of 5 (Fisher's exact p 0.0079, 0.016 corrected" in rows[1]["verdict"]
     assert all("above" not in row for row in results.summarise(runs, ["none", "away", "some"], "none"))
+
+
+def test_the_clearest_difference_is_better_on_the_page_too(tmp_path: Path) -> None:
+    """Six seeds of one problem, none right and all: 2 of 2^6 patterns of signs."""
+    runs = [_run(name, seed, right) for name, right in (("none", 0), ("away", 10)) for seed in range(6)]
+    rows = results.summarise(runs, ["none", "away"], "none")
+    assert rows[1]["verdict"] == "better: Mean@10 +1.000 against none with each of 6 seeds (p 0.031)"
+    found = {"strategies": [{"id": "none"}, {"id": "away"}], "runs": runs, "summary": rows, "baseline": "none"}
+    write_report(found, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "Better than “none” in Mean@n beyond noise: away." in page and "+1.000, beyond noise" in page
+    assert "0.000 to 0.390" in page, "Wilson's interval of 0 in 6"
 
 
 def test_full_disk(tmp_path: Path) -> None:

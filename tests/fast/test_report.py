@@ -15,7 +15,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.workbench.report import write_report
-from tests.report_example import STRATEGIES, diagnosis, example
+from tests.report_example import STRATEGIES, diagnosis, example, groups
 from tests.report_page import Page, check_numbers, written
 
 SECTIONS = ["results", "learning", "pass-at-k", "cost", "diversity", "samples", "map", "runs", "made"]
@@ -185,6 +185,8 @@ def test_missing_parts_never_break_it(tmp_path: Path, monkeypatch: pytest.Monkey
     # A thousand pages are rendered whole; each one safe on the disk would take most of the time.
     monkeypatch.setattr("ngrpo.workbench.report.page.write_text", Path.write_text)
     small = example(steps=2, seeds=2, strategies=("none", "neighbor rate=0.1"))
+    small["runs"][0]["groups"] = groups(steps=1, answers=2)
+    small["runs"][0]["groups"][0]["groups"] = small["runs"][0]["groups"][0]["groups"][:1]
     small["diagnosis"]["samples"] = small["diagnosis"]["samples"][2:]
     for perturbation in small["diagnosis"]["embedding_map"]["perturbations"]:
         perturbation["points"] = perturbation["points"][:3]

@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import html
 import json
-import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -241,20 +238,3 @@ def test_the_section(tmp_path: Path) -> None:
         assert len(listed) == len(re.findall("<(?:i|mark)[ >]", tokens)) > 20
         assert all(line[0].startswith("gap ") for line in listed)
     assert "and the gap" not in section and len(page.all("script")) == 1
-
-
-@pytest.mark.parametrize("gone", [True, False])
-def test_a_kept_step_may_lack_any_part(tmp_path: Path, gone: bool) -> None:
-    """Each key of a kept step, of a group and of an answer, absent or null."""
-    (kept,) = kept_steps(steps=1, answers=2)
-    kept["groups"] = kept["groups"][:1]
-    data = example(steps=2, seeds=1, strategies=("none",))
-    for path in ((), ("groups", 0), ("groups", 0, "answers", 0)):
-        for key in functools.reduce(operator.getitem, path, kept):
-            changed = copy.deepcopy(kept)
-            place = functools.reduce(operator.getitem, path, changed)
-            place[key] = None
-            if gone:
-                del place[key]
-            data["runs"][0]["groups"] = [changed]
-            written(tmp_path, data)

@@ -196,13 +196,6 @@ def test_an_interval_that_ends_at_0_holds_it(low: float, high: float) -> None:
     assert statistics.with_noise({"low": low, "high": high})["within_noise"]
 
 
-def test_quarters_of_a_learning_curve() -> None:
-    rewards = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
-    found = results._rewards({"steps": [{"reward": reward} for reward in rewards]})
-    assert (found["reward_first"][""], found["reward_last"][""]) == pytest.approx((0.05, 0.65))
-    assert results._rewards({"steps": [{"reward": 0.25}]})["reward_change"] == {"": 0.0}
-
-
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="same seeds and problems"):
         statistics.paired(np.zeros((2, 3)), np.zeros((2, 4)))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -91,10 +92,7 @@ def folder_name(label: str) -> str:
 
 
 def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
-    """Reads everything after ``ngrpo compare``; loads the perturbations and checks their options.
-
-    Returns:
-        The plan and the comparison's folder.
+    """Reads everything after ``ngrpo compare``: the plan, and the comparison's folder.
 
     Raises:
         UsageError: for anything that could not be run.
@@ -106,8 +104,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     rest = rest.with_defaults(packaged.training_flags(model))
     single = {name: values[-1] for name, values in own.items()}
     bases, seeds = _listed(single, "base"), _listed(single, "seeds") or ["0"]
-    sweeps, lines = own.get("sweep", []), own.get("strategy", [])
-    arms = parse_arms(single.get("perturbations"), sweeps, lines, bases=bases, training=True)
+    arms = parse_arms(single.get("perturbations"), own["sweep"], own["strategy"], bases=bases, training=True)
     for arm in arms:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
@@ -117,9 +114,8 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     baseline = single.get("baseline") or next((arm.id for arm in arms if arm.name == "none"), ids[0])
     if baseline not in ids:
         raise UsageError(f"--baseline {baseline!r} is none of the strategies {ids}.{nearest(baseline, ids)}")
-    for seed in seeds:
-        if not seed.isdecimal():
-            raise UsageError(f"--seeds {seed!r} must be a whole number of at least 0; give several as 0,1,2.")
+    if odd := [seed for seed in seeds if not seed.isdecimal()]:
+        raise UsageError(f"--seeds {odd[0]!r} must be a whole number of at least 0; give several as 0,1,2.")
     if len(set(map(int, seeds))) < len(seeds):
         raise UsageError(f"--seeds {','.join(seeds)}: a seed is given twice; give different ones.")
     evaluation = _evaluation(Flags(groups["eval"]), rest, model)
@@ -150,13 +146,11 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
     The words of the file come before those of the command line, so that the last value of a flag is the user's.
     """
     file = Flags(argv).value("--config")
-    ours: dict[str, list[str]] = {}
-    groups: dict[str, list[str]] = {name: [] for name in _GROUPS}
-    rest: list[str] = []
+    ours, groups, rest = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list), []
     for flag in (*Flags(_file_argv(file) if file else ()), *Flags(argv)):
         name, value = flag.name.removeprefix("--"), flag.values[0] if flag.values else ""
         group, _, option = name.partition(".")
-        of_command = group in groups and option and not flag.name.startswith(_GROUPS[group])
+        of_command = group in _GROUPS and option and not flag.name.startswith(_GROUPS[group])
         if name in _OURS:
             if len(flag.values) > 1:
                 raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
@@ -164,7 +158,7 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
                 raise UsageError(f"--{name} {value}: it stands alone.")
             if name not in _SWITCHES and not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
-            ours.setdefault(name, []).append(value)
+            ours[name].append(value)
         elif of_command:
             groups[group] += [f"--{option}", *flag.values]
         elif flag.name != parse.DRY_RUN:  # no part of the plan
@@ -237,11 +231,8 @@ def _evaluation(options: Flags, rest: Flags, model: str) -> tuple[str, ...] | No
 
 def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, ...] | None:
     """The flags of ``ngrpo diagnose``, which draws as the rollouts of the training do."""
-    alike = {
-        "--max-tokens": "--rollout.max_new_tokens",
-        "--temperature": "--rollout.temperature",
-        "--top-p": "--rollout.top_p",
-    }
+    draws = {"--max-tokens": "max_new_tokens", "--temperature": "temperature", "--top-p": "top_p"}
+    alike = {there: f"--rollout.{here}" for there, here in draws.items()}
     problems = _problems(options, rest, "--data.prompt_dataset")
     options = options.with_defaults({**problems, "--prompts": "8", **_values_of(rest, alike)})
     prompts = options.value("--prompts") or ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,8 +44,6 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     ``command`` started the comparison, for the first time at ``created``, ISO 8601.
     """
     runs = [_run(plan, run, folder) for run in plan.runs()]
-    for run in runs:  # a report has no room for more
-        run["groups"] = fitting(run["groups"], MOST_BYTES // len(plan.arms))
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
     untrained = folder.read("untrained/evaluation.json")
     runners = [(s or {}).get("versions", {}).get("model runner") for s in summaries]
@@ -76,10 +75,9 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "summary": summarise(runs, [arm.id for arm in plan.arms], plan.baseline, plan.threshold),
         "diagnosis": _named(folder.read("diagnosis/diagnosis.json"), plan.arms),
     }
-    scored = {row["strategy"]: row for row in result["summary"]} | {"before training": result["untrained"] or {}}
-    result["warnings"] = [
-        line for name, row in scored.items() for line in unscored_warnings(name, row.get("unscored", {}))
-    ]
+    lost = {row["strategy"]: row["unscored"] for row in result["summary"]}
+    lost["before training"] = unscored(untrained or {})
+    result["warnings"] = [line for name, parts in lost.items() for line in unscored_warnings(name, parts)]
     # NaN and infinity have no place in JSON.
     return json.loads(json.dumps(result), parse_constant=lambda name: None)
 
@@ -112,11 +110,11 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
     done = state["status"] == "done"
     summary = (folder.read(f"{path}/summary.json") if done else None) or {}
     # OpenRLHF's evaluations while training (--eval.steps), by step; of several datasets their mean.
-    while_training: dict[int, list[float]] = {}
+    while_training = defaultdict[int, list[float]](list)
     for tag, values in (summary.get("evaluation") or {}).items():
-        if tag.endswith("_pass1"):
-            for step, value in values.items():
-                while_training.setdefault(int(step), []).append(value)
+        for step, value in values.items() if tag.endswith("_pass1") else ():
+            while_training[int(step)].append(value)
+    kept = summary.get("groups") if run.seed == plan.seeds[0] else None  # a report has no room for more
     return {
         "id": run.id,
         "strategy": run.arm.id,
@@ -127,7 +125,7 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
         "steps": summary.get("steps", []),
         "evaluations": [{"step": s, "mean_at_n": float(np.mean(v))} for s, v in sorted(while_training.items())],
         "evaluation": folder.read(f"{path}/evaluation/evaluation.json") if done else None,
-        "groups": (summary.get("groups") or []) if run.seed == plan.seeds[0] else [],
+        "groups": fitting(kept or [], MOST_BYTES // len(plan.arms)),
     }
 
 
@@ -165,7 +163,7 @@ def summarise(
         arms: ids of the strategies.
         baseline: the id of one of them.
         threshold: the Mean@n above which runs are counted; each row then has ``above``: ``threshold``, ``runs`` above
-            it ``of`` the evaluated ones, and except for the baseline ``p`` of :func:`fisher` and ``p_corrected``.
+            it ``of`` the evaluated ones, and except for the baseline Fisher's exact ``p`` and ``p_corrected``.
             Counts are not paired. They say more than means where a run either finds the better way or does not.
     """
     done = {arm: {r["seed"]: r for r in runs if r["strategy"] == arm and r["status"] == "done"} for arm in arms}
@@ -185,9 +183,12 @@ def summarise(
             row["above"] = {"threshold": threshold, "runs": above, "of": len(scores)}
             row["verdict"] += f"; {above} of {len(scores)} runs end above {threshold:g}"
     if threshold is not None:
+        from scipy.stats import fisher_exact
+
         base = next(row["above"] for row in rows if row["strategy"] == baseline)
         tested = [row for row in rows if row["strategy"] != baseline]
-        p_values = [fisher(row["above"]["runs"], row["above"]["of"], base["runs"], base["of"]) for row in tested]
+        sides = ([[above["runs"], above["of"] - above["runs"]] for above in (row["above"], base)] for row in tested)
+        p_values = [float(fisher_exact(counts).pvalue) for counts in sides]
         for row, p, corrected in zip(tested, p_values, statistics.holm(p_values)):
             row["above"] |= {"p": p, "p_corrected": corrected}
             more = "" if len(tested) == 1 else f", {corrected:.2g} corrected for {len(tested)} comparisons"
@@ -296,13 +297,6 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
     if seeds < ENOUGH_SEEDS:
         return f"{text}; {seeds} seeds are too few to tell a method from luck"
     return f"{'better' if value > 0 else 'worse'}: {text}"
-
-
-def fisher(ours: int, of_ours: int, theirs: int, of_theirs: int) -> float:
-    """The two-sided p-value of Fisher's exact test (J. R. Stat. Soc. 85, 1922) of two counts, each of its runs."""
-    from scipy.stats import fisher_exact
-
-    return float(fisher_exact([[ours, of_ours - ours], [theirs, of_theirs - theirs]]).pvalue)
 
 
 def table(results: Mapping[str, Any]) -> str:

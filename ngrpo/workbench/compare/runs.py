@@ -54,8 +54,7 @@ class ComparisonFolder(ResultFolder):
 
     def need(self, size: int) -> None:
         """Raises :class:`CannotWrite` unless ``size`` bytes are free."""
-        free = shutil.disk_usage(self.path).free
-        if free < size:
+        if (free := shutil.disk_usage(self.path).free) < size:
             needed = f"{free / 2**30:.1f} GiB are free, and the next run writes about {size / 2**30:.1f} GiB"
             raise CannotWrite(self.path, needed)
 
@@ -77,9 +76,7 @@ def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> l
 
     The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
     """
-    perturbed = []
-    if arm is not None and arm.spec is not None and arm.spec.get("perturb_eval", False):
-        perturbed = arm.perturbation_flags
+    perturbed = arm.perturbation_flags if arm and arm.spec and arm.spec.get("perturb_eval", False) else []
     return ["--model", model, *(plan.evaluation or ()), *perturbed, "--out", str(folder)]
 
 
@@ -207,9 +204,8 @@ def _last_words(log: Path, code: int) -> str:
     """Our own error line where there is one, else the end of the log."""
     lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
     for mark in ("ngrpo: error:", "ngrpo: training failed:"):
-        at = next((i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith(mark)), None)
-        if at is not None:
-            return "\n".join(lines[at : at + _ERROR_LINES]).removeprefix("ngrpo: ")
+        if ours := [i for i, line in enumerate(lines) if line.startswith(mark)]:
+            return "\n".join(lines[ours[-1] : ours[-1] + _ERROR_LINES]).removeprefix("ngrpo: ")
     ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
     return "\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]])
 
@@ -250,30 +246,23 @@ class Screen:
         of, left = "", ""
         if prompts is not None:
             steps = max(line.step, -(-prompts // self._batch))
-            of, left = f"/{steps}", f", about {span(self._left(line, steps))} left"
+            passed = time.monotonic() - self._began
+            training = (steps - line.step) * (passed / line.step if line.seconds is None else line.seconds)
+            # Each run takes as long as the finished ones did; the first one goes by its own steps.
+            run = sum(self._took) / len(self._took) if self._took else passed + training
+            seconds = max(training, run - passed) + (self._total - len(self._took) - 1) * run
+            of, left = f"/{steps}", f", about {span(seconds)} left"
         self._say(f"step {line.step}{of}: reward {line.reward:.3f}{took}{left}")
-
-    def _left(self, line: StepLine, steps: int) -> float:
-        """Seconds until all runs have ended, if each takes as long as the finished ones did.
-
-        The estimate of the first run uses its steps only; the first step waits for the engine.
-        """
-        passed = time.monotonic() - self._began
-        training = (steps - line.step) * (passed / line.step if line.seconds is None else line.seconds)
-        if not self._took:
-            return training + (self._total - 1) * (passed + training)
-        run = sum(self._took) / len(self._took)
-        return max(training, run - passed) + (self._total - len(self._took) - 1) * run
 
     def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
         """The current run has ended."""
         self._took.append(time.monotonic() - self._began)
-        score = "" if not evaluation else f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}"
-        warnings = unscored_warnings("warning", unscored(evaluation or {}))
         if record["status"] == "failed":
             self._say(f"FAILED: {str(record['error']).splitlines()[0]} (log: {record['log']})")
-        else:
-            self._say("; ".join([f"done in {span(record['seconds'])}{score}", *warnings]))
+            return
+        score = f", Mean@{evaluation['n']} {evaluation['mean_at_n']:.3f}" if evaluation else ""
+        warnings = unscored_warnings("warning", unscored(evaluation or {}))
+        self._say("; ".join([f"done in {span(record['seconds'])}{score}", *warnings]))
 
     def _say(self, text: str) -> None:
         print(f"{self._head}: {text}", flush=True)

@@ -6,25 +6,15 @@ Each is paths and labels that templates/charts.html draws as SVG.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ngrpo.workbench.report import drawing
-from ngrpo.workbench.report.drawing import (
-    SMALL,
-    SQUARE,
-    WIDE,
-    Label,
-    Scale,
-    Series,
-    Size,
-    by_series,
-    place_label,
-    spread,
-)
-from ngrpo.workbench.report.values import between, dig, ends, format_number, number, rows, token
+from ngrpo.workbench.report.drawing import SQUARE, WIDE, Label, Scale, Series, Size, spread
+from ngrpo.workbench.report.values import dig, ends, format_number, number, rows, token, with_ends
 
 _MOST_MARKERS, _MOST_BINS, _MOST_COPIES = 12, 60, 1500
 # Key in a step, title, decimals.
@@ -56,6 +46,7 @@ _MEASURES = (
     ("Tokens per second", ("tokens_per_second",), 1),
     ("Record (bytes per token)", ("record_bytes_per_token",), 2),
 )
+_AXES = ("validity", "diversity")  # across, upward
 # Class, outline around a point, and meaning of the map's marks.
 _DOT = ("anchor", "M{:g} {:g}m-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z", "a token")
 _NEAR = ("near", "M{:g} {:g}h0", "perturbed, still the token or one related to it")
@@ -117,8 +108,9 @@ def line_chart(
     Returns:
         The chart; None where no line has a point.
     """
+    lines = {one: points for one, points in lines.items() if any(y is not None for _, y, _, _ in points)}
     reach = [value for points in lines.values() for point in points for value in point[1:] if value is not None]
-    if not reach:
+    if not lines:
         return None
     ys = spread(reach, size.upward, count=size.y_ticks, share=True)
     groups, readings, finals = [], [], []
@@ -133,30 +125,20 @@ def line_chart(
         elif band:
             x, low, high = band[0]
             paths.append(("whisker", f"M{x:g} {low:g}V{high:g}"))
-        paths.append(("line", _path(pixels)))
+        steps = itertools.pairwise([(0.0, None), *pixels])
+        pen = [f"{'M' if before is None else 'L'}{x:g} {y:g}" for (_, before), (x, y) in steps if y is not None]
+        paths.append(("line", "".join(pen)))
         # Each strategy's markers start elsewhere, so that overlapping curves can still be told apart.
         stride = -(-len(pixels) // _MOST_MARKERS)
         markers = [(x, y) for x, y in pixels[series.index % stride :: stride] if y is not None]
         groups.append(Group(series.classes, paths, series, markers))
-        texts = [
-            format_number(y, digits) + (f" ({between(low, high, digits)})" if low is not None else "")
-            for _, y, low, high in points
-        ]
+        texts = [with_ends(*point[1:], digits) for point in points]
         readings.append([series.index, series.name, [y for _, y in pixels], texts])
-        last = next((y for _, y, _, _ in reversed(points) if y is not None), None)
-        finals.append(f"{series.name}: {format_number(last, digits)}")
+        finals.append(f"{series.name}: {format_number([y for _, y, _, _ in points if y is not None][-1], digits)}")
     columns = [xs(point[0]) for point in next(iter(lines.values()))]
     data = {"kind": "lines", "x": columns, "labels": list(labels), "series": readings}
     title, x_title, y_title = titles
     return Chart(name, title, f"Last values: {'; '.join(finals)}.", size, xs, ys, x_title, y_title, groups, data)
-
-
-def _path(pixels: Sequence[tuple[float, float | None]]) -> str:
-    parts, pen = [], "M"
-    for x, y in pixels:
-        parts.append("" if y is None else f"{pen}{x:g} {y:g}")
-        pen = "M" if y is None else "L"
-    return "".join(parts)
 
 
 def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
@@ -165,13 +147,12 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
     Means are over the finished runs of a strategy. Only the evaluation compares strategies: each draws its rollouts,
     and so their rewards, in its own way.
     """
-    runs: dict[str, list[Rows]] = {}
-    evaluated: dict[str, list[Rows]] = {}
+    runs, evaluated = defaultdict[str, list[Rows]](list), defaultdict[str, list[Rows]](list)
     for run in rows(results, "runs"):
         if run.get("status") == "done" and run.get("strategy") in series:
             for key, into in (("steps", runs), ("evaluations", evaluated)):
                 logged = {int(step): row for row in rows(run, key) if (step := number(row.get("step"))) is not None}
-                into.setdefault(run["strategy"], []).append(logged)
+                into[run["strategy"]].append(logged)
     steps, at = (sorted({s for of in kind.values() for run in of for s in run}) for kind in (runs, evaluated))
     if not steps:
         return {"order": []}
@@ -182,7 +163,6 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
     def chart(key: str, y_title: str, digits: int = 3, size: Size = WIDE, title: str = "") -> Chart | None:
         of, parts = (evaluated, [[step] for step in at]) if key == "mean_at_n" else (runs, bins)
         lines = {one: _points(of[one.name], key, parts) for one in order}
-        lines = {one: points for one, points in lines.items() if any(y is not None for _, y, _, _ in points)}
         labels = [f"step {part[0]}" if len(part) == 1 else f"steps {part[0]}–{part[-1]}" for part in parts]
         titles = (f"{title or y_title} over training steps", "training step", y_title)
         xs = drawing.counted(steps + at, size)
@@ -196,7 +176,7 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         "absent": [one.name for one in series.values() if one.name in ids and one.name not in runs],
         "evaluation": chart("mean_at_n", "Mean@n", title="Evaluation while training, unperturbed,"),
         "reward": chart("reward", "Reward of the training rollouts"),
-        "small": [made for key, title, digits in _SMALL_CHARTS if (made := chart(key, title, digits, SMALL))],
+        "small": [made for key, title, digits in _SMALL_CHARTS if (made := chart(key, title, digits, drawing.SMALL))],
     }
 
 
@@ -204,11 +184,8 @@ def _points(runs: Sequence[Rows], key: str, bins: Sequence[Sequence[int]]) -> li
     """Mean over seeds in each bin of steps, with the lowest and the highest seed where there are several."""
     points: list[Point] = []
     for part in bins:
-        seeds = []
-        for run in runs:
-            values = [value for step in part if (value := number(run.get(step), key)) is not None]
-            if values:
-                seeds.append(sum(values) / len(values))
+        logged = ([value for step in part if (value := number(run.get(step), key)) is not None] for run in runs)
+        seeds = [sum(values) / len(values) for values in logged if values]
         mean = sum(seeds) / len(seeds) if seeds else None
         low, high = (min(seeds), max(seeds)) if len(seeds) > 1 else (None, None)
         points.append((sum(part) / len(part), mean, low, high))
@@ -217,22 +194,20 @@ def _points(runs: Sequence[Rows], key: str, bins: Sequence[Sequence[int]]) -> li
 
 def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """Pass@k over k, of the ``summary`` of results or of a diagnosis's ``strategies``."""
-    curves: dict[Series, dict[int, Mapping[str, Any]]] = {}
+    curves = defaultdict[Series, dict[int, Point]](dict)
     for row in rows(source, "summary") or rows(source, "strategies"):
         name = str(row.get("strategy", row.get("name")))
         for k, value in (row.get("pass_at_k") or {}).items():
             interval = value if isinstance(value, Mapping) else {"value": value}
-            if number(interval.get("value")) is not None and name in series:
-                curves.setdefault(series[name], {})[int(k)] = interval
+            share, low, high = (number(interval, key) for key in ("value", "low", "high"))
+            if share is not None and name in series:
+                curves[series[name]][int(k)] = (math.log2(int(k)), share, low, high)
     ks = sorted({k for curve in curves.values() for k in curve})
     if not ks:
         return None
 
-    def point(k: int, interval: object) -> Point:
-        value, low, high = (number(interval, key) for key in ("value", "low", "high"))
-        return math.log2(k), value, low, high
-
-    lines = {one: [point(k, curves[one].get(k)) for k in ks] for one in series.values() if one in curves}
+    gaps = {k: (math.log2(k), None, None, None) for k in ks}
+    lines = {one: list({**gaps, **curves[one]}.values()) for one in series.values() if one in curves}
     over = [dig(row, "mean_at_n", "over") for row in rows(source, "summary")]
     labels = [f"Pass@{k}" for k in ks]
     titles = ("Pass@k over the number of samples k", "samples k", "Pass@k")
@@ -243,19 +218,17 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
 
 def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """One point per strategy, with whiskers: more valid to the right, more diverse upward; and all numbers."""
-    listed = by_series(diagnosis, series)
-    if not listed:
-        return None
+    listed = drawing.by_series(diagnosis, series)
     columns = [column for column in _MEASURES if any(number(row, *column[1]) is not None for _, row in listed)]
-    axes = ("validity", "diversity")
-    placed = [(one, row) for one, row in listed if ends([dig(row, axis, "score") for axis in axes])]
+    placed = [(one, row) for one, row in listed if ends([dig(row, axis, "score") for axis in _AXES])]
     chart = _scatter(placed) if placed else None
-    return {"chart": chart, "order": [one for one, _ in placed], "columns": columns, "listed": listed}
+    found = {"chart": chart, "order": [one for one, _ in placed], "columns": columns, "listed": listed}
+    return found if listed else None
 
 
 def _scatter(placed: Sequence[tuple[Series, Mapping[str, Any]]]) -> Chart:
-    across, upward = ([ends(dig(row, "intervals", axis)) for _, row in placed] for axis in ("validity", "diversity"))
-    right, up = ([float(row[axis]["score"]) for _, row in placed] for axis in ("validity", "diversity"))
+    across, upward = ([ends(dig(row, "intervals", axis)) for _, row in placed] for axis in _AXES)
+    right, up = ([float(row[axis]["score"]) for _, row in placed] for axis in _AXES)
     xs = spread([*right, *(end for pair in across for end in pair or ())], SQUARE.across)
     ys = spread([*up, *(end for pair in upward for end in pair or ())], SQUARE.upward)
     x_title, y_title = "validity → more valid is better", "↑ diversity: more diverse is better"
@@ -271,16 +244,14 @@ def _scatter(placed: Sequence[tuple[Series, Mapping[str, Any]]]) -> Chart:
             boxes.append((x - 1, ys(high[1]), x + 1, ys(high[0])))
             whiskers.append(("whisker", f"M{x:g} {ys(high[0]):g}V{ys(high[1]):g}"))
         drawn.append((one, x, y, whiskers))
-        notes = [
-            f"{axis} {format_number(value)}" + (f" ({between(*interval)})" if interval else "")
-            for axis, value, interval in (("validity", valid, wide), ("diversity", diverse, high))
-        ]
+        valued = zip(_AXES, (valid, diverse), (wide, high))
+        notes = [f"{axis} {with_ends(value, *(interval or (None, None)))}" for axis, value, interval in valued]
         if number(row.get("reward")) is not None:
             notes.append(f"reward {format_number(row['reward'])}")
         readings.append([x, y, one.index, [one.name, *notes]])
         values.append(f"{one.name}: {x_title} {format_number(valid)}, {y_title} {format_number(diverse)}")
     groups = [
-        Group(f"{one.classes} big", whiskers, one, [(x, y)], place_label(one.name, x, y, SQUARE, boxes))
+        Group(f"{one.classes} big", whiskers, one, [(x, y)], drawing.place_label(one.name, x, y, SQUARE, boxes))
         for one, x, y, whiskers in drawn
     ]
     title = "Diversity against validity, one point per strategy"
@@ -315,7 +286,9 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
 
     def labels(named: Sequence[Mapping[str, Any]], at: Sequence[tuple[float, float]], force: bool) -> list[Label]:
         texts = [token(row.get("text")).strip() for row in named]
-        return [label for text, xy in zip(texts, at) for label in place_label(text, *xy, SQUARE, boxes, force=force)]
+        return [
+            label for text, xy in zip(texts, at) for label in drawing.place_label(text, *xy, SQUARE, boxes, force=force)
+        ]
 
     bold, faint = labels(tokens, anchors, True), labels(neighbors, nearby, False)
     variance = dig(found, "explained_variance") or (None, None)

@@ -7,22 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ngrpo.workbench.report import values
 from ngrpo.workbench.report.drawing import Series, by_series
-from ngrpo.workbench.report.values import (
-    MISSING,
-    between,
-    dig,
-    duration,
-    ends,
-    format_number,
-    noise,
-    number,
-    plural,
-    rows,
-    shortened,
-    shown,
-    signed,
-)
+from ngrpo.workbench.report.values import dig, format_number, number, rows
 from ngrpo.workbench.statistics import ENOUGH_SEEDS
 
 _MOST_NAMES = 4
@@ -47,7 +34,8 @@ def comparison_title(results: Mapping[str, Any]) -> str:
 def diagnosis_title(diagnosis: Mapping[str, Any]) -> str:
     """``Before any training: none and neighbor``, not escaped."""
     names = [row.get("name") for row in rows(diagnosis, "strategies")]
-    return f"Before any training: {_joined(names) if 0 < len(names) <= _MOST_NAMES else plural(len(names), 'strategy')}"
+    few = 0 < len(names) <= _MOST_NAMES
+    return f"Before any training: {_joined(names) if few else values.plural(len(names), 'strategy')}"
 
 
 def _joined(names: Sequence[object]) -> str:
@@ -59,13 +47,13 @@ def _joined(names: Sequence[object]) -> str:
 def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
     """Facts, failures, what was found in one sentence, and each strategy's difference to the baseline."""
     runs = rows(results, "runs")
-    seeds = list(dict.fromkeys(shown(run.get("seed")) for run in runs))
+    seeds = list(dict.fromkeys(values.shown(run.get("seed")) for run in runs))
     states = Counter(run.get("status") for run in runs)
     created = results.get("created") or ""  # 2026-11-22T05:50:00+0000
     zone = "UTC" if created[19:] in ("+0000", "+00:00") else created[19:]
     summary, baseline = by_strategy(results), str(results.get("baseline"))
     metrics = evaluated(results, summary)
-    measure = metrics[0] if metrics else ("Mean@n", ("mean_at_n",))
+    measure = (metrics or [("Mean@n", ("mean_at_n",))])[0]
     return {
         "facts": {
             "Model": results.get("model"),
@@ -76,7 +64,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
             "Made": created and f"{created[:10]} {created[11:16]} {zone}",
         },
         "runs": len(runs),
-        "failed": [{**run, "error": _cause(run.get("error"))} for run in runs if run.get("status") == "failed"],
+        "failed": [{**run, "error": _cause(run)} for run in runs if run.get("status") == "failed"],
         "pending": states["pending"],
         "warnings": results.get("warnings"),
         "one_seed": len(seeds) == 1,
@@ -89,14 +77,9 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
 
 def training_headline(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Facts of one run: machine, time, and each evaluated metric before and after."""
-    facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": duration(summary.get("seconds"))}
-    for tag, by_step in (summary.get("evaluation") or {}).items():
-        if "_pass" in tag and by_step:
-            points = sorted((int(step), value) for step, value in by_step.items())
-            first_and_last = dict((points[0], points[-1]))
-            scores = [f"{format_number(value)} (step {step})" for step, value in first_and_last.items()]
-            facts[tag.rpartition("/")[2]] = " → ".join(scores)
-    return {"facts": facts}
+    facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": values.duration(summary.get("seconds"))}
+    curves = {tag.rpartition("/")[2]: by_step for tag, by_step in (summary.get("evaluation") or {}).items() if by_step}
+    return {"facts": facts | {name: values.first_and_last(of) for name, of in curves.items() if "_pass" in name}}
 
 
 def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
@@ -104,14 +87,14 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
     strategies = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
     named = [row for row in strategies if row.get("name") == diagnosis.get("baseline")]
-    baseline = next(iter([*named, *strategies]), {})
+    baseline = [*named, *strategies, {}][0]
     return {
         "facts": {
             "Model": diagnosis.get("model"),
             "Dataset": diagnosis.get("dataset"),
             "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} answers",
             "Machine": _machine(diagnosis),
-            "Took": duration(diagnosis.get("seconds")),
+            "Took": values.duration(diagnosis.get("seconds")),
         },
         "warnings": diagnosis.get("warnings"),
         "beside": baseline.get("name"),
@@ -129,7 +112,7 @@ def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adj
     if one is None or other is None:
         return f"{axis} unknown"
     pair = f"{format_number(one)} against {format_number(other)}"
-    own, others = ends(dig(row, "intervals", axis)), ends(dig(baseline, "intervals", axis))
+    own, others = values.ends(dig(row, "intervals", axis)), values.ends(dig(baseline, "intervals", axis))
     if own and others and own[0] <= others[1] and others[0] <= own[1]:
         return f"{axis} {pair}, the intervals overlap"
     how = "equally" if one == other else "more" if one > other else "less"
@@ -139,26 +122,21 @@ def _against(row: Mapping[str, Any], baseline: Mapping[str, Any], axis: str, adj
 def _machine(source: Mapping[str, Any]) -> str | None:
     cores = number(source, "machine", "cores")
     facts = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
-    parts = [*facts, None if cores is None else f"{cores:.0f} cores"]
-    return ", ".join(str(part) for part in parts if part) or None
+    facts += [None if cores is None else f"{cores:.0f} cores"]
+    return ", ".join(str(fact) for fact in facts if fact) or None
 
 
-def _cause(error: object) -> str:
-    """The line that names the cause: the first one of ours, the last one of a traceback."""
-    lines = str(error or "").strip().splitlines() or ["no error was recorded"]
-    return shortened(lines[0] if lines[0].startswith(("error: ", "training failed: ")) else lines[-1], 160)
+def _cause(run: Mapping[str, Any]) -> str:
+    """The line that names a failure's cause: the first one of ours, the last one of a traceback."""
+    lines = str(run.get("error") or "").strip().splitlines() or ["no error was recorded"]
+    return values.shortened(lines[0] if lines[0].startswith(("error: ", "training failed: ")) else lines[-1], 160)
 
 
 class Row(NamedTuple):
     """One strategy's line of the picture of differences, which is 200 wide; 100 is no difference.
 
-    Attributes:
-        series: the strategy.
-        text: its difference, interval and test in words; its verdict where there is no difference.
-        hint: the tooltip's lines, among them its whole verdict.
-        at: the place of its difference; None where nothing was compared.
-        ends: the places of its interval's ends.
-        band: the places between which these seeds would often have missed a difference.
+    ``hint``: the tooltip's lines; ``at``: the place of its difference, None where nothing was compared; ``ends``: its
+    interval's; between the places of ``band`` these seeds would often have missed a difference.
     """
 
     series: Series
@@ -173,7 +151,7 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
     """A line for each strategy but the baseline, the best first, those without a difference last."""
     measure, keys = metric
     changes = {name: dig(row, "difference", *keys) or {} for name, row in summary.items() if name != baseline}
-    values = {name: number(change.get("value")) for name, change in changes.items()}
+    found = {name: number(change.get("value")) for name, change in changes.items()}
     lengths = [number(change.get(key)) for change in changes.values() for key in ("value", "low", "high", "detectable")]
     reach = max((abs(length) for length in lengths if length), default=1.0)
 
@@ -181,17 +159,15 @@ def forest(series: Mapping[str, Series], summary: Summary, baseline: str, metric
         return round(_MIDDLE + _HALF * value / reach, 1)
 
     lines = []
-    for name in sorted(changes, key=lambda name: (values[name] is None, -(values[name] or 0.0))):
-        change, value, verdict = changes[name], values[name], str(summary[name].get("verdict") or MISSING)
+    for name in sorted(changes, key=lambda name: (found[name] is None, -(found[name] or 0.0))):
+        change, value, verdict = changes[name], found[name], str(summary[name].get("verdict") or values.MISSING)
         if value is None:
             lines.append(Row(series[name], verdict, (name, verdict)))
             continue
         low, high, least = (number(change.get(key)) for key in ("low", "high", "detectable"))
-        span = "" if low is None or high is None else f" ({between(low, high, sign=True)})"
-        text = f"{signed(value)}{span}, {noise(change) or MISSING}"
-        hint = [name, f"{measure} {text}", verdict]
-        if least is not None:
-            hint.append(f"a difference below about {format_number(least)} would often have been missed")
+        text = f"{values.with_ends(value, low, high, sign=True)}, {values.noise(change) or values.MISSING}"
+        missed = f"a difference below about {format_number(least)} would often have been missed"
+        hint = [name, f"{measure} {text}", verdict, *([] if least is None else [missed])]
         interval = None if low is None or high is None else (beside(low), beside(high))
         band = None if least is None else (beside(-least), beside(least))
         lines.append(Row(series[name], text, hint, beside(value), interval, band))
@@ -207,13 +183,14 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
     if not names or not metrics or baseline not in summary:
         return None
     measure, keys = metrics[0]
-    tested = [change for name in names if noise(change := dig(summary[name], "difference", *keys))]
     against = f"“{baseline}” in {measure}"
+    tested = [change for name in names if values.noise(change := dig(summary[name], "difference", *keys))]
     if not tested:
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
     if all(change.get("over") == "problems" for change in tested):
         return f"One seed each: no strategy can be called better or worse than {against}."
-    better, worse = _beyond_noise(summary, names, keys)
+    found = [_beyond_noise(summary, names, keys) for _, keys in metrics]
+    better, worse = found[0]
     if better:
         text = f"Better than {against} beyond noise: {', '.join(better)}"
     elif len(names) == 1:
@@ -222,24 +199,24 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
         text = f"None of {len(names)} strategies is better than {against} beyond noise"
     if worse:
         text += f"; worse: {', '.join(worse)}"
-    for other, keys in metrics[1:]:
-        for word, known, found in zip(("better", "worse"), (better, worse), _beyond_noise(summary, names, keys)):
-            new = [name for name in found if name not in known]
+    for (other, _), sides in zip(metrics[1:], found[1:]):
+        for word, known, named in zip(("better", "worse"), found[0], sides):
+            new = [name for name in named if name not in known]
             text += f"; {word} in {other}: {', '.join(new)}" if new else ""
     missing = len(names) - len(tested)
-    text += f" ({plural(missing, 'strategy')} could not be compared)." if missing else "."
-    seeds = [change.get("seeds") or ENOUGH_SEEDS for change in tested if noise(change) == "beyond noise"]
+    text += f" ({values.plural(missing, 'strategy')} could not be compared)." if missing else "."
+    seeds = [change.get("seeds") or ENOUGH_SEEDS for change in tested if values.noise(change) == "beyond noise"]
     fewest = min(seeds, default=ENOUGH_SEEDS)
     if fewest < ENOUGH_SEEDS:
-        text += f" Of {plural(fewest, 'seed')}: too few to tell a method from luck."
+        text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
     return text
 
 
 def _beyond_noise(summary: Summary, names: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
     """The strategies that are better, and those that are worse, than the baseline beyond noise."""
     changes = {name: dig(summary[name], "difference", *keys) for name in names}
-    values = {name: number(c, "value") or 0.0 for name, c in changes.items() if noise(c) == "beyond noise"}
-    return [name for name in values if values[name] > 0], [name for name in values if values[name] < 0]
+    found = {name: number(c, "value") or 0.0 for name, c in changes.items() if values.noise(c) == "beyond noise"}
+    return [name for name in found if found[name] > 0], [name for name in found if found[name] < 0]
 
 
 def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:

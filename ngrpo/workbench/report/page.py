@@ -79,8 +79,8 @@ def write_report(data: Mapping[str, Any], path: Path) -> None:
     """
     kind, name = _kind(data), str(values.dig(data, "perturbation", "name") or "none")
     if kind == "training run":
-        run = {"strategy": name, "status": "done", **{key: data.get(key) for key in ("seed", "steps", "groups")}}
-        data = {**data, "strategies": [{"id": name, "perturbation": data.get("perturbation")}], "runs": [run]}
+        strategy = {"id": name, "perturbation": data.get("perturbation")}
+        data = {**data, "strategies": [strategy], "runs": [{**data, "strategy": name, "status": "done"}]}
     series, runs = all_series(data), values.rows(data, "runs")
     diagnosis = data if kind == "diagnosis" else data.get("diagnosis") or {}
     if kind == "comparison":

@@ -97,10 +97,8 @@ def _step(line: Mapping[str, Any]) -> dict[str, Any]:
 
     groups: list[dict[str, Any]] = []
     for group in rows(line, "groups"):
-        prompt, answers = (
-            group.get("prompt"),
-            [{**_answer(one), "bar": bar(number(one, "reward"))} for one in rows(group, "answers")],
-        )
+        prompt = group.get("prompt")
+        answers = [{**_answer(one), "bar": bar(number(one, "reward"))} for one in rows(group, "answers")]
         diversity = {key: number(group, "diversity", key) for key in ("different", "distinct_2", "common_prefix")}
         groups.append({"short": shortened(shown(prompt)), "prompt": prompt, "answers": answers, **diversity})
     counts = Counter(map(bar, rewards))

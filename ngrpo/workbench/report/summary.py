@@ -20,6 +20,7 @@ from ngrpo.machine.upstream.openrlhf_parser import defaults
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import kept_groups
+from ngrpo.workbench.report.values import first_and_last
 from perturbations import registry
 
 NO_STEP = "no training step was logged: are there fewer prompts than --rollout.batch_size?"
@@ -158,31 +159,22 @@ def _words(spec: Mapping[str, Any]) -> str:
 def _grid(rows: list[dict[str, float]]) -> list[str]:
     stride = -(-len(rows) // _ROWS)
     thinned = [row for i, row in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]
-    columns = [column for column in _COLUMNS if any(column[1] in row for row in thinned)]
-    cells = [["step", *(heading for heading, _, _ in columns)]]
-    for row in thinned:
-        numbers = (f"{row[key]:{form}}" if key in row else "-" for _, key, form in columns)
-        cells.append([str(int(row["step"])), *numbers])
-    return text_table(cells, left=0)
+    columns = [("step", "step", ".0f"), *(column for column in _COLUMNS if any(column[1] in row for row in thinned))]
+    cells = [[f"{row[key]:{form}}" if key in row else "-" for _, key, form in columns] for row in thinned]
+    return text_table([[heading for heading, _, _ in columns], *cells], left=0)
 
 
 def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
     lines = [f"reward        {rows[0]['reward']:.3f} → {rows[-1]['reward']:.3f}"]
-    tag = next((tag for tag in sorted(evaluation) if tag.endswith("_pass1")), None)
-    if tag is not None:
-        points = sorted((int(step), value) for step, value in evaluation[tag].items())
-        ends = dict((points[0], points[-1]))  # step 0 is before the training
-        scores = " → ".join(f"{value:.3f} (step {step})" for step, value in ends.items())
-        lines.append(f"evaluation    {scores}, {tag.rpartition('/')[2]}")
+    if tags := sorted(tag for tag in evaluation if tag.endswith("_pass1")):  # step 0 is before the training
+        lines.append(f"evaluation    {first_and_last(evaluation[tags[0]])}, {tags[0].rpartition('/')[2]}")
     if any("trained_groups" in row for row in rows):
         groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _AS_LOGGED[1:4])
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
     if cut := sum(row.get("cut_prompts", 0.0) for row in rows):
         lines.append(f"cut prompts   {cut:g} lost their first tokens: --data.max_len is too small for them")
-    gaps = [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]
-    if gaps:
+    if gaps := [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]:
         lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")
-    sizes = [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]
-    if sizes:
+    if sizes := [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]:
         lines.append(f"records       {sum(sizes) / len(sizes):.2f} bytes per generated token")
     return lines

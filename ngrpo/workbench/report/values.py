@@ -56,6 +56,12 @@ def format_number(value: object, digits: int = 3) -> str:
     return f"{amount:,.{digits}f}".replace("-", "−")
 
 
+def first_and_last(by_step: Mapping[str, object]) -> str:
+    """A curve's ends: ``0.125 (step 0) → 0.750 (step 3)``."""
+    points = sorted((int(step), value) for step, value in by_step.items())
+    return " → ".join(f"{format_number(value)} (step {step})" for step, value in dict((points[0], points[-1])).items())
+
+
 def signed(value: object, digits: int = 3) -> str:
     """A difference with its sign: ``+0.031``, ``−0.012``, ``0.000``."""
     return ("+" if (number(value) or 0.0) > 0 else "") + format_number(value, digits)
@@ -67,6 +73,12 @@ def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -
         return MISSING
     show = signed if sign else format_number
     return f"{show(low, digits)} to {show(high, digits)}"
+
+
+def with_ends(value: object, low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
+    """A value with its interval, ``0.412 (0.381 to 0.442)``; alone where an end is missing."""
+    interval = between(low, high, digits, sign=sign)
+    return (signed if sign else format_number)(value, digits) + ("" if interval == MISSING else f" ({interval})")
 
 
 def shares(unscored: object) -> str:
