@@ -104,7 +104,7 @@ def test_tables_that_would_be_read_otherwise(tmp_path: Path, text: str, said: st
     ("change", "said"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier, which generates nothing"),
-        ({"head_dim": 16}, "with attention heads of size 16 (vLLM has 32, 64, "),
+        ({"head_dim": 16}, "with attention heads of size 16 (vLLM has 32, 64,"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 32}, ""),
         ({"max_position_embeddings": 32}, "has a context of 32 tokens. Give --data.max_len 32 or less"),
     ],
