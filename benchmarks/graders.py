@@ -126,7 +126,7 @@ def of_tree(folder: Path) -> Grader:
     return grader
 
 
-def compare_responses(folders: Sequence[Path], tree: Path, rounds: int = 3) -> None:
+def compare_responses(folders: Sequence[Path], tree: Path) -> None:
     """Prints how many responses each scorer accepts, its speed, and the responses that they judge differently."""
     pairs = []
     for folder in folders:
@@ -137,18 +137,17 @@ def compare_responses(folders: Sequence[Path], tree: Path, rounds: int = 3) -> N
         golds = {problem["id"]: problem["answer"] for problem in problems}
         pairs += [Pair(s["problem"], folder.name, golds[s["problem"]], s["text"], False) for s in samples]
     scorers: dict[str, Grader] = {"before": of_tree(tree), "now": lambda pair: check_math(*pair[2:4]).correct}
-    verdicts: dict[str, list[bool]] = {}
-    speeds: dict[str, list[float]] = {name: [] for name in scorers}
+    verdicts: dict[str, list[bool]] = {name: [] for name in scorers}
+    seconds = dict.fromkeys(scorers, 0.0)
     for scorer in scorers.values():
         scorer(pairs[0])  # starts its process
-    for _ in range(rounds):  # in turns, for a machine's speed changes
+    for pair in pairs:  # in turns, for a machine's speed changes
         for name, scorer in scorers.items():
             began = time.perf_counter()
-            verdicts[name] = [scorer(pair) for pair in pairs]
-            speeds[name].append(len(pairs) / (time.perf_counter() - began))
+            verdicts[name].append(scorer(pair))
+            seconds[name] += time.perf_counter() - began
     for name, found in verdicts.items():
-        texts = ", ".join(f"{speed:.0f}" for speed in speeds[name])
-        print(f"{name:<8}{sum(found)} of {len(pairs)} accepted; responses per second: {texts}")
+        print(f"{name:<8}{sum(found)} of {len(pairs)} accepted, {len(pairs) / seconds[name]:.0f} responses per second")
     for pair, before, now in zip(pairs, verdicts["before"], verdicts["now"]):
         if before != now:
             print(f"\n{pair.source} {pair.kind}, now {'right' if now else 'wrong'}: {pair.gold!r}\n{pair.response}")
