@@ -102,7 +102,7 @@ def chosen(results: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
 
 def _legend(one: Series, y: float) -> str:
     hollow = " hollow" if one.hollow else ""
-    mark = f'<path class="mark{hollow}" d="{one.shape}" transform="translate(65 {y})"/>'
+    mark = f'<g transform="translate(65 {y})"><path class="mark{hollow}" d="{one.shape}"/></g>'
     name = escape(one.name)
     return Markup(
         f'<g class="{one.classes}"><path class="line" d="M50 {y}h30"/>{mark}</g>'

@@ -10,15 +10,12 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from perturbations import streams
-from perturbations.edit import InputEdit
+from perturbations import InputEdit, Step, option, streams
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import require
 from perturbations.gates.default import GateOptions
-from perturbations.options import option
 from perturbations.registry import perturbations
 from perturbations.row_blocks import largest
-from perturbations.step import Step
 
 
 def input_gradient_option(default: str) -> Any:

@@ -38,10 +38,10 @@ class ModelEmbeddings:
         special_ids: Callable[[], Sequence[int]] = tuple,
         token_texts: Callable[[], Sequence[str]] | None = None,
     ) -> None:
-        """``lookup``: ids of any shape to their input embeddings, shape + (D,). The others give, when first needed:
+        """``lookup``: ids of any shape to their input embeddings, shape + (D,).
 
-        the matrices E, (V, D), or a tensor-parallel rank's shards, no output matrix where the model ties the two; the
-        special and never-trained tokens; the tokens' texts, for words (rows beyond them are words of their own).
+        The matrices are E, (V, D), or a tensor-parallel rank's shard; None for the output where the model ties the two.
+        ``special_ids``: special and never-trained tokens. ``token_texts``: rows beyond them are words of their own.
         """
         self.lookup = lookup
         self._matrices = {"input": input_matrix, "output": output_matrix or input_matrix}

@@ -21,7 +21,7 @@ from types import ModuleType
 
 from perturbations.errors import UsageError, nearest
 
-# The spec stands in one environment variable of the Ray workers, and Linux allows 128 KiB for one.
+# A spec may be one argument of a command (`--additional-config`), and Linux allows 128 KiB for one.
 _LONGEST = 48 * 1024
 _PREFIX = "perturbation_file_"
 _MAIN = ("__main__", "__mp_main__")  # the latter: a script, imported again by a spawned process

@@ -45,7 +45,7 @@ evaluation of each trained model (perturbation off)
 
 before training
   --diagnose.prompts N      prompts for the diversity-validity picture and the
-                            sample answers [8; 0: leave it out]
+                            sample responses [8; 0: leave it out]
   --diagnose.OPTION VALUE   any other option of ngrpo diagnose, e.g.
                             --diagnose.group 8 --diagnose.embedding-map
 
@@ -57,7 +57,7 @@ examples
       --rollout.n_samples_per_prompt 4 --train.batch_size 32 \\
       --rollout.max_new_tokens 12 --data.max_samples 96
   ngrpo compare --config examples/ablation.yaml --model Qwen/Qwen3-0.6B \\
-      --data.prompt_dataset prompts.jsonl --dry-run ...
+      --data.prompt_dataset prompts.jsonl --data.label_key label --dry-run ...
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def parser() -> CommandParser:
     """The command's flags and its help."""
     made = CommandParser(
         "diagnose",
-        "Before any training: how different the answers of a group are under each strategy, and how valid.",
+        "Before any training: how different the responses of a group are under each strategy, and how valid.",
         _EXAMPLES,
     )
     made.add_problems(temperature=1.0, top_p=1.0, max_tokens=256)
@@ -138,7 +138,7 @@ def parser() -> CommandParser:
         help="one more strategy, as it stands; may be repeated; one that is there already has no second row",
     )  # fmt: skip
     add("--prompts", type=int, default=32, help="only the first so many problems [32]")
-    add("--group", type=int, default=8, help="answers per prompt [8]")
+    add("--group", type=int, default=8, help="responses per prompt [8]")
     add("--embedding-map", action="store_true", help="where some tokens go when they are perturbed")
     add("--tokens", metavar="WORDS", help="words of the embedding map, with commas [ten common ones]")
     add("--hardware", default="auto", help="auto, cpu or cuda [auto]")

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
-from ngrpo.config import rules
+from ngrpo.config import compatibility, rules
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
 from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import openrlhf_parser, placement, versions
@@ -103,6 +103,7 @@ def _examine(model: str | None, report: Callable[[str], None], named: str | None
     if named is not None:
         support, subject = architecture.support_of(named, ask_hub=True), f"model {named}"
         refused = "; ".join(support.refused) if support else ""
+        refused = refused or _error_of(lambda: compatibility.check_model(named, profile.name))
         unknown = "not known: its config.json is neither here nor could the hub be asked for it"
         yield Finding(subject, str(support) if support else unknown, refused or None)
         if refused:
@@ -150,7 +151,7 @@ def _placement(hardware: str) -> Finding:
     if there is None:
         state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
         return Finding(subject, state if hardware == "cpu" else "no GPU in the Ray cluster that a run would join")
-    size = {"by estimate, with answers of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
+    size = {"by estimate, with responses of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
     base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
     base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
     models = architecture.size_table()

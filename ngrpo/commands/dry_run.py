@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ngrpo.config import parse, rules, run_notes
+from ngrpo.config import parse, rules
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import text_table
@@ -41,7 +41,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=machine)
     flags = rules.resolve_flags(run)
     rules.check_parsed(flags)
-    for note in (*run.notes, *run_notes.notes(flags, run), *rules.notes(flags, run)):
+    for note in (*run.notes, *rules.notes(flags, run)):
         print(f"warning: {note}")
     if checks_only:
         return _run_checks(rules.outcomes(flags, run))
@@ -165,19 +165,19 @@ def _tokens(args: Args, gpu: float | None) -> list[str]:
     prompts, group, batch = (
         args[key] for key in ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
     )
-    answers, longest = prompts * group, args["rollout.max_new_tokens"] or args["data.max_len"]
+    responses, longest = prompts * group, args["rollout.max_new_tokens"] or args["data.max_len"]
     world = placement.world_size(args, "actor") // args["ds.ring_attn_size"] // args["ds.tensor_parallel_size"]
-    updates = answers * args["train.max_epochs"] / batch
+    updates = responses * args["train.max_epochs"] / batch
     lines = [
-        f"a step draws {prompts} prompts × {group} answers = {answers} answers of at most {longest} tokens",
-        f"at most {answers * longest:,} generated tokens, {answers * args['data.max_len']:,} with their prompts",
-        f"updates a step: {answers} answers × {args['train.max_epochs']} epochs / {batch} a batch = {updates:g}",
+        f"a step draws {prompts} prompts × {group} responses = {responses} responses of at most {longest} tokens",
+        f"at most {responses * longest:,} generated tokens, {responses * args['data.max_len']:,} with their prompts",
+        f"updates a step: {responses} responses × {args['train.max_epochs']} epochs / {batch} a batch = {updates:g}",
         f"each GPU trains {batch / max(world, 1):g} responses an update, {args['train.micro_batch_size']} at a time",
     ]
     size, engines = architecture.size_of(args["actor.model_name_or_path"] or ""), args["vllm.num_engines"]
     if gpu and size and engines:
-        each, held = math.ceil(answers / engines), gpu_plan.kv_cache_tokens(size, args, gpu)
-        lines.append(f"an engine draws {each} answers; its KV cache holds at most {held:,} tokens")
+        each, held = math.ceil(responses / engines), gpu_plan.kv_cache_tokens(size, args, gpu)
+        lines.append(f"an engine draws {each} responses; its KV cache holds at most {held:,} tokens")
     return [line for text in lines for line in _wrapped(text)]
 
 

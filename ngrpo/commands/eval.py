@@ -143,7 +143,7 @@ def _drawing(
 def parser() -> CommandParser:
     """The command's flags and its help."""
     made = CommandParser(
-        "eval", "Samples n answers per problem through vLLM, checks them, and counts Mean@n and Pass@k.", _EXAMPLES
+        "eval", "Samples n responses per problem through vLLM, checks them, and counts Mean@n and Pass@k.", _EXAMPLES
     )
     made.add_problems(temperature=0.6, top_p=0.95, max_tokens=4096)
     add = made.add_argument

@@ -29,8 +29,8 @@ def parser() -> CommandParser:
     made = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
     made.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
     made.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
-    made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of answers]")
-    made.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several answers]")
+    made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of responses]")
+    made.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several responses]")
     return made
 
 

@@ -55,8 +55,8 @@ the run
   --eval.at_start           evaluate before the first step too, beside
                             --eval.steps
   --engine.max_num_seqs N, --engine.max_num_batched_tokens N
-                            how many answers an engine draws at once [128], and
-                            how many tokens a step of it reads [2048]
+                            how many responses an engine draws at once [128],
+                            and how many tokens a step of it reads [2048]
   --model NAME              = --actor.model_name_or_path; packaged models:
                             sandbox, smollm2-135m
   --task NAME               dataset and reward where you give none: arithmetic,
@@ -67,8 +67,8 @@ the run
                             overrides an earlier one, and a flag both; 'false'
                             takes a flag of OpenRLHF out. Each run leaves such a
                             file, run.yaml, which repeats it
-  --report.groups N         keep all answers to N prompts of a few steps, for a
-                            look into groups in report.html [0]
+  --report.groups N         keep all responses to N prompts of a few steps, for
+                            a look into groups in report.html [0]
   --dry-run [[[NODES x] GPUS x] GB]
                             print configuration, placement and memory, check,
                             and start nothing; 2x8x80: on two nodes with eight
@@ -103,7 +103,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.commands.dry_run import dry_run
-from ngrpo.config import flag_values, parse, rules, run_notes, verl_lines
+from ngrpo.config import flag_values, parse, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
@@ -195,8 +195,6 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
     complete = rules.completed(run)
     placed = complete if run.task is None else complete.with_defaults(rules.OF_TASK)
     rules.check("start", rules.of_hardware(placed, run), run)
-    for note in run_notes.notes(complete, run):
-        report(f"warning: {note}")
     if run.task is not None:
         complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
     complete = rules.of_hardware(complete, run)

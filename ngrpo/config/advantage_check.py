@@ -42,13 +42,13 @@ def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
     rewards = torch.rand(7, _group_size(advantage), generator=draws)
     counts = torch.randint(0, 9, rewards.shape, generator=draws).float()
     labelled = {
-        "right and wrong answers": (rewards > 0.5).float(),
+        "right and wrong responses": (rewards > 0.5).float(),
         "groups all right or all wrong": (torch.arange(7).unsqueeze(-1) % 2.0).expand_as(rewards).clone(),
         _FRACTIONS: rewards,
     }
     try:
         advantage.check_rewards(rewards)
-    except UsageError:  # made for right and wrong answers alone
+    except UsageError:  # made for right and wrong responses alone
         del labelled[_FRACTIONS]
     for label, values in labelled.items():
         yield f"advantages of {label}", partial(_check, advantage, label, _Batch(values, counts))
@@ -57,7 +57,7 @@ def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _group_size(advantage: Advantage) -> int:
-    """The smallest that the advantage is made for: some need more answers than their k."""
+    """The smallest that the advantage is made for: some need more responses than their k."""
     for size in _GROUPS[:-1]:
         try:
             advantage.compute(torch.zeros(1, size), torch.zeros(1, size))

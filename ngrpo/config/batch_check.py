@@ -7,6 +7,7 @@ from contextlib import suppress
 from math import ceil
 
 from ngrpo.config.dataset_check import rows_of
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import openrlhf_parser, placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.placement import Args
@@ -17,7 +18,7 @@ _ROLES = {placement.ACTOR: "actor", placement.REFERENCE: "ref", placement.CRITIC
 
 
 def _groups(args: Args) -> dict[str, int]:
-    """For each role of the trainer, how many groups of its ranks train, or are asked, with answers of their own."""
+    """For each role of the trainer, how many groups of its ranks train, or are asked, with responses of their own."""
     held = {model for group in placement.groups(args) for model in group.models}
     split = args["ds.ring_attn_size"] * args["ds.tensor_parallel_size"]
     return {role: max(placement.world_size(args, role) // split, 1) for model, role in _ROLES.items() if model in held}
@@ -37,6 +38,9 @@ def check(args: Args) -> None:
             f" {generated or longest} tokens (--rollout.max_new_tokens). Give a fifth of it."
         )
     ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
+    size = architecture.size_of(args["actor.model_name_or_path"]) if ring > 1 else None
+    if size is not None and size.kv_heads % (stride := args["ds.ring_attn_head_stride"]):
+        raise UsageError(f"--ds.ring_attn_head_stride {stride} must divide the model's {size.kv_heads} heads of keys.")
     for role, groups in _groups(args).items():
         world = placement.world_size(args, role)
         if world % (ring * tensor):
@@ -56,18 +60,19 @@ def check(args: Args) -> None:
                 f"--train.batch_size {batch} must be a multiple of {unit}, {groups} ranks of --{role} ×"
                 f" --train.micro_batch_size {micro}. Fix: --train.batch_size {below}{ceil(batch / unit) * unit}."
             )
-    prompts, answers = _step(args)
+    prompts, responses = _step(args)
     if not trains_on_all_ranks(args, prompts):
         raise UsageError(
-            f"{prompts * answers} answers of a step (--rollout.batch_size {prompts} × --rollout.n_samples_per_prompt"
-            f" {answers}) do not divide over {_groups(args)['actor']} ranks in micro-batches of"
-            f" {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and {args['train.micro_batch_size']}"
-            " (--train.micro_batch_size): ranks with fewer would wait forever. Change one of the four."
+            f"{prompts * responses} responses of a step (--rollout.batch_size {prompts} ×"
+            f" --rollout.n_samples_per_prompt {responses}) do not divide over {_groups(args)['actor']} ranks in"
+            f" micro-batches of {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and"
+            f" {args['train.micro_batch_size']} (--train.micro_batch_size): ranks with fewer would wait forever. Change"
+            " one of the four."
         )
 
 
 def _step(args: Args) -> tuple[int, int]:
-    """Prompts of a step, and answers to each."""
+    """Prompts of a step, and responses to each."""
     prompts = min(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
     return prompts, args["rollout.n_samples_per_prompt"]
 
@@ -78,14 +83,14 @@ def trains_on_all_ranks(args: Args, prompts: int) -> bool:
     OpenRLHF 0.11.2 deals micro-batches of the rollout out in equal runs, the last ones shorter
     (``RayActorGroup.async_run_method_batch``), and reduces once for each micro-batch of the training.
     """
-    answers, size, micro = prompts * _step(args)[1], args["rollout.micro_batch_size"], args["train.micro_batch_size"]
+    responses, size, micro = prompts * _step(args)[1], args["rollout.micro_batch_size"], args["train.micro_batch_size"]
     for role, groups in _groups(args).items():
         if args["train.dynamic_batch_enable"]:  # which agrees on the number of micro-batches
-            fits = answers >= groups
+            fits = responses >= groups
         else:
-            batches = ceil(answers / size)
+            batches = ceil(responses / size)
             each = ceil(batches / groups) * size
-            trained = {max(min(answers - rank * each, each), 0) // micro for rank in range(groups)}
+            trained = {max(min(responses - rank * each, each), 0) // micro for rank in range(groups)}
             fits = batches >= groups and (len(trained) == 1 or role in ("ref", "reward"))
         if not fits and groups > 1:
             return False
@@ -130,25 +135,25 @@ def check_rows(flags: Flags) -> str | None:
     OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
     """
     args = openrlhf_parser.resolved(flags.argv)
-    whole, answers = _step(args)
+    whole, responses = _step(args)
     rows, batch = _rows(flags, args), args["train.batch_size"]
-    if rows is not None and rows * answers < batch:
+    if rows is not None and rows * responses < batch:
         raise UsageError(
-            f"{rows} rows × --rollout.n_samples_per_prompt {answers} are fewer responses than --train.batch_size"
-            f" {batch}, so no step would update the weights. Give more rows, or --train.batch_size {rows * answers}."
+            f"{rows} rows × --rollout.n_samples_per_prompt {responses} are fewer responses than --train.batch_size"
+            f" {batch}, so no step would update the weights. Give more rows, or --train.batch_size {rows * responses}."
         )
     if not _may_hang(args):
         return None
     if rows is None:
         return (
-            f"not checked: how many rows the data has. A last step whose answers do not divide over the ranks hangs;"
+            f"not checked: how many rows the data has. A last step whose responses do not divide over the ranks hangs;"
             f" {_ROWS} with a multiple of {whole} prevents it."
         )
     fitting = _fitting(args, rows)
     if fitting != rows:
         raise UsageError(
-            f"the last step of {rows} rows has {rows % whole} prompts × {answers} answers, which do not divide over"
-            f" {_groups(args)['actor']} ranks: it would hang. Fix: "
+            f"the last step of {rows} rows has {rows % whole} prompts × {responses} responses, which do not divide"
+            f" over {_groups(args)['actor']} ranks: it would hang. Fix: "
             + (f"{_ROWS} {fitting}." if fitting else f"a smaller --rollout.batch_size than {whole}, or more rows.")
         )
     return None
@@ -161,13 +166,13 @@ def notes(flags: Flags) -> list[str]:
         told = [line] if (line := check_rows(flags)) else []
     if not told and _ROWS in flags.added:
         told.append(
-            f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with answers that do not"
-            f" divide over {_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
+            f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with responses that do"
+            f" not divide over {_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
         )
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
         told.append(
-            "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their answers"
-            " do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it, or count on the"
-            " checkpoints."
+            "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their"
+            " responses do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it, or count on"
+            " the checkpoints."
         )
     return told

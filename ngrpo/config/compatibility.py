@@ -30,6 +30,7 @@ from ngrpo.config.features import (
     verl,
     when,
 )
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 
@@ -66,7 +67,7 @@ _NEEDS_WEIGHTS = "it follows the rollouts' log-probabilities, which need the wei
 _GROWS = "the warm-up lets the loss's weight of each token, min(π / π_rollout, HIGH), grow from 1"
 _WHOLE = "no process has a whole parameter to add noise to"
 _OTHER_PROMPT = "the records are of another prompt than the one that is trained"
-_KEPT = "or --second_round.group kept, which takes the rewards of the trained answers alone"
+_KEPT = "or --second_round.group kept, which takes the rewards of the trained responses alone"
 _PENALTY = "its penalty makes rewards outside [0, 1]"
 _NO_PENALTY = "leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo"
 _PACKED = "packing would break the alignment between picture tokens and pixels"
@@ -121,8 +122,8 @@ TRAINING = (
     Row(
         given.KL_TERM, given.TOKENLESS_SCORE, "no token is drawn at its positions, so none has a KL term", f"set {KL} 0"
     ),
-    Row(given.GSPO, given.CREDIT, "the ratio is of the whole answer, so all its tokens have one advantage"),
-    Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of an answer in one place", "use --ds.ring_attn_size 1"),
+    Row(given.GSPO, given.CREDIT, "the ratio is of the whole response, so all its tokens have one advantage"),
+    Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of a response in one place", "use --ds.ring_attn_size 1"),
     *rows(
         given.NOISE,
         (_ASYNC, "an evaluation that runs beside the training would see noisy weights"),
@@ -151,20 +152,20 @@ TRAINING = (
     Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {BOUNDS} 0 10"),
     *rows(
         given.SECOND_ROUND,
-        (_WARMUP, "its answers have a ratio to their own prompt's policy, which a changed weight would change"),
+        (_WARMUP, "its responses have a ratio to their own prompt's policy, which a changed weight would change"),
         (given.PERTURBATION, _OTHER_PROMPT),
         (given.MASK, _OTHER_PROMPT),
         (flag("--train.agent_func_path"), "an agent's first prompt is not all that it is told"),
         (_PICTURES, "pictures stand in the prompt that would be changed"),
         (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
-        (given.GSPO, "its ratio is of a whole answer, the method's of each token"),
+        (given.GSPO, "its ratio is of a whole response, the method's of each token"),
         (given.CREDIT_IN_LOSS, "both change the ratio of the same tokens"),
-        (given.ONE_ANSWER, "one answer of a group stays, and right ones take the place of others", "set it to 8"),
+        (given.ONE_ANSWER, "one response of a group stays, and right ones take the place of others", "set it to 8"),
     ),
     *rows(
         given.FULL_GROUPS,
         (given.NO_ADVANTAGE, "OpenRLHF's own estimators see one round", f"add --advantage group_norm, {_KEPT}"),
-        (given.BEYOND_REWARDS, "it looks at more of an answer than its reward", f"choose another advantage, {_KEPT}"),
+        (given.BEYOND_REWARDS, "it looks at more of a response than its reward", f"choose another advantage, {_KEPT}"),
     ),
     Row(given.OTHER_ESTIMATOR, given.ADVANTAGE, "the advantage takes the place of the estimator", "give one of them"),
     Row(flag("--reward.overlong_buffer_len"), given.VERIFIED, _PENALTY, _NO_PENALTY),
@@ -199,9 +200,7 @@ TRAINING = (
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
 )
 
-CPU_MODEL = (
-    Row(given.HEAD_SIZE, given.hardware("cpu"), "vLLM's CPU attention has no kernel for the size", "use another model"),
-)
+CPU_MODEL = (Row(given.HEAD_SIZE, given.hardware("cpu"), "the engine would not start", "use another model"),)
 HARDWARE = (
     *CPU_MODEL,
     *rows(
@@ -217,20 +216,15 @@ HARDWARE = (
         (_RING, _NEEDS_CUDA),
         (given.FLASH_ATTENTION, _NEEDS_CUDA, "use sdpa or eager"),
     ),
-    Row(flag("--use_ms"), given.without("modelscope", "modelscope"), "it loads from there", "pip install modelscope"),
-    Row(flag("--logger.wandb.key"), given.without("wandb", "wandb"), "it logs there", "pip install wandb"),
-    Row(flag("--ds.lora.rank", off="0"), given.without("peft", "peft"), "it makes the adapters", "pip install peft"),
-    Row(
-        flag("--ds.use_liger_kernel"),
-        given.without("liger-kernel", "liger_kernel"),
-        "it has the kernels",
-        "pip install liger-kernel",
-    ),
-    Row(
-        flag("--ds.load_in_4bit"),
-        given.without("bitsandbytes", "bitsandbytes"),
-        "it quantizes the weights",
-        "pip install bitsandbytes",
+    *(
+        Row(what, given.without(package), "OpenRLHF imports it", f"pip install {package}")
+        for what, package in (
+            (flag("--use_ms"), "modelscope"),
+            (flag("--logger.wandb.key"), "wandb"),
+            (_LORA, "peft"),
+            (flag("--ds.use_liger_kernel"), "liger-kernel"),
+            (flag("--ds.load_in_4bit"), "bitsandbytes"),
+        )
     ),
     Row(_FLOAT32, given.hardware("cuda"), "OpenRLHF's engines compute in bfloat16 there", "use bf16, or leave it out"),
     Row(_RING, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"leave it out, or {_INSTALL}"),
@@ -312,7 +306,7 @@ VERL = (
         (verl(f"{_ROLLOUT}.agent.default_agent_loop", none_of(None, "single_turn_agent")), _TURNS),
         (verl(f"{_ROLLOUT}.agent.agent_loop_manager_class"), "another manager takes its place"),
         (verl(f"{_ROLLOUT}.multi_turn.enable"), _TURNS),
-        (verl(f"{_ROLLOUT}.disaggregation.enabled"), "one engine must feed prompt and answer"),
+        (verl(f"{_ROLLOUT}.disaggregation.enabled"), "one engine must feed prompt and response"),
         (verl(f"{_ACTOR}.use_prefix_grouper"), "it shares prompts among samples"),
         (verl("distillation.enabled"), "the teacher's log-probabilities are not replayed"),
         (verl("algorithm.rollout_correction.bypass_mode"), "the replay would not be measured"),
@@ -369,6 +363,11 @@ def check(table: Iterable[Row], asked: Combination) -> None:
     ]
     if problems:
         raise UsageError("\n".join(problems))
+
+
+def check_model(model: str, hardware: str) -> None:
+    """Raises ``UsageError`` for a model that vLLM cannot run on a hardware."""
+    check(CPU_MODEL, Combination(flags=Flags((given.MODEL, model)), hardware=hardware))
 
 
 _PAGE = """\

@@ -27,11 +27,16 @@ _TEMPLATE, _IMAGES = "--data.apply_chat_template", "--data.max_images_per_prompt
 
 
 class _Content(NamedTuple):
-    """What a file holds: of each column the first row of each kind of value, the number of rows, some prompts."""
+    """What a file holds.
+
+    ``columns``: of each the first row of each kind of value. ``prompts``: a row and its prompt, of each order of roles.
+    ``longest``: the row with the most characters, and its prompt.
+    """
 
     columns: dict[str, dict[str, int]]
     rows: int
     prompts: dict[tuple[str, ...], tuple[int, object]]
+    longest: tuple[int, object]
 
 
 def check_files(flags: Flags) -> None:
@@ -130,11 +135,12 @@ def rows_of(flag: str, flags: Flags) -> list[int] | None:
     return rows if len(rows) == len(value.split(",")) and max(rows, default=_CHECKED) < _CHECKED else None
 
 
-def prompts(flags: Flags) -> Iterator[tuple[str, object]]:
-    """Where a prompt is, and a prompt: of each order of roles in the files, and a text."""
+def prompts(flags: Flags, *, longest: bool = False) -> Iterator[tuple[str, object]]:
+    """Where a prompt is, and a prompt: of each order of roles in the files, or the longest of each file."""
     for flag in DATASETS:
         for name in local_files(flag, flags.value(flag)):
-            for row, prompt in _read(flag, name, flags).prompts.values():
+            content = _read(flag, name, flags)
+            for row, prompt in [content.longest] if longest else content.prompts.values():
                 yield f"{flag} {name}: row {row}", prompt
 
 
@@ -204,7 +210,8 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
         padded = [row for row, number in enumerate(numbers, start=1) if number and number["zero"]]
         if all(numbers) and padded:
             columns[label][_PADDED] = padded[0]
-    return _Content(columns, len(rows), kept)
+    longest = max(range(len(rows)), key=lambda row: len(str(rows[row].get(prompt))))
+    return _Content(columns, len(rows), kept, (longest + 1, rows[longest].get(prompt)))
 
 
 def _prompt_kind(value: object) -> str:

@@ -139,9 +139,9 @@ def sampling(name: str) -> Feature:
     return Feature(f"--sampling.{name}", given)
 
 
-def without(package: str, module: str) -> Feature:
-    """An environment without a package, which a module's name finds."""
-    return when(f"an environment without {package}", lambda asked: find_spec(module) is None)
+def without(package: str) -> Feature:
+    """An environment without a package."""
+    return when(f"an environment without {package}", lambda asked: find_spec(package.replace("-", "_")) is None)
 
 
 def hardware(name: str) -> Feature:
@@ -209,12 +209,12 @@ def _filtered_weights(asked: Combination) -> bool:
 
 
 def _small_batch(asked: Combination) -> str:
-    prompts, answers, batch, _ = (int(asked.value(name)) for name in SIZES)
-    if batch >= prompts * answers:
+    prompts, responses, batch, _ = (int(asked.value(name)) for name in SIZES)
+    if batch >= prompts * responses:
         return ""
     return (
-        f"--train.batch_size {batch}, fewer than the {prompts * answers} samples of a rollout (--rollout.batch_size"
-        f" {prompts} × --rollout.n_samples_per_prompt {answers}),"
+        f"--train.batch_size {batch}, fewer than the {prompts * responses} samples of a rollout (--rollout.batch_size"
+        f" {prompts} × --rollout.n_samples_per_prompt {responses}),"
     )
 
 
@@ -331,7 +331,7 @@ OTHER_ESTIMATOR = Feature(
     f"{ESTIMATOR} other than group_norm",
     lambda asked: flag(ESTIMATOR, off="group_norm").given(Combination(flags=Flags(asked.flags.given))),
 )
-VERIFIED = part("advantage", "of right and wrong answers", lambda made: isinstance(made, VerifiedAdvantage))
+VERIFIED = part("advantage", "of right and wrong responses", lambda made: isinstance(made, VerifiedAdvantage))
 BEYOND_REWARDS = part(
     "advantage", "that needs more than rewards", lambda made: made.counted or made.leaves_out_overlong
 )
@@ -348,7 +348,7 @@ WITHOUT_FLASH_ATTN = when(
     "an environment without flash-attn", lambda asked: asked.hardware == "cuda" and "flash-attn" in asked.missing
 )
 
-HEAD_SIZE = Feature("a model with attention heads of size 16, for example", _head_size)
+HEAD_SIZE = Feature("a model with heads of a size that vLLM's CPU attention lacks", _head_size)
 IN_ENGINE = part("perturbation")
 MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
 IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import cache
 from itertools import pairwise
 from math import inf, isclose, isfinite, nan
 from pathlib import Path
@@ -19,60 +21,34 @@ LOAD = "--ckpt.load_enable"
 _MODEL, _UNIVERSAL = "--actor.model_name_or_path", "--ds.use_universal_ckpt"
 _OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
 _READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags whose files are read
-# What a number may be, in words: its type, whether it is one, and the flags.
+# What a number may be, in words: its type, whether it is one, and the flags, with patterns of the shell.
 _NUMBERS: dict[str, tuple[type, Callable[[float], bool], str]] = {
     "a whole number of at least 1": (
         int,
         lambda n: n >= 1,
-        "actor.num_nodes actor.num_gpus_per_node ref.num_nodes ref.num_gpus_per_node critic.num_nodes"
-        " critic.num_gpus_per_node reward.num_nodes reward.num_gpus_per_node vllm.num_engines"
-        " vllm.tensor_parallel_size rollout.batch_size rollout.micro_batch_size rollout.n_samples_per_prompt"
-        " rollout.max_new_tokens rollout.vllm_generate_batch_size rollout.max_tokens_per_gpu train.batch_size"
-        " train.micro_batch_size train.max_epochs train.num_episodes train.async_queue_size train.max_tokens_per_gpu"
-        " data.max_len data.max_samples ds.ring_attn_size ds.ring_attn_head_stride ds.tensor_parallel_size ds.zpg"
-        " eval.n_samples_per_prompt logger.logging_steps ckpt.max_num algo.kl.horizon",
+        "*.num_nodes *.num_gpus_per_node *.num_engines *.tensor_parallel_size *batch_size *.n_samples_per_prompt"
+        " *.max_new_tokens *.max_tokens_per_gpu *.max_epochs *.num_episodes *.async_queue_size *.max_len *.max_samples"
+        " *.ring_attn_* *.zpg *.logging_steps *.max_num *.horizon *.lora.alpha *.ns_steps",
     ),
-    "a whole number of at least 0": (
-        int,
-        lambda n: n >= 0,
-        "data.dataloader_num_workers data.max_images_per_prompt ds.lora.rank",
-    ),
-    "a whole number of at least 1, or -1 for never": (int, lambda n: n == -1 or n >= 1, "ckpt.save_steps eval.steps"),
+    "a whole number of at least 0": (int, lambda n: n >= 0, "*.dataloader_num_workers *.max_images_* *.lora.rank"),
+    "a whole number of at least 1, or -1 for never": (int, lambda n: n == -1 or n >= 1, "*.save_steps eval.steps"),
     "a whole number from 0 to 4294967295": (int, lambda n: 0 <= n < 2**32, "train.seed"),
     "0, 1, 2 or 3": (int, lambda n: 0 <= n <= 3, "ds.zero_stage"),
     "-1, since Ray gives each process its own": (int, lambda n: n == -1, "local_rank"),
-    "a number greater than 0": (float, lambda n: 0 < n < inf, "rollout.temperature actor.adam.eps critic.adam.eps"),
+    "a number greater than 0": (float, lambda n: 0 < n < inf, "rollout.temperature *.adam.eps"),
     "a number of GiB greater than 0": (float, lambda n: n > 0, "ckpt.max_mem"),
-    "a number greater than 1": (float, lambda n: 1 < n < inf, "actor.dual_clip"),
+    "a number greater than 1": (float, lambda n: 1 < n < inf, "*.dual_clip"),
     "a number of at least 0": (
         float,
         lambda n: 0 <= n < inf,
-        "eval.temperature actor.adam.lr critic.adam.lr actor.muon.lr critic.muon.lr actor.adam.weight_decay"
-        " critic.adam.weight_decay actor.max_norm critic.max_norm actor.eps_clip actor.eps_clip_low_high"
-        " critic.value_clip algo.kl.init_coef algo.kl.target reward.overlong_buffer_len reward.overlong_penalty_factor"
-        " algo.advantage.is_correction_threshold",
+        "eval.temperature *.lr *.weight_decay *.max_norm *.eps_clip* *.value_clip *.init_coef *.kl.target"
+        " reward.overlong_* *.is_correction_threshold",
     ),
-    "a number in (0, 1]": (float, lambda n: 0 < n <= 1, "rollout.top_p vllm.gpu_memory_utilization"),
-    "a number in [0, 1)": (
-        float,
-        lambda n: 0 <= n < 1,
-        "actor.adam.betas critic.adam.betas actor.muon.momentum critic.muon.momentum",
-    ),
-    "a number in [0, 1]": (
-        float,
-        lambda n: 0 <= n <= 1,
-        "algo.advantage.gamma algo.advantage.lambd train.ema_beta ds.lora.dropout actor.lr_warmup_ratio"
-        " critic.lr_warmup_ratio actor.min_lr_ratio critic.min_lr_ratio",
-    ),
-    "a number of at most 1": (float, lambda n: -inf < n <= 1, "reward.stop_properly_penalty_coef"),
-    "a number": (
-        float,
-        isfinite,
-        "reward.clip_range algo.dynamic_filtering_range actor.entropy_coef actor.aux_loss_coef",
-    ),
-}
-_ALLOWED = {
-    f"--{name}": (words, kind, fits) for words, (kind, fits, names) in _NUMBERS.items() for name in names.split()
+    "a number in (0, 1]": (float, lambda n: 0 < n <= 1, "rollout.top_p *.gpu_memory_utilization"),
+    "a number in [0, 1)": (float, lambda n: 0 <= n < 1, "*.betas *.momentum"),
+    "a number in [0, 1]": (float, lambda n: 0 <= n <= 1, "*.gamma *.lambd *.ema_beta *.lora.dropout *_ratio"),
+    "a number of at most 1": (float, lambda n: -inf < n <= 1, "*.stop_properly_*"),
+    "a number": (float, isfinite, "*.clip_range *.dynamic_filtering_range *.entropy_coef *.aux_loss_coef"),
 }
 # Pairs of numbers of which the lower one comes first.
 _BOUNDS = ("--reward.clip_range", "--algo.dynamic_filtering_range", "--algo.advantage.is_correction_threshold")
@@ -101,8 +77,8 @@ def check(flags: Flags, run: RunConfig) -> None:
 def _allowed(flag: Flag, flags: Flags) -> str:
     """What the value of a flag must be; empty where it may be what it is."""
     value = flag.values[0] if flag.values else ""
-    if flag.name in _ALLOWED:
-        words, kind, fits = _ALLOWED[flag.name]
+    if limits := _limits(flag.name):
+        words, kind, fits = limits
         numbers = [number(part, kind) for part in flag.values] or [nan]
         if not all(map(fits, numbers)):
             return words
@@ -128,6 +104,15 @@ def _allowed(flag: Flag, flags: Flags) -> str:
         ):
             return f"eval_NAME_pass1 or eval_NAME_pass{group}, where NAME is a row's datasource or default; or none"
     return ""
+
+
+@cache
+def _limits(name: str) -> tuple[str, type, Callable[[float], bool]] | None:
+    """What a flag's number may be, in words, its type, and whether a number is one; None for other flags."""
+    for words, (kind, fits, patterns) in _NUMBERS.items():
+        if any(fnmatchcase(name, f"--{pattern}") for pattern in patterns.split()):
+            return words, kind, fits
+    return None
 
 
 def number(text: str, kind: type) -> float:

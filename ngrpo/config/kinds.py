@@ -110,20 +110,20 @@ ROWS = (
     Kind(
         advantages.registry,
         "--advantage",
-        "what the rewards of one prompt's answers become",
+        "what the rewards of one prompt's responses become",
         suite=_ADVANTAGE_SUITE,
         error_context="the loss rests",
         make=advantages.create,
     ),
-    Kind(credits.registry, "--credit", "how an answer's advantage is shared among its tokens"),
+    Kind(credits.registry, "--credit", "how a response's advantage is shared among its tokens"),
     Kind(policy_noises.registry, "--policy_noise", "noise on the weights that roll out", in_rollouts=True),
     Kind(
         sampling_schedules.registry,
         "--sampling.schedule",
-        "temperatures that change within an answer or over a run",
+        "temperatures that change within a response or over a run",
         in_rollouts=True,
     ),
-    Kind(second_rounds.registry, "--second_round", "what is asked where all answers to a prompt are wrong"),
+    Kind(second_rounds.registry, "--second_round", "what is asked where all responses to a prompt are wrong"),
 )
 KINDS = {kind.name: kind for kind in ROWS}
 FLAGS = {kind.registry: kind.flag for kind in ROWS}

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.dataset_check import prompts
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.hardware import profile_of_run
 from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -27,7 +27,6 @@ MODEL = "--actor.model_name_or_path"
 _TEMPLATE, _IMAGES, _LENGTH = "--data.apply_chat_template", "--data.max_images_per_prompt", "--data.max_len"
 # Where a config.json has the longest context, by vLLM 0.26 to 0.31.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-_HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM 0.26 to 0.31
 _TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken")
 
 
@@ -91,12 +90,6 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
         )
     if flags.value(_IMAGES) not in (None, "0") and "vision_config" not in config:
         raise UsageError(f"{_IMAGES}: the model {name} reads no pictures. Leave the flag out, or give an image model.")
-    size = architecture.size_of(name)
-    if size and profile_of_run(run.hardware).name == "cpu" and size.head_dim not in _HEADS_ON_CPU:
-        raise UsageError(
-            f"model {name}: its heads have {size.head_dim} dimensions, and vLLM's attention on a CPU takes"
-            f" {', '.join(map(str, _HEADS_ON_CPU))}. Use another model."
-        )
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
@@ -157,6 +150,24 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
                 " bare text."
             )
     return None
+
+
+def cut_notes(flags: Flags) -> Iterator[str]:
+    """A warning for each file with a prompt that leaves no room for its response: its first tokens are left out."""
+    folder, room = Path(name_of(flags)).expanduser(), int(value_of(flags, _LENGTH))
+    room -= int(flags.value("--rollout.max_new_tokens") or 1)
+    if not (folder / "tokenizer_config.json").is_file():
+        return
+    with suppress(Exception):  # of any tokenizer or file, which a rule reports
+        for where, prompt in prompts(flags, longest=True):
+            if len(str(prompt).encode()) > room:
+                tokenizer = _tokenizer(str(folder))
+                text = _rendered(tokenizer, prompt) if flags.has(_TEMPLATE) else str(prompt)
+                if (tokens := len(tokenizer(text, add_special_tokens=False)["input_ids"])) > room:
+                    yield (
+                        f"{where}: the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}, so that its first"
+                        f" {tokens - room} are left out, and those of other long prompts."
+                    )
 
 
 @lru_cache(maxsize=1)

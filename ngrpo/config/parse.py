@@ -54,7 +54,7 @@ _GRPO: dict[str, Default] = {
     "--algo.kl.estimator": "k3",
 }
 PRESETS: dict[str, dict[str, Default]] = {
-    # Shao et al., arXiv 2402.03300: the mean over an answer's tokens, then over answers; k3 as a loss.
+    # Shao et al., arXiv 2402.03300: the mean over a response's tokens, then over responses; k3 as a loss.
     "grpo": _GRPO,
     # Zheng et al., arXiv 2507.18071: the ratio is of the sequence, so its clip range is far narrower.
     "gspo": {**_GRPO, "--actor.policy_loss_type": "gspo", "--actor.eps_clip_low_high": ("0.0003", "0.0004")},
@@ -66,7 +66,7 @@ PRESETS: dict[str, dict[str, Default]] = {
         "--actor.eps_clip_low_high": ("0.2", "0.28"),
         "--algo.dynamic_filtering_enable": None,
         "--algo.dynamic_filtering_range": ("0", "1"),
-        _OVERLONG: None,  # follows from the longest answer
+        _OVERLONG: None,  # follows from the longest response
         "--reward.overlong_penalty_factor": "1",
         "--algo.kl.init_coef": "0",
     },
@@ -91,11 +91,11 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         for flag, entry in SETTINGS.items()
         if flag in ours
     }
-    answers, tokens = (settings.get(name) or default for name, default in _VLLM_LIMITS.items())
-    if answers > tokens:
+    responses, tokens = (settings.get(name) or default for name, default in _VLLM_LIMITS.items())
+    if responses > tokens:
         raise UsageError(
-            f"--engine.max_num_seqs is {answers} and --engine.max_num_batched_tokens {tokens}: a step reads a token of"
-            " each answer, so that the latter must be at least as large."
+            f"--engine.max_num_seqs is {responses} and --engine.max_num_batched_tokens {tokens}: a step reads a token"
+            " of each response, so that the latter must be at least as large."
         )
     specs, notes = {}, []
     for kind in (KINDS["perturbation"], KINDS["replay_buffer"], *run_level_kinds()):
@@ -198,14 +198,14 @@ def with_preset(flags: Flags, name: str | None, advantage: Advantage | None = No
         check_preset(name)
         defaults |= PRESETS[name]
     if _OVERLONG in defaults and not flags.has(_OVERLONG):
-        # Where --rollout.max_new_tokens is not given, --data.max_len bounds an answer.
+        # Where --rollout.max_new_tokens is not given, --data.max_len bounds a response.
         longest = flags.value("--rollout.max_new_tokens") or value_of(flags, "--data.max_len")
         if not longest.isdecimal() or int(longest) < 1:
             raise UsageError(
-                f"--preset dapo: the longest answer is {longest!r}, not a whole number of tokens of at least 1. Give"
+                f"--preset dapo: the longest response is {longest!r}, not a whole number of tokens of at least 1. Give"
                 " --rollout.max_new_tokens, from which the buffer of the overlong penalty follows."
             )
-        # A fifth of the longest answer, as in DAPO's own setting (4,096 of 20,480 tokens).
+        # A fifth of the longest response, as in DAPO's own setting (4,096 of 20,480 tokens).
         defaults[_OVERLONG] = str(max(1, int(longest) // 5))
     if advantage is not None:
         defaults |= advantage.flags(added())

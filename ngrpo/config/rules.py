@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ngrpo import patches
-from ngrpo.config import batch_check, compatibility, flag_values, model_check, parse
+from ngrpo.config import batch_check, compatibility, flag_values, model_check, parse, run_notes
 from ngrpo.config.dataset_check import DATASETS, check_files, is_checked
 from ngrpo.config.features import ESTIMATOR, Combination
 from ngrpo.config.kinds import run_level_kinds
@@ -211,8 +211,8 @@ def of_hardware(flags: Flags, run: RunConfig) -> Flags:
 
 
 def notes(flags: Flags, run: RunConfig) -> list[str]:
-    """Warnings about the placement and the last step of a pass, for complete flags."""
-    told = batch_check.notes(flags)
+    """All warnings about a run that may start, for complete flags."""
+    told = [*run_notes.notes(flags, run), *batch_check.notes(flags), *model_check.cut_notes(flags)]
     if profile_of_run(run.hardware).name == "cuda":
         told += gpu_plan.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
     return told

@@ -124,8 +124,8 @@ class RunConfig:
     strict: bool = _setting("--perturbation.strict", False, "end the run there")
     reproducible: bool = _setting("--reproducible", False, "the same seed gives the same rollouts")
     eval_at_start: bool = _setting("--eval.at_start", False, "evaluate before the first step too")
-    report_groups: int = _setting("--report.groups", 0, "prompts whose answers are kept", low=0, high=16)
-    max_num_seqs: int | None = _setting("--engine.max_num_seqs", None, "answers at once", low=1)
+    report_groups: int = _setting("--report.groups", 0, "prompts whose responses are kept", low=0, high=16)
+    max_num_seqs: int | None = _setting("--engine.max_num_seqs", None, "responses at once", low=1)
     max_num_batched_tokens: int | None = _setting("--engine.max_num_batched_tokens", None, "tokens of a step", low=1)
     preset: str | None = _setting("--preset", None, "a set of OpenRLHF's flags")
     task: str | None = _setting("--task", None, "dataset and reward")
@@ -158,7 +158,7 @@ class RunConfig:
 
     @property
     def credit(self) -> Credit | None:
-        """The credit; None where all tokens of an answer have its advantage."""
+        """The credit; None where all tokens of a response have its advantage."""
         return self.part("credit")
 
     @property
@@ -173,7 +173,7 @@ class RunConfig:
 
     @property
     def second_round(self) -> SecondRound | None:
-        """What is asked where all answers to a prompt are wrong; None for nothing."""
+        """What is asked where all responses to a prompt are wrong; None for nothing."""
         return self.part("second_round")
 
     @property

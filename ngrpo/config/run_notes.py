@@ -31,12 +31,12 @@ def notes(complete: Flags, run: RunConfig) -> list[str]:
 
 
 def batch_notes(flags: Flags) -> Iterator[str]:
-    """A warning about answers of a step that fill no batch."""
-    prompts, answers, batch, epochs = (int(value_of(flags, name)) for name in SIZES)
-    trained = prompts * answers * epochs
+    """A warning about responses of a step that fill no batch."""
+    prompts, responses, batch, epochs = (int(value_of(flags, name)) for name in SIZES)
+    trained = prompts * responses * epochs
     if trained % batch and not flags.has("--train.dynamic_batch_enable"):
         rest = "what is left goes into the next step's first update"
-        yield f"--train.batch_size {batch} does not divide the {trained} answers that a step trains: {rest}."
+        yield f"--train.batch_size {batch} does not divide the {trained} responses that a step trains: {rest}."
 
 
 def gap_notes(run: RunConfig) -> Iterator[str]:

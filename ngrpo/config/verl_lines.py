@@ -65,9 +65,9 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         overrides["algorithm.adv_estimator"] = "grpo"
     if _one_of(flags, LOSS, {"ppo": "vanilla", "gspo": "gspo"}) == "gspo":
         overrides[f"{_ACTOR}.policy_loss.loss_mode"] = "gspo"
-    if flags.has(_BATCH):  # OpenRLHF counts answers, verl prompts
-        answers, each = (int(flags.value(f) or 1) for f in (_BATCH, "--rollout.n_samples_per_prompt"))
-        overrides[f"{_ACTOR}.ppo_mini_batch_size"] = max(answers // each, 1)
+    if flags.has(_BATCH):  # OpenRLHF counts responses, verl prompts
+        responses, each = (int(flags.value(f) or 1) for f in (_BATCH, "--rollout.n_samples_per_prompt"))
+        overrides[f"{_ACTOR}.ppo_mini_batch_size"] = max(responses // each, 1)
     clips = [(flags.value(_CLIP),) * 2, *(flag.values for flag in flags if flag.name == _CLIPS)][-1]
     if len(clips) != 2:
         raise UsageError(f"{_CLIPS} {' '.join(clips)}".rstrip() + ": must be two numbers, the lower one first.")

@@ -175,8 +175,9 @@ def _embeddings(
         return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
 
     head = _output_head(model, embedding)
-    matrices = [partial(shard, embedding), None if head is None else partial(shard, head)]
-    return ModelEmbeddings(override.lookup, *matrices, partial(texts.special_ids, vocabulary), texts.vocabulary)
+    of_input, of_output = partial(shard, embedding), None if head is None else partial(shard, head)
+    special = partial(texts.special_ids, vocabulary)
+    return ModelEmbeddings(override.lookup, of_input, of_output, special, texts.vocabulary)
 
 
 class _LazyTokenizer:

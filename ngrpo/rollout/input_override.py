@@ -36,9 +36,10 @@ class InputOverride:
         device: torch.device,
         bare: type[nn.Module] | None = None,
     ) -> None:
-        """module: the model's input embedding; max_tokens: rows of the largest forward; bare: which of the module's
+        """module: the model's input embedding; max_tokens: rows of the largest forward.
 
-        bases gives rows of the matrix, its own class by default. Gemma's in vLLM's Transformers backend scales these.
+        bare: the class among the module's bases whose forward gives rows of the matrix, which Gemma's then scales in
+        vLLM's Transformers backend; the module's own by default.
         """
         base = type(module)
         self._bare = base if bare is None else bare

@@ -335,10 +335,10 @@ def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
     arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
     if fed:
         arguments |= {"record": record_of(fed, len(tokens), len(tokens) + 2).to_bytes(), "ahead": True}
-    shown = {"logprobs": 5, "prompt_logprobs": 0, "detokenize": False, "extra_args": {KEY: arguments}}
+    shown: dict[str, Any] = {"logprobs": 5, "prompt_logprobs": 0, "detokenize": False, "extra_args": {KEY: arguments}}
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, **shown)
-    given = {"request_id": name, "external_req_id": name, "prompt_token_ids": tokens, "sampling_params": params}
-    given["arrival_time"] = time.time()
+    given: dict[str, Any] = {"request_id": name, "external_req_id": name, "prompt_token_ids": tokens}
+    given |= {"sampling_params": params, "arrival_time": time.time()}
     # Releases differ in the fields that a request has, and in those without a default.
     fields = EngineCoreRequest.__struct_fields__
     required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]

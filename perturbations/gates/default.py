@@ -11,12 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perturbations import streams
-from perturbations.errors import UsageError
-from perturbations.gates import Gate
-from perturbations.options import Options, option
+from perturbations import Gate, GateStep, Positions, Step, UsageError, option, streams
+from perturbations.options import Options
 from perturbations.registry import gates
-from perturbations.step import GateStep, Positions, Step
 
 if TYPE_CHECKING:
     from perturbations.base import Proposal

@@ -121,9 +121,11 @@ class LastHidden:
         """The last hidden states of some of a forward's ``count`` rows of logits, with gradient."""
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
-            seen = f"{type(self._head).__name__} was {'not called' if given is None else f'given {len(given)} rows'}"
-            why = "A fused or sliced output layer hides the last hidden states"
-            raise RuntimeError(f"density: {seen} in a forward of {count} rows of logits. {why}.")
+            seen = "was not called" if given is None else f"was given {len(given)} rows"
+            what = (
+                f"density: {type(self._head).__name__}, the model's output layer, {seen} in a forward of {count} rows"
+            )
+            raise RuntimeError(f"{what} of logits. A fused or sliced output layer hides the last hidden states.")
         return given[rows]
 
 

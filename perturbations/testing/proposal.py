@@ -3,19 +3,17 @@
 
 import dataclasses
 import logging
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
-from perturbations import streams
-from perturbations.base import Perturbation, Proposal, Replayed
-from perturbations.edit import InputEdit, realise
+from perturbations import Gate, GateStep, InputEdit, Perturbation, Positions, Proposal, ReplayRecord, Step, streams
+from perturbations.base import Replayed
+from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.gates import Gate
-from perturbations.replay import ReplayRecord
-from perturbations.step import GateStep, Positions, Step
 from perturbations.testing.report import (
     CLOSE,
     EVERY_ROW,
@@ -311,11 +309,10 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
     check_answers(where, "open()", opened, seen)
     # On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step.
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        parts = {
-            name: mode.from_tensor(part) if isinstance(part, Tensor) else part for name, part in vars(seen).items()
-        }
+        tensors = {name: part for name, part in vars(seen).items() if isinstance(part, Tensor)}
+        fake: Any = {name: mode.from_tensor(part) for name, part in tensors.items()}
         try:
-            gate.open(GateStep(**parts))
+            gate.open(dataclasses.replace(seen, **fake))
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
             what = f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token."
             fix = "No .item(), .tolist() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where."

@@ -102,15 +102,6 @@ class TestFormulas:
         rewards = torch.full((2, size), highest)
         assert compute("ngrpo", rewards, max_reward=highest, n=3).tolist() == [[0.0] * size] * 2
 
-    def test_in_a_group_of_equal_rewards_beta_cancels(self) -> None:
-        counts = torch.tensor([[0, 3, 3]])
-        small, large = (compute("copo", torch.ones(1, 3), counts=counts, beta=beta) for beta in (0.1, 1.0))
-        close(small, large.tolist())
-
-    def test_copo_without_a_bonus_is_group_norm(self) -> None:
-        counts = torch.arange(12).reshape(3, 4)
-        assert torch.equal(compute("copo", REWARDS, counts=counts, beta=0), compute("group_norm", REWARDS))
-
     @pytest.mark.parametrize(("given", "kept"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
     def test_computed_in_float32_or_wider(self, given: torch.dtype, kept: torch.dtype) -> None:
         assert compute("ngrpo", REWARDS.to(given)).dtype == kept
@@ -268,10 +259,3 @@ def test_a_reward_of_verl_stands_at_any_token() -> None:
     rewards, mask = torch.tensor([[0.0, 1.0, 0.0], [0.0] * 3]), torch.tensor([[1, 1, 0], [1, 1, 1]])
     found, _ = estimator(create("group_norm"))(rewards, mask, np.array(["a", "a"]))
     close(found, [[math.sqrt(0.5), math.sqrt(0.5), 0.0], [-math.sqrt(0.5)] * 3])
-
-
-def test_padding_of_verl_is_in_no_group() -> None:
-    """A row of padding has an index of its own: k = 2 would not fit a group of one."""
-    rewards, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), torch.tensor([[1, 1], [1, 1], [0, 0]])
-    found, _ = estimator(create("pkpo", k=2, variant="s"))(rewards, mask, np.array(["a", "a", "padding"]))
-    close(found, [[2.0, 2.0], [2.0, 2.0], [0.0, 0.0]])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 
@@ -11,24 +10,6 @@ import pytest
 
 from tests.claims import CLAIMS, files_of
 from tests.conftest import ROOT
-
-NOT_IN_MAKE_TEST = ("more", "slow")
-"""Marks with which a test is no part of `make test`."""
-
-
-def marks_of(function: ast.FunctionDef) -> set[str]:
-    return {each.attr for mark in function.decorator_list for each in ast.walk(mark) if isinstance(each, ast.Attribute)}
-
-
-@pytest.mark.parametrize("file", CLAIMS)
-def test_a_claim_has_tests_of_its_own(file: str) -> None:
-    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
-    assert any(not marks_of(test) & {*NOT_IN_MAKE_TEST} or "parametrize" in marks_of(test) for test in tests)
-    everywhere = [
-        ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
-    ]
-    assert not any(mark in line for line in everywhere for mark in NOT_IN_MAKE_TEST)
 
 
 def test_both_targets_leave_nothing_out() -> None:
@@ -40,14 +21,22 @@ def test_both_targets_leave_nothing_out() -> None:
     assert sum("not more and not slow" in line for line in chosen) == 3
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("kind", ["more", "slow"])
-def test_a_file_is_started_where_it_has_such_tests(kind: str) -> None:
-    """As pytest collects them."""
-    chosen = "slow" if kind == "slow" else "more and not slow"
-    command = [sys.executable, "-m", "pytest", "tests/stack", "--collect-only", "-qq", "-m", chosen]
+def collected(chosen: str, *folders: str) -> set[str]:
+    """The files in which pytest finds such tests."""
+    command = [sys.executable, "-m", "pytest", *folders, "--collect-only", "-qq", "-m", chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    collected = {line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/")}
-    assert len(collected) > 10 and collected <= set(files_of("stack", kind)), done.stdout + done.stderr
-    missing = {"tests/stack/test_trl.py"}  # without TRL it is skipped as a whole
-    assert set(files_of("stack", kind)) - missing <= collected
+    return {line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("tests/")}
+
+
+@pytest.mark.more
+def test_each_claim_has_a_test_in_make_test_and_nothing_else_is_there() -> None:
+    assert collected("not more and not slow", "tests/stack", "tests/pipeline") == set(CLAIMS)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("kind", "chosen"), [("more", "more and not slow"), ("slow", "slow")])
+def test_a_file_is_started_where_it_has_such_tests(kind: str, chosen: str) -> None:
+    found = collected(chosen, "tests/stack")
+    assert len(found) > 10 and found <= set(files_of("stack", kind))
+    # Without TRL its file is skipped as a whole.
+    assert set(files_of("stack", kind)) - {"tests/stack/test_trl.py"} <= found

@@ -216,17 +216,6 @@ def test_logits_of_other_rows_are_an_error() -> None:
         hooked(model(tokens)[:, :-1], tokens[:, :-1])
 
 
-def test_outside_a_scope_the_function_is_the_original() -> None:
-    perturbation, model = PERTURBATIONS[0], Model()
-    tokens, mask, records = batch(perturbation)
-    run(model, perturbation, tokens, mask, records)
-    assert torch.equal(hooked(model(tokens), tokens), log_probs_of(model(tokens), tokens))
-    scope = ReplayScope(model.embedding, perturbation=create("gumbel"))
-    with scope(records, mask), densities(scope, 1.0) as ours:
-        hooked(model(tokens), tokens)
-    assert ours is None
-
-
 @pytest.mark.parametrize("density", ["gumbel", "token"])
 def test_importance_correction_does_not_go_with_a_density(density: str) -> None:
     """It compares with the rollout's log-probabilities, which are the tokens'."""

@@ -256,7 +256,7 @@ class TestCommand:
             "GPU 0-7: actor, reference, 8 vLLM engines (tensor parallel 1)",
             "hybrid",
             "P = 1,720,574,976",
-            "a step draws 8 prompts × 4 answers = 32 answers",
+            "a step draws 8 prompts × 4 responses = 32 responses",
             "  ok     dataset and reward",
         ):
             assert part in text, part
@@ -277,7 +277,7 @@ class TestCommand:
         text = capsys.readouterr().out
         assert "placement on 8 GPUs of 23.8 GiB (as --dry-run says)" in text
         assert (
-            "do not fit into 23.8" in text and "warning: --train.batch_size 24 does not divide the 32 answers" in text
+            "do not fit into 23.8" in text and "warning: --train.batch_size 24 does not divide the 32 responses" in text
         )
 
     @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -19,7 +19,7 @@ from perturbations.errors import UsageError
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast.openrlhf_doubles import maker
-from tests.fast.run import run_of, run_with
+from tests.fast.run import run_with
 
 
 class Tokenizer:
@@ -170,12 +170,7 @@ def test_the_experience_makers_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_flag() -> None:
-    words = ["--model", "smollm2-135m", "--report.groups", "3"]
-    settings = parse.run_config(words)
+    settings = parse.run_config(["--model", "smollm2-135m", "--report.groups", "3"])
     assert settings.report_groups == 3 and settings.conditions == ("report_groups",)
-    assert parse.run_config(["--report.groups", "0"]) == run_of()
-    for wrong in ("17", "-1", "x", "1.5"):
-        with pytest.raises(UsageError, match=rf"--report\.groups {wrong}: .*in \[0, 16\]"):
-            parse.run_config(["--report.groups", wrong])
-    with pytest.raises(UsageError, match="Did you mean"):
-        parse.run_config(["--reports.groups", "1"])
+    with pytest.raises(UsageError, match=r"--report\.groups 17: .*in \[0, 16\]"):
+        parse.run_config(["--report.groups", "17"])

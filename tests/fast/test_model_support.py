@@ -69,8 +69,8 @@ def test_what_cannot_be_used_is_refused_with_the_reason(given: dict[str, Any], r
         architecture.check_perturbed(str(tmp_path), {"name": "neighbor"})
 
 
-def test_heads_that_vllm_s_cpu_attention_cannot_take(tmp_path: Path) -> None:
-    """A training's dry run and start, an evaluation and a diagnosis say so in one line."""
+def test_heads_that_vllm_s_cpu_attention_cannot_take(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A training's dry run and start, an evaluation, a diagnosis and doctor say so in one line."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
 
     def refuses(hardware: str = "cpu", **more: int) -> bool:
@@ -87,6 +87,8 @@ def test_heads_that_vllm_s_cpu_attention_cannot_take(tmp_path: Path) -> None:
     assert refuses()
     with pytest.raises(UsageError, match="heads of size 16"):
         engine.build(str(tmp_path), None, 32, hardware="cpu")
+    assert cli.main(["doctor", "--model", str(tmp_path)]) == 1
+    assert "heads of size 16" in capsys.readouterr().out
 
 
 def test_what_config_json_does_not_tell_is_said() -> None:

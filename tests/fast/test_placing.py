@@ -131,8 +131,8 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--train.micro_batch_size 3", "--train.batch_size 64 must be a multiple of 24, 8 ranks of --actor"),
         ("--train.batch_size 60", "--train.batch_size 60 must be a multiple of 8"),
         ("--ds.tensor_parallel_size 3", "× --ds.tensor_parallel_size 3 must divide the 8 ranks"),
-        ("--rollout.batch_size 15", "60 answers of a step (--rollout.batch_size 15 × "),
-        ("--data.max_samples 33", "the last step of 33 rows has 1 prompts × 4 answers, which do not"),
+        ("--rollout.batch_size 15", "60 responses of a step (--rollout.batch_size 15 × "),
+        ("--data.max_samples 33", "the last step of 33 rows has 1 prompts × 4 responses, which do not"),
         (
             "--data.max_samples 1",
             "1 rows × --rollout.n_samples_per_prompt 4 are fewer responses than --train.batch_size 64",

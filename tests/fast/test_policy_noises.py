@@ -154,26 +154,6 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
     assert rollout_policy_measures(made, [experience]) == {}
 
 
-def test_the_gradient_on_a_noisy_policys_rollouts_is_the_clean_policys() -> None:
-    """Over all outcomes of a bandit that a noisy policy draws: E_π̂[w R ∇ log π] = ∇ E_π[R], where nothing is cut."""
-    z = torch.tensor([0.4, -0.3, 0.1, 0.9], requires_grad=True)
-    noisy = torch.log_softmax(torch.tensor([0.1, 0.2, -0.4, 1.0]), dim=0)
-    reward, log_p = torch.tensor([[1.0, -0.5, 0.3, 0.2]]), torch.log_softmax(z, dim=0)
-    (true,) = torch.autograd.grad((log_p.exp() * reward[0]).sum(), z, retain_graph=True)
-    made = type(policy_loss())(
-        is_correction_level="token", is_correction_mode="clip", is_correction_threshold=[0.0, 10.0]
-    )
-    losses = [
-        made(
-            log_p[i].view(1, 1), log_p[i].detach().view(1, 1), reward[:, i : i + 1], torch.ones(1, 1),
-            noisy[i].view(1, 1), batch_num_tokens=1.0,
-        )[0] * noisy[i].exp()
-        for i in range(4)
-    ]  # fmt: skip
-    (found,) = torch.autograd.grad(-sum(losses), z)
-    torch.testing.assert_close(found, true)
-
-
 # --- in OpenRLHF ----------------------------------------------------------------------------------------
 
 
@@ -287,10 +267,3 @@ def test_steps_of_a_run_count_the_smaller_batches() -> None:
     """Ten prompts in batches of four are three steps in each of four episodes."""
     args = SimpleNamespace(train=SimpleNamespace(num_episodes=4), rollout=SimpleNamespace(batch_size=4))
     assert [steps_of_run(args, prompts) for prompts in (10, 8, 1)] == [12, 8, 4]
-
-
-def test_a_switch_may_stand_alone() -> None:
-    spec = parse.run_config(["--policy_noise", "psn", "--policy_noise.adaptive"]).specs.get("policy_noise")
-    assert spec is not None and spec["adaptive"] is True
-    with pytest.raises(UsageError, match=r"--policy_noise\.sigma needs a value"):
-        parse.run_config(["--policy_noise", "psn", "--policy_noise.sigma"])

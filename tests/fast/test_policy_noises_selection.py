@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo.config import rules
+from ngrpo.config import model_check, rules
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
@@ -86,18 +86,6 @@ def test_aqn_noises_the_norms_before_attention_and_mlp(model_type: str, expected
     assert of_last_block(found) == {f"{name}.weight" for name in expected}
 
 
-def test_one_plus_w_has_the_same_noise_as_w() -> None:
-    """Gemma's norm multiplies by 1 + w: with noise Z on w by 1 + w + Z."""
-    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-
-    norm, rows = Gemma2RMSNorm(30), torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
-    clean, model = norm(rows), {"layers.0.input_layernorm.weight": norm.weight}
-    with policy_noises.create("aqn").added(model, 0.5, 0):
-        noise = norm.weight.detach().clone()
-        torch.testing.assert_close(norm(rows), clean * (1.0 + noise))
-    assert noise.std().item() == pytest.approx(0.5, rel=0.5)
-
-
 @pytest.mark.parametrize("model_type", ["olmo2", "olmo3", "exaone4"])
 def test_aqn_refuses_a_model_whose_norms_are_behind_attention_and_mlp(model_type: str) -> None:
     """Of these it noised the norm behind the attention, and none for the MLP."""
@@ -112,7 +100,8 @@ AQN = policy_noises.create("aqn").spec()
 
 
 def folder_of(path: Path, config: str) -> str:
-    path.joinpath("config.json").write_text(config)
+    for name, text in (("config.json", config), ("model.safetensors", "weights"), ("tokenizer.json", "{}")):
+        path.joinpath(name).write_text(text)
     return str(path)
 
 
@@ -126,15 +115,15 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     told = dict(rules.outcomes(flags, run))
     with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
         told[f"the options fit the model {model}"]()
-    assert rules.check_model(model, None) is None
-    assert rules.check_model(model, None, policy_noises.create("psn")) is None
+    assert model_check.check_model(model, None) is None
+    assert model_check.check_model(model, None, policy_noises.create("psn")) is None
 
 
 @pytest.mark.parametrize("config", ['{"model_type": "none_such"}', '{"model_type": "gpt2", "auto_map": {"A": "b.C"}}'])
 def test_a_model_that_cannot_be_made_is_not_checked(tmp_path: Path, config: str) -> None:
     model = folder_of(tmp_path, config)
     assert architecture.parameter_names(model) is None
-    assert "looks once the model has loaded" in str(rules.check_model(model, None, policy_noises.create("aqn")))
+    assert "looks once the model has loaded" in str(model_check.check_model(model, None, policy_noises.create("aqn")))
 
 
 @pytest.mark.parametrize(("norm", "refused"), [("input_layernorm", False), ("ln_1", True)])

@@ -50,7 +50,7 @@ class Books:
     def __init__(self) -> None:
         self.store = TrajectoryStore(4, 64)
         perturber = SimpleNamespace(
-            opened=lambda name, prompt: None, closed=lambda slot: None, sampling_mask=lambda slot: None,
+            opened=lambda name, prompt: None, closed=lambda slot: None, masks=None,
             notes=SimpleNamespace(drain=lambda **kwargs: None, taken=0, written=0),
         )  # fmt: skip
         self.buffer = buffers.create("memory")

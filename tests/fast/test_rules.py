@@ -76,7 +76,7 @@ def test_numbers_out_of_range(words: str, allowed: str) -> None:
 
 def test_answers_that_fill_no_batch_are_told_of() -> None:
     sizes = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "3", "--train.batch_size", "8"]
-    assert "8 does not divide the 12 answers" in next(batch_notes(Flags(sizes)))
+    assert "8 does not divide the 12 responses" in next(batch_notes(Flags(sizes)))
     for fit in (["--train.max_epochs", "2"], ["--train.dynamic_batch_enable"], ["--train.batch_size", "6"]):
         assert [*batch_notes(Flags([*sizes, *fit]))] == []
 
@@ -140,16 +140,6 @@ class TestFiles:
         check_files(Flags([*named, "--data.label_key", "answer"]))
         self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
         self.refuse([*named, "--eval.dataset", f"{jsonl}.csv"], "--eval.dataset", "no such file")
-
-    def test_an_empty_prompt_is_named_by_its_row(self, jsonl: Path) -> None:
-        jsonl.write_text(jsonl.read_text() + '{"inputs": " \\n", "answer": ""}\n')
-        keys = ["--data.input_key", "inputs", "--data.label_key", "answer"]
-        self.refuse(self.args(jsonl, *keys), "the input 'inputs' is empty in row 2")
-
-    @pytest.mark.parametrize("flag", ["--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir"])
-    def test_a_folder_that_is_a_file(self, jsonl: Path, flag: str) -> None:
-        with pytest.raises(UsageError, match=f"{flag} .*: is a file. Give another path"):
-            flag_values.check_output(Flags([flag, str(jsonl)]), run_of())
 
     @pytest.mark.parametrize("row", ['{"answer": "5"}', '{"inputs": null, "answer": "5"}'])
     def test_a_row_without_its_column(self, jsonl: Path, row: str) -> None:

@@ -222,7 +222,7 @@ def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.Monke
 BROKEN = {
     "a number": ("--train.batch_size 0", "at least 1"),
     "a combination": ("--perturbation neighbor --ds.ring_attn_size 2", "cannot be used with --perturbation neighbor"),
-    "a method and a loss": ("--credit top_entropy --actor.policy_loss_type gspo", "ratio is of the whole answer"),
+    "a method and a loss": ("--credit top_entropy --actor.policy_loss_type gspo", "ratio is of the whole response"),
     "the hardware": ("--vllm.enable_sleep", "cannot be used with --hardware cpu"),
     "OpenRLHF's parser": ("--train.no_such_flag 1", "no_such_flag"),
     "data": ("--data.prompt_dataset missing.jsonl", "missing.jsonl"),

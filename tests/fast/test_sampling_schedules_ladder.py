@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules, second_rounds
 from ngrpo.methods.sampling_schedules.base import NextTokens
 from ngrpo.rollout.request_arguments import checked
@@ -38,25 +37,6 @@ def test_by_hand() -> None:
     assert default.least * default.most == 1.0, "the mean of the logarithms is that of the temperature asked for"
     with pytest.raises(UsageError, match=r"least=2.0: must be at most most=1.25"):
         sampling_schedules.create("ladder", least=2.0)
-
-
-def test_the_gradient_with_the_weights_is_the_clean_policys_and_without_another() -> None:
-    """Over all tokens of a bandit, for four answers: Σ_i Σ_x π_i(x) w_i(x) R(x) ∇ log π(x) = 4 ∇ E_π[R]."""
-    ladder = sampling_schedules.create("ladder", least=1.0, most=4.0)
-    default = ladder.flags(Flags())
-    low, high = (float(bound) for bound in default["--algo.advantage.is_correction_threshold"])
-    z = torch.tensor([1.4, -0.3, 0.2, 0.9], dtype=torch.float64, requires_grad=True)
-    reward = torch.tensor([1.0, -0.5, 0.3, 0.2], dtype=torch.float64)
-    log_p = z.log_softmax(-1)
-    (true,) = torch.autograd.grad((log_p.exp() * reward).sum(), z, retain_graph=True)
-    factor = ladder.factor(of_answers(z.detach().float().expand(4, -1), [0, 1, 2, 3], [4] * 4)).double()
-    rollout = (z.detach() / factor.unsqueeze(1)).softmax(-1)
-    weights = (log_p.detach().exp() / rollout).clamp(low, high)
-    found = {}
-    for kind, weight in (("with", weights), ("without", torch.ones_like(weights))):
-        (found[kind],) = torch.autograd.grad((rollout * weight * reward * log_p).sum() / 4, z, retain_graph=True)
-    torch.testing.assert_close(found["with"], true, rtol=1e-9, atol=1e-12)
-    assert (found["without"] - true).abs().max() > 1e-2
 
 
 # --- an answer's number -----------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, behavior
 from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import experience_maker, samples_generator, second_round, step_advantages
-from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
 from tests.fast.run import run_with
@@ -359,24 +358,6 @@ def test_an_answer_that_was_cut_and_one_that_grew() -> None:
     assert given.tolist() == [[-1, -2, -3]] and there.all()
     with pytest.raises(RuntimeError, match="3 tokens has 2"):
         behavior(torch.ones(1, 3), [TwoRounds(np.float32([0]), 0, np.float32([-1, -2]))])
-
-
-def test_the_loss_function_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-
-    run_with(monkeypatch, second_round=LOPE.spec())
-
-    class Failing:
-        actor_loss_fn = "plain"
-
-        def training_step(self, *args: Any) -> None:
-            seen.append(self.actor_loss_fn)
-            raise ValueError("out of memory")
-
-    trainer = actor_trainer(Failing)()
-    with pytest.raises(ValueError, match="out of memory"):
-        trainer.training_step(experience(None), 0.0, 0)
-    assert isinstance(seen[0], TwoRoundsLoss) and trainer.actor_loss_fn == "plain"
 
 
 def test_measures_by_hand() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
+from ngrpo.config import flag_values
 from ngrpo.config.dataset_check import check_files
 from ngrpo.config.run_notes import notes
+from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from tests.fast import run
@@ -30,11 +32,12 @@ TEMPLATE += "<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What :data:`RUN` names: a model without weights, a dataset and a reward."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     monkeypatch.chdir(tmp_path)
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=["<|im_start|>"])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained("m")
@@ -59,6 +62,11 @@ def test_a_right_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert code == 0 and "has no weights (*.safetensors), which a run needs" in told, told
 
 
+def test_openrlhfs_own_defaults_pass() -> None:
+    for name, value in openrlhf_parser.defaults().items():
+        flag_values.check(Flags(["--actor.model_name_or_path", "m", name, value]), run_of())
+
+
 @pytest.mark.parametrize(("words", "said"), run.refused("values"))
 def test_what_openrlhf_takes_and_cannot_use(
     folder: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
@@ -77,6 +85,14 @@ def test_prompts_that_cannot_be_rendered(
     assert code == 1 and said in told and "Traceback" not in told, told
 
 
+def test_a_prompt_without_room_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`a` is a token; 64 of a sequence, 8 of them for the response, leave 56."""
+    Path("d.jsonl").write_text("".join(json.dumps({"input": "a " * n, "label": "1"}) + "\n" for n in [57] + [56] * 15))
+    code, told = dry_run("", capsys)
+    assert code == 0 and "row 1: the prompt has 57 tokens. --data.max_len leaves room for 56" in told, told
+    assert "tokens. --data.max_len" not in dry_run("--data.max_len 64 --rollout.max_new_tokens 7", capsys)[1]
+
+
 @pytest.mark.parametrize(("text", "said"), run.refused("files"))
 def test_tables_that_would_be_read_otherwise(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "rows.csv"
@@ -88,7 +104,7 @@ def test_tables_that_would_be_read_otherwise(tmp_path: Path, text: str, said: st
     ("change", "said"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier, which generates nothing"),
-        ({"head_dim": 16}, "its heads have 16 dimensions, and vLLM's attention on a CPU takes 32"),
+        ({"head_dim": 16}, "with attention heads of size 16 cannot be used with --hardware cpu"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 32}, ""),
         ({"max_position_embeddings": 32}, "has a context of 32 tokens. Give --data.max_len 32 or less"),
     ],
@@ -104,7 +120,7 @@ def test_models_that_cannot_run(
 def test_weights_that_are_not_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run needs the config.json alone; a start does not begin without weights."""
     assert cli.main(["train", *RUN.split()]) == 2
-    assert "model folder m has no weights (*.safetensors). Download the whole model" in capsys.readouterr().err
+    assert "m has no weights (*.safetensors). Download the whole model" in capsys.readouterr().err
     Path("m/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     assert "names model-1.safetensors, which is missing" in dry_run("", capsys)[1]
     Path("m/model-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")

@@ -148,7 +148,12 @@ MUTATIONS = {
         ("divergence < self.target", "divergence > self.target", "psn: σ away from the target"),
         ("last / self.factor", "last * (2.0 - self.factor)", "psn: not divided"),
         ("min(max(sigma, _LEAST), _MOST)", "sigma", "psn: no bounds"),
+    ],
+    ("ngrpo/machine/upstream/openrlhf_flags.py", "test_policy_noises.py"): [
         ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
+    ],
+    ("ngrpo/machine/upstream/openrlhf_flags.py", "test_sampling_schedules.py"): [
+        ('("0", "10")', '("0", "1")', "weights above 1 are cut"),
     ],
     ("ngrpo/methods/policy_noises/base.py", "test_policy_noises.py"): [
         ("parameter.data.copy_(clean[name])\n", "pass\n", "the trainer keeps the noise"),
@@ -197,7 +202,6 @@ MUTATIONS = {
     ],
     ("ngrpo/methods/sampling_schedules/base.py", "test_sampling_schedules.py"): [
         ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
-        ('("0", "10")', '("0", "1")', "weights above 1 are cut"),
         (".sum(dim=-1).abs()", ".sum(dim=-1).neg()", "an entropy of -0, by which edt divides"),
     ],
     ("ngrpo/config/features.py", "test_sampled_text.py"): [

@@ -72,7 +72,16 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/verl/overrides.py", "test_advantages.py"): [
         ("token_level_rewards.sum(dim=-1)", "token_level_rewards[:, -1]", "verl: the reward of the last column"),
-        ("if bool(response_mask[rows].any())", "if True", "verl: padding is a group"),
+    ],
+    ("ngrpo/trainers/verl/overrides.py", "test_step_faults.py"): [
+        ("(index == group) & trained", "index == group", "verl: a response without a trained token is in its group"),
+        ("in dict.fromkeys(index[trained])", "in dict.fromkeys(index)", "verl: padding is a group"),
+    ],
+    ("ngrpo/rollout/step_kernels.py", "test_drawn_tokens.py"): [
+        ("< _FORCED)", "< 1e30)", "a token that a thinking budget forces is perturbed"),
+    ],
+    ("ngrpo/trainers/openrlhf/rewards.py", "test_step_faults.py"): [
+        (") > longest for", ") >= longest for", "a prompt that just fits counts as cut"),
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_policy_noises.py"): [
         (

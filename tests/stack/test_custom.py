@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perturbations and gates of a user in real processes: from a deleted file, and from a package that pip installed.
-
-Their engine is in a process of its own, which cannot see their files and runs this one.
-"""
+"""Perturbations and gates of a user in real processes: from a deleted file, and from a package that pip installed."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import numpy as np
 import torch
 
 from ngrpo.rollout import set_perturbation
-from perturbations import create, replaying
+from perturbations import replaying
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +35,7 @@ py-modules = ["their_package"]
 
 
 def run(folder: Path, model: str) -> dict[str, Any]:
-    """Runs this file in a folder with the examples' files and an installed package, in a fresh process."""
+    """Runs custom_rollout.py in a folder with the examples' files and an installed package, in a fresh process."""
     theirs, project = folder / "theirs", folder / "project"
     for path in (theirs, project):
         path.mkdir()
@@ -51,7 +48,7 @@ def run(folder: Path, model: str) -> dict[str, Any]:
     subprocess.run([*pip, "--no-build-isolation", "--target", "site", "./project"], cwd=folder, check=True)
     shutil.rmtree(project)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.stack.test_custom", model, "result"],
+        [sys.executable, "-m", "tests.stack.custom_rollout", model, "result"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
         capture_output=True,
@@ -108,43 +105,3 @@ def test_top_margin_opens_exactly_where_the_policy_wavers(engine: Any, hf_model:
         assert (open_ == (margin <= 0.3))[clear].all()
         counts += [open_.sum(), (~open_).sum()]
     assert counts.min() > 20
-
-
-OWN = "theirs/custom_perturbation.py"
-GATE = "theirs/custom_gate.py"
-OPTIONS = {"rate": 0.8, "share": 0.4, "gate": GATE, "gate.half_life": 20.0}
-
-
-def in_engine(model: str) -> dict[str, Any]:
-    """An engine core with its worker in a fresh process; then that of an installed package, in the same one."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    from vllm import LLM
-
-    spec = create(OWN, **OPTIONS).spec()
-    shutil.rmtree("theirs")
-    llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=1 << 26,
-        disable_log_stats=True,
-        distributed_executor_backend="uni",
-        additional_config={"perturbation": spec},
-    )
-    prompts = chat_prompts(llm)
-    result = {
-        "other process": type(llm.llm_engine.engine_core).__name__ == "SyncMPClient",
-        "expected": create(**spec).fingerprint(),
-        "seen": llm.llm_engine.collective_rpc("perturbation_fingerprint"),
-        "file": sample(llm, prompts, max_tokens=32),
-    }
-    set_perturbation(llm, "installed_runner_up", rate=0.5, share=0.4)
-    result["installed"] = sample(llm, prompts, max_tokens=32)
-    return result
-
-
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(pickle.dumps(in_engine(sys.argv[1])))

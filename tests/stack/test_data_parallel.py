@@ -20,34 +20,17 @@ pytestmark = pytest.mark.slow
 SAMPLES, TOKENS = 8, 24
 
 
-@pytest.fixture(scope="module")
-def seen(tiny: str) -> dict[str, Any]:
-    return result_of("tests.stack.test_data_parallel", tiny)
-
-
-def test_both_ranks_answer(seen: dict[str, Any]) -> None:
+def test_two_ranks(tiny: str) -> None:
+    seen = result_of("tests.stack.test_data_parallel", tiny)
     assert len(seen["fingerprints"]) == 2 and len(set(seen["fingerprints"])) == 1
     assert sum(seen["records of each rank"]) == SAMPLES
     assert min(seen["records of each rank"]) >= 2, "or the ranks had nothing to agree about"
-
-
-def test_the_samples_of_a_prompt_differ(seen: dict[str, Any]) -> None:
-    assert (seen["different"], seen["seeds"]) == (SAMPLES, SAMPLES)
-
-
-def test_a_seed_gives_the_same_answer_on_either_rank(seen: dict[str, Any]) -> None:
+    assert (seen["different"], seen["seeds"]) == (SAMPLES, SAMPLES), "the samples of a prompt differ"
     one, other = seen["seeded"]
-    assert one == other
-
-
-def test_replay_equals_rollout(seen: dict[str, Any]) -> None:
+    assert one == other, "a seed gives the same answer on either rank"
     assert seen["edits"] > 50
-    assert seen["gap"] <= 1e-4
-    assert seen["without"] > 1e-2
-
-
-def test_an_aborted_request_leaves_no_record(seen: dict[str, Any]) -> None:
-    assert seen["after an abort"] == ["after"]
+    assert seen["gap"] <= 1e-4 and seen["without"] > 1e-2
+    assert seen["after an abort"] == ["after"], "an aborted request leaves no record"
 
 
 async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:

@@ -15,7 +15,7 @@ MODEL = '"smollm2-135m"'
 
 
 def test_the_notebook_replays_its_rollout(
-    random_model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    random_model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"MPLBACKEND": "Agg", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -27,5 +27,5 @@ def test_the_notebook_replays_its_rollout(
     exec(compile(program.replace(MODEL, repr(random_model)), str(NOTEBOOK), "exec"), names)
     assert len(names["record"]) > 2
     assert names["replayed"] <= 1e-4 < 1e-2 < names["unreplayed"]
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     assert all(f"{name}: feeds " in printed for name in ("neighbor", "gumbel", "multiplex"))

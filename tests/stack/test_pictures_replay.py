@@ -123,14 +123,6 @@ def test_other_pictures_are_told_apart() -> None:
     red, blue = (image.new("RGB", (2, 2), color) for color in ("red", "blue"))
     assert pictures_key(None) == pictures_key([]) == b""
     assert pictures_key([red]) == pictures_key(image.new("RGB", (2, 2), "red"))
-    different = [
-        [red],
-        [blue],
-        [red, blue],
-        [blue, red],
-        ["a.png"],
-        ["b.png"],
-        [b"a.png", b""],
-        [image.new("L", (2, 2))],
-    ]
+    different = [[red], [blue], [red, blue], [blue, red], [image.new("L", (2, 2))]]
+    different += [["a.png"], ["b.png"], [b"a.png", b""]]
     assert len({pictures_key(each) for each in different}) == len(different)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from ngrpo.rollout.sample_tokens import exponentials, sample_tokens

@@ -8,6 +8,12 @@ from dataclasses import dataclass
 
 # A default of a flag: its value, several values, or None for a switch, which has none.
 Default = str | tuple[str, ...] | None
+# For a loss that is weighted by min(π / π_rollout, 10).
+TRUNCATED_WEIGHTS: dict[str, Default] = {
+    "--algo.advantage.is_correction_level": "token",
+    "--algo.advantage.is_correction_mode": "clip",
+    "--algo.advantage.is_correction_threshold": ("0", "10"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,9 @@ class Flags:
             if not flag.name.endswith(ending) or not flag.values:
                 return flag.argv
             value = replace(flag.values[0])
-            return (
-                (f"{flag.name}={value}", *flag.argv[1:]) if "=" in flag.argv[0] else (flag.name, value, *flag.argv[2:])
-            )
+            if "=" in flag.argv[0]:
+                return (f"{flag.name}={value}", *flag.argv[1:])
+            return (flag.name, value, *flag.argv[2:])
 
         return self._changed(words)
 

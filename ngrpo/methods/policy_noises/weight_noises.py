@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.methods import TRUNCATED_WEIGHTS
+from ngrpo.machine.upstream.openrlhf_flags import TRUNCATED_WEIGHTS, Default, Flags
 from ngrpo.methods.policy_noises import register
 from ngrpo.methods.policy_noises.base import PolicyNoise
 from perturbations import UsageError, option
@@ -94,8 +93,7 @@ class AQN(PolicyNoise):
 
         Gemma's norms multiply by 1 + w: noise on w is the same noise on the factor.
 
-        Raises:
-            UsageError: where there is none, or a block has norms behind its attention and MLP only.
+        Raises ``UsageError`` where there is none, or a block has norms behind its attention and MLP only.
         """
         chosen = super().selected(names)
         blocks: defaultdict[str, set[str]] = defaultdict(set)

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.methods import TRUNCATED_WEIGHTS
+from ngrpo.machine.upstream.openrlhf_flags import TRUNCATED_WEIGHTS, Default, Flags
 from ngrpo.methods.sampling_schedules import registry as _registry
 from perturbations.options import Options, option
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from ngrpo.trainers.common.sample_records import unpack
@@ -93,13 +93,8 @@ class Densities:
         self._scored: Tensor | None = None
         self.tokens: Tensor | None = None
 
-    def override(
-        self,
-        logits: Float[Tensor, "*forward vocabulary"],
-        labels: Int64[Tensor, "*forward"],
-        log_probs: Float[Tensor, "*forward"],
-    ) -> Float[Tensor, "*forward"]:
-        """Log-probabilities with the density; RuntimeError if the logits or the density have a wrong shape."""
+    def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
+        """Log-probabilities (…) with the density, of logits (…, V); RuntimeError if a shape is wrong."""
         flat = log_probs.reshape(-1)
         replayed, inside = self._scope.replayed(
             logits.reshape(-1, logits.shape[-1]), flat, self._temperature, self._advantages
@@ -107,9 +102,8 @@ class Densities:
         perturbation, tokens = self._perturbation, replayed.token_log_probs
         self.tokens = tokens.detach()
         action = tokens if perturbation.draws_token else torch.zeros_like(tokens)
-        if (
-            not perturbation.score_only or torch.is_grad_enabled()
-        ):  # else old or reference, where the density is worth 0
+        # What counts by its score alone is worth 0 in old and reference log-probabilities.
+        if not perturbation.score_only or torch.is_grad_enabled():
             density = perturbation.log_density(replayed)
             if density.shape != tokens.shape:
                 raise RuntimeError(
@@ -152,8 +146,7 @@ class Densities:
 def densities(scope: ReplayScope, temperature: float, advantages: Tensor | None = None) -> Iterator[Densities | None]:
     """Overrides the log-probabilities of the forward in this context by densities, if the perturbation has one.
 
-    Raises:
-        RuntimeError: at the end, if no log-probabilities came through, or no loss took a density's gradient.
+    Raises ``RuntimeError`` at the end, if no log-probabilities came through, or no loss took a density's gradient.
     """
     perturbation = scope.perturbation
     # Without a perturbed position too: on several ranks every one must gather the same parameters.
@@ -186,8 +179,7 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
     log π_S(x) = z_x − log Σ_{v ∈ S} exp z_v, with gradient to every z_v in S. ``attention_mask`` is (B, T), padded on
     either side.
 
-    Raises:
-        RuntimeError: if a sample has no mask, a token is not in its set, or no log-probabilities came through.
+    Raises ``RuntimeError`` if a sample has no mask, a token is not in its set, or no log-probabilities came through.
     """
     candidates = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
     masks = [mask for mask in candidates if mask is not None]

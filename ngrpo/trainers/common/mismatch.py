@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 from torch import Tensor
 
 from perturbations.base import Perturbation
@@ -141,8 +140,7 @@ class GapScale:
 
         Each may be ``limit`` times the scale, plain positions at most 5 times.
 
-        Raises:
-            ReplayGap: if a gap is larger and ``strict`` is set.
+        Raises ``ReplayGap`` if a gap is larger and ``strict`` is set.
         """
         unperturbed = measures.get("perturbation/gap_unperturbed_mean")
         scale = self.of(unperturbed)
@@ -178,8 +176,7 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
     perturbed input, or 2^-5 if it is smaller, takes its place if that is less, or if there are no other plain tokens.
     A plain gap below 1e-5 counts as 1e-5. A warning is printed once per process.
 
-    Raises:
-        ReplayGap: if the gap is larger and ``strict`` is set.
+    Raises ``ReplayGap`` if the gap is larger and ``strict`` is set.
     """
     perturbed, plain, before = (measures.get(f"perturbation/gap_{name}_mean") for name in _PLACES)
     expected = max(plain or 0.0, _FLOOR)
@@ -229,17 +226,11 @@ def importance_measures(log_ratio: Tensor, bounds: ImportanceBounds | None) -> d
     return {f"importance/{name}": value for name, value in result.items()}
 
 
-def with_strength(
-    trainer: Float[Tensor, "batch actions"],
-    rollout: Float[Tensor, "batch actions"],
-    strength: float,
-    bounds: tuple[float, float],
-) -> Float[Tensor, "batch actions"]:
-    """Log-probabilities of the rollout whose importance weight is 1 + α (w − 1), w = π_trainer / π_rollout within
-    bounds.
+def with_strength(trainer: Tensor, rollout: Tensor, strength: float, bounds: tuple[float, float]) -> Tensor:
+    """Log-probabilities of the rollout (B, A) whose importance weight is 1 + α (w − 1), w = π_trainer / π_rollout.
 
     A loss forms w from two log-probabilities, so ``--sampling.correction_warmup`` replaces the rollout's. α is
-    ``strength``, in [0, 1); at 1 the rollout's own are right.
+    ``strength``, in [0, 1), and w is within ``bounds``; at 1 the rollout's own are right.
     """
     weight = (trainer - rollout).clamp(-20.0, 20.0).exp().clamp(*bounds)
     return trainer - (strength * (weight - 1.0)).log1p()

@@ -21,6 +21,7 @@ from ngrpo.trainers.common.sample_records import TwoRounds
 from perturbations.replay.scope import flat_rows
 
 Loss = Callable[..., Any]
+Actions = Float[Tensor, "batch actions"]
 
 
 class RatioMeasure:
@@ -94,13 +95,7 @@ class CreditInLoss:
         self._found = full, scores
         return log_probs
 
-    def __call__(
-        self,
-        log_probs: Float[Tensor, "batch actions"],
-        old_log_probs: Float[Tensor, "batch actions"],
-        advantages: Float[Tensor, "batch actions"],
-        **kwargs: object,
-    ) -> Any:
+    def __call__(self, log_probs: Actions, old_log_probs: Actions, advantages: Actions, **kwargs: object) -> Any:
         if self._found is None:
             raise RuntimeError(
                 f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward whose"
@@ -145,10 +140,10 @@ class TwoRoundsLoss:
 
     def __call__(
         self,
-        log_probs: Float[Tensor, "batch actions"],
-        old_log_probs: Float[Tensor, "batch actions"],
-        advantages: Float[Tensor, "batch actions"],
-        rollout_log_probs: Float[Tensor, "batch actions"] | None = None,
+        log_probs: Actions,
+        old_log_probs: Actions,
+        advantages: Actions,
+        rollout_log_probs: Actions | None = None,
         **kwargs: object,
     ) -> Any:
         second, log_ratio = self._second, self._method.log_ratio(log_probs, self._behavior.to(log_probs))

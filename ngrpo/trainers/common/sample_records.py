@@ -173,8 +173,7 @@ def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]
 def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]:
     """The replay records of a training batch, in order; a sample without a perturbed position has an empty one.
 
-    Raises:
-        RuntimeError: if a sample has none.
+    Raises ``RuntimeError`` if a sample has none.
     """
     trajectories = unpack(side_inputs) or [None] * batch
     missing = [i for i, trajectory in enumerate(trajectories) if trajectory is None]

@@ -75,13 +75,7 @@ class KeptGroups:
 
 
 def of_step(
-    experiences: Sequence[Experience],
-    tokenizer: TokenizerLike,
-    *,
-    size: int,
-    groups: int,
-    seed: str,
-    gaps: bool = True,
+    experiences: Sequence[Experience], tokenizer: TokenizerLike, *, size: int, groups: int, seed: str, gaps: bool = True
 ) -> dict[str, Any]:
     """A step's line: ``rewards`` of all answers in groups, their ``size``, and ``groups``.
 

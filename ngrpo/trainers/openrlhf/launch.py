@@ -29,11 +29,7 @@ from perturbations.errors import UsageError
 _PROGRAM = "openrlhf.cli.train_ppo_ray"
 
 # As OpenRLHF 0.11.2 gives it to its own ray.init (cli/train_ppo_ray.py), which ours replaces.
-_OPENRLHF_ENV = {
-    "TOKENIZERS_PARALLELISM": "true",
-    "NCCL_DEBUG": "WARN",
-    "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1",
-}
+_OPENRLHF_ENV = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 # How the variables begin that docs name and every worker gets as they are here; the last two differ by node.
 _TRAVELS = ("DS_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TRANSFORMERS_", "VLLM_", "WANDB_")

@@ -66,11 +66,7 @@ class _Replaying:
     _kept: tuple[tuple[str, Tensor], ...] = ()
 
     def forward(
-        self,
-        sequences: Tensor,
-        action_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        self, sequences: Tensor, action_mask: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
         run, model = current_run(), getattr(self, self.model_attribute)
         side_inputs = kwargs.get("mm_train_inputs_list")

@@ -126,7 +126,9 @@ class StepAdvantages:
         advantages = advantage.compute(rewards, counts, overlong)
         second_round = current_run().second_round
         if second_round is not None and second_round.group == "all":
-            advantages = advantages_of_all(advantage, rewards, advantages, _in_order(experiences))
+            carried = [each for e in experiences for each in two_rounds(e.mm_train_inputs, len(e.index))]
+            in_order = [carried[i] for i in order.argsort().tolist()]
+            advantages = advantages_of_all(advantage, rewards, advantages, in_order)
         self.measures = advantage_measures(rewards, advantages, counts)
         if overlong is not None:
             self.measures["advantage/overlong"] = overlong.float().mean().item()
@@ -169,14 +171,6 @@ def advantages_of_all(
         whole[places] = rewards[row]
         result[row] = advantage.compute(whole.unsqueeze(0))[0, places].to(result)
     return result
-
-
-def _in_order(experiences: Sequence[Experience]) -> list[TwoRounds | None]:
-    """The samples' two rounds in the order of generation."""
-    by_place = {}
-    for experience in experiences:
-        by_place.update(zip(experience.index, two_rounds(experience.mm_train_inputs, len(experience.index))))
-    return [by_place[place] for place in sorted(by_place)]
 
 
 def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | None = None) -> dict[str, float]:

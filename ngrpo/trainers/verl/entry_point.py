@@ -34,8 +34,7 @@ def registered(upstream: type) -> type:
 def refuse_without_mode(argv: Sequence[str]) -> None:
     """Ends a run with a perturbation and a trainer of verl's, which would train unperturbed.
 
-    Raises:
-        SystemExit: which verl, unlike an error, does not swallow here.
+    Raises ``SystemExit``, which verl, unlike an error, does not swallow here.
     """
     overrides = [word for word in argv if word.lstrip("+").startswith("perturbation.")]
     if overrides and f"trainer.v1.trainer_mode={MODE}" not in [word.lstrip("+") for word in argv]:

@@ -34,8 +34,7 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
     These are the engine's ``additional_config``, the agent loop manager, and the mode, verl's synchronous one. Returns
     the perturbation, the gap limit, and whether a wider gap is an error.
 
-    Raises:
-        UsageError: for a bad perturbation, or a setting under which a rollout would not be replayed.
+    Raises ``UsageError`` for a bad perturbation, or a setting under which a rollout would not be replayed.
     """
     from omegaconf import OmegaConf, open_dict
 
@@ -62,8 +61,7 @@ def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
 def register_advantage(name: str, options: dict[str, object], *, kl_in_reward: bool) -> None:
     """Enters this project's advantage ``name`` into verl's registry; verl's own estimators stay.
 
-    Raises:
-        UsageError: for bad options, or an advantage that verl cannot use.
+    Raises ``UsageError`` for bad options, or an advantage that verl cannot use.
     """
     if name not in advantages.available():
         if options:
@@ -85,11 +83,10 @@ def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         rewards, values = token_level_rewards.sum(dim=-1), torch.zeros(len(index))
         trained = response_mask.bool().any(dim=-1).cpu().numpy()
-        for group in dict.fromkeys(index):
-            # Not verl's padding, nor a response of which nothing is trained: it is no part of its group.
+        # Without verl's padding and responses of which nothing is trained: these are no part of their groups.
+        for group in dict.fromkeys(index[trained]):
             rows = torch.from_numpy(np.flatnonzero((index == group) & trained))
-            if len(rows):
-                values[rows] = advantage.compute(rewards[rows][None])[0].to(values.dtype)
+            values[rows] = advantage.compute(rewards[rows][None])[0].to(values.dtype)
         full = values.to(rewards.device).unsqueeze(-1) * response_mask
         return full, full
 

@@ -74,8 +74,7 @@ _NOT_REPLAYED = (
 def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]:
     """The step's metrics ``perturbation/…`` before the update.
 
-    Raises:
-        RuntimeError: if the old log-probabilities were not replayed, or a sample has no record.
+    Raises ``RuntimeError`` if the old log-probabilities were not replayed, or a sample has no record.
     """
     fields = ["extra_fields", "uid", "prompts", "responses", "response_mask", TOKEN_LOG_PROBS]
     try:

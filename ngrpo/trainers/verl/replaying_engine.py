@@ -39,8 +39,7 @@ Loss = Callable[..., tuple[Tensor, dict[str, object]]]
 def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
     """The trajectory of each sample of a batch; None for verl's padding.
 
-    Raises:
-        RuntimeError: for a sample without one, or with other tokens than the rollout's.
+    Raises ``RuntimeError`` for a sample without one, or with other tokens than the rollout's.
     """
     fields, names = (
         part if isinstance(part, list) else [part] * len(batch)

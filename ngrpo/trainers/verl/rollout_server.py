@@ -35,8 +35,7 @@ def request_arguments(
 ) -> dict[str, object]:
     """A request's arguments; its seed follows from step, sample and number in the group.
 
-    Raises:
-        UsageError: for an agent loop other than verl's of a single turn.
+    Raises ``UsageError`` for an agent loop other than verl's of a single turn.
     """
     if agent_name != _SINGLE_TURN:
         raise UsageError(f"agent_name={agent_name!r}: records cover one turn, so only {_SINGLE_TURN} is supported.")
@@ -57,12 +56,7 @@ def perturbed_worker(upstream: type) -> type:
 
     class PerturbedAgentLoopWorker(upstream):  # type: ignore[misc]
         async def _run_agent_loop(
-            self,
-            sampling_params: dict[str, object],
-            trajectory: dict[str, object],
-            *,
-            agent_name: str,
-            **rest: object,
+            self, sampling_params: dict[str, object], trajectory: dict[str, object], *, agent_name: str, **rest: object
         ) -> object:
             arguments = request_arguments(self.config, trajectory, agent_name, int(str(rest.get("session_id", 0))))
             params = {**sampling_params, "extra_args": {KEY: arguments}}  # verl gives all of a group one dictionary

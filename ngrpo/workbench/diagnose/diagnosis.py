@@ -90,8 +90,10 @@ def diagnose(
         llm: a live engine of `group_sampling.build` with room for these prompts, instead of a new one.
 
     Returns:
-        The content of ``diagnosis.json``. Raises ``UsageError`` for bad settings, a folder begun with others, or one
-        that cannot be written.
+        The content of ``diagnosis.json``.
+
+    Raises:
+        UsageError: for bad settings, a folder begun with others, or one that cannot be written.
     """
     check_problems(problems)
     if not strategies:
@@ -221,7 +223,7 @@ class DiagnosisFolder(ResultFolder):
         )
 
     def samples(self) -> dict[str, list[Sample]]:
-        """By each finished strategy's id."""
+        """The samples by each finished strategy's id."""
         samples: dict[str, list[Sample]] = {strategy: [] for strategy in self.finished}
         for number, line in enumerate(self.lines(SAMPLES, "strategy", "tokens"), start=1):
             try:

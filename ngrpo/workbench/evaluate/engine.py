@@ -11,9 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config import compatibility
-from ngrpo.config.features import MODEL, Combination
 from ngrpo.machine.hardware import processes, profile_for
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
@@ -96,8 +94,7 @@ def build(
         UsageError: where vLLM refuses, or would refuse, the model or the options.
     """
     profile = profile_for(hardware)
-    asked = Combination(flags=Flags((MODEL, model)), hardware=profile.name)
-    compatibility.check(compatibility.CPU_MODEL, asked)
+    compatibility.check_model(model, profile.name)
     environment = {**profile.env, "VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         sys.stdout.fileno()

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/metrics.md explains what a step logs: every name that the trainers' sources log."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ngrpo.workbench.report import summary
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+SOURCES = [*(ROOT / "ngrpo" / "trainers").rglob("*.py"), *(ROOT / "ngrpo" / "workbench" / "tasks").glob("*.py")]
+LOGGED = r"(perturbation|importance|advantage|credit|policy_noise|sampling|second_round|task)/(\w*)"
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Whole names, and the keys of a function that puts ``part/`` before each of its names."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            whole = re.fullmatch(LOGGED, node.value)
+            if whole and whole[2]:
+                yield whole[2]
+        prefixed = isinstance(node, ast.FunctionDef) and re.search(rf"f[\"\']{LOGGED}\{{name\}}", ast.unparse(node))
+        for each in ast.walk(node) if prefixed else ():
+            keys = each.keys if isinstance(each, ast.Dict) else [each.slice] if isinstance(each, ast.Subscript) else []
+            yield from (key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
+
+
+def test_each_metric_of_the_sources_is_explained() -> None:
+    names = {name for path in SOURCES for name in names_in(path)}
+    assert {"rate", "gap_unperturbed_mean", "cut", "uniform_groups", "in_loss", "scale", "solved", "counted"} <= names
+    shown = {word for span in re.findall(r"`([^`\n]+)`", PAGE) for word in re.findall(r"\w+", span)}
+    # Of `gap_perturbed_mean` and its like, which the page has whole; and what quotients are made from.
+    parts = {"gap_", "perturbed", "plain", "before", "generated", "planned", "dropped"}
+    elsewhere = {"gap_max"}  # TRL's, on the page of that trainer
+    assert {"gap_perturbed_mean", "gap_plain_mean", "gap_before_mean", "shift", "left_anchor"} <= shown
+    assert not names - parts - elsewhere - shown
+
+
+def test_each_column_of_the_table_at_the_end_is_explained() -> None:
+    table = PAGE.partition("## The table at the end of a run")[2]
+    heads = re.findall(
+        r"`([^`\n]+)`", " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    )
+    assert [heading for heading, *_ in summary._COLUMNS if heading not in heads] == []
+    assert all(f"`{key}`" in PAGE for key in summary._AS_LOGGED)
