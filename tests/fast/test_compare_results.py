@@ -46,7 +46,7 @@ def leave(
     problems = [{"id": f"p{i}", "n": 4, "correct": c} for i, c in enumerate(correct)]
     scores = {"mean_at_n": sum(correct) / 4 / len(correct), "pass_at_k": {"1": 0.5, "2": 0.5}}
     if evaluated:
-        lost = {"parsed": 0.75, "timed_out": 0.125, "cut": 0.1}
+        lost = {"parsed": 0.75, "timed_out": 0.125, "cut": 0.0625}
         write_json(place / "evaluation" / "evaluation.json", {"n": 4, **scores, **lost, "problems": problems})
     ended = {"status": "done", "identity": identity(made, run), "seconds": 60.0, "peak_memory_bytes": 1000, "log": "x"}
     write_json(place / "run.json", ended)
@@ -98,13 +98,13 @@ def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]
 def test_responses_that_say_little_stand_beside_the_scores(
     compared: tuple[Plan, ComparisonFolder, dict[str, Any]],
 ) -> None:
-    """Of each run a tenth was cut, an eighth timed out, and an eighth more is unreadable."""
+    """Of each run a sixteenth was cut, an eighth timed out, and an eighth more is unreadable."""
     made, folder, _ = compared
     untrained = {"n": 4, "mean_at_n": 0.0, "parsed": 0.0, "timed_out": 0.0, "cut": 1.0, "pass_at_k": {}}
     folder.write("untrained/evaluation.json", untrained)
     found = results.collect(made, folder, [], "")
     none, _, gumbel = found["summary"]
-    assert none["unscored"] == {"cut": pytest.approx(0.1), "unreadable": 0.125, "timed_out": 0.125}
+    assert none["unscored"] == {"cut": 0.0625, "unreadable": 0.125, "timed_out": 0.125}
     assert gumbel["unscored"] == {"cut": None, "unreadable": None, "timed_out": None}
     warnings = [
         *(f"{name}: 12% of the responses {what}" for name in ("none", "neighbor")
@@ -114,10 +114,10 @@ def test_responses_that_say_little_stand_beside_the_scores(
     ]  # fmt: skip
     assert found["warnings"] == warnings
     shown = results.table(found)
-    assert "10% / 12% / 12%" in shown and all(f"warning: {line}" in shown for line in warnings)
+    assert "6% / 12% / 12%" in shown and all(f"warning: {line}" in shown for line in warnings)
     results.write(found, folder)
     page = (folder.path / "report.html").read_text()
-    assert page.count("10% / 12% / 12%") == 2 and "100% / 100% / 0%" in page
+    assert page.count("6% / 12% / 12%") == 2 and "100% / 100% / 0%" in page
     assert all(line in page.partition("<nav")[0] for line in warnings)
 
 
