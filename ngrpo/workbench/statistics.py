@@ -7,7 +7,7 @@ An interval over seeds covers the evaluated problems only; `python -m benchmarks
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,7 @@ def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
         raise ValueError(f"{np.shape(ours)} and {np.shape(baseline)}: pairs need the same seeds and problems.")
     table = np.atleast_2d(np.asarray(ours, dtype=np.float64) - np.asarray(baseline, dtype=np.float64))
     seeds, problems = table.shape
-    found = {**interval(table), "p": None, "spread": None, "seeds": seeds}
+    found: Interval = {**interval(table), "p": None, "spread": None, "seeds": seeds}
     if found["low"] is not None:
         found |= {"low": max(found["low"], -1.0), "high": min(found["high"], 1.0)}
     if seeds == 1:
@@ -141,7 +141,7 @@ def _p_value(differences: np.ndarray) -> float:
     return float(ttest_1samp(differences, 0.0).pvalue)
 
 
-def in_words(interval: Interval | None, form: str = ".3f") -> str:
+def in_words(interval: Mapping[str, Any] | None, form: str = ".3f") -> str:
     """``0.412 [0.381, 0.442]``; ``–`` for None."""
     if interval is None:
         return "–"

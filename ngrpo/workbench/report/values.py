@@ -56,7 +56,7 @@ def format_number(value: object, digits: int = 3) -> str:
     return f"{amount:,.{digits}f}".replace("-", "−")
 
 
-def first_and_last(by_step: Mapping[str, object]) -> str:
+def first_and_last(by_step: Mapping[Any, object]) -> str:
     """A curve's ends: ``0.125 (step 0) → 0.750 (step 3)``."""
     points = sorted((int(step), value) for step, value in by_step.items())
     return " → ".join(f"{format_number(value)} (step {step})" for step, value in dict((points[0], points[-1])).items())
