@@ -6,15 +6,24 @@ python -m benchmarks.graders [--verl verl-wheel] [--show]
 
 OpenCompass and prime-rl (through verifiers) check by math-verify with settings of their own, which are repeated here.
 verl's files are loaded from an unpacked wheel, without its dependencies.
+
+python -m benchmarks.graders --responses runs/a runs/b --tree FOLDER
+
+Real responses, in folders of ngrpo eval, scored here and by another state of this project (git archive 7a87fef^: before
+the scorers were rewritten): where the verdicts differ, and responses per second.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import os
+import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -95,6 +104,55 @@ def _verl(wheel: Path) -> dict[str, Any]:
     return found
 
 
+_OF_TREE = """
+import json, sys
+from ngrpo.scoring.math_answers import check
+for line in sys.stdin:
+    print(int(check(*json.loads(line)).correct), flush=True)
+"""
+
+
+def of_tree(folder: Path) -> Grader:
+    """The math scorer of another state of this project, in a process of its own."""
+    command, environment = [sys.executable, "-c", _OF_TREE], {**os.environ, "PYTHONPATH": str(folder)}
+    child: Any = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, cwd=folder, text=True
+    )
+
+    def grader(pair: Pair) -> bool:
+        print(json.dumps([pair.gold, pair.response]), file=child.stdin, flush=True)
+        return child.stdout.readline() == "1\n"
+
+    return grader
+
+
+def compare_responses(folders: Sequence[Path], tree: Path) -> None:
+    """Prints how many responses each scorer accepts, its speed, and the responses that they judge differently."""
+    pairs = []
+    for folder in folders:
+        lines = (
+            (folder / name).read_text(encoding="utf-8").split("\n") for name in ("problems.jsonl", "samples.jsonl")
+        )
+        problems, samples = ([json.loads(line) for line in each if line] for each in lines)
+        golds = {problem["id"]: problem["answer"] for problem in problems}
+        pairs += [Pair(s["problem"], folder.name, golds[s["problem"]], s["text"], False) for s in samples]
+    scorers: dict[str, Grader] = {"before": of_tree(tree), "now": lambda pair: check_math(*pair[2:4]).correct}
+    verdicts: dict[str, list[bool]] = {name: [] for name in scorers}
+    seconds = dict.fromkeys(scorers, 0.0)
+    for scorer in scorers.values():
+        scorer(pairs[0])  # starts its process
+    for pair in pairs:  # in turns, for a machine's speed changes
+        for name, scorer in scorers.items():
+            began = time.perf_counter()
+            verdicts[name].append(scorer(pair))
+            seconds[name] += time.perf_counter() - began
+    for name, found in verdicts.items():
+        print(f"{name:<8}{sum(found)} of {len(pairs)} accepted, {len(pairs) / seconds[name]:.0f} responses per second")
+    for pair, before, now in zip(pairs, verdicts["before"], verdicts["now"]):
+        if before != now:
+            print(f"\n{pair.source} {pair.kind}, now {'right' if now else 'wrong'}: {pair.gold!r}\n{pair.response}")
+
+
 def measure(grader: Grader, pairs: list[Pair]) -> tuple[list[Pair], list[Pair]]:
     """The wrong responses that a grader accepts, and the right ones that it refuses, as on an error."""
     accepted, refused = [], []
@@ -114,8 +172,13 @@ def main() -> None:
     parser.add_argument("--only", help="one grader's name")
     parser.add_argument("--kinds", action="store_true", help="also count by kind")
     parser.add_argument("--show", action="store_true", help="print every wrong verdict")
+    parser.add_argument("--responses", type=Path, nargs="+", help="folders of ngrpo eval")
+    parser.add_argument("--tree", type=Path, help="folder with another state of this project")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
+    if options.responses:
+        compare_responses(options.responses, options.tree)
+        return
     packages = ", ".join(f"{name} {version(name)}" for name in ("math-verify", "latex2sympy2-extended", "sympy"))
     print(f"{describe()}, {packages}\n")
     for title, pairs in (("math", MATH), ("choice", CHOICE)):

@@ -110,6 +110,8 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:330319997ada", "its checkpoint has the round, where asynchronous"),
     _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer:prepare_datasets", "reproducible",
         "(strategy, tokenizer)", "the order of the prompts follows the seed"),
+    _row("openrlhf.datasets.prompts_dataset", "preprocess_data", "trainer:preprocess_data", "chat_template",
+        "sha:1a21ceede6e1", "one function renders conversations, tools and template arguments, in evaluation too"),
     _row(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator", f"{_DRAWN} or sampling or second_round",
         "sha:11458b2545a7", "requests carry round, masks and temperature; batches start whole"),
     _row(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor", f"{_DRAWN} or cpu or second_round or engine_limits",

@@ -59,6 +59,7 @@ class CommandParser(argparse.ArgumentParser):
         add("--input-key", default="input", help="column of prompts in OpenRLHF's layout [input]")
         add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")
         add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
+        add("--chat_template_kwargs", metavar="NAME=VALUE", help="the chat template's own arguments, with commas")
         add("--skip-unanswered", action="store_true", help="leave problems without an answer out")
         add("--temperature", type=float, default=temperature, help=f"[{temperature:g}]")
         add("--top-p", type=float, default=top_p, help=f"[{top_p:g}]")
@@ -94,14 +95,16 @@ def problems_of(
     args: argparse.Namespace, limit: int | None, report: Callable[[str], None]
 ) -> tuple[list[Problem], str]:
     """The problems, and their name in the result; ``UsageError`` for an empty dataset or a missing answer."""
+    from ngrpo.machine.models import conversation
     from ngrpo.workbench.evaluate import load_problems, load_task
 
     if (args.data is None) == (args.task is None):
         raise UsageError("give the problems by --data SRC or by --task NAME, one of the two.")
+    common = {"limit": limit, "template": conversation.template_arguments(args.chat_template_kwargs)}
     if args.task is not None:
         if args.scorer != "auto":
             raise UsageError(f"--scorer {args.scorer}: a task has its own. Leave --scorer out, or use --data.")
-        return load_task(args.task, limit=limit), f"task {args.task}"
+        return load_task(args.task, **common), f"task {args.task}"
     names = ("split", "scorer", "input_key", "label_key", "instruction", "skip_unanswered")
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
-    return load_problems(args.data, limit=limit, report=report, **options), args.data
+    return load_problems(args.data, report=report, **common, **options), args.data

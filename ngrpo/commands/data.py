@@ -43,8 +43,11 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     problems = load_problems(source, **options, skip_unanswered=True, report=report)
     rows = []
     for problem in problems:
-        plain = "\n\n".join(message["content"] for message in problem.messages)
-        rows.append({"input": plain if args.plain else [*map(dict, problem.messages)], "label": problem.answer})
+        if args.plain and (problem.template or any(message["content"] is None for message in problem.messages)):
+            raise UsageError(f"--plain: {problem.id} has tools, which no text shows. Leave --plain out.")
+        plain = "\n\n".join(message["content"] or "" for message in problem.messages)
+        prompt = plain if args.plain else [*map(dict, problem.messages)]
+        rows.append({"input": prompt, "label": problem.answer, **problem.template})
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, json_lines(rows))

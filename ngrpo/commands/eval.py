@@ -119,7 +119,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str,
             raise UsageError(f"{flag} belongs to ngrpo train. {fix}")
     profile_for(asked.hardware)
     args = parser().read(rest)
-    args.task = asked.task
+    args.task, args.chat_template_kwargs = asked.task, asked.chat_template_kwargs
     return args, asked, engine_options
 
 

@@ -59,9 +59,16 @@ the run
                             and how many tokens a step of it reads [2048]
   --model NAME              = --actor.model_name_or_path; packaged models:
                             sandbox, smollm2-135m
+  --chat_template_kwargs NAME=VALUE,...
+                            the chat template's own arguments, such as
+                            enable_thinking=false; also in eval, diagnose and
+                            compare, whose evaluation has those of the training
   --task NAME               dataset and reward where you give none: arithmetic,
                             math:FILE, minimum_sum, reasoning_gym:DATASET,
                             shortcut[:FORM], star_graph, two_peaks
+  --reward.remote_url FILE  OpenRLHF's: your reward_func. It is called with one
+                            response, from as many threads at once as there are
+                            cores + 4, at most 32: lock what calls share
   --config FILE             YAML with any of these flags as keys, without dashes
                             (examples/recipes); repeatable; a later one
                             overrides an earlier one, and a flag both; 'false'

@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ngrpo.machine.storage.datafiles import ENDINGS, NO_TOOLS, PICTURES, PROMPT, TOOLS, prompt_fault, read_rows
+from ngrpo.machine.models import conversation
+from ngrpo.machine.models.conversation import PICTURES, TOOLS
+from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
@@ -29,14 +31,14 @@ _TEMPLATE, _IMAGES = "--data.apply_chat_template", "--data.max_images_per_prompt
 class _Content(NamedTuple):
     """What a file holds.
 
-    ``columns``: of each the first row of each kind of value. ``prompts``: a row and its prompt, of each order of roles.
-    ``longest``: the row with the most characters, and its prompt.
+    ``columns``: of each the first row of each kind of value. ``prompts``: a row, its prompt and its tools, of each form
+    of conversation. ``longest``: the row with the most characters, likewise.
     """
 
     columns: dict[str, dict[str, int]]
     rows: int
-    prompts: dict[tuple[str, ...], tuple[int, object]]
-    longest: tuple[int, object]
+    prompts: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]]
+    longest: tuple[int, Any, dict[str, Any]]
 
 
 def check_files(flags: Flags) -> None:
@@ -89,9 +91,10 @@ def _check_file(flag: str, name: str, flags: Flags) -> dict[str, set[str]]:
         fixes[PICTURES] = fixes[_MARKED] = "" if shown else no_pictures
         fixes[_ANSWERED] = "Leave the last message out: training asks for the response that would follow."
     for kind, row in columns[prompt].items():
-        if fix := fixes.get(kind, PROMPT):
+        if fix := fixes.get(kind, conversation.PROMPT):
             raise UsageError(f"{subject}: the input {prompt!r} is {kind} in row {row}. {fix}")
-    for column, fix in {images: "" if shown else no_pictures, TOOLS: NO_TOOLS}.items():
+    no_tools = "" if flags.has(_TEMPLATE) else f"Add {_TEMPLATE}, or leave the column out."
+    for column, fix in {images: "" if shown else no_pictures, TOOLS: no_tools}.items():
         rows = [row for kind, row in columns.get(column, {}).items() if kind != _NOTHING]
         if fix and rows and column not in (prompt, label):
             raise UsageError(f"{subject}: row {rows[0]} has {column}, which no prompt shows. {fix}")
@@ -135,13 +138,13 @@ def rows_of(flag: str, flags: Flags) -> list[int] | None:
     return rows if len(rows) == len(value.split(",")) and max(rows, default=_CHECKED) < _CHECKED else None
 
 
-def prompts(flags: Flags, *, longest: bool = False) -> Iterator[tuple[str, object]]:
-    """Where a prompt is, and a prompt: of each order of roles in the files, or the longest of each file."""
+def prompts(flags: Flags, *, longest: bool = False) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Where a prompt is, a prompt and its tools: of each form of conversation in the files, or each file's longest."""
     for flag in DATASETS:
         for name in local_files(flag, flags.value(flag)):
             content = _read(flag, name, flags)
-            for row, prompt in [content.longest] if longest else content.prompts.values():
-                yield f"{flag} {name}: row {row}", prompt
+            for row, prompt, tools in [content.longest] if longest else content.prompts.values():
+                yield f"{flag} {name}: row {row}", prompt, tools
 
 
 def is_checked(flag: str, value: str) -> bool:
@@ -195,8 +198,12 @@ def _read(flag: str, name: str, flags: Flags) -> _Content:
 def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> _Content:
     rows, (prompt, label, images) = read_rows(flag, name, _CHECKED), keys
     columns: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
-    kept: dict[tuple[str, ...], tuple[int, object]] = {}
+    kept: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]] = {}
     for number, row in enumerate(rows, start=1):
+        try:
+            tools = {} if TOOLS in (prompt, label) else conversation.tools_of(row)
+        except UsageError as error:
+            raise UsageError(f"{flag} {name}: row {number}: {error}") from None
         for column, kinds in columns.items():
             value = row.get(column)
             if column in {TOOLS, images} - {prompt, label} and not value:
@@ -204,14 +211,17 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
             kind = _prompt_kind(value) if column == prompt else _kind(value)
             kinds.setdefault(kind, number)
             if column == prompt and kind in (_TEXT, _MESSAGES) and len(kept) < _SHAPES:
-                kept.setdefault(tuple(part["role"] for part in value) if kind == _MESSAGES else (), (number, value))
+                parts: Any = value if kind == _MESSAGES else ()
+                form = (bool(tools), *((p["role"], type(p.get("content")), bool(p.get("tool_calls"))) for p in parts))
+                kept.setdefault(form, (number, value, tools))
     if name.lower().endswith(".csv") and label in columns:
         numbers = [_NUMBER.fullmatch(row[label] or "") for row in rows]
         padded = [row for row, number in enumerate(numbers, start=1) if number and number["zero"]]
         if all(numbers) and padded:
             columns[label][_PADDED] = padded[0]
     longest = max(range(len(rows)), key=lambda row: len(str(rows[row].get(prompt))))
-    return _Content(columns, len(rows), kept, (longest + 1, rows[longest].get(prompt)))
+    tools = {} if TOOLS in (prompt, label) else conversation.tools_of(rows[longest])
+    return _Content(columns, len(rows), kept, (longest + 1, rows[longest].get(prompt), tools))
 
 
 def _prompt_kind(value: object) -> str:
@@ -235,7 +245,7 @@ def _type(kind: str) -> str:
 def _kind(value: object) -> str:
     """A word for the kind of a value."""
     if isinstance(value, list):
-        return prompt_fault(value) or _MESSAGES
+        return conversation.fault(value) or _MESSAGES
     if isinstance(value, str):
         return _TEXT if value.strip() else _EMPTY
     if isinstance(value, bool):

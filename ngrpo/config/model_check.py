@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.dataset_check import prompts
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.models import architecture, packaged
+from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
@@ -119,8 +119,11 @@ def _is_stretched(text: Mapping[str, Any]) -> bool:
 def check_template(flags: Flags, run: RunConfig) -> str | None:
     """Raises ``UsageError`` where a local tokenizer cannot render the prompts; returns why it could not look, or None.
 
-    Of each order of roles in a file one row is rendered.
+    Of each form of conversation in a file one row is rendered.
     """
+    arguments = conversation.template_arguments(run.chat_template_kwargs)
+    if arguments and not flags.has(_TEMPLATE):
+        raise UsageError(f"{conversation.FLAG} has no effect without {_TEMPLATE}. Add that flag.")
     folder = Path(name_of(flags)).expanduser()
     config = folder / "tokenizer_config.json"
     if not flags.has(_TEMPLATE) or not config.is_file():
@@ -132,17 +135,15 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
         )
     try:
         tokenizer = _tokenizer(str(folder))
-        plain = _rendered(tokenizer, "x")
+        plain = conversation.rendered(tokenizer, "x")
     except Exception as error:  # of any library or template: the run loads it again
         return f"not checked: the tokenizer in {folder} could not be used ({error})."
-    for where, prompt in prompts(flags):
+    conversation.rendered(tokenizer, "x", arguments)
+    for where, prompt, tools in prompts(flags):
         try:
-            _rendered(tokenizer, prompt)
-        except Exception as error:  # of the model's template
-            raise UsageError(
-                f"{where}: the chat template of {folder} fails: {error}. Write the messages as it takes them, or use"
-                " another model."
-            ) from None
+            conversation.rendered(tokenizer, prompt, {**arguments, **tools})
+        except UsageError as error:
+            raise UsageError(f"{where}: {error} (model {folder})") from None
         marks = [mark for mark in tokenizer.all_special_tokens if mark in plain and mark in str(prompt)]
         if isinstance(prompt, str) and marks:
             raise UsageError(
@@ -159,10 +160,10 @@ def cut_notes(flags: Flags) -> Iterator[str]:
     if not (folder / "tokenizer_config.json").is_file():
         return
     with suppress(Exception):  # of any tokenizer or file, which a rule reports
-        for where, prompt in prompts(flags, longest=True):
-            if len(str(prompt).encode()) > room:
+        for where, prompt, tools in prompts(flags, longest=True):
+            if tools or len(str(prompt).encode()) > room:
                 tokenizer = _tokenizer(str(folder))
-                text = _rendered(tokenizer, prompt) if flags.has(_TEMPLATE) else str(prompt)
+                text = conversation.rendered(tokenizer, prompt, tools) if flags.has(_TEMPLATE) else str(prompt)
                 if (tokens := len(tokenizer(text, add_special_tokens=False)["input_ids"])) > room:
                     yield (
                         f"{where}: the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}, so that its first"
@@ -175,9 +176,3 @@ def _tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def _rendered(tokenizer: Any, prompt: object) -> str:
-    """A prompt as OpenRLHF renders it."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

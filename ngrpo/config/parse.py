@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, run_level_kinds
 from ngrpo.config.run import OF_OPENRLHF, SETTINGS, RunConfig, Sampling
+from ngrpo.machine.models import conversation
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
@@ -91,6 +92,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         for flag, entry in SETTINGS.items()
         if flag in ours
     }
+    conversation.template_arguments(settings.get("chat_template_kwargs"))
     responses, tokens = (settings.get(name) or default for name, default in _VLLM_LIMITS.items())
     if responses > tokens:
         raise UsageError(

@@ -128,6 +128,7 @@ class RunConfig:
     max_num_seqs: int | None = _setting("--engine.max_num_seqs", None, "responses at once", low=1)
     max_num_batched_tokens: int | None = _setting("--engine.max_num_batched_tokens", None, "tokens of a step", low=1)
     preset: str | None = _setting("--preset", None, "a set of OpenRLHF's flags")
+    chat_template_kwargs: str | None = _setting("--chat_template_kwargs", None, "arguments of the chat template")
     task: str | None = _setting("--task", None, "dataset and reward")
     hardware: str = _setting("--hardware", "auto", "auto, cpu or cuda")
     openrlhf: tuple[str, ...] = ()
@@ -215,6 +216,7 @@ class RunConfig:
             "correction_warmup": self.sampling.correction_warmup is not None,
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
+            "chat_template": Flags(self.openrlhf).has("--data.apply_chat_template"),
             "estimator": self.preset is not None or Flags(self.openrlhf).has("--algo.advantage.estimator"),
             "report_groups": self.report_groups > 0,
             "engine_limits": bool(self.engine_limits),

@@ -9,6 +9,7 @@ from ngrpo.config import compatibility
 from ngrpo.config.features import ESTIMATOR, KL, LOSS, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import SETTINGS, RunConfig
+from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
 from perturbations import registry
@@ -51,6 +52,8 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         raise UsageError(f"--print verl: {of_openrlhf[0]} is of OpenRLHF's trainer. Leave it out.")
     overrides: dict[str, object] = {key: flags.value(flag) for flag, key in _SAME.items() if flags.has(flag)}
     overrides |= {f"{_ROLLOUT}.{name}": value for name, value in run.engine_limits.items()}
+    for name, value in conversation.template_arguments(run.chat_template_kwargs).items():
+        overrides[f"+data.apply_chat_template_kwargs.{name}"] = value
     if run.sampling.top_k:
         overrides[f"{_ROLLOUT}.top_k"] = run.sampling.top_k
     compatibility.check(compatibility.VERL_ADVANTAGE, Combination(run=run, flags=flags))

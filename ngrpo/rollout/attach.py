@@ -80,7 +80,8 @@ class AttachedPerturbation:
         runner, tokenizer = self._runner, self._tokenizer
         running = self.requests.running if hasattr(self, "requests") else 0
         if running:
-            raise UsageError(f"the perturbation cannot be replaced while {running} requests run: wait for them.")
+            why = f"{running} requests are running: wait for them"
+            raise UsageError(f"the perturbation cannot be replaced while {why}.")
         self._check_awake("the perturbation cannot be replaced")
         perturbation.check_model(self._vocabulary)
         embedding = self._vocabulary, self._hidden

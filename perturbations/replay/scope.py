@@ -219,9 +219,9 @@ class ReplayScope:
         row, ``advantages`` (B, A) of the last A tokens of each row of the batch.
         """
         if not self._shape or self._shape.numel() != len(logits):
-            seen = f"{len(logits)} rows of logits for a replayed forward of {self._shape.numel() if self._shape else 0}"
+            seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
             needed = "one row per token is needed (no sequence-parallel slices, no logits of the answer alone)"
-            raise RuntimeError(f"density: {seen} tokens; {needed}.")
+            raise RuntimeError(f"density: {len(logits)} rows of logits for a replayed forward of {seen}; {needed}.")
         _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)
         rows = torch.where(inside, self._rows - 1, 0)  # the row before a position chose its token and its input

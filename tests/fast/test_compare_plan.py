@@ -287,7 +287,7 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows:
     [
         (["--eval.n", "0"], "evaluation: n=0: must be at least 1"),
         (["--eval.k", "9"], "evaluation: k=9"),
-        (["--diagnose.group", "1"], "diagnosis: group=1"),
+        (["--diagnose.group", "1"], "diagnosis: sampling option group=1"),
         (["--sweep", "nope=1,2"], "strategy 'none nope=1': unknown flag '--nope'"),
         (
             ["--sweep", "rollout.top_p=0.5,abc"],

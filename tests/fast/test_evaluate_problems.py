@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.workbench import sandbox
 from ngrpo.workbench.evaluate import load_problems, load_task
-from ngrpo.workbench.evaluate.engine import render
 from ngrpo.workbench.scoring.problems import BENCHMARKS, BOXED, LETTER
 from perturbations.errors import UsageError
 
@@ -23,6 +21,10 @@ GPQA = {
     "Incorrect Answer 2": "Nitrogen",
     "Incorrect Answer 3": "Chlorine",
 }
+
+
+ASKED = '{"question": "2 + 2?", "answer": 4}\n'
+CHOICES = '{"question": "2 + 2?", "choices": %s, "answer": 1}\n'
 
 
 def jsonl(path: Path, *rows: dict[str, Any]) -> str:
@@ -98,55 +100,6 @@ def test_openrlhf_with_messages_and_own_keys(tmp_path: Path) -> None:
         load_problems(source, input_key="context")
 
 
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
-TOOL_TURNS = [
-    {"role": "user", "content": "2 + 2?"},
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "4", "name": "add"},
-    {"role": "user", "content": "So?"},
-]
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}{{ m.name }}: "
-    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %};{% endfor %}"
-)
-
-
-def test_tool_calls_are_rendered_as_in_training(tmp_path: Path) -> None:
-    (problem,) = load_problems(jsonl(tmp_path / "a.jsonl", {"input": TOOL_TURNS, "label": "4", "tools": []}))
-    assert problem.messages == tuple(TOOL_TURNS)
-    tokenizer = sandbox.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    text = render(tokenizer, problem)
-    call = json.dumps(CALL["function"])
-    assert text == f"user: 2 + 2?;assistant: {call};tooladd: 4;user: So?;"
-    upstream = pytest.importorskip("openrlhf.datasets.prompts_dataset")
-    trained, _ = upstream.preprocess_data({"input": TOOL_TURNS}, apply_chat_template=tokenizer.apply_chat_template)
-    assert trained == text
-    tokenizer.chat_template = None
-    assert render(tokenizer, problem) == "2 + 2?\n\n\n\n4\n\nSo?\n"
-
-
-PARTS = [{"type": "text", "text": "2 + 2?"}]
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ({"input": [{"role": "user", "content": PARTS}]}, "row 2 .*the prompt is chat messages with content in parts"),
-        ({"input": [{"role": "user", "content": [{"type": "image"}, *PARTS]}]}, "chat messages with pictures"),
-        ({"input": [{"role": "user", "content": None}]}, "chat messages without content"),
-        ({"input": TOOL_TURNS[:2]}, "chat messages that end without a text"),
-        ({"input": [{"content": "2 + 2?"}]}, "the prompt is a list"),
-        ({"input": {"role": "user"}}, "neither a text nor a list"),
-        ({"input": TOOL_TURNS, "tools": [CALL]}, "row 2 has tools, which no prompt shows"),
-    ],
-)
-def test_what_no_template_shows_is_refused_by_row(tmp_path: Path, row: dict[str, Any], says: str) -> None:
-    source = jsonl(tmp_path / "a.jsonl", {"input": "2 + 2?", "label": "4"}, {"label": "4", **row})
-    with pytest.raises(UsageError, match=says):
-        load_problems(source)
-
-
 @pytest.mark.parametrize(
     ("row", "answer"),
     [
@@ -163,6 +116,13 @@ def test_hub_columns(tmp_path: Path, row: dict[str, Any], answer: str) -> None:
     assert problem.question == f"2 + 2?\n\n{BOXED}"
     (plain,) = load_problems(str(tmp_path / "a.jsonl"), instruction="")
     assert plain.question == "2 + 2?"
+
+
+@pytest.mark.parametrize("choices", ["null", "[]", '""'])
+def test_a_column_of_choices_without_any_is_a_question(tmp_path: Path, choices: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(ASKED + CHOICES % choices)
+    assert [problem.answer for problem in load_problems(str(path))] == ["4", "1"]
 
 
 def test_gpqa_is_shuffled_alike_in_every_run(tmp_path: Path) -> None:
@@ -210,6 +170,13 @@ def test_endings(tmp_path: Path, ending: str) -> None:
         ("a.jsonl", '{"problem": "x", "answer": null}\n', "row 1 has no answer"),
         ("a.jsonl", '{"problem": "", "answer": "1"}\n', r"row 1 \(question and answer layout\): no question"),
         ("a.jsonl", '{"input": "x", "label": ["1", "2"]}\n', r"row 1 .*2 reference answers"),
+        ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem": "y"}\n', "row 2 has no answer"),
+        ("a.jsonl", f'{ASKED}{{"input": "x", "label": 1}}\n', "row 2 has the OpenRLHF layout, row 1 the question and"),
+        ("a.jsonl", f"{ASKED}{json.dumps(GPQA)}\n", "row 2 has the GPQA layout"),
+        ("a.jsonl", f'{ASKED}{{"text": 1}}\n', "row 2 has an unknown layout"),
+        ("a.jsonl", ASKED + CHOICES % '["3", "4"]', "row 2 .*the column 'choices' is not read .*A. first"),
+        ("a.jsonl", CHOICES % json.dumps([*range(30)]), "row 1 .*the column 'choices' is not read"),
+        ("a.jsonl", CHOICES % '{"text": ["3"]}', "row 1 .*the column 'choices' is not read"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:

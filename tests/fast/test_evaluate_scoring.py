@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.workbench.evaluate import Problem, load_task, score
+from ngrpo.workbench.evaluate import Problem, load_task, score, scorers
 from ngrpo.workbench.scoring.answers import (
     chosen_letter,
     generated,
@@ -96,34 +96,27 @@ def test_a_task_has_its_rewards_verdict() -> None:
     assert score(problem("12", "task:arithmetic"), "12.0").extracted == "12"
 
 
-def reward_file(folder: Path, body: str) -> str:
-    path = folder / "reward.py"
-    path.write_text(f"def reward_func(queries, prompts, labels, **kwargs):\n    {body}\n")
-    return str(path)
+FIRST = "return {'rewards': [len(queries[0]) - len(prompts[0])], 'scores': [float(queries[0].endswith(labels[0]))]}"
+TENSORS = "import torch; return {'rewards': torch.tensor([0.25]), 'scores': torch.tensor([1.0])}"
+NEIGHBOR = "from neighbor_of_the_reward import FULL; return [FULL]"
 
 
-def test_reward_file(tmp_path: Path) -> None:
-    body = "return {'rewards': [len(queries[0]) - len(prompts[0])], 'scores': [float(queries[0].endswith(labels[0]))]}"
-    file = reward_file(tmp_path, body)
-    verdict = score(problem("7", file), "it is 7", prompt="<user>Which?")
-    assert (verdict.reward, verdict.correct, verdict.extracted) == (7.0, True, "7")
-    assert not score(problem("8", file), "it is 7").correct
-
-
-def test_reward_file_that_imports_its_neighbor(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "gold", "reward", "correct"),
+    [(FIRST, "7", 7.0, True), (FIRST, "8", 7.0, False), (TENSORS, "7", 0.25, True), (NEIGHBOR, "7", 1.0, True)],
+)
+def test_reward_file(tmp_path: Path, body: str, gold: str, reward: float, correct: bool) -> None:
     (tmp_path / "neighbor_of_the_reward.py").write_text("FULL = 1.0\n")
-    file = reward_file(tmp_path, "from neighbor_of_the_reward import FULL; return [FULL]")
-    assert score(problem("7", file), "7").correct
-
-
-def test_reward_file_with_tensors(tmp_path: Path) -> None:
-    body = "import torch; return {'rewards': torch.tensor([0.25]), 'scores': torch.tensor([1.0])}"
-    assert score(problem("7", reward_file(tmp_path, body)), "7").reward == 0.25
-
-
-def test_reward_file_that_fails(tmp_path: Path) -> None:
-    file = reward_file(tmp_path, "raise KeyError('gold')")
+    file = tmp_path / "reward.py"
+    file.write_text(f"def reward_func(queries, prompts, labels, **kwargs):\n    {body}\n")
+    verdict = score(problem(gold, str(file)), "it is 7", prompt="<user>Which?")
+    assert (verdict.reward, verdict.correct, verdict.extracted) == (reward, correct, "7")
+    file.write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('gold')\n")
+    scorers._reward_func.cache_clear()
     with pytest.raises(UsageError, match=r"reward\.py: reward_func failed on problem 'p' \(KeyError: 'gold'\)"):
-        score(problem("7", file), "7")
+        score(problem("7", str(file)), "7")
+
+
+def test_an_unknown_scorer() -> None:
     with pytest.raises(UsageError, match=r"unknown scorer 'choise'\. Did you mean 'choice'"):
         score(problem("7", "choise"), "7")

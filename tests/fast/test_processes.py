@@ -80,13 +80,8 @@ def test_a_command_ends_with_all_that_it_started(
 ) -> None:
     """Each one waits in a scorer, before any engine is built: a comparison in its evaluation of the untrained model."""
     (tmp_path / "model").mkdir()
-    files = {
-        "config.json": "{}",
-        "tokenizer_config.json": '{"chat_template": "any"}',
-        "model.safetensors": "any weights",
-    }
-    for name, text in files.items():
-        (tmp_path / "model" / name).write_text(text)
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
     (tmp_path / "scorer.py").write_text(SCORER)
     (tmp_path / "problems.jsonl").write_text('{"input": "1 + 1?", "label": "2"}\n')
     process = subprocess.Popen(

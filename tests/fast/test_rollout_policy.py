@@ -127,7 +127,7 @@ def test_the_engine_is_given_schedule_and_step(monkeypatch: pytest.MonkeyPatch) 
     engine.build("m", None, 10, hardware="cpu")
     assert "sampling_schedule" not in built["additional_config"]
     for step, told in ((9, {"training_step": 9}), (0, {})):
-        params = engine._params(Sampling(), ([1], 2, 3), False, True, step)
+        params = engine.parameters(Sampling(), False, True, ([1], 2, 3), step=step)
         assert params.extra_args["perturbation"] == {"enabled": False, "seed": 2, "sample": 3, **told}
 
 

@@ -151,20 +151,6 @@ class TestReasoningGym:
             label = reasoning_gym.label_of(name, entry)
             assert reasoning_gym.score(f"<answer>{answer}</answer>", label) == data.score_answer(answer, entry), name
 
-    @pytest.mark.more
-    def test_reward_file(self, tmp_path: Path) -> None:
-        flags = tasks.prepare("reasoning_gym:chain_sum", tmp_path)
-        reward_func = reward_of(flags)
-        row = rows_of(tmp_path / "train.jsonl")[0]
-        prompt = f"<|im_start|>user\n{row['input']}<|im_end|>\n<|im_start|>assistant\n"
-        answer = json.loads(row["label"])["entry"]["answer"]
-        info = reward_func([f"{prompt}<answer>{answer}</answer><|im_end|>"], [prompt], [row["label"]])
-        assert info["rewards"].tolist() == info["scores"].tolist() == [1.0]
-        assert info["extra_logs"]["answers_in_tags"].tolist() == [1.0]
-        # The question itself names the tags: the prompt must not count.
-        untagged = reward_func([prompt + "7"], [prompt], [row["label"]])["extra_logs"]
-        assert untagged["answers_in_tags"].tolist() == [0.0]
-
 
 def test_math_file(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")

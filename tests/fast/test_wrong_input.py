@@ -104,7 +104,7 @@ def test_tables_that_would_be_read_otherwise(tmp_path: Path, text: str, said: st
     ("change", "said"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "a classifier, which generates nothing"),
-        ({"head_dim": 16}, "with attention heads of size 16 (vLLM has 32, 64, "),
+        ({"head_dim": 16}, "with attention heads of size 16 (vLLM has 32, 64,"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 32}, ""),
         ({"max_position_embeddings": 32}, "has a context of 32 tokens. Give --data.max_len 32 or less"),
     ],
@@ -163,7 +163,7 @@ CHAT = [{"role": "user", "content": "1 + 1"}]
     [
         *[({"a": 1}, "an object"), (5, "a number"), ([1, 2], "a list"), ([], "a list"), ([{"content": "a"}], "a list")],
         ([{"role": "user"}], "chat messages without content"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "chat messages with content in parts"),
+        ([{"role": "user", "content": [{"text": "a"}]}], "chat messages with content in unknown parts"),
         ([*CHAT, {"role": "assistant", "tool_calls": [{}]}], "chat messages that end without a text"),
     ],
 )
@@ -186,7 +186,9 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
 def test_tools_reach_no_prompt(tmp_path: Path) -> None:
     file = tmp_path / "tools.jsonl"
     file.write_text("".join(json.dumps({"input": "a", "tools": tools}) + "\n" for tools in (None, [], [{}])))
-    assert "row 3 has tools, which no prompt shows" in refused("--data.prompt_dataset", str(file))
+    assert "row 3 has tools, which no prompt shows. Add --data.apply_chat_template" in refused(
+        "--data.prompt_dataset", str(file)
+    )
 
 
 def test_labels_of_several_kinds(tmp_path: Path) -> None:

@@ -81,6 +81,8 @@ def log_probs(model: Any, perturbation: Any, record: ReplayRecord | None, tokens
     scope = replay_scope(SimpleNamespace(model=model), perturbation)
     with scope([record], mask), densities(scope, temperature) as ours:
         found = hooked(model(tokens, attention_mask=mask).logits.float() / temperature, torch.roll(tokens, -1, 1))
+        if ours is None:  # no density: the tokens' own
+            return found
         return torch.cat([ours.for_policy_loss(found[:, :-1]), found[:, -1:]], dim=1)
 
 

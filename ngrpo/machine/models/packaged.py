@@ -48,6 +48,16 @@ def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: N
     return str(folder.absolute()) if folder.is_dir() else name_or_path  # vLLM's Ray workers start in another folder
 
 
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a model folder or hub name; raises ``UsageError`` where it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except OSError as error:
+        raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {error}") from None
+
+
 def check_available(name_or_path: str) -> None:
     """Raises ``UsageError`` as :func:`check_name`, and for a model that neither the hub nor its cache has."""
     check_name(name_or_path)

@@ -21,9 +21,6 @@ from perturbations.errors import UsageError, nearest
 
 Row = dict[str, Any]
 Series = dict[str, dict[int, float]]
-PICTURES = "chat messages with pictures"
-PROMPT = 'A prompt is a text, or a list of chat messages: {"role": "user", "content": "…"}.'
-TOOLS, NO_TOOLS = "tools", "Write them into a system message, and leave the column out."
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -107,28 +104,6 @@ def _rows(path: Path) -> Iterator[Row]:
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} is not a JSON object. Write one JSON object per line.")
             yield row
-
-
-def prompt_fault(value: object) -> str:
-    """What a prompt is that a chat template cannot render, in words; empty for a text and for chat messages.
-
-    Each message has a role and a text, or tool calls in place of the text; the last message has a text. Messages with
-    pictures are :data:`PICTURES`, which only an image model's training takes.
-    """
-    if isinstance(value, str):
-        return "" if value.strip() else "empty"
-    if not isinstance(value, (list, tuple)):
-        return "neither a text nor a list"
-    if not value or not all(isinstance(message, dict) and "role" in message for message in value):
-        return "a list"
-    for message in value:
-        content = message.get("content")
-        if isinstance(content, (list, tuple)):
-            kinds = {part.get("type") for part in content if isinstance(part, dict)}
-            return PICTURES if kinds - {"text"} else "chat messages with content in parts"
-        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
-            return "chat messages without content"
-    return "" if (value[-1].get("content") or "").strip() else "chat messages that end without a text"
 
 
 def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import conversation
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
-from perturbations.errors import require
+from perturbations.errors import UsageError, require
 
 if TYPE_CHECKING:
     import argparse
@@ -161,6 +162,29 @@ def prepare_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(strategy, tokenizer)
 
     return prepare_datasets
+
+
+def preprocess_data(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`preprocess_data`: conversations, tools and the template's arguments become text as in evaluation."""
+
+    def preprocess_data(
+        data: Mapping[str, Any],
+        input_template: str | None = None,
+        input_key: str = "input",
+        label_key: str | None = None,
+        apply_chat_template: Any = None,
+    ) -> tuple[str, Any]:
+        def apply(chat: conversation.Messages, **_: Any) -> str:
+            own = conversation.template_arguments(current_run().chat_template_kwargs)
+            try:
+                arguments = {**own, **conversation.tools_of(data)}
+                return conversation.rendered(apply_chat_template.__self__, chat, arguments)
+            except UsageError as error:
+                raise UsageError(f"the prompt {chat!r:.200}: {error}") from None
+
+        return original(data, input_template, input_key, label_key, apply_chat_template and apply)
+
+    return preprocess_data
 
 
 def followed_schedule() -> SamplingSchedule | None:

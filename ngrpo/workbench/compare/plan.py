@@ -15,7 +15,7 @@ from typing import Any
 
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.diagnose import policy_of
@@ -243,9 +243,10 @@ def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, .
 
 
 def _problems(options: Flags, rest: Flags, dataset: str) -> dict[str, str]:
-    """The problems of the training, for options that name none: its task, or the dataset of a flag."""
+    """How the training renders prompts, and its problems where options name none: its task, or a flag's dataset."""
     alike = {"--task": "--task"} if rest.value("--task") else {"--data": dataset} if rest.value(dataset) else {}
-    return {} if options.has("--data", "--task") else _values_of(rest, alike)
+    problems = {} if options.has("--data", "--task") else alike
+    return _values_of(rest, {**problems, conversation.FLAG: conversation.FLAG})
 
 
 def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,6 @@ from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
 from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
 from ngrpo.workbench.diagnose.measures import groups_of, strategy_rows
-from ngrpo.workbench.evaluate.engine import load_tokenizer
 from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 from ngrpo.workbench.evaluate.scorers import check_problems
 from ngrpo.workbench.report import write_report
@@ -100,7 +99,7 @@ def diagnose(
         raise UsageError("no strategy to diagnose: name some with --perturbations.")
     dtype = dtype or profile_for(hardware).engine_options.get("dtype", "auto")
     path = packaged.resolve(model, report=report) if llm is None else model
-    tokenizer = load_tokenizer(path) if llm is None else llm.get_tokenizer()
+    tokenizer = packaged.load_tokenizer(path) if llm is None else llm.get_tokenizer()
     began = time.time()
     with DiagnosisFolder.opened(Path(out).expanduser(), report) as folder:
         folder.claim(settings_of(model, dataset, problems, sampling, dtype))

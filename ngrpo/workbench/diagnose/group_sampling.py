@@ -23,7 +23,7 @@ from ngrpo.workbench.evaluate.scorers import score
 from perturbations import Perturbation, Proposal, Step, option
 from perturbations.edit import one_hot
 from perturbations.embeddings import ModelEmbeddings, nearest_tokens
-from perturbations.errors import UsageError, require
+from perturbations.errors import require
 from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
 from perturbations.seeds import trajectory_seed
@@ -49,15 +49,10 @@ _MOST_INPUTS = 2048
 class GroupSampling(Sampling):
     """How the responses of a group are drawn; ``group`` is their number."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 256
-    group: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.group < 2:
-            raise UsageError(f"group={self.group}: must be at least 2: diversity is between the responses of a group.")
+    temperature: float = option(1.0, "0 is greedy", low=0)
+    top_p: float = option(1.0, "the nucleus", above=0, high=1)
+    max_tokens: int = option(256, "the longest response", low=1)
+    group: int = option(8, "diversity is between its responses", low=2)
 
 
 @dataclass(frozen=True)

@@ -6,50 +6,42 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config import compatibility
 from ngrpo.machine.hardware import processes, profile_for
+from ngrpo.machine.models import conversation
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError
+from perturbations.options import Options, option
 from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, SamplingParams
     from vllm.tokenizers import TokenizerLike
 
     from perturbations.replay import ReplayRecord
 
 # Requests that wait inside the engine; more than any engine runs at once, few enough to be cheap.
 _WINDOW = 2048
+_OF_VLLM = ("temperature", "top_p", "max_tokens")
 
 # The tokens of a prompt, the seed that all its samples share, and the sample's number among them.
 Job = tuple[list[int], int, int]
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How responses are drawn: temperature 0 is greedy, ``max_tokens`` is the longest response.
+class Sampling(Options):
+    """How responses are drawn. Seed, prompt, its number of earlier repeats and the sample's number determine a draw."""
 
-    The seed, the problem's text, its number of earlier repeats and the sample's number determine every draw.
-    """
+    kind = "sampling"
 
-    temperature: float = 0.6
-    top_p: float = 0.95
-    max_tokens: int = 4096
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, fine, allowed in (
-            ("temperature", 0.0 <= self.temperature < inf, "at least 0"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("seed", self.seed >= 0, "at least 0"),
-        ):
-            if not fine:
-                raise UsageError(f"{name}={getattr(self, name)}: must be {allowed}.")
+    temperature: float = option(0.6, "0 is greedy", low=0)
+    top_p: float = option(0.95, "the nucleus", above=0, high=1)
+    max_tokens: int = option(4096, "the longest response", low=1)
+    seed: int = option(0, "of all draws", low=0)
 
 
 @dataclass(frozen=True)
@@ -83,12 +75,9 @@ def build(
     """A ``vllm.LLM`` of a folder or hub name, with reproducible token draws, perturbed or not.
 
     Args:
-        model: a folder or hub name.
-        spec: of the perturbation, or None.
+        spec, schedule: of the perturbation and the sampling schedule, or None.
         max_model_len: tokens of prompt and response together.
-        hardware: a hardware profile.
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
-        schedule: the spec of a sampling schedule, or None.
 
     Raises:
         UsageError: where vLLM refuses, or would refuse, the model or the options.
@@ -135,22 +124,12 @@ def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:
         return False
 
 
-def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a model folder or hub name; raises ``UsageError`` where it cannot be loaded."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except OSError as error:
-        raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {error}") from None
-
-
 def render(tokenizer: TokenizerLike, problem: Problem) -> str:
-    """The prompt as the model sees it, as OpenRLHF renders it; the messages' text where there is no chat template."""
-    if getattr(tokenizer, "chat_template", None):
-        messages: list[Any] = list(problem.messages)
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    return "\n\n".join(message["content"] or "" for message in problem.messages) + "\n"
+    """The prompt as the model sees it; ``UsageError`` with the problem's id where it cannot be rendered."""
+    try:
+        return conversation.rendered(tokenizer, problem.messages, problem.template)
+    except UsageError as error:
+        raise UsageError(f"problem {problem.id}: {error}") from None
 
 
 def generate(
@@ -167,8 +146,6 @@ def generate(
 
     Args:
         llm: an idle ``vllm.LLM``.
-        jobs: one for each response.
-        sampling: how to draw.
         perturbed: whether the engine's perturbation acts.
         reproducible: whether the engine has this project's token draws.
         step: the training step for a sampling schedule of the engine.
@@ -179,15 +156,15 @@ def generate(
     """
     from ngrpo.rollout import take_records
 
+    drawn_with = partial(parameters, sampling, perturbed, reproducible, step=step, answers=answers)
     engine = llm.llm_engine
     live: dict[str, int] = {}
     following = 0
     try:
         while live or following < len(jobs):
             while following < len(jobs) and len(live) < _WINDOW:
-                name = f"eval-{following}"
-                params = _params(sampling, jobs[following], perturbed, reproducible, step, answers)
-                engine.add_request(name, {"prompt_token_ids": jobs[following][0]}, params)
+                job, name = jobs[following], f"eval-{following}"
+                engine.add_request(name, {"prompt_token_ids": job[0]}, drawn_with(job))
                 live[name] = following
                 following += 1
             outputs: list[Any] = engine.step()
@@ -206,7 +183,10 @@ def generate(
             engine.abort_request(list(live))
 
 
-def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, step: int, answers: int = 1) -> Any:
+def parameters(
+    sampling: Sampling, perturbed: bool, reproducible: bool, job: Job, *, step: int = 0, answers: int = 1
+) -> SamplingParams:
+    """vLLM's parameters of a job's request; arguments as in :func:`generate`."""
     import torch
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -219,10 +199,5 @@ def _params(sampling: Sampling, job: Job, perturbed: bool, reproducible: bool, s
         settings["extra_args"] = {"perturbation": arguments}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
         settings["seed"] = trajectory_seed(seed, sample)
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        **settings,
-    )
+    drawn: dict[str, Any] = {name: value for name, value in asdict(sampling).items() if name in _OF_VLLM}
+    return SamplingParams(**drawn, output_kind=RequestOutputKind.FINAL_ONLY, **settings)

@@ -61,22 +61,17 @@ def evaluate(
 ) -> dict[str, Any]:
     """Samples n answers per problem, checks them and counts.
 
-    Every finished sample goes to ``samples.jsonl``. A second call with the same settings and folder resumes; a finished
-    evaluation is only counted again. The same seed gives the same samples, within the limits of docs/evaluation.md.
+    Finished samples go to ``samples.jsonl``; the same call resumes. docs/evaluation.md says how far a seed repeats.
 
     Args:
         model: a packaged name, a folder or a hub name; or a live, idle ``vllm.LLM``. A live engine takes
             ``perturbation`` only if it was built with one, and keeps it afterwards.
         problems: with distinct ids.
-        out: the folder.
-        n: samples per problem.
         k: for Pass@k, each in [1, n]; None: those of 1, 4, 8, 16, 32.
-        sampling: how answers are drawn.
         perturbation: a spec; None: the model as it is.
-        policy: a sampling schedule and noise on the weights; not for a live engine.
+        policy, hardware, engine_options: sampling schedule and noise on the weights, hardware profile, and keyword
+            arguments of ``vllm.LLM``; not for a live engine.
         dataset: the problems' name in the result.
-        hardware: a hardware profile; not for a live engine.
-        engine_options: keyword arguments of ``vllm.LLM``; not for a live engine.
         report: called with lines of progress.
 
     Returns:
@@ -125,7 +120,7 @@ def evaluate(
             before, total = len(samples), len(samples) + len(missing)
             if samples:
                 report(f"going on: {before} of {total} samples are in {out}")
-            tokenizer = live.get_tokenizer() if live else engines.load_tokenizer(name)
+            tokenizer = live.get_tokenizer() if live else packaged.load_tokenizer(name)
             prompts = {p.id: engines.render(tokenizer, p) for p in problems}
             jobs = _jobs(tokenizer, prompts, missing, sampling.seed)
             if live:
@@ -187,13 +182,7 @@ def evaluate(
 def rescore(
     folder: str | Path, *, scorer: str = "auto", k: Sequence[int] | None = None, report: Report = lambda line: None
 ) -> dict[str, Any] | None:
-    """Checks the samples of an evaluation's folder again, without generating.
-
-    Args:
-        folder: of an evaluation.
-        scorer: another scorer for all problems; ``auto`` keeps theirs.
-        k: as in :func:`evaluate`.
-        report: called with lines of progress.
+    """Checks the samples of an evaluation's folder again, without generating; ``auto`` keeps the problems' scorers.
 
     Returns:
         The new result; None where samples are missing: the others are checked again, but nothing is counted.
@@ -290,11 +279,7 @@ def _last_run(folder: ResultFolder) -> tuple[float, str | None]:
 
 
 def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
-    """The k of Pass@k, sorted; by default those of 1, 4, 8, 16, 32 up to n.
-
-    Raises:
-        UsageError: for n below 1, or a k outside [1, n].
-    """
+    """The k of Pass@k, sorted, by default those of 1, 4, 8, 16, 32 up to n; ``UsageError`` for one outside [1, n]."""
     if n < 1:
         raise UsageError(f"n={n}: must be at least 1 sample per problem.")
     if ks is None:
@@ -360,7 +345,9 @@ def unscored(evaluation: Mapping[str, Any]) -> dict[str, float | None]:
 def unscored_warnings(name: str, shares: Mapping[str, float | None]) -> list[str]:
     """A line for each of :func:`unscored`'s shares above a tenth."""
     return [
-        f"{name}: {share:.0%} of the responses {_UNSCORED[key]}" for key, share in shares.items() if (share or 0) > 0.1
+        f"{name}: {share:.0%} of the responses {_UNSCORED[key]}"
+        for key, share in shares.items()
+        if round(share or 0.0, 9) > 0.1  # the mean of three tenths is 0.1 + 2e-17
     ]
 
 

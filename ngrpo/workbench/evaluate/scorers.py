@@ -47,7 +47,8 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
     try:
         result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
         outcome = result if isinstance(result, dict) else {"rewards": result}
-        reward, value = (_number(outcome.get(key, outcome["rewards"])) for key in ("rewards", "scores"))
+        values = (outcome["rewards"], outcome.get("scores", outcome["rewards"]))
+        reward, value = (float(np.asarray(each, dtype=np.float64).flat[0]) for each in values)
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
@@ -55,11 +56,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
 
 
 def check_problems(problems: Sequence[Problem]) -> None:
-    """Checks problems and their scorers before an hour of sampling.
-
-    Raises:
-        UsageError: where there are none, two have one id, a package is missing, or a reward file fails.
-    """
+    """Raises ``UsageError`` for no problems, two with one id, a missing package, or a reward file that fails."""
     if not problems:
         raise UsageError("there are no problems: the dataset is empty.")
     if len({problem.id for problem in problems}) < len(problems):
@@ -85,8 +82,3 @@ def _task(scorer: str) -> Any:
 def _reward_func(path: str) -> Any:
     sys.path.append(str(Path(path).expanduser().resolve().parent))  # for what the file imports from its folder
     return runpy.run_path(str(Path(path).expanduser()))["reward_func"]
-
-
-def _number(value: object) -> float:
-    """The first number of a tensor, an array, a list or a number."""
-    return float(np.asarray(value, dtype=np.float64).flat[0])

@@ -18,11 +18,11 @@ class Problem:
 
     Attributes:
         id: unique in its set, and the same in every run.
-        messages: the chat, without a generation prompt: dictionaries with ``role`` and ``content``, which is None in a
-            message with ``tool_calls``; the last has a text.
+        messages: the chat, without a generation prompt, as `conversation.normalised` gives it; the last has a text.
         answer: the reference; empty only where the scorer needs none.
         scorer: ``math``, ``choice``, ``reasoning_gym``, ``task:NAME``, or a Python file with ``reward_func``.
         meta: further JSON values for the scorer or for people.
+        template: arguments of the chat template, the problem's tools among them.
     """
 
     id: str
@@ -30,6 +30,7 @@ class Problem:
     answer: str
     scorer: str
     meta: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
 
     @property
     def question(self) -> str:
@@ -39,7 +40,7 @@ class Problem:
 
 def digest(problems: Sequence[Problem]) -> str:
     """A short hash of everything that determines the samples of some problems and their scores."""
-    rows = [[p.id, list(p.messages), p.answer, p.scorer] for p in problems]
+    rows = [[p.id, list(p.messages), p.answer, p.scorer, *([p.template] if p.template else [])] for p in problems]
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -7,15 +7,16 @@ import json
 import random
 import re
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ngrpo.machine.models import conversation
 from ngrpo.machine.models.packaged import HUB_SECONDS
-from ngrpo.machine.storage.datafiles import ENDINGS, NO_TOOLS, PROMPT, TOOLS, Row, prompt_fault, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, Row, read_rows
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import last_boxed
 from ngrpo.workbench.scoring.reward_files import check_scorer_name
@@ -39,6 +40,7 @@ _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(?::(?P<config>[\w.-]+))?(?:@(?P<sp
 _SPLITS = ("test", "validation", "train")
 _QUESTIONS = ("problem", "question", "Problem", "Question", "query", "prompt")
 _ANSWERS = ("answer", "Answer", "expected_answer", "final_answer", "target", "ground_truth", "label", "solution")
+_OPTIONS = ("choices", "options", "Options")
 _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 # Options that stand in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
 _LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
@@ -55,6 +57,7 @@ def load_problems(
     split: str | None = None,
     instruction: str | None = None,
     skip_unanswered: bool = False,
+    template: Mapping[str, Any] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> list[Problem]:
     """Reads problems, in the order of the dataset; their ids do not depend on ``limit``.
@@ -69,6 +72,7 @@ def load_problems(
         split: of a hub dataset; the same as ``@split``.
         instruction: appended to the last message of each; None: a sentence on the answer's form after bare questions.
         skip_unanswered: leave problems without an answer out, instead of refusing the dataset.
+        template: arguments of the chat template for all rows.
         report: called with a line that says how many were left out.
 
     Raises:
@@ -79,14 +83,16 @@ def load_problems(
     if limit is not None and limit < 1:
         raise UsageError(f"limit={limit}: must be at least 1.")
     name, rows = _rows(source, limit, split)
-    layout, read = _layout(source, rows[0], input_key, label_key)
+    first, answered = "", any(name in rows[0] for name in _ANSWERS)
     problems = []
     for i, row in enumerate(rows):
         where = f"--data {source}: row {i + 1}"
-        if row.get(TOOLS):
-            raise UsageError(f"{where} has {TOOLS}, which no prompt shows. {NO_TOOLS}")
+        layout, read = _layout(where, row, answered, input_key, label_key)
+        first = first or layout
+        if layout != first:
+            raise UsageError(f"{where} has the {layout} layout, row 1 the {first} layout. Give each a file of its own.")
         try:
-            problem = read(row)
+            problem = replace(read(row), template={**(template or {}), **conversation.tools_of(row)})
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{where} ({layout} layout): {error}") from None
         problem = replace(problem, id=f"{name}-{i}", scorer=problem.scorer if scorer == "auto" else scorer)
@@ -101,7 +107,7 @@ def load_problems(
     if len(problems) < len(rows):
         report(f"{len(rows) - len(problems)} of {len(rows)} problems of {source} have no answer and are left out")
     if not problems:
-        raise UsageError(f"--data {source}: no row has an answer ({layout} layout). Add the references.")
+        raise UsageError(f"--data {source}: no row has an answer ({first} layout). Add the references.")
     return problems
 
 
@@ -194,18 +200,23 @@ def offline_if_unreachable(name: str) -> Iterator[None]:
 # --- layouts ----------------------------------------------------------------------------------------
 
 
-def _layout(source: str, row: Row, input_key: str, label_key: str) -> tuple[str, Callable[[Row], Problem]]:
-    """The name of a dataset's layout, from its first row, and its reader: a problem without id and instruction."""
+def _layout(
+    where: str, row: Row, answered: bool, input_key: str, label_key: str
+) -> tuple[str, Callable[[Row], Problem]]:
+    """The name of a row's layout, and its reader: a problem without id and instruction.
+
+    ``answered``: whether a question may lack the column of its answer, as another row has it.
+    """
     if "prompt" in row and "reward_model" in row:
         return "verl", _verl
     if input_key in row:
         return "OpenRLHF", lambda row: _openrlhf(row, input_key, label_key)
     if set(_GPQA) <= row.keys():
         return "GPQA", _gpqa
-    if any(name in row for name in _QUESTIONS) and any(name in row for name in _ANSWERS):
+    if any(name in row for name in _QUESTIONS) and (answered or any(name in row for name in _ANSWERS)):
         return "question and answer", _question
     raise UsageError(
-        f"--data {source}: unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model;"
+        f"{where} has an unknown layout: the columns are {', '.join(row)}. Known: verl's prompt and reward_model;"
         f" {input_key!r} and {label_key!r} (other columns with --input-key and --label-key); one of"
         f" {', '.join(_QUESTIONS)} with one of {', '.join(_ANSWERS)}; GPQA's Question, Correct Answer, Incorrect"
         " Answer 1 to 3."
@@ -243,6 +254,11 @@ def _gpqa(row: Row) -> Problem:
 
 
 def _question(row: Row) -> Problem:
+    if column := next((name for name in _OPTIONS if row.get(name)), None):
+        raise UsageError(
+            f"the column {column!r} is not read ({row[column]!r:.80}). Write its options into the question, A) first,"
+            " with the right letter as the answer, and leave the column out."
+        )
     question = next((name for name in _QUESTIONS if name in row), "question")
     column = next((name for name in _ANSWERS if name in row), "answer")
     answer = _reference(row.get(column))
@@ -261,13 +277,9 @@ def _guessed(messages: Messages, answer: str) -> Problem:
 
 def _messages(value: Any) -> Messages:
     """A text as a user's message, or a list of messages with all that a chat template may show of them."""
-    fault = prompt_fault(value)
-    if fault:
-        raise UsageError(f"no question: the prompt is {fault}. {PROMPT}")
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},)
-    given = [{key: part for key, part in message.items() if part is not None} for message in value]
-    return tuple({"role": message["role"], "content": None, **message} for message in given)
+    if fault := conversation.fault(value):
+        raise UsageError(f"no question: the prompt is {fault}. {conversation.PROMPT}")
+    return tuple(conversation.normalised([{"role": "user", "content": value}] if isinstance(value, str) else value))
 
 
 def _reference(value: object) -> str:

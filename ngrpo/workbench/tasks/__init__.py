@@ -87,18 +87,17 @@ def prepare(task: str, folder: Path) -> dict[str, Default]:
     return {**flags, "--reward.remote_url": str(Path(module.__file__).resolve())}
 
 
-def load_task(task: str, *, limit: int | None = None) -> list[Problem]:
+def load_task(task: str, **options: Any) -> list[Problem]:
     """The held-out problems of a task such as ``reasoning_gym:chain_sum``, scored by its own reward.
 
-    Raises:
-        UsageError: for an unknown task.
+    ``options`` are ``limit`` and ``template`` of `load_problems`. Raises ``UsageError`` for an unknown task.
     """
     with tempfile.TemporaryDirectory() as folder:
         prepare(task, Path(folder))
         held_out = Path(folder) / "eval.jsonl"
         if not held_out.is_file():
             raise UsageError(f"--task {task} has no held-out problems: give --data with a file of your own.")
-        problems = load_problems(str(held_out), limit=limit, instruction="")
+        problems = load_problems(str(held_out), instruction="", **options)
     name = task.replace(":", "-")
     scorer = f"task:{task.partition(':')[0]}"
     return [replace(p, id=f"{name}-{i}", scorer=scorer) for i, p in enumerate(problems)]
@@ -121,13 +120,8 @@ def number_score(answer: str, label: str) -> float:
 def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -> Callable[..., dict[str, Any]]:
     """A reward function as OpenRLHF 0.11.2 calls it (``utils/agent.py``).
 
-    Args:
-        judge: from a response and its label to the reward, and whether the response has the form that is logged.
-        log: the name under which the fraction of such responses is logged.
-
-    Returns:
-        From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards``
-        and ``scores``, (N,) float32, with ``extra_logs``: 1 for each response of that form, else 0.
+    From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards`` and
+    ``scores``, (N,) float32. ``judge`` gives a response's reward, and whether it has the form whose share is logged.
     """
 
     def reward_func(
@@ -143,9 +137,8 @@ def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -
     return reward_func
 
 
-def number_reward() -> Callable[..., dict[str, Any]]:
-    """:func:`reward_function` of :func:`number_score`, with the fraction of responses that have a number."""
-    return reward_function(lambda a, label: (number_score(a, label), last_number(a) is not None), "answers_with_number")
+number_reward = reward_function(lambda a, b: (number_score(a, b), last_number(a) is not None), "answers_with_number")
+"""Of :func:`number_score`, with the fraction of responses that have a number."""
 
 
 def _module(name: str) -> Any:

@@ -34,4 +34,4 @@ def problems(rows: int = TRAIN_ROWS) -> Split:
     return every[EVAL_ROWS:], every[:EVAL_ROWS]
 
 
-score, final_answer, reward_func = number_score, last_number, number_reward()
+score, final_answer, reward_func = number_score, last_number, number_reward

@@ -30,7 +30,7 @@ def problems(source: str) -> tuple[list[dict[str, Any]], None]:
     Problems without an answer are left out, and their number is printed: MATH's training set has two.
     """
     loaded = _load(source, report=lambda line: print(f"ngrpo: {line}", file=sys.stderr))
-    return [{"input": list(p.messages), "label": p.answer} for p in loaded], None
+    return [{"input": list(p.messages), "label": p.answer, **p.template} for p in loaded], None
 
 
 def score(answer: str, label: str) -> float:

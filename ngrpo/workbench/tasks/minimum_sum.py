@@ -35,4 +35,4 @@ def solution(numbers: list[int]) -> int:
     return min(total for total in map(sum, signed) if total >= 0)
 
 
-score, final_answer, reward_func = number_score, last_number, number_reward()
+score, final_answer, reward_func = number_score, last_number, number_reward

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts as the model sees them: one function renders a conversation for training, evaluation and diagnosis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from perturbations.errors import UsageError
+
+FLAG = "--chat_template_kwargs"
+"""The template's arguments, in every command that renders prompts."""
+PICTURES = "chat messages with pictures"
+PROMPT = 'A prompt is a text, or a list of chat messages: {"role": "user", "content": "…"}.'
+TOOLS = "tools"
+"""The column with the tools of a row, and the name of the template's argument."""
+_SET_HERE = (TOOLS, "messages", "conversation", "add_generation_prompt", "tokenize", "chat_template")
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def fault(prompt: object) -> str:
+    """What a prompt is that no chat template can render, in words; empty for a text and for chat messages.
+
+    Each message has a role and a text, or tool calls in place of the text; the last message has a text. Messages with
+    pictures are :data:`PICTURES`, which only an image model's training takes.
+    """
+    if isinstance(prompt, str):
+        return "" if prompt.strip() else "empty"
+    if not isinstance(prompt, (list, tuple)):
+        return "neither a text nor a list"
+    if not prompt or not all(isinstance(message, dict) and "role" in message for message in prompt):
+        return "a list"
+    calls = [call for message in prompt for call in message.get("tool_calls") or ()]
+    if not all(isinstance(call, dict) and isinstance(call.get("function", {}), dict) for call in calls):
+        return "chat messages with tool calls that are no objects"
+    content = None
+    for message in normalised(prompt):
+        content = message["content"]
+        if isinstance(content, list):
+            pictures = all(isinstance(part, dict) and "type" in part for part in content)
+            return PICTURES if pictures else "chat messages with content in unknown parts"
+        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+            return "chat messages without content"
+    return "" if str(content or "").strip() else "chat messages that end without a text"
+
+
+def normalised(messages: Messages) -> list[dict[str, Any]]:
+    """Chat messages in one form, whoever read the file.
+
+    Parts of text become one text, a line each; a message without content has None; tool calls' arguments in JSON are
+    read. A value that is null goes: `datasets` fills rows with those.
+    """
+    found = []
+    for given in messages:
+        message = {"role": given["role"], "content": None, **_without_null(given)}
+        parts = message["content"]
+        if isinstance(parts, (list, tuple)) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
+            message["content"] = "\n".join(str(part.get("text", "")) for part in parts)
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            with suppress(ValueError, TypeError, KeyError):
+                function["arguments"] = json.loads(function["arguments"])
+        found.append(message)
+    return found
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_null(part) for key, part in value.items() if part is not None}
+    return [_without_null(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def tools_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The template's argument of a row with a column of tools, objects or JSON; empty where it has none.
+
+    Raises:
+        UsageError: for a value that is no list of objects.
+    """
+    tools = row.get(TOOLS)
+    if isinstance(tools, str) and tools.strip():
+        with suppress(ValueError):
+            tools = json.loads(tools)
+    if not tools:
+        return {}
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UsageError(f"{TOOLS} are {tools!r:.80}; they must be a list of objects.")
+    return {TOOLS: _without_null(tools)}
+
+
+def template_arguments(text: str | None) -> dict[str, Any]:
+    """The arguments of :data:`FLAG`, ``enable_thinking=false,effort=low``; ``UsageError`` for another form."""
+    import yaml
+
+    arguments: dict[str, Any] = {}
+    for word in (text or "").split(",") if text else ():
+        name, equals, value = word.strip().partition("=")
+        if not (equals and name.isidentifier()) or name in arguments or name in _SET_HERE:
+            raise UsageError(
+                f"{FLAG} {text}: must be the chat template's own arguments, each once, such as enable_thinking=false."
+            )
+        try:
+            arguments[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UsageError(f"{FLAG} {text}: {value!r} must be true, false, a number or a word.") from None
+    return arguments
+
+
+def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any] | None = None) -> str:
+    """A prompt as the model sees it, with the opening of the answer; its text where there is no chat template.
+
+    Args:
+        tokenizer: of transformers, or a processor.
+        prompt: the user's text, or messages with roles; content is a text, None, or parts.
+        arguments: of the chat template: ``tools`` and those of :data:`FLAG`.
+
+    Raises:
+        UsageError: where the template fails, or shows no tools, calls or argument.
+    """
+    chat = normalised([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    arguments = dict(arguments or {})
+    calls = any(message.get("tool_calls") for message in chat)
+    template = getattr(tokenizer, "chat_template", None)
+    if not template:
+        if calls or arguments:
+            raise UsageError(f"the tokenizer has no chat template, which would show {', '.join(arguments) or 'calls'}.")
+        return "\n\n".join(message["content"] or "" for message in chat) + "\n"
+
+    def applied(chat: Messages, arguments: Mapping[str, Any]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments))
+        except Exception as error:  # Jinja's own, a template's, or one of an operation inside it
+            raise UsageError(f"the chat template fails: {error}. Write the messages as it takes them.") from error
+
+    for name in arguments.keys() - {TOOLS}:
+        if name not in str(template):
+            raise UsageError(f"{FLAG}: the chat template has no argument {name!r}.")
+    text = applied(chat, arguments)
+    if TOOLS in arguments and applied(chat, {k: v for k, v in arguments.items() if k != TOOLS}) == text:
+        raise UsageError("the chat template shows no tools. Write them into a system message, and leave them out.")
+    if calls and applied([_renamed(message) for message in chat], arguments) == text:
+        raise UsageError("the chat template shows no tool calls. Write them as the assistant's text.")
+    return text
+
+
+def _renamed(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with other names of the called functions."""
+    calls = json.loads(json.dumps(message.get("tool_calls") or []))
+    for call in calls:
+        call.get("function", call)["name"] = "another"
+    return {**message, "tool_calls": calls} if calls else message

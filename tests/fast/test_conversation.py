@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One function renders conversations: training through OpenRLHF's dataset, evaluation and diagnosis see one prompt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngrpo.config import dataset_check, model_check, rules, verl_lines
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.trainers.openrlhf import trainer
+from ngrpo.workbench import sandbox
+from ngrpo.workbench.compare.plan import read_plan
+from ngrpo.workbench.compare.runs import eval_argv, run_config
+from ngrpo.workbench.evaluate import load_problems
+from ngrpo.workbench.evaluate.engine import render
+from perturbations.errors import UsageError
+from tests.fast.run import run_of, run_with
+
+TEMPLATE = (
+    "{% if tools %}tools: {{ tools | tojson }};{% endif %}{% for m in messages %}{{ m.role }}{{ m.name }}: "
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %};{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+ASKED = {"role": "user", "content": "2 + 2?"}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}, {"type": "text", "text": "Briefly."}]}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+CALLED = [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "4"}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"b": {"type": "int"}, "a": {"enum": [2]}}}}
+OTHER = {"type": "function", "function": {"name": "mul", "description": "of two", "parameters": {"a": {"type": "int"}}}}
+AS_TEXT = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+TURNS = [*CALLED, {"role": "user", "content": "So?"}]
+SAID = 'user: 2 + 2?;assistant: {"name": "add", "arguments": {"a": 2}};tool: 4;user: So?;assistant:'
+
+
+def written(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps({"label": "4", **row}) + "\n" for row in rows))
+    return str(path)
+
+
+def tokenizer_with(template: str) -> Any:
+    made = sandbox.tokenizer()
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompts"),
+    [
+        ([{"input": "2 + 2?"}, {"input": [ASKED]}], ["user: 2 + 2?;assistant:"] * 2),
+        ([{"input": [PARTS]}], ["user: 2 + 2?\nBriefly.;assistant:"]),
+        ([{"input": [PARTS]}, {"input": TURNS}], ["user: 2 + 2?\nBriefly.;assistant:", SAID]),
+        ([{"input": [ASKED, {**CALLED[1], "tool_calls": [AS_TEXT]}, *TURNS[2:]]}], [SAID]),
+        (
+            [{"input": TURNS, "tools": [TOOL]}, {"input": [ASKED], "tools": json.dumps([OTHER])}, {"input": [ASKED]}],
+            [
+                f"tools: {json.dumps([TOOL])};{SAID}",
+                f"tools: {json.dumps([OTHER])};user: 2 + 2?;assistant:",
+                "user: 2 + 2?;assistant:",
+            ],
+        ),
+        ([{"input": [ASKED], "tools": [TOOL, OTHER]}], [f"tools: {json.dumps([TOOL, OTHER])};user: 2 + 2?;assistant:"]),
+    ],
+)
+@pytest.mark.parametrize("given", [None, "enable_thinking=false"])
+def test_training_and_evaluation_have_one_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], prompts: list[str], given: str | None
+) -> None:
+    """Training reads the file with `datasets`, which fills rows with nulls; evaluation with our own reader."""
+    import datasets
+
+    from ngrpo.machine.models.conversation import template_arguments
+
+    upstream = pytest.importorskip("openrlhf.datasets.prompts_dataset")
+    source, tokenizer = written(tmp_path / "a.jsonl", *rows), tokenizer_with(TEMPLATE)
+    run_with(monkeypatch, chat_template_kwargs=given)
+    preprocess = trainer.preprocess_data(upstream.preprocess_data)
+    read = datasets.load_dataset("json", data_files=source, cache_dir=str(tmp_path / "cache"))["train"]
+    trained = [preprocess(row, None, "input", "label", tokenizer.apply_chat_template) for row in read]
+    problems = load_problems(source, instruction="", template=template_arguments(given))
+    end = "<think></think>" if given else ""
+    assert [text for text, _ in trained] == [render(tokenizer, problem) for problem in problems]
+    assert [text for text, _ in trained] == [prompt + end for prompt in prompts]
+    assert preprocess({"input": "as it is", "label": 4}, None, "input", "label", None) == ("as it is", 4)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "says"),
+    [
+        (TEMPLATE, {"input": [{"role": "user", "content": [{"type": "image"}]}]}, "chat messages with pictures"),
+        (TEMPLATE, {"input": [{"role": "user", "content": None}]}, "chat messages without content"),
+        (TEMPLATE, {"input": CALLED[:2]}, "chat messages that end without a text"),
+        (TEMPLATE, {"input": [{**ASKED, "tool_calls": ["add"]}]}, "tool calls that are no objects"),
+        (TEMPLATE, {"input": [{"content": "2 + 2?"}]}, "the prompt is a list"),
+        (TEMPLATE, {"input": {"role": "user"}}, "neither a text nor a list"),
+        (TEMPLATE, {"input": [ASKED], "tools": ["add"]}, "tools are .*; they must be a list of objects"),
+        (PLAIN, {"input": [ASKED], "tools": [TOOL]}, "the chat template shows no tools"),
+        (PLAIN, {"input": TURNS}, "the chat template shows no tool calls"),
+        (sandbox.CHAT_TEMPLATE, {"input": TURNS}, "the chat template fails: "),
+        ("", {"input": TURNS}, "the tokenizer has no chat template"),
+    ],
+)
+def test_what_cannot_be_rendered_is_refused_by_row(
+    tmp_path: Path, template: str, row: dict[str, Any], says: str
+) -> None:
+    source = written(tmp_path / "a.jsonl", {"input": "2 + 2?"}, row)
+    tokenizer = tokenizer_with(template)
+    with pytest.raises(UsageError, match=rf"(row 2|problem a-1)\b.*{says}"):
+        [render(tokenizer, problem) for problem in load_problems(source)]
+    if not template or "pictures" in says:  # an image model's training takes pictures
+        return
+    tokenizer.save_pretrained(tmp_path)
+    flags = Flags(["--data.prompt_dataset", source, "--data.apply_chat_template"])
+    flags = Flags([*flags.argv, "--actor.model_name_or_path", str(tmp_path)])
+    with pytest.raises(UsageError, match=r"row 2\b"):
+        dataset_check.check_files(flags)
+        model_check.check_template(flags, run_of())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("enable_thinking", "such as enable_thinking=false"),
+        ("tools=none", "the chat template's own arguments"),
+        ("a=1,a=2", "each once"),
+        ("a=[", "must be true, false, a number or a word"),
+        ("effort=low", "the chat template has no argument 'effort'"),
+    ],
+)
+def test_arguments_that_no_template_takes(tmp_path: Path, given: str, says: str) -> None:
+    tokenizer_with(TEMPLATE).save_pretrained(tmp_path)
+    source = written(tmp_path / "a.jsonl", {"input": "2 + 2?"})
+    words = ["--data.prompt_dataset", source, "--actor.model_name_or_path", str(tmp_path)]
+    with pytest.raises(UsageError, match=says):
+        model_check.check_template(Flags([*words, "--data.apply_chat_template"]), run_of(chat_template_kwargs=given))
+    with pytest.raises(UsageError, match="no effect without --data"):
+        model_check.check_template(Flags(words), run_of(chat_template_kwargs="enable_thinking=false"))
+
+
+def test_one_flag_for_all_sides() -> None:
+    """A comparison trains, evaluates and diagnoses with it; verl has the same under its own name."""
+    flag = ["--chat_template_kwargs", "enable_thinking=false"]
+    words = ["--perturbations", "none", "--model", "m", "--task", "arithmetic", "--base", "grpo", *flag]
+    plan, _ = read_plan(words)
+    run = run_config(plan, plan.runs()[0], Path("runs"))
+    assert run.chat_template_kwargs == "enable_thinking=false"
+    assert run.flags()["chat_template_kwargs"] == "enable_thinking=false"
+    for argv in (eval_argv(plan, "m", Path("out")), plan.diagnosis):
+        assert Flags(argv).value(flag[0]) == flag[1]
+    other, _ = read_plan([*words, "--eval.chat_template_kwargs", "enable_thinking=true"])
+    assert Flags(other.evaluation or ()).value(flag[0]) == "enable_thinking=true"
+    lines, _ = verl_lines.of_run(run, rules.completed(run))
+    assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
