@@ -26,6 +26,6 @@ def test_the_notebook_replays_its_rollout(
     names: dict[str, Any] = {}
     exec(compile(program.replace(MODEL, repr(random_model)), str(NOTEBOOK), "exec"), names)
     assert len(names["record"]) > 2
-    assert names["replayed"] <= 1e-4 < 1e-2 < names["unreplayed"]
+    assert names["replayed"] <= 1e-4 < 1e-3 < names["unreplayed"]
     printed = capfd.readouterr().out
     assert all(f"{name}: feeds " in printed for name in ("neighbor", "gumbel", "multiplex"))
