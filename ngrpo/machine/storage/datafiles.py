@@ -98,12 +98,20 @@ def _rows(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_without_repeats)
             except ValueError as error:
                 raise ValueError(f"line {number} is not JSON ({error}). Write one JSON object per line.") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} is not a JSON object. Write one JSON object per line.")
             yield row
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ``ValueError`` for a key given twice, over which the package `datasets` fails."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        raise ValueError(f"of the keys {', '.join(key for key, _ in pairs)} one is given twice")
+    return row
 
 
 def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
