@@ -211,7 +211,7 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
             kind = _prompt_kind(value) if column == prompt else _kind(value)
             kinds.setdefault(kind, number)
             if column == prompt and kind in (_TEXT, _MESSAGES) and len(kept) < _SHAPES:
-                parts: Any = value if kind == _MESSAGES else ()
+                parts = value if isinstance(value, list) else ()
                 form = (bool(tools), *((p["role"], type(p.get("content")), bool(p.get("tool_calls"))) for p in parts))
                 kept.setdefault(form, (number, value, tools))
     if name.lower().endswith(".csv") and label in columns:

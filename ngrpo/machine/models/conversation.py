@@ -67,7 +67,7 @@ def normalised(messages: Messages) -> list[dict[str, Any]]:
     return found
 
 
-def _without_null(value: Any) -> Any:
+def _without_null(value: object) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_null(part) for key, part in value.items() if part is not None}
     return [_without_null(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from math import ceil
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
@@ -172,9 +173,9 @@ def preprocess_data(original: Callable[..., Any]) -> Callable[..., Any]:
         input_template: str | None = None,
         input_key: str = "input",
         label_key: str | None = None,
-        apply_chat_template: Any = None,
+        apply_chat_template: MethodType | None = None,
     ) -> tuple[str, Any]:
-        def apply(chat: conversation.Messages, **_: Any) -> str:
+        def apply(chat: conversation.Messages, **_: object) -> str:
             own = conversation.template_arguments(current_run().chat_template_kwargs)
             try:
                 arguments = {**own, **conversation.tools_of(data)}
