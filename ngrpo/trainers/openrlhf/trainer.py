@@ -179,7 +179,7 @@ def preprocess_data(original: Callable[..., Any]) -> Callable[..., Any]:
             own = conversation.template_arguments(current_run().chat_template_kwargs)
             try:
                 arguments = {**own, **conversation.tools_of(data)}
-                return conversation.rendered(apply_chat_template.__self__, chat, arguments)
+                return conversation.rendered(require(apply_chat_template, "the template").__self__, chat, arguments)
             except UsageError as error:
                 raise UsageError(f"the prompt {chat!r:.200}: {error}") from None
 
