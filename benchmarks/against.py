@@ -11,8 +11,6 @@ the clock is compared, as it is on a GPU. With `--replay`, a forward and backwar
 the rollout: plain, and with the records of `benchmarks.replay` replayed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@
 python -m benchmarks.answer_checking PROBLEMS.parquet [--answers 1000] [--show]
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

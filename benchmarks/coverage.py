@@ -10,8 +10,6 @@ The truth is the mean difference over all seeds on these problems. Then: eight e
 baseline, and how often any of them is called different; and two tasks pooled.
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Callable

@@ -10,8 +10,6 @@ request adds. `launches`: operations on tensors, views left out, and each compil
 copies between host and device. At last, what the record of a long answer costs when its request has finished.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics

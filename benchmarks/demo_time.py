@@ -5,8 +5,6 @@ A start is mostly imports, and a step is mostly matrix products. One of each is 
 run on 2 cores of an AMD EPYC: a start of 18 imports, and 1,800 products a step.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -7,8 +7,6 @@ Printed for every perturbation at rates 0.1 and 1, over about 1,300 tokens each:
 the replay, at worst without it, and the record's size. The tests hold the first two below 1e-4 and 1e-5.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import warnings

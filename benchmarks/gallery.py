@@ -4,8 +4,6 @@
 python -m benchmarks.gallery [--out docs/gallery]
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -13,8 +13,6 @@ Real responses, in folders of ngrpo eval, scored here and by another state of th
 the scorers were rewritten): where the verdicts differ, and responses per second.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

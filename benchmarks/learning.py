@@ -8,8 +8,6 @@ TensorBoard logs under runs/learning/, and writes OUT/learning.json and OUT/lear
 started again, it goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a figure was measured on: printed, or written, with every benchmark."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

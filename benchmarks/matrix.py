@@ -9,8 +9,6 @@ transformers OpenRLHF does not allow is tried without it, for the rollout side a
 docs/matrix.json after each stage, and a later run goes on from there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -15,8 +15,6 @@ does, and again after weight syncs in which a share of all elements moved by one
 are searched again, and how long that takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import time

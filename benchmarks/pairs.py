@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pairs of measurements say: medians, and the range of their ratios."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

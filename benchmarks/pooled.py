@@ -6,8 +6,6 @@ interval by Welch's t, whose degrees of freedom come from the spread of each tas
 probability of improvement is that of Agarwal et al. (2021, arXiv 2108.13264), with its stratified bootstrap.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What publishing a study takes: reading its comparisons, copying their results, and tables in Markdown."""
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -6,8 +6,6 @@
 Printed: the median of the paired ratios (replayed / plain, lower is better), and the range.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

@@ -8,8 +8,6 @@ Printed: the median of the paired ratios (perturbed / stock, higher is better), 
 engines have one thread, and its CPU seconds are compared, which other work on the machine hardly changes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -9,8 +9,6 @@ a perturbation and with `neighbor` (variant `released`, rate 0.5): the share of 
 some layer, and mean and largest |Δ log p| of these tokens and of the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

@@ -15,8 +15,6 @@ bytes of a finished trajectory cost. `bits`: a bit for each token is copied, and
 and keeps their ids in arrays. `ids`: what the rollout does, which picks them out on the device.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -11,8 +11,6 @@ trainer computed, and not from the draw. Printed with a model: the length of the
 all parameters, with half of each prompt's answers weighed by 1 and half by −1; the reference is a float32 trainer.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import warnings

@@ -10,8 +10,6 @@ another checkout of this repository take turns with them. On a CPU each engine h
 told, which other work on the machine hardly changes; with `--wall`, all cores and the clock.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -9,8 +9,6 @@ before any run, pooled over tasks by Welch's t and corrected by Holm; each task'
 sets. Every number comes from the results. Contrasts compare unperturbed evaluations. Unfinished runs are counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from collections.abc import Mapping, Sequence

@@ -9,8 +9,6 @@ vLLM or the sources in BEFORE; and NOT where the row does not match (``python -m
 states). That nothing has moved is no proof that it works: that takes `make matrix`.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ the chance that a paired t test over so many seeds, with Holm's correction for s
 Minutes on one core; numpy and torch.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

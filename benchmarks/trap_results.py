@@ -12,8 +12,6 @@ a group, and the strategy's rollouts before training. With --join further strate
 added to what OUT holds of it, and all are judged together. OUT's other tasks stay. Every number comes from the results.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Mapping

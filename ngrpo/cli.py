@@ -30,8 +30,6 @@ examples
   ngrpo new perturbation damp
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -8,8 +8,6 @@ something else. ``python -m ngrpo.patches [FOLDER]`` prints the table and the st
 with the sources of another release.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import packages_distributions

@@ -5,8 +5,6 @@
 (or ``slow``) those with such tests, so that no process is started for nothing; longest first.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a module of the tests in a process of its own, for what would change this one; or in two at once, as ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

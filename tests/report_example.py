@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A made-up comparison and its diagnosis, of the shape that real ones have. All numbers come from one seed."""
 
-from __future__ import annotations
-
 import math
 import random
 import shlex

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A written report as its elements, text and drawings, for tests that need no browser."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser

@@ -5,8 +5,6 @@ In the tests alone: outside of them an annotation costs nothing, since nobody lo
 is tracing are left alone, so that what is compiled in a test is what is compiled without one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import functools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small random model of SmolLM2's vocabulary, as a folder that whole runs train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

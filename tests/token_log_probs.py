@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer's log-probabilities of its labels, as plainly as they can be written."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

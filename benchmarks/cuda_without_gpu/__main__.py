@@ -7,8 +7,6 @@ Kernels: launches beyond the draw of the tokens. GB: read and written by all ker
 operands once. By default for a vocabulary of 151,936 and D = 3,584 (Qwen2.5-7B), every position perturbed.
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 

@@ -5,8 +5,6 @@ What is compiled on a GPU is counted in the code that the compiler writes for an
 parts are counted one by one. A mixture of devices is an error of the operation, as on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device guard for CUDA that PyTorch's CPU build leaves out: without it no tensor can say that it is there."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import subprocess

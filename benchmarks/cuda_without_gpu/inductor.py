@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The code that PyTorch's compiler writes for a GPU that is not there, its cost, and Triton's machine code of it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -9,8 +9,6 @@ configurations that Inductor would time on the device: the fewest programs, the 
 rounding by the device's own instructions (numpy computes log, exp and cos, and sums in its own order), and speed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -5,8 +5,6 @@ Requests are preempted, computed in chunks, reordered and left out of steps, and
 the host arrive late. Compared are the tokens, the records, the log-probabilities, and the vector at every input row.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs stages of benchmarks.gpu and prints their verdicts: python -m benchmarks.gpu --help"""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

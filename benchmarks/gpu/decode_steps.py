@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decode step asks of the device: launches, copies, and waits of the host."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterator
 from typing import Any

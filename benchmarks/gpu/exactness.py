@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gap between rollout and replay of perturbations in a kind of engine, beside the gap without a perturbation."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of the stages: the packaged one, and random weights of a shape, made once."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

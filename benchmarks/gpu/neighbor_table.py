@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole neighbor table of a large vocabulary, as it is computed at load and after each weight sync."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

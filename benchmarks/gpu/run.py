@@ -4,8 +4,6 @@
 ``python -m benchmarks.gpu.run MODULE FILE ARGUMENTS`` is such a process: a row of figures is a line of JSON in FILE.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages in the order of their worth; the imports are light, since torch and vLLM are for the stages' processes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points

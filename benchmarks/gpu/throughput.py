@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens per second of a perturbed engine against stock vLLM, side by side in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer's step (forward, backward, AdamW) with and without replay, by attention and by layout of the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

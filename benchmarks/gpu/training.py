@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of ``ngrpo train`` on the whole stack: the gap of rollout and trainer, as the run's summary has it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -9,8 +9,6 @@ that docs/models.md lists, or with --again the given ones: each row is written t
 there, and the page's table with it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of docs/models.md: types by the way in which their engine embeds, each in every way that is worth it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

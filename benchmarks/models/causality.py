@@ -9,8 +9,6 @@ worst, of tiny models with random weights. `--unpacked` keeps vLLM from packing 
 as it does on CPUs with AVX512-BF16.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -9,8 +9,6 @@ a forward of the trainer's class in another process with the same pixels: |Δ lo
 float32, and bfloat16 where vLLM runs a type in nothing else on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models of pictures with processors that work, and prompts with pictures, as OpenRLHF's own path reads them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ Each engine has a process of its own, forked from one that has imported vLLM and
 takes as long as a case. No trainer's model lives there: vLLM's Transformers backend changes classes that both share.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

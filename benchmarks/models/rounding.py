@@ -8,8 +8,6 @@ of the trainer to a float32 forward that replays the same records, and the token
 lie about as far from it as the other, on either side, neither is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

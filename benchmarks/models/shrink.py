@@ -5,8 +5,6 @@ Sizes are known by their names, which configurations share; what a list says of 
 kind. Nothing here is about one model type, but for the few of :data:`DEMANDED`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

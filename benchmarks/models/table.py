@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/models.json, and the table of docs/models.md that is made from it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping

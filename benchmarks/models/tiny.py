@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models with random weights of any model type, as folders that vLLM and transformers load."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

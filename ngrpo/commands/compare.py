@@ -60,8 +60,6 @@ examples
       --data.prompt_dataset prompts.jsonl --data.label_key label --dry-run ...
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

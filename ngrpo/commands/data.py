@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo data`: problems of any layout as the JSONL that OpenRLHF and `ngrpo eval` read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

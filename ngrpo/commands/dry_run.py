@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output of `ngrpo train --dry-run`: configuration, placement, memory, tokens per step, and the checks."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import textwrap

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo list`, `ngrpo check` and `ngrpo new`: the registered extensions, and a user's own."""
 
-from __future__ import annotations
-
 import inspect
 import keyword
 import re

@@ -11,8 +11,6 @@ examples
 packaged models: {models}
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from ngrpo.machine.models import packaged

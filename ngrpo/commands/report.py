@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ngrpo report``: makes the report of a result file again, or compares files of samples problem by problem."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -98,8 +98,6 @@ examples
       --config examples/recipes/placements/hybrid_8_gpus.yaml --dry-run
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 import time

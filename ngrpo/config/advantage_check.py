@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ngrpo check advantage``: does an advantage keep the contract of `ngrpo.methods.advantages.Advantage`?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

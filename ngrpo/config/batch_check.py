@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a step that must fit each other; otherwise vLLM or DeepSpeed fails late, or ranks wait forever."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from math import ceil
 

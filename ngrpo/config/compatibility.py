@@ -4,8 +4,6 @@
 `ngrpo list compatibility` prints it; docs/compatibility.md is the same (``python -m ngrpo.config.compatibility``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of a run, vLLM's engine, verl and TRL, which rows of `ngrpo.config.compatibility` combine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace

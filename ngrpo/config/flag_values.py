@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What OpenRLHF 0.11.2 cannot use of the values that its parser takes; it fails, or waits, once all has started."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All rules on a run, one table for a dry run, a start and every strategy of a comparison; each error names its fix."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress

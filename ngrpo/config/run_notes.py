@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warnings about a run that may start: its scores and advantages, batches, sampling, labels and gap."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 

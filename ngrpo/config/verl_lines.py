@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run as overrides of verl's command line, `ngrpo train … --print verl`, with the flags that have no translation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from ngrpo.config import compatibility

@@ -6,8 +6,6 @@ noise that is a hash of the trajectory's key and the token's id. Rounding of the
 with inversion of the cumulative distribution, where a shift of 1e-6 moves every boundary among 10^5 tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

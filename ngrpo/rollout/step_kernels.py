@@ -4,8 +4,6 @@
 On a GPU each part is compiled, so that a step takes a handful of kernels instead of a hundred operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@
 Needs ``pip install --no-deps trl==1.16.0``; docs/integrations.md says what is and is not covered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@
 An interval over seeds covers the evaluated problems only; `python -m benchmarks.coverage` measures how often.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A comparison's plan and its runs, small enough for results by hand."""
 
-from __future__ import annotations
-
 from ngrpo.workbench.compare.plan import Plan, read_plan
 
 MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--diagnose.prompts", "0"]

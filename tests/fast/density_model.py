@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model whose forward is replayed under every density."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of a small policy, and the perturbations whose drawn inputs have a density."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands that README, docs and examples show, one by one."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

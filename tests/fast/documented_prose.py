@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages as sentences: without code, addresses, and the tables that a script writes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

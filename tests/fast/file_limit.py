@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A limit on the size of a file, as of a full disk."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 Prints one JSON object. A process of its own, because kinds are read when a module is imported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps with chosen probabilities, and the schedule of a gate over a trajectory."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

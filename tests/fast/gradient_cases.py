@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The perturbations and densities whose policy gradient is compared with the true one."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The problems of test_policy_gradient.py, and the gradient that the product estimates for them."""
 
-from __future__ import annotations
-
 import sys
 import types
 from dataclasses import replace

@@ -4,8 +4,6 @@
 Shares no code with the product but the perturbations' options.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fresh interpreter has imported after a statement."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_neighbors_ranks.py as two ranks over gloo, each with half of the rows of an embedding matrix."""
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import timedelta

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's classes as far as ours meet them: what a test gives is what they have."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a user for the tests: a perturbation and a gate, written where the test runs and forgotten after it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's actor as far as a density's patch meets it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

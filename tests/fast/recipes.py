@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of examples/recipes as words of `ngrpo train`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ngrpo.machine.storage import datafiles

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model of an embedding alone, and records for it."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs as tests write them, one of them as the current one of a test's process, and refused input."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

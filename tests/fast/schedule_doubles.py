@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout's generator and step, as far as a sampling schedule meets them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

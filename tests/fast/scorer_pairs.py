@@ -6,8 +6,6 @@ The pairs were written before the scorers that they judge. ``kind`` is the kind 
 "own" (thought up).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimKO's loss by its paper's formula, on a small batch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

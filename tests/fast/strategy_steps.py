@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step of six tokens whose numbers can be derived by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

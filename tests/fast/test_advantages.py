@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages against numbers derived by hand, and what a wrong reward or option says."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

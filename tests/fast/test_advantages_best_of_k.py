@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pass@k Training and PKPO: numbers by hand, every subset counted out, and PKPO's gradient over all outcomes."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 from statistics import mean, pstdev
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An advantage on the command line: presets, what is added and refused, and how its options are written."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages on their way through OpenRLHF's micro batches, and at the maximum reward and the clip."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RS-GRPO against numbers derived by hand, its limits, and the gradient of its objective."""
 
-from __future__ import annotations
-
 import math
 from itertools import combinations_with_replacement
 from math import factorial, prod

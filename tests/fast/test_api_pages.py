@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The API pages: every example runs, every object has one, every name that is public is there."""
 
-from __future__ import annotations
-
 import doctest
 import re
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo.config.arms`: the flags that name what is compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

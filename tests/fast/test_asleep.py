@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine that sleeps has no weights in memory: what would read them is refused with a clear error."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make test` runs a file for each claim, and `make test-more` all that is left."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

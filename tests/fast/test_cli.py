@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: our flags and OpenRLHF's, and the message of each wrong word."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/clusters: what each script starts, without a cluster; nothing loads or starts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

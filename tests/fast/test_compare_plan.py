@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line and the YAML file of `ngrpo compare`, made into runs."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comparison's folder and what is computed from the runs in it, counts above a score and Fisher's test included."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lines that a comparison prints while it runs, and the time that they say is left."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 

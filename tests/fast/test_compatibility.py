@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of what does not go with what: each pair of features makes a run, or is refused by a row of the table."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from itertools import combinations

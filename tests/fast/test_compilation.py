@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions compiled on a GPU: one mixing for rollout and replay, and what the compiler does not take."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every perturbation keeps the contract; each way of breaking it is caught with words that say how to fix it."""
 
-from __future__ import annotations
-
 import logging
 import random
 from dataclasses import dataclass, field

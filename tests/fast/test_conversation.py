@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One function renders conversations: training through OpenRLHF's dataset, evaluation and diagnosis see one prompt."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--sampling.correction_warmup``: weights by hand, in OpenRLHF's own loss, over the steps of a run, and refusals."""
 
-from __future__ import annotations
-
 from math import log
 from types import SimpleNamespace
 

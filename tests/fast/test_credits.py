@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Credits: their formulas by hand, and how a step's tokens get them in OpenRLHF's experiences."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SimKO: its gradient is that of its paper's ratio, in a clipped loss, padded and packed, and costs no vocabulary."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed compiles its Adam on first use: what is missing for that is said before anything starts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

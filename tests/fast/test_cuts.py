@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """CUTS against sets and frequencies derived by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo data`: each set's columns, made up here, as rows that OpenRLHF and `ngrpo eval` read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

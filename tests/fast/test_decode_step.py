@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decode step costs beside the model: no waiting, no loops over requests, few copies and launches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations that return vectors: their records, their replay without gradient, their place in the store."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities: hand-derived values, gradients by finite differences, and what perturbations take from their record."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

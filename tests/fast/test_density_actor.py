@@ -4,8 +4,6 @@
 All at a temperature other than 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any

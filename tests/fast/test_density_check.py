@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suite on perturbations whose density breaks a promise, and the driver's view of the tokens' own."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from dataclasses import dataclass, fields

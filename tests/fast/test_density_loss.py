@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities on their way into a forward's log-probabilities: the right rows, the ratio, the record, the errors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

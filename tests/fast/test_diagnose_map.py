@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedding map on a small embedding made by hand: no engine, real perturbations."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

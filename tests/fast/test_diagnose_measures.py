@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures of groups, the two axes, a strategy's row, nearest tokens and warnings, by hand and without an engine."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

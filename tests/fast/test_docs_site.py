@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation site: its navigation, the pages that are made of the code, its pictures; built where mkdocs is."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

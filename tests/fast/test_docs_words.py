@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages use one word for one thing, that of the glossary in docs/methods.md, in short sentences."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

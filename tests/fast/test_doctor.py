@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo doctor`: each thing that is wrong is found, with its fix; the self-test itself is in tests/stack."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

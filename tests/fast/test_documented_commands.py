@@ -5,8 +5,6 @@ Commands of training and comparing run with `--dry-run`: all that is checked bef
 place of a large one. Where a command says "..." for what is left out, a model, a task and sizes are added.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

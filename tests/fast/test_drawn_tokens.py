@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens a step of a rollout draws, and what the gate hears of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

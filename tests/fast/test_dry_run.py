@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--dry-run`: placement as OpenRLHF's program has it, memory by hand, and what is printed where nothing can run."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

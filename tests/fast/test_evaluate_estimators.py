@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pass@k and Mean@n against exact enumeration and numbers worked out by hand."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import combinations
 

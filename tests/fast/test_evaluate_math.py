@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Math answers: pairs with a person's verdict, hundreds of MATH's references, time limits, threads."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Datasets in every layout that is read as it is, and what is said of those that cannot be."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scorers: letters, tasks, reward files, and where the final answer stands."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

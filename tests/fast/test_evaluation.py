@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests carry their round, and in an evaluation `enabled: False`. Engines are stood in for by their handles."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

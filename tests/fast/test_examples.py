@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples that need no engine; the others run in tests/pipeline."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

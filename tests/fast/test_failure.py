@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user is told when a training ends, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--eval.at_start`: an evaluation before the first step, and never twice."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, ClassVar
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws: the only token that is allowed, whatever its key; and among few tokens, the same in any batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

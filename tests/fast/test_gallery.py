@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/gallery.md shows what the committed results give."""
 
-from __future__ import annotations
-
 import xml.dom.minidom
 
 import pytest

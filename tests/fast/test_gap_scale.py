@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scale of a run's gaps: what is judged by it, when it is measured, and how its answers travel."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 from types import SimpleNamespace

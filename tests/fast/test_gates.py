@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default gate: the draw, the schedule, the conditions on tokens, and its verdict."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

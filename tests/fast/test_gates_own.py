@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Further gates: those of the tree by hand, one of a third party, and broken ones that each spoil one thing."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

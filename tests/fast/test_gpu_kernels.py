@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decode step takes on a GPU, by the code that the compiler writes for an H100; no GPU is needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

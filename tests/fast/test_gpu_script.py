@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The script for a GPU: what it does with stages that end well, badly, or not at all. Its stages: tests/stack."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

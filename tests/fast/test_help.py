@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The help of every command: at most 80 columns, with examples that name the command and flags that exist."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

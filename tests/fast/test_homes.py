@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answers to "Where is …?" in docs/architecture.md are the only places where these things are done."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

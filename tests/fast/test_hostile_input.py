@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random wrong command lines, YAML files and option values: one message and code 2, never a traceback or a start."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """HRPO's gate by hand, how it starts, that it trains, and where its parameters are kept."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

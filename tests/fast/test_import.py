@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importing the two packages is fast and loads none of the heavy ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.fast.import_probe import HEAVY, probe

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that a run keeps for its report: which steps, which answers, what of each token, and how much."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

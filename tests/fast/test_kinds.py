@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of extension: each is one row and one folder, and everything that deals with kinds goes by the rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

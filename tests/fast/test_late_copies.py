@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies from the device that arrive late: who waits, for what, and that nothing is read before it is there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace

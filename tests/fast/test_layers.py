@@ -5,8 +5,6 @@ Read from the source, imports inside functions included. What stands under ``if 
 type checkers and is never executed: it may point upwards, but not from the library to the integration.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A perturbation's entry in the loss: refusals, warnings, the KL term, and frozen parts."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

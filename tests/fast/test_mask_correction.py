@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--sampling.correct_mask``: log-probabilities among the tokens left, in every layout, and the gradient they give."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

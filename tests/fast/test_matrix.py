@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The script that tries releases of vLLM: what it would run exists, and the docs have its table."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measures of a training step, by hand, and the trajectory records they are taken from."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/metrics.md explains what a step logs: every name that the trainers' sources log."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

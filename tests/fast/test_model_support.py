@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is told of a model from its config.json alone: by which class it rolls out, and what cannot be used."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model names: packaged, local, hub; and a folder that is whole or not there."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

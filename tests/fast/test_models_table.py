@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What docs/models.json says, and what `ngrpo doctor` makes of it: a verdict of the rule is not softened."""
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from typing import Any

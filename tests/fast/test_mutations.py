@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The list of mutations fits the source, and a run of it tells a caught mutation from one that survives."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

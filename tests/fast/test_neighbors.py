@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact index against hand-derived order, brute force in float64, and awkward embeddings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

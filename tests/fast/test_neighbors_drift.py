@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drift on its way to the run's log."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graph index against the exact one."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What neighbors and scales take of the memory, and when: in blocks, at load and at the end of a weight sync."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

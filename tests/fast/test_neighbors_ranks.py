@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor-parallel ranks share the search: each looks among its own rows, and both find what one rank finds."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.own_process import run_two_ranks

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Neighbor sets across weight syncs: the refresh policies, and the drift counted by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Neighbor tables through weight syncs: rows that are proven unchanged are not searched, and nothing else differs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

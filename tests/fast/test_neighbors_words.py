@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens are the same word, and neighbors that are another one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

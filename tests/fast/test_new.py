@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo new`: what it writes keeps the contract and passes its own test, and nothing is ever overwritten."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

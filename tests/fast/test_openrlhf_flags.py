@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Flags`: read as argparse reads them, and completed without touching what was given."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's own parser and assertions, asked before anything starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from ngrpo.machine.upstream import openrlhf_parser

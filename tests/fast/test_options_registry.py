@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every bad input of registry and options gets a message with the fix; every good one finds its perturbation."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a release consists of: one version, a wheel that is whole, its citation, the files for readers and robots."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

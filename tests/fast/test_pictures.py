@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures and records in one channel: neither gets lost, and positions are the same on both sides."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement with CUDA: what is added on 1, 8 and 16 GPUs, and each plan that cannot work as one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -21,8 +21,6 @@ shows, and along two fixed directions across it; within three standard errors. T
 them long, mostly a hundred: a part that is missing or counted twice cannot hide.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

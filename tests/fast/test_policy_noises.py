@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy noise: the scales by hand, noise that comes off to the bit, and how trainer and engines are told of it."""
 
-from __future__ import annotations
-
 import math
 import sys
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which weights a policy noise is for, by the names that the installed transformers gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The perturber on a pretended GPU, whose copies arrive late, driven by a made-up scheduler; no GPU is needed."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

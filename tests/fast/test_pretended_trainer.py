@@ -5,8 +5,6 @@ Results are those of a CPU, no tensor of the host takes part in an operation of 
 training step is known to, and nowhere else.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 from contextlib import nullcontext

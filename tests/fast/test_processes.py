@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command started ends with it: on SIGTERM, and when the command itself is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--log-file`: the log holds everything, the screen a few lines."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

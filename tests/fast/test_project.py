@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What packaging, make and CI promise."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records as bytes: lossless, small, and refused where they are damaged, hostile or of another model."""
 
-from __future__ import annotations
-
 import dataclasses
 import tracemalloc
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records are picked up in batches, and end with their answers, although the worker had computed more."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's perturbations and gates on the command line: flags, YAML, help, list and check."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

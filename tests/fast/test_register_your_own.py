@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations and gates of a user: from a file, from an installed package, from a module; in any process."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

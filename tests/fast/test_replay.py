@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where records are kept, and where they land in a batch."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import pickle

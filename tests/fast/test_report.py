@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report: structure, escaping, missing values, the same bytes again, and errors; no browser."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the report: scales, figures as text, means over seeds, looks, contrast, its head, and the kept groups."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

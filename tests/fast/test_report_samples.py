@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ngrpo report`` of several evaluations: read, paired by problem, and judged as by hand and by scipy."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

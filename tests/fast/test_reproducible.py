@@ -4,8 +4,6 @@
 That whole runs then repeat is shown in tests/pipeline/test_compare.py.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import SimpleNamespace

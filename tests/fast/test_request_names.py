@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests are found by what their callers know, and what nobody asks for is forgotten."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

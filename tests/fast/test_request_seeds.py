@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which trajectory a request is: its own seed, or a count of its prompt on its rank."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from ngrpo.rollout.requests import RunningRequests

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result folder under all commands: one holder, one set of settings, whole files, damaged lines, a full disk."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds beside OpenRLHF's own states. Whole runs that are killed: tests/pipeline/test_faults.py."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward function that fails ends the run with prompt and answer; a real run: tests/pipeline/test_faults.py."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling schedules and noise on the weights without a training: what is taken, and what the engine is given."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every problem that can be known before a model loads is one message with its fix."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run as one object: there and back through its file and its text, and one table of rules for all who start runs."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shlex

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engines of a run leave behind: which of vLLM's model runners they had."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

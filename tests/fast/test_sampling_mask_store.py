@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens that sampling left, from logits on the device to the store: the same sets, little memory, and a bound."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling schedules: their formulas by hand, their contract, and the gradient on their rollouts."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from typing import Any

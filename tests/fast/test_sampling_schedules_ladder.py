@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A ladder of temperatures over the answers to a prompt: formula, gradient, and how an answer learns its number."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling schedules in a run: how rollouts, requests and the training get their temperatures, and the command line."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from types import SimpleNamespace

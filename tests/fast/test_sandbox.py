@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sandbox: its problems and their habits, its tokenizer, its model, and the tasks made for it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of densities where the logits of trainer and rollout differ, and where a baseline is free."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import fields
 from typing import Any

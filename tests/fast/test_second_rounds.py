@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Second rounds: which prompts are asked, which answers are trained, and by which ratio."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from random import Random

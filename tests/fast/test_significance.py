@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Intervals over seeds, paired t tests, Holm's correction, detectable differences, and verdicts on them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

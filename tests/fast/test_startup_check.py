@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the rollout actor has its engine check itself, and that requests wait for it."""
 
-from __future__ import annotations
-
 import asyncio
 from enum import IntEnum
 from types import SimpleNamespace

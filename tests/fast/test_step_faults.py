@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that must not move the policy, or do not, are seen: uniform groups, no update, responses without a token."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The automaton that ends a perturbation at a text, against a search in the text itself."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits that are computed again, after a preemption or on the prompt of a further turn: in blocks, and bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

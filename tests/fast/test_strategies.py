@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each perturbation's formulas against numbers derived by hand from the papers (see the comments)."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiplex, Mixture of Inputs, SeLaR, LEPO and Latent-GRPO against numbers derived by hand (see the comments)."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

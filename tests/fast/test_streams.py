@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The random streams: known values, distributions, independence, draws tied to tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is published of a study, from results alone: contrasts pooled over tasks, tables; and how intervals cover."""
 
-from __future__ import annotations
-
 import copy
 import gzip
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The studies' files: tasks, seeds, groups of arms and steps of docs/studies/, and the scripts that run them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

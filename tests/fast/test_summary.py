@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The summary, from a TensorBoard log as OpenRLHF writes it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The script that reads another vLLM's sources tells the kinds of change apart, for every patched definition."""
 
-from __future__ import annotations
-
 import ast
 from importlib.util import find_spec
 from pathlib import Path

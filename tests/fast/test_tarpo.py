@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TARPO's router by hand, how it starts, what it reads, and where it is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace

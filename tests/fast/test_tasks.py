@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks in OpenRLHF's conventions."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

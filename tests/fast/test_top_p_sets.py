@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The set of tokens that top-p leaves among the k likeliest: in the releases' order by default, or over all tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo train --config FILE`: the flags of a run in a file, and those of the command line in their place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

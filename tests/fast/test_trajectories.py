@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's memory of live trajectories, against a dictionary of lists."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

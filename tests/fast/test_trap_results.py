@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of comparisons on the sandbox's tasks, from results made by hand."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversations: what was recorded of earlier turns stays where their tokens stayed, and nowhere else."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types: the shapes of annotations are checked in the tests, and how much of the packages has no type is limited."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run printed as overrides of verl's command line; tests/verl has verl read them."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight sync through a file: every engine takes it, rank 0 alone writes it, and nothing of it stays."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input that used to be accepted, or misread: each is one clear error, or is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

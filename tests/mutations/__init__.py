@@ -14,8 +14,6 @@ To add one, append its old text, its new text and what is wrong then to its file
 that was rewritten takes its mutation along.
 """
 
-from __future__ import annotations
-
 from tests.mutations import of_inputs, of_methods, of_values
 from tests.mutations.mutation import Mutation, problem, survives
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the mutations: see `tests.mutations`."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tempfile

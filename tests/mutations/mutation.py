@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wrong line, and whether its tests see it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

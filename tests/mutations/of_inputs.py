@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities, sampling masks, and what is mixed."""
 
-from __future__ import annotations
-
 _GRADIENT = "test_policy_gradient.py::test_the_gradient_is_the_true_one"
 _LOSS = "ngrpo/trainers/common/log_probs.py"
 _STORE = "perturbations/replay/trajectory.py"

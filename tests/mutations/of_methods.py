@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages, credits, policy noises, sampling schedules and second rounds."""
 
-from __future__ import annotations
-
 _BEST = "test_advantages_best_of_k.py"
 _ORDER = "test_advantages_order.py"
 _RISK = "test_advantages_rs_grpo.py"

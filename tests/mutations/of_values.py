@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients, and lines that one value of one test holds."""
 
-from __future__ import annotations
-
 _DRAWN = "test_drawn_tokens.py"
 
 MUTATIONS = {

@@ -9,8 +9,6 @@ one of a weight that its sender has freed: whatever reads either shows it.
 ``python -m tests.pipeline.as_on_cuda train …`` is ``ngrpo train …``. What happens is noted in $REHEARSAL/journal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole runs of `ngrpo train` in processes of their own, small enough for a test."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

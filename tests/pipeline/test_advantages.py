@@ -5,8 +5,6 @@ OpenRLHF's experience maker and samples generator have our patches, and no engin
 patches change modules for good.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

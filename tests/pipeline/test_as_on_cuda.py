@@ -5,8 +5,6 @@ After each sync an engine's weights are those that were sent, to the bit, own pa
 included; what was computed of the old ones is computed anew, once; and the next rollout is replayed exactly.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

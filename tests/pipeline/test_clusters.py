@@ -4,8 +4,6 @@
 Slow: `make test-all`. Each node has one counted GPU, so trainer and engine stand on different ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo compare` on the real stack: killed, gone on with, equal where equal, a failed run beside finished ones."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -4,8 +4,6 @@
 What other tests of this folder train is left out: neighbor, gumbel, NGRPO, the density of SofT-GRPO.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

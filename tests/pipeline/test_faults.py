@@ -4,8 +4,6 @@
 A run that was killed and resumed from its checkpoint is the run that was never killed, step by step.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A multimodal model is trained on prompts with pictures, and its records are replayed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ As `ngrpo train` starts both on CUDA, up to the devices: Ray's GPUs are declared
 The engine is in a process of its own, which runs this file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report in a real browser: no network, no complaints, no sideways scrolling, neighbor sets within reach."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

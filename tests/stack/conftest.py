@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One float32 engine and one float32 Hugging Face model of a tiny random model, shared by the tests of the rollout."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

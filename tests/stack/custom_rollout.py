@@ -5,8 +5,6 @@ Arguments: the model, where the result goes. The working directory holds their f
 once the specs are made. Results are pickled.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real engines and real models for the stack tests: building, sampling, and replaying in Hugging Face."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

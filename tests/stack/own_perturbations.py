@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations for the stack tests, found by their address."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests that exclude tokens, and what holds of their answers: for both of vLLM's model runners."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What TARPO's router decided in an engine of this process, and what a replayed forward says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What log π of a rollout's tokens must be under a sampling schedule: its formulas once more, in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

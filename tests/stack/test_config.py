@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine with a perturbation is not combined with: refused from its configuration, before a model loads."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from operator import attrgetter
 from types import SimpleNamespace

@@ -4,8 +4,6 @@
 Slow: `make test-all`. Installs 1.6 GB, unless CUDA_HOME has all of it; needs no GPU, and links nothing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

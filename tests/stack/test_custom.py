@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations and gates of a user in real processes: from a deleted file, and from a package that pip installed."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -4,8 +4,6 @@
 They are in a process of their own, which runs this file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

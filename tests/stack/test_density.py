@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities on real rollouts, through OpenRLHF's own Actor.forward on a real model, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo diagnose` on a real engine: four prompts of the arithmetic task, four answers each."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

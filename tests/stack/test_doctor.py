@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The self-test of `ngrpo doctor`, on the real stack."""
 
-from __future__ import annotations
-
 import pytest
 
 from ngrpo.commands import doctor

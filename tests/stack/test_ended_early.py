@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo eval` ended by signals while its engine runs: nothing stays, what was sampled is kept."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine with a perturbation: records of aborted requests, new weights; it waits for no device and no compiler."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path

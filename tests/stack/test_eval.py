@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo eval` on a real engine: kept samples, going on after a kill, the same seed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout against replay on the pretrained SmolLM2; every perturbation on a random model is in test_v2.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The script for a GPU in miniature: each stage runs on a CPU as it stands, and its figures are right."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

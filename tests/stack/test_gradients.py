@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients through a replayed position: checkpointed and packed, all equal to the plain one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of a vLLM model's tables its text goes through, and where the override stands in an embedding that scales."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@
 Every function that is compiled and every registered perturbation: benchmarks/cuda_without_gpu/interpreted.py has how.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trajectory depends on its seed and its prompt alone: not on its batch, on chunks, caches or preemptions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

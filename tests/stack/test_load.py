@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout under load: a cache far too small, tiny prefill chunks, aborts, syncs and resets while requests run."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

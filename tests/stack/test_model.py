@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packaged model, made for real: it answers, it knows its chat template, and it ends its answers."""
 
-from __future__ import annotations
-
 import pytest
 
 

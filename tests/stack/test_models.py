@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models of every form of embedding, in stock vLLM and replayed in transformers, as docs/models.md has them."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

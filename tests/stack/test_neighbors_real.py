@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The graph's recall on the packaged model's own embeddings."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/explore.ipynb runs as it is, on a tiny random model: its replay is exact, and leaving it out shows."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records beside pictures: a replayed row lands where the expanded prompt has it, and pictures keep their places."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

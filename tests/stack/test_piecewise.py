@@ -4,8 +4,6 @@
 Each engine is in a process of its own, which runs this file.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -6,8 +6,6 @@ handed out, trained on by a tiny model, and counted, all by OpenRLHF and DeepSpe
 carry them to the ranks, is left out. A collective that waits for ten seconds is a hang.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's start-up check on Transformers' classes: each way of embedding passes, wrong replays are named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

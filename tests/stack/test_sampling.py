@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token draws: the categorical distribution, whatever the batch, compiled or not. (torch.compile needs a compiler.)"""
 
-from __future__ import annotations
-
 import torch
 
 from ngrpo.rollout.sample_tokens import exponentials, sample_tokens

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling masks of a real engine: its processed log-probability is the trainer's corrected one, in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling schedules and request limits in a real engine: what is drawn, and its score, at perturbed positions too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server with a perturbation: docs/integrations.md's client, exact records, errors. Slow: `make test-all`."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import os

@@ -4,8 +4,6 @@
 Their engine is in a process of its own, which runs this file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations with parameters (HRPO, TARPO), and one with dense vectors, on the real engine: synced and exact."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's GRPOTrainer with perturbed rollouts in float32: two real steps, exact replay. Slow: `make test-all`."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

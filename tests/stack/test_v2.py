@@ -5,8 +5,6 @@ Both runners work in processes of their own, with asynchronous scheduling, as on
 interpreted (:mod:`tests.stack.as_on_cuda`), at about a second for each step.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path

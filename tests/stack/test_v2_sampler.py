@@ -4,8 +4,6 @@
 It takes seconds, for each release of vLLM.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from types import SimpleNamespace

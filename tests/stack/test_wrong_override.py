@@ -5,8 +5,6 @@ On a plain embedding, a scaled one, and one in vLLM's Transformers backend, in b
 changes Transformers' classes, so that rollouts are in a process of their own, which runs this file.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities, and perturbations with parameters, on two ranks under DeepSpeed ZeRO on a CPU; the ranks run this file."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

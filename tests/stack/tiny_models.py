@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random models, one for each way in which an architecture embeds its tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

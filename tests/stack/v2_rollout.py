@@ -5,8 +5,6 @@ Arguments: V1 or V2, the model's folder, where the result goes, whose cases (tes
 asynchronous, as on CUDA.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import sys

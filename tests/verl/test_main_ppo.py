@@ -4,8 +4,6 @@
 Needs an environment with verl: `make test-verl`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

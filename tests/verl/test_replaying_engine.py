@@ -4,8 +4,6 @@
 Needs an environment with verl: `make test-verl`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

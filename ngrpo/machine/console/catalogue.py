@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registries' content as text, for `ngrpo list` and `ngrpo train --help`."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import textwrap

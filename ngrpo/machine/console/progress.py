@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--log-file`: all output of the engines goes into a file, and a few lines of progress to the screen."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

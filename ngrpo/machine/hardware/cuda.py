@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA profile: OpenRLHF and vLLM as they are, and whether DeepSpeed can compile its Adam here."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -6,8 +6,6 @@ one of its T parts. DeepSpeed 0.19.6 with bfloat16 or float16 parameters keeps 1
 master copy and Adam's two moments.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from math import gcd

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of a command: none outlives it, and each finds the programs of its Python environment."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

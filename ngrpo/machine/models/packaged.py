@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name: packaged weights, or a training from scratch, become a normal Hugging Face folder, once."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -4,8 +4,6 @@
 The package `datasets` guesses types and makes 7.0 of the reference 007 in a CSV file, so rows are read here.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -5,8 +5,6 @@ Files are written whole or not at all; long work is appended as JSON lines, so t
 object and line has a checksum of the rest; one without a checksum, as an editor may leave it, is accepted.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

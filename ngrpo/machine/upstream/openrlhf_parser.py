@@ -5,8 +5,6 @@ OpenRLHF 0.11.2 has both in the ``if __name__ == "__main__":`` block of its prog
 seconds. That block alone is run here, up to the training that it ends with.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import re

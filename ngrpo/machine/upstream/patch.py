@@ -5,8 +5,6 @@ Importing OpenRLHF takes seconds and needs flash_attn, so nothing is imported ea
 `sys.meta_path` applies a module's patches right after the module has been executed, before a name is copied from it.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

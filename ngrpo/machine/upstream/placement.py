@@ -4,8 +4,6 @@
 The placement follows ``cli/train_ppo_ray.py`` and ``trainer/ray/vllm_engine.py``.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

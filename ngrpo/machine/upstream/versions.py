@@ -4,8 +4,6 @@
 Nothing here imports either of them.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a response's advantage is shared among its tokens, for any perturbation and advantage: `--credit NAME`."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from perturbations.registry import Registry

@@ -4,8 +4,6 @@
 The trainer's own weights and those of an evaluation are clean.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from perturbations.registry import Registry

@@ -5,8 +5,6 @@ The rollout draws at these temperatures, the trainer scores at the one of ``--ro
 weights correct the difference.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from perturbations.registry import Registry

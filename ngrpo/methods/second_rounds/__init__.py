@@ -5,8 +5,6 @@ It makes the prompts of the second round. Right responses to these replace wrong
 the data's prompt.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from perturbations.registry import Registry

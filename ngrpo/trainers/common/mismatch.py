@@ -5,8 +5,6 @@ A gap after perturbed inputs is judged by the gap at plain positions, and both b
 broken replay is seen on the first step.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ A term that a credit or a density adds to a token's score enters as term − sto
 and clip are the token's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ before, in this process and in every Ray worker. Without a perturbation, on CUDA
 that is stock OpenRLHF.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -5,8 +5,6 @@ verl loads this module at the end of ``import verl``, in each of its processes, 
 nothing heavy is imported and nothing is checked here; without this module verl refuses the mode ``perturbed``.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's synchronous trainer with perturbed rollouts: trainer mode ``perturbed``."""
 
-from __future__ import annotations
-
 import numpy as np
 import ray
 import transfer_queue as tq

@@ -5,8 +5,6 @@ The workers of a perturbed run import this module, which registers the engine in
 replayed if the trainer put the perturbation's spec into it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Callable

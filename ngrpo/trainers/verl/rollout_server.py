@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's agent loops and vLLM server: a request names its trajectory, and its response comes with the replay record."""
 
-from __future__ import annotations
-
 import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping

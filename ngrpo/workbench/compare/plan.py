@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a comparison, arms times seeds with all else equal, read from the command line and its YAML file."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shlex

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`results.json` and `results.csv`: what the runs of a comparison left, its statistics, and a verdict per strategy."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

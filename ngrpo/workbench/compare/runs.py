@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs of a comparison: `ngrpo train`, then `ngrpo eval`, in processes of their own; their folder and progress."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

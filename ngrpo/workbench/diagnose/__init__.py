@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ngrpo diagnose`: before any training, how different and how valid a strategy's rollouts are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ngrpo.config.arms import Arm

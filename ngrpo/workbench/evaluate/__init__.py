@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: problems, answer checking, and Mean@n and Pass@k over vLLM's samples; names are imported on first use."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

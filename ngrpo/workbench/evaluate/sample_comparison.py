@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares per-sample results of ``ngrpo eval`` with the first file's: a paired t test over problems (Holm's p)."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence

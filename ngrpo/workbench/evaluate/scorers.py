@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One entry for all scorers: an answer's text in, a verdict out."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 Each is paths and labels that templates/charts.html draws as SVG.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter, defaultdict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of every chart: a strategy's look, axes with ticks at round numbers, labels beside points."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The head of a report and its tables: what was compared, what failed, what was found, and what it cost."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

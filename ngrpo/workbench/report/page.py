@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading a result file, and its page: sections in their order, rendered from templates, style and script inside."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers side by side, perturbed positions marked: samples of a diagnosis, and the groups that a run kept."""
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections import Counter

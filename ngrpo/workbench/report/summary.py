@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's `summary.json`, and its table at the end of the run."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of a result file as text: no invisible characters, and a dash where a number is missing."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

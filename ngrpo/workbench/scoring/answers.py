@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading a response: its generated part, boxes, statements and numbers; and checks of math answers and of letters."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

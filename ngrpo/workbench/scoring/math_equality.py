@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a math response equals its reference; as a program, the child process of `answers.check_math`."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

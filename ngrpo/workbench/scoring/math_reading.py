@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The final answer of a response as LaTeX that math-verify reads, and that answer in parts with sympy's values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from contextlib import suppress

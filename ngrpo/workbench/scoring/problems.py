@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Problems from benchmarks by name, files and hub datasets, whose columns determine how a row is read."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

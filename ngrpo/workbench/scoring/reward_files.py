@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where rewards come from, checked before a start: users' Python files, which are not run, and scorers by name."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -7,8 +7,6 @@ A module has ``problems()``: training and held-out rows with ``input`` and ``lab
 the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one; ``OPTIONAL``: may be left out.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import tempfile
 from collections.abc import Callable, Sequence

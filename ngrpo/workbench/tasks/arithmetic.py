@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of small numbers: a task that a 135M model learns within minutes on a CPU."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

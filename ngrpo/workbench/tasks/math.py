@@ -4,8 +4,6 @@
 FILE is anything that `ngrpo eval --data` reads: verl's parquet, `input`/`label` JSONL, question and answer columns.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 Each of four numbers gets a sign; their sum should be as small as possible without being negative.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

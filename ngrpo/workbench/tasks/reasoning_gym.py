@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Procedural problems of reasoning-gym with its own scores: ``--task reasoning_gym:chain_sum``."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@
 The log has the fraction of responses that count, the way that plain GRPO seldom tries.
 """
 
-from __future__ import annotations
-
 import random
 
 from ngrpo.workbench import sandbox

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paths in a star, never found by chance: ``--task star_graph``, the negative control, for the sandbox."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -4,8 +4,6 @@
 A bandit of 100 arms: the sandbox model starts near the lower peak.
 """
 
-from __future__ import annotations
-
 import math
 
 from ngrpo.workbench.sandbox import HIGH_PEAK, LOW_PEAK, NUMBERS, PEAK_QUESTION

@@ -3,8 +3,6 @@
 folder on PYTHONPATH. Ray's "GPUs" are declared numbers.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec

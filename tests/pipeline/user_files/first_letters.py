@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward that answers of random models differ in: the share of letters among an answer's characters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

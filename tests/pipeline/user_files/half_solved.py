@@ -4,8 +4,6 @@
 DAPO's filter keeps the former problems and replaces the latter. Each engine that asks leaves a file beside this one.
 """
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replay buffer that hands each perturbed input over for another position: a replay that must not pass for exact."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

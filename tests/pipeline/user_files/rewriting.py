@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An agent that shortens what the model said before it goes on, as chat templates that strip earlier thoughts do."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

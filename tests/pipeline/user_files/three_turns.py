@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An agent in OpenRLHF's own loop: three short turns of the model, and a tool's text between them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
