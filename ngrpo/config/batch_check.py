@@ -46,7 +46,7 @@ def check(args: Args) -> None:
                 f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor} must divide the {world} ranks of"
                 f" --{role}.num_nodes × --{role}.num_gpus_per_node."
             )
-        if world % args["ds.zpg"]:
+        if args["ds.zero_stage"] == 3 and role in ("actor", "critic") and world % min(args["ds.zpg"], world):
             raise UsageError(f"--ds.zpg {args['ds.zpg']} must divide the {world} ranks of --{role}. Leave it out.")
         micro = (
             1 if args["train.dynamic_batch_enable"] and role in ("actor", "critic") else args["train.micro_batch_size"]
@@ -135,7 +135,8 @@ def check_rows(flags: Flags) -> str | None:
     args = openrlhf_parser.resolved(flags.argv)
     whole, responses = _step(args)
     rows, batch = _rows(flags, args), args["train.batch_size"]
-    if rows is not None and rows * responses < batch:
+    epochs = args["train.num_episodes"] * args["train.max_epochs"]  # over which DeepSpeed accumulates
+    if rows is not None and rows * responses * epochs < batch:
         raise UsageError(
             f"{rows} rows × --rollout.n_samples_per_prompt {responses} are fewer responses than --train.batch_size"
             f" {batch}, so no step would update the weights. Give more rows, or --train.batch_size {rows * responses}."

@@ -204,7 +204,7 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
             raise UsageError(f"{flag} {name}: row {number}: {error}") from None
         for column, kinds in columns.items():
             value = row.get(column)
-            if column in {TOOLS, images} - {prompt, label} and not value:
+            if column not in (prompt, label) and (value == [] or (column in (TOOLS, images) and not value)):
                 value = None
             kind = _prompt_kind(value) if column == prompt else _kind(value)
             kinds.setdefault(kind, number)

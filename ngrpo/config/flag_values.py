@@ -40,8 +40,9 @@ _NUMBERS: dict[str, tuple[type, Callable[[float], bool], str]] = {
         float,
         lambda n: 0 <= n < inf,
         "eval.temperature *.lr *.weight_decay *.max_norm *.eps_clip* *.value_clip *.init_coef *.kl.target"
-        " reward.overlong_* *.is_correction_threshold",
+        " reward.overlong_*",
     ),
+    "a number of at least 0, or inf": (float, lambda n: n >= 0, "*.is_correction_threshold"),
     "a number in (0, 1]": (float, lambda n: 0 < n <= 1, "rollout.top_p *.gpu_memory_utilization"),
     "a number in [0, 1)": (float, lambda n: 0 <= n < 1, "*.betas *.momentum"),
     "a number in [0, 1]": (float, lambda n: 0 <= n <= 1, "*.gamma *.lambd *.ema_beta *.lora.dropout *_ratio"),
@@ -57,7 +58,7 @@ _ATTENTION = "eager sdpa flex_attention flash_attention_2 flash_attention_3 flas
 _WORDS = {
     "--actor.lr_scheduler": _SCHEDULES.split(),
     "--critic.lr_scheduler": _SCHEDULES.split(),
-    "--ds.grad_accum_dtype": ["fp32", "bf16", "fp16"],
+    "--ds.grad_accum_dtype": ["fp32", "bf16", "fp16", "float32", "bfloat16", "float16"],
     "--ds.attn_implementation": _ATTENTION.split(),
     "--vllm.sync_backend": ["nccl", "gloo"],
 }
@@ -122,10 +123,9 @@ def number(text: str, kind: type) -> float:
 
 
 def check_evaluated(flags: Flags, run: RunConfig) -> None:
-    """Raises ``UsageError`` where an evaluation is requested and there is nothing to evaluate on."""
-    asked = "--eval.at_start" if run.eval_at_start else f"--eval.steps {flags.value('--eval.steps') or -1}"
-    if asked != "--eval.steps -1" and not flags.value("--eval.dataset"):
-        raise UsageError(f"{asked} needs problems: give --eval.dataset FILE, or a --task that holds some out.")
+    """Raises ``UsageError`` where an evaluation at the start is requested and there is nothing to evaluate on."""
+    if run.eval_at_start and not flags.value("--eval.dataset"):
+        raise UsageError("--eval.at_start needs problems: give --eval.dataset FILE, or a --task that holds some out.")
 
 
 def check_checkpoint(flags: Flags, run: RunConfig) -> None:

@@ -27,7 +27,7 @@ MODEL = "--actor.model_name_or_path"
 _TEMPLATE, _IMAGES, _LENGTH = "--data.apply_chat_template", "--data.max_images_per_prompt", "--data.max_len"
 # Where a config.json has the longest context, by vLLM 0.26 to 0.31.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
-_TOKENIZERS = ("tokenizer*", "*.model", "vocab*", "*.tiktoken")
+_TOKENIZERS = ("tokenizer*", "tekken*", "*.model", "vocab*", "*.tiktoken")
 
 
 def name_of(flags: Flags) -> str:
@@ -93,8 +93,9 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    for index in folder.glob("*.index.json"):
+    ending = "safetensors" if any(folder.glob("*.safetensors*")) else "bin"  # which transformers and vLLM load
+    weights = [file for file in folder.glob(f"*.{ending}") if file.exists()]
+    for index in folder.glob(f"*.{ending}.index.json"):
         named = set((read_json(index) or {}).get("weight_map", {}).values())
         if absent := sorted(named - {file.name for file in weights}):
             raise UsageError(f"model {name}: {index.name} names {absent[0]}, which is missing. Download it again.")
@@ -175,4 +176,4 @@ def cut_notes(flags: Flags) -> Iterator[str]:
 def _tokenizer(folder: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -9,6 +9,7 @@ from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, SIZES
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.openrlhf_parser import value_of
+from ngrpo.workbench.scoring import reward_files
 from perturbations.errors import UsageError
 
 
@@ -19,7 +20,11 @@ def notes(complete: Flags, run: RunConfig) -> list[str]:
     for name in ("--data.prompt_dataset", "--eval.dataset"):
         with suppress(UsageError):  # which a rule raises
             told += [note] if (note := label_note(name, given)) is not None else []
+    with suppress(UsageError):
+        told += [note] if (note := reward_files.label_note(complete.argv)) is not None else []
     told += [*batch_notes(complete), *gap_notes(run), *loss_notes(complete, run)]
+    if not complete.value("--eval.dataset") and (steps := complete.value("--eval.steps") or "-1") != "-1":
+        told.append(f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE.")
     if run.reproducible and complete.has("--algo.dynamic_filtering_enable"):
         told.append(
             "--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: OpenRLHF requests more"

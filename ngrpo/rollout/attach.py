@@ -87,17 +87,17 @@ class AttachedPerturbation:
         embedding = self._vocabulary, self._hidden
         store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, embedding, perturbation.has_parameters)
         gate = BoundGate(perturbation, lambda: tokenizer.token_bytes, self._vocabulary, store.slots, runner.device)
-        self.module, model = perturbation.module(self._hidden), runner.model_config
-        if self.module is not None:  # with the parameters saved beside the model
+        module, model = perturbation.module(self._hidden), runner.model_config
+        if module is not None:  # with the parameters saved beside the model
             # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
-            self.module.to(device=runner.device, dtype=model.dtype).requires_grad_(False)
-            load_saved(self.module, perturbation, model.model, model.revision)
+            module.to(device=runner.device, dtype=model.dtype).requires_grad_(False)
+            load_saved(module, perturbation, model.model, model.revision)
         for hook in self._hooks:
             hook.remove()
         # No perturbation pays for the hidden states but one that reads them.
         reads = perturbation.reads_hidden
         self._hooks = _follow_output_layer(runner.get_model(), lambda h: self.perturber.computed(h)) if reads else ()
-        self.perturbation = perturbation
+        self.perturbation, self.module = perturbation, module
         config, masks = runner.vllm_config.additional_config, None
         if config.get(SAMPLING_MASKS):
             masks = SamplingMaskStore(self._vocabulary, store.slots, read_mask_limit(config))

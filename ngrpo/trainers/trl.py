@@ -85,6 +85,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         if "old_per_token_logps" in output and "sampling_per_token_logps" in output:
             mask = output["completion_mask"].bool()
             gaps = (output["old_per_token_logps"] - output["sampling_per_token_logps"])[mask].abs()
+            self.perturbation_gap = float("nan")
             if len(gaps):  # none where all responses were cut off and are masked for it
                 self.perturbation_gap = gaps.max().item()
                 mode = "train" if self.model.training else "eval"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ngrpo.config import dataset_check, model_check, rules, verl_lines
+from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import trainer
 from ngrpo.workbench import sandbox
@@ -153,3 +154,21 @@ def test_one_flag_for_all_sides() -> None:
     assert Flags(other.evaluation or ()).value(flag[0]) == "enable_thinking=true"
     lines, _ = verl_lines.of_run(run, rules.completed(run))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
+
+
+def test_templates_that_take_parts_alone_and_arguments_as_text_show_all() -> None:
+    """As SmolVLM's and DeepSeek-R1's templates do; a picture beside a text keeps both."""
+    in_parts = tokenizer_with(
+        "{% for m in messages %}{% for p in m.content if p is mapping %}{{ p.text or p.type }};{% endfor %}{% endfor %}"
+    )
+    as_text = tokenizer_with(
+        "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+        "{{ 'call ' + c.function.name + c.function.arguments }};{% endfor %}{% endfor %}"
+    )
+    short = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
+    shown = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "2 + 2?"}]}]
+    assert rendered(in_parts, short) == rendered(in_parts, [{"role": "system", "content": "Be brief."}]) == "Be brief.;"
+    assert rendered(in_parts, short + shown) == "Be brief.;image;2 + 2?;"
+    for call in (CALL, AS_TEXT):
+        called = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, ASKED]
+        assert rendered(as_text, called) == '2 + 2?call add{"a": 2};2 + 2?'

@@ -3,9 +3,9 @@
 
 import os
 import re
-import signal
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_made_once_and_a_broken_run_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, cache: Path, made: list[Path]
 ) -> None:
     with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-        broken.setattr(Path, "rename", lambda *_: signal.raise_signal(signal.SIGINT))
+        broken.setattr(Path, "rename", Mock(side_effect=KeyboardInterrupt))
         packaged.resolve(NAME)
     assert list(cache.iterdir()) == [] and len(made) == 1
     first, second = packaged.resolve(NAME), packaged.resolve(NAME)

@@ -185,11 +185,14 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         "raise RuntimeError('files are not run')\nfrom other import reward as reward_func\n",
         "if True:\n    reward_func = None\n",
         "from other import *\n",
+        "import sys\nsys.path.insert(0, 'lib')\nimport no_such_module\ndef reward_func(q, p, l):\n    return 0\n",
     ):
         file.write_text(text)
         reward_files.check_rewards(["--reward.remote_url", str(file)])
     file.write_text("def reward_func(queries, prompts, labels):\n    return len(labels)\n")
     reward_files.check_rewards(["--reward.remote_url", str(file), "--data.label_key", "answer"])
+    assert reward_files.label_note(["--reward.remote_url", str(file), "--data.label_key", "answer"]) is None
+    assert "reads its labels" in (reward_files.label_note(["--reward.remote_url", str(file)]) or "")
     reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
     reward_files.check_rewards(["--reward.model_name_or_path", "m"])
     with pytest.raises(UsageError, match=r"a\.py,b\.py: OpenRLHF .* reads one Python file alone, a\.py"):

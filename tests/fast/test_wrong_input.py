@@ -123,6 +123,9 @@ def test_weights_that_are_not_there(folder: Path, capsys: pytest.CaptureFixture[
     assert "names model-1.safetensors, which is missing" in dry_run("", capsys)[1]
     Path("m/model-1.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
     assert "model-1.safetensors holds no weights. Download it again, with Git LFS" in dry_run("", capsys)[1]
+    Path("m/model-1.safetensors").write_text("any")
+    Path("m/pytorch_model.bin.index.json").write_text('{"weight_map": {"a": "pytorch_model-1.bin"}}')
+    assert "pytorch_model" not in dry_run("", capsys)[1]
 
 
 def refused(*args: str) -> str:

@@ -15,6 +15,7 @@ PROMPT = 'A prompt is a text, or a list of chat messages: {"role": "user", "cont
 TOOLS = "tools"
 """The column with the tools of a row, and the name of the template's argument."""
 _SET_HERE = (TOOLS, "messages", "conversation", "add_generation_prompt", "tokenize", "chat_template")
+_UNREAD_PARTS = ("{'type': 'text'", '{"type": "text"')  # of a template that takes texts alone
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -45,11 +46,12 @@ def fault(prompt: object) -> str:
     return "" if str(content or "").strip() else "chat messages that end without a text"
 
 
-def normalised(messages: Messages) -> list[dict[str, Any]]:
+def normalised(messages: Messages, *, in_parts: bool = False, as_text: bool = False) -> list[dict[str, Any]]:
     """Chat messages in one form, whoever read the file.
 
-    Parts of text become one text, a line each; a message without content has None; tool calls' arguments in JSON are
-    read. A value that is null goes: `datasets` fills rows with those.
+    Parts of text become one text, a line each, or with ``in_parts`` one part; a message without content has None. Tool
+    calls' arguments in JSON are read, or written with ``as_text``. A value that is null goes: `datasets` fills rows
+    with those.
     """
     found = []
     for given in messages:
@@ -57,10 +59,14 @@ def normalised(messages: Messages) -> list[dict[str, Any]]:
         parts = message["content"]
         if isinstance(parts, (list, tuple)) and all(isinstance(p, dict) and p.get("type") == "text" for p in parts):
             message["content"] = "\n".join(str(part.get("text", "")) for part in parts)
+        if in_parts and isinstance(message["content"], str):
+            message["content"] = [{"type": "text", "text": message["content"]}]
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
             with suppress(ValueError, TypeError, KeyError):
                 function["arguments"] = json.loads(function["arguments"])
+            if as_text and "arguments" in function:
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         found.append(message)
     return found
 
@@ -78,9 +84,11 @@ def tools_of(row: Mapping[str, Any]) -> dict[str, Any]:
         UsageError: for a value that is no list of objects.
     """
     tools = row.get(TOOLS)
-    if isinstance(tools, str) and tools.strip():
-        with suppress(ValueError):
+    if isinstance(tools, str):
+        try:
             tools = json.loads(tools)
+        except ValueError:
+            return {}  # a text about the row, which no template reads
     if not tools:
         return {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -117,28 +125,42 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
     Raises:
         UsageError: where the template fails, or shows no tools, calls or argument.
     """
-    chat = normalised([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-    arguments = dict(arguments or {})
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    chat, arguments = normalised(messages), dict(arguments or {})
     calls = any(message.get("tool_calls") for message in chat)
+    # Of the assistant's texts a template may leave out the thinking.
+    parts = [p for m in normalised(messages, in_parts=True) if m["role"] != "assistant" for p in m["content"] or ()]
+    texts = [str(part.get("text", "")).strip() for part in parts if isinstance(part, dict)]
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         if calls or arguments:
             raise UsageError(f"the tokenizer has no chat template, which would show {', '.join(arguments) or 'calls'}.")
         return "\n\n".join(message["content"] or "" for message in chat) + "\n"
 
-    def applied(chat: Messages, arguments: Mapping[str, Any]) -> str:
-        try:
-            return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **arguments))
-        except Exception as error:  # Jinja's own, a template's, or one of an operation inside it
-            raise UsageError(f"the chat template fails: {error}. Write the messages as it takes them.") from error
+    def applied(messages: Messages, arguments: Mapping[str, Any]) -> str:
+        """In the first form that shows all texts: some templates take parts alone, some take arguments as text."""
+        found, fault = [], None
+        for in_parts, as_text in ((False, False), (True, False), (False, True), (True, True)):
+            form = normalised(messages, in_parts=in_parts, as_text=as_text)
+            try:
+                text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True, **arguments)
+            except Exception as error:  # Jinja's own, a template's, or one of an operation inside it
+                fault = fault or error
+                continue
+            if all(part in text for part in texts) and not any(mark in text for mark in _UNREAD_PARTS):
+                return str(text)
+            found.append(str(text))
+        if found:
+            return found[0]
+        raise UsageError(f"the chat template fails: {fault}. Write the messages as it takes them.") from fault
 
     for name in arguments.keys() - {TOOLS}:
         if name not in str(template):
             raise UsageError(f"{FLAG}: the chat template has no argument {name!r}.")
-    text = applied(chat, arguments)
-    if TOOLS in arguments and applied(chat, {k: v for k, v in arguments.items() if k != TOOLS}) == text:
+    text = applied(messages, arguments)
+    if TOOLS in arguments and applied(messages, {k: v for k, v in arguments.items() if k != TOOLS}) == text:
         raise UsageError("the chat template shows no tools. Write them into a system message, and leave them out.")
-    if calls and applied([_renamed(message) for message in chat], arguments) == text:
+    if calls and applied([_renamed(message) for message in messages], arguments) == text:
         raise UsageError("the chat template shows no tool calls. Write them as the assistant's text.")
     return text
 

@@ -2,8 +2,8 @@
 """The start of a run: OpenRLHF's own training program in this process, on the available Ray; and why it ended.
 
 `openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser. The upstream patches are installed
-before, in this process and in every Ray worker. Without a perturbation, on CUDA and with flash-attn there are none:
-that is stock OpenRLHF.
+before, in this process and in every Ray worker. With OpenRLHF's own flags alone, on CUDA and with flash-attn, only
+those of an explicit estimator and of a chat template are.
 """
 
 import os

@@ -14,7 +14,7 @@ from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
 from ngrpo.config.verl_lines import MODE
 from ngrpo.methods import advantages
-from ngrpo.methods.advantages.base import Advantage
+from ngrpo.methods.advantages.base import Advantage, AnnealedK
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY
 from perturbations import registry
 from perturbations.base import Perturbation
@@ -86,6 +86,8 @@ def estimator(advantage: Advantage) -> Callable[..., tuple[Tensor, Tensor]]:
         # Without verl's padding and responses of which nothing is trained: these are no part of their groups.
         for group in dict.fromkeys(index[trained]):
             rows = torch.from_numpy(np.flatnonzero((index == group) & trained))
+            if isinstance(advantage, AnnealedK) and len(rows) < advantage.k:
+                continue  # no k of them: such a group says nothing
             values[rows] = advantage.compute(rewards[rows][None])[0].to(values.dtype)
         full = values.to(rewards.device).unsqueeze(-1) * response_mask
         return full, full

@@ -17,6 +17,7 @@ OF_TASK = "task:"
 _REWARD_FUNC, _EXECUTOR = "reward_func(queries, prompts, labels)", "AgentExecutor()"
 _FILE, _AGENT, _MODEL = "--reward.remote_url", "--train.agent_func_path", "--reward.model_name_or_path"
 _LABELS = "--data.label_key"
+_NO_LABELS = f"reward_func reads its labels, and each is an empty text. Add {_LABELS} with the column of answers."
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -41,15 +42,20 @@ def check_rewards(args: Sequence[str]) -> None:
         )
     for part in parts:
         if part.endswith(".py"):
-            if _check_python(_FILE, part, _REWARD_FUNC) and not Flags(args).value(_LABELS):
-                raise UsageError(
-                    f"{_FILE} {part}: reward_func reads its labels, and each would be an empty text. Add {_LABELS} with"
-                    " the dataset's column of answers."
-                )
+            if isinstance(_check_python(_FILE, part, _REWARD_FUNC), ast.ImportFrom) and not Flags(args).value(_LABELS):
+                raise UsageError(f"{_FILE} {part}: {_NO_LABELS}")
         elif not re.match("https?://[^/]", part):
             raise UsageError(f"{_FILE} {part}: must be a Python file, or an address such as http://localhost:5000.")
     if agent:
         _check_python(_AGENT, agent, _EXECUTOR)
+
+
+def label_note(args: Sequence[str]) -> str | None:
+    """A warning about a user's reward function that has its labels in its text, where none are given to it."""
+    part = Flags(args).value(_FILE) or ""
+    if Flags(args).value(_LABELS) or not part.endswith(".py"):
+        return None
+    return f"{_FILE} {part}: {_NO_LABELS}" if _check_python(_FILE, part, _REWARD_FUNC) is not None else None
 
 
 def check_scorer_name(name: str) -> None:
@@ -70,8 +76,8 @@ def check_scorer_name(name: str) -> None:
         )
 
 
-def _check_python(flag: str, path: str, needed: str) -> bool:
-    """Whether the file that ``flag`` names reads labels, as far as its text tells.
+def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
+    """What reads labels in the file that ``flag`` names: the user's function, or the import of one of ours; else None.
 
     Raises:
         UsageError: for a file that is not Python, lacks ``needed`` or a module that it imports, or defines something
@@ -79,7 +85,8 @@ def _check_python(flag: str, path: str, needed: str) -> bool:
     """
     subject, name = f"{flag} {path}", needed.partition("(")[0]
     try:
-        tree = ast.parse(Path(path).read_bytes())
+        source = Path(path).read_bytes()
+        tree = ast.parse(source)
     except OSError as error:
         raise UsageError(f"{subject}: cannot be read ({error.strerror}). Give an existing Python file.") from None
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -101,16 +108,17 @@ def _check_python(flag: str, path: str, needed: str) -> bool:
         modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
         for module in (each.partition(".")[0] for each in modules):
             beside = (folder / module).is_dir() or (folder / f"{module}.py").is_file()
-            if not beside and module not in sys.modules and find_spec(module) is None:
+            known = beside or module in sys.modules or find_spec(module) is not None
+            if not known and b"sys.path" not in source:
                 raise UsageError(
                     f"{subject}: line {node.lineno} imports {module!r}, which is neither installed nor in the file's"
                     " folder. Install it, or correct the name."
                 )
     found = names.get(name)
     if isinstance(found, ast.ImportFrom):
-        return (found.module or "").startswith("ngrpo.")  # where every reward reads them
+        return found if (found.module or "").startswith("ngrpo.") else None  # where every reward reads them
     if not isinstance(found, Definition) or found.decorator_list:
-        return False
+        return None
     if needed == _REWARD_FUNC and not _takes_three(found):
         raise UsageError(
             f"{subject}: line {found.lineno}: OpenRLHF calls {name} with three lists and uses what it returns. Write:"
@@ -121,7 +129,8 @@ def _check_python(flag: str, path: str, needed: str) -> bool:
             f"{subject}: line {found.lineno}: {name} must be a class that inherits from AgentExecutorBase."
         )
     third = [] if isinstance(found, ast.ClassDef) else [*found.args.posonlyargs, *found.args.args][2:3]
-    return bool(third) and any(isinstance(node, ast.Name) and node.id == third[0].arg for node in ast.walk(found))
+    reads = third and any(isinstance(node, ast.Name) and node.id == third[0].arg for node in ast.walk(found))
+    return found if reads else None
 
 
 def _at_top(node: ast.AST) -> Iterator[ast.AST]:
