@@ -42,7 +42,8 @@ FLOORS = (
     ("ngrpo.machine.hardware", "ngrpo.rollout", "ngrpo.workbench.scoring"),
     ("ngrpo.machine.console",),
     ("ngrpo.trainers", "ngrpo.workbench.tasks"),
-    ("ngrpo.config.rules", "ngrpo.config.model_check", "ngrpo.config.run_notes"),  # of OpenRLHF, of the hardware and of tasks
+    # of OpenRLHF, of the hardware and of tasks
+    ("ngrpo.config.rules", "ngrpo.config.model_check", "ngrpo.config.run_notes"),
     ("ngrpo.workbench.evaluate", "ngrpo.workbench.report"),
     ("ngrpo.workbench.diagnose",),
     ("ngrpo.workbench.compare",),
