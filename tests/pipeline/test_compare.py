@@ -79,7 +79,7 @@ def test_the_same_strategy_twice_is_equal(compared: Compared) -> None:
     row = results["summary"][1]
     assert row["verdict"].startswith("equal to none")
     difference = row["difference"]["mean_at_n"]
-    assert [difference[key] for key in ("value", "low", "high", "over")] == [0.0, 0.0, 0.0, "problems"]
+    assert [difference[key] for key in ("value", "low", "high", "over")] == [0.0, None, None, "problems"]
 
 
 def test_evaluation_costs_and_diagnosis_are_there(compared: Compared) -> None:
