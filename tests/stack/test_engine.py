@@ -28,7 +28,7 @@ def test_aborted_requests_leave_no_record(engine: Any) -> None:
         engine.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
     for _ in range(4):
         engine.llm_engine.step()
-    with pytest.raises(Exception, match="requests run"):
+    with pytest.raises(Exception, match="requests are running"):
         set_perturbation(engine, "soft")
     engine.llm_engine.abort_request(["aborted"])
     while engine.llm_engine.has_unfinished_requests():
