@@ -99,7 +99,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
         return _work(plan, folder, ["ngrpo", "compare", *argv], report)
 
 
-def _check(plan: Plan, out: Path, report: Callable[[str], None] = lambda line: None) -> None:
+def _check(plan: Plan, out: Path, report: Callable[[str], None]) -> None:
     """Every arm as `ngrpo train` would check it, so that the last run does not fail on a misspelt flag."""
     for one in plan.runs()[: len(plan.arms)]:
         with _named(f"strategy {one.arm.id!r}"):

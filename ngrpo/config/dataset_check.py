@@ -23,14 +23,14 @@ _NOTHING, _EMPTY, _TEXT, _MESSAGES, _MARKED = "nothing", "empty", "a text", "cha
 _WRITTEN, _ANSWERED = "chat messages written as a text", "chat messages that end with the assistant's text"
 _PADDED = "a number with leading zeros"
 _NUMBER = re.compile(r"[+-]?(?P<zero>0(?=\d))?\d+(\.\d*)?")  # of a CSV file
-_TEMPLATE, _IMAGES = "--data.apply_chat_template", "--data.max_images_per_prompt"
+TEMPLATE, IMAGES = "--data.apply_chat_template", "--data.max_images_per_prompt"
 
 
 class _Content(NamedTuple):
     """What a file holds.
 
     ``columns``: of each the first row of each kind of value. ``prompts``: a row, its prompt and its tools, of each form
-    of conversation. ``longest``: the row with the most characters, likewise.
+    of conversation. ``longest``: the same of the row with the most characters.
     """
 
     columns: dict[str, dict[str, int]]
@@ -81,17 +81,17 @@ def _check_file(flag: str, name: str, flags: Flags) -> dict[str, set[str]]:
         if column and _NOTHING in columns[column]:
             row = columns[column][_NOTHING]
             raise UsageError(f"{subject}: row {row} has no {column!r} ({column_flag}). Give it one, or leave it out.")
-    shown = flags.value(_IMAGES) not in (None, "0")
-    no_pictures = f"Add {_IMAGES} N with a model that reads pictures, or leave the pictures out."
-    fixes = {_TEXT: "", _MARKED: "", _MESSAGES: f"Add {_TEMPLATE}, or write the prompts as texts."}
-    if flags.has(_TEMPLATE):
+    shown = flags.value(IMAGES) not in (None, "0")
+    no_pictures = f"Add {IMAGES} N with a model that reads pictures, or leave the pictures out."
+    fixes = {_TEXT: "", _MARKED: "", _MESSAGES: f"Add {TEMPLATE}, or write the prompts as texts."}
+    if flags.has(TEMPLATE):
         fixes[_MESSAGES] = ""
         fixes[PICTURES] = fixes[_MARKED] = "" if shown else no_pictures
         fixes[_ANSWERED] = "Leave the last message out: training asks for the response that would follow."
     for kind, row in columns[prompt].items():
         if fix := fixes.get(kind, conversation.PROMPT):
             raise UsageError(f"{subject}: the input {prompt!r} is {kind} in row {row}. {fix}")
-    no_tools = "" if flags.has(_TEMPLATE) else f"Add {_TEMPLATE}, or leave the column out."
+    no_tools = "" if flags.has(TEMPLATE) else f"Add {TEMPLATE}, or leave the column out."
     for column, fix in {images: "" if shown else no_pictures, TOOLS: no_tools}.items():
         rows = [row for kind, row in columns.get(column, {}).items() if kind != _NOTHING]
         if fix and rows and column not in (prompt, label):
@@ -197,6 +197,7 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
     rows, (prompt, label, images) = read_rows(flag, name, _CHECKED), keys
     columns: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
     kept: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]] = {}
+    longest, most = (0, None, {}), -1
     for number, row in enumerate(rows, start=1):
         try:
             tools = {} if TOOLS in (prompt, label) else conversation.tools_of(row)
@@ -212,14 +213,14 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
                 parts = value if isinstance(value, list) else ()
                 form = (bool(tools), *((p["role"], type(p.get("content")), bool(p.get("tool_calls"))) for p in parts))
                 kept.setdefault(form, (number, value, tools))
+        if (size := len(str(row.get(prompt)))) > most:
+            longest, most = (number, row.get(prompt), tools), size
     if name.lower().endswith(".csv") and label in columns:
         numbers = [_NUMBER.fullmatch(row[label] or "") for row in rows]
         padded = [row for row, number in enumerate(numbers, start=1) if number and number["zero"]]
         if all(numbers) and padded:
             columns[label][_PADDED] = padded[0]
-    longest = max(range(len(rows)), key=lambda row: len(str(rows[row].get(prompt))))
-    tools = {} if TOOLS in (prompt, label) else conversation.tools_of(rows[longest])
-    return _Content(columns, len(rows), kept, (longest + 1, rows[longest].get(prompt), tools))
+    return _Content(columns, len(rows), kept, longest)
 
 
 def _prompt_kind(value: object) -> str:

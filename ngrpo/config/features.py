@@ -267,7 +267,7 @@ def _mixture_in_step(asked: Combination) -> str:
 
 def _head_size(asked: Combination) -> str:
     model = asked.flags.value(MODEL) or ""
-    unfit = architecture.unfit_for_cpu(model)
+    unfit = architecture.unfit_for_cpu(model) if asked.hardware == "cpu" else ""  # it makes the model: not for CUDA
     return unfit and f"the model {model!r} with attention heads of size {unfit}"
 
 

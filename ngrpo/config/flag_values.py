@@ -10,13 +10,14 @@ from itertools import pairwise
 from math import inf, isclose, isfinite, nan
 from pathlib import Path
 
+from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flag, Flags
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
 LOAD = "--ckpt.load_enable"
-_MODEL, _UNIVERSAL = "--actor.model_name_or_path", "--ds.use_universal_ckpt"
+_UNIVERSAL = "--ds.use_universal_ckpt"
 _OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
 _READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags whose files are read
 # What a number may be, in words: its type, whether it is one, and the flags, with patterns of the shell.
@@ -66,7 +67,7 @@ _WORDS = {
 
 def check(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` for a value that OpenRLHF cannot use, and for no model."""
-    if not flags.value(_MODEL):
+    if not flags.value(MODEL):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
     for flag in flags:
         if allowed := _allowed(flag, flags):

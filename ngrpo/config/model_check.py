@@ -10,7 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.config.dataset_check import prompts
+from ngrpo.config.dataset_check import IMAGES, TEMPLATE, prompts
+from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.storage.result_folder import read_json
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from ngrpo.methods.policy_noises.base import PolicyNoise
     from perturbations.base import Perturbation
 
-MODEL = "--actor.model_name_or_path"
-_TEMPLATE, _IMAGES, _LENGTH = "--data.apply_chat_template", "--data.max_images_per_prompt", "--data.max_len"
+_LENGTH = "--data.max_len"
 # Where a config.json has the longest context, by vLLM 0.26 to 0.31.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 _TOKENIZERS = ("tokenizer*", "tekken*", "*.model", "vocab*", "*.tiktoken")
@@ -88,8 +88,8 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
             f"{_LENGTH} {longest}: the model {name} has a context of {min(limits)} tokens. Give {_LENGTH}"
             f" {min(limits)} or less."
         )
-    if flags.value(_IMAGES) not in (None, "0") and "vision_config" not in config:
-        raise UsageError(f"{_IMAGES}: the model {name} reads no pictures. Leave the flag out, or give an image model.")
+    if flags.value(IMAGES) not in (None, "0") and "vision_config" not in config:
+        raise UsageError(f"{IMAGES}: the model {name} reads no pictures. Leave the flag out, or give an image model.")
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return None
@@ -123,15 +123,15 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     Of each form of conversation in a file one row is rendered.
     """
     arguments = conversation.template_arguments(run.chat_template_kwargs)
-    if arguments and not flags.has(_TEMPLATE):
-        raise UsageError(f"{conversation.FLAG} has no effect without {_TEMPLATE}. Add that flag.")
+    if arguments and not flags.has(TEMPLATE):
+        raise UsageError(f"{conversation.FLAG} has no effect without {TEMPLATE}. Add that flag.")
     folder = Path(name_of(flags)).expanduser()
     config = folder / "tokenizer_config.json"
-    if not flags.has(_TEMPLATE) or not config.is_file():
+    if not flags.has(TEMPLATE) or not config.is_file():
         return None
     if not any(folder.glob("chat_template*")) and "chat_template" not in (read_json(config) or {}):
         raise UsageError(
-            f"{_TEMPLATE}: the tokenizer in {folder} has no chat template. Use a model that has one, or leave the flag"
+            f"{TEMPLATE}: the tokenizer in {folder} has no chat template. Use a model that has one, or leave the flag"
             " out and give prompts as texts."
         )
     try:
@@ -148,7 +148,7 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
         marks = [mark for mark in tokenizer.all_special_tokens if mark in plain and mark in str(prompt)]
         if isinstance(prompt, str) and marks:
             raise UsageError(
-                f"{where}: the prompt has {marks[0]} of the chat template already. Leave {_TEMPLATE} out, or give the"
+                f"{where}: the prompt has {marks[0]} of the chat template already. Leave {TEMPLATE} out, or give the"
                 " bare text."
             )
     return None
@@ -164,7 +164,7 @@ def cut_notes(flags: Flags) -> Iterator[str]:
         for where, prompt, tools in prompts(flags, longest=True):
             if tools or len(str(prompt).encode()) > room:
                 tokenizer = _tokenizer(str(folder))
-                text = conversation.rendered(tokenizer, prompt, tools) if flags.has(_TEMPLATE) else str(prompt)
+                text = conversation.rendered(tokenizer, prompt, tools) if flags.has(TEMPLATE) else str(prompt)
                 if (tokens := len(tokenizer(text, add_special_tokens=False)["input_ids"])) > room:
                     yield (
                         f"{where}: the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}, so that its first"
@@ -174,6 +174,4 @@ def cut_notes(flags: Flags) -> Iterator[str]:
 
 @lru_cache(maxsize=1)
 def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return packaged.load_tokenizer(folder, trust_remote_code=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ngrpo import patches
 from ngrpo.config import batch_check, compatibility, flag_values, model_check, parse, run_notes
 from ngrpo.config.dataset_check import DATASETS, check_files, is_checked
-from ngrpo.config.features import ESTIMATOR, Combination
+from ngrpo.config.features import ESTIMATOR, MODEL, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
@@ -158,7 +158,7 @@ RULES = (
     Rule(
         "model",
         model_check.check_options,
-        lambda flags, _: f"the options fit the model {flags.value(model_check.MODEL) or ''}",
+        lambda flags, _: f"the options fit the model {flags.value(MODEL) or ''}",
     ),
 )
 
@@ -184,7 +184,7 @@ def completed(run: RunConfig) -> Flags:
     flags, folder = Flags(run.openrlhf), Path(run.run_dir or "run")
     check("given", flags, run)
     flags = parse.replace_model_names(flags, packaged.check_name)
-    flags = flags.with_defaults(packaged.training_flags(flags.value(model_check.MODEL)))
+    flags = flags.with_defaults(packaged.training_flags(flags.value(MODEL)))
     outputs = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
     flags = flags.with_defaults({flag: str(folder / name) for flag, name in outputs.items()})
     for kind in run_level_kinds():

@@ -46,12 +46,12 @@ def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: N
     return str(folder.absolute()) if folder.is_dir() else name_or_path  # vLLM's Ray workers start in another folder
 
 
-def load_tokenizer(model: str) -> Any:
+def load_tokenizer(model: str, *, trust_remote_code: bool | None = None) -> Any:
     """The tokenizer of a model folder or hub name; raises ``UsageError`` where it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise UsageError(f"model {model!r}: its tokenizer cannot be loaded: {error}") from None
 
