@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import Profile
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.patch import around
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -110,21 +111,18 @@ def device_mesh(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda device, *args, **kwargs: original("cpu" if device == "cuda" else device, *args, **kwargs)
 
 
-def replay_buffer_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def replay_buffer_init(original: Callable[..., None], self: NaiveReplayBuffer, *args: object, **kwargs: object) -> None:
     """`NaiveReplayBuffer.__init__` spells its device ``cuda:{index}``, which cannot be said of a CPU."""
 
-    @wraps(original)
-    def __init__(self: NaiveReplayBuffer, *args: object, **kwargs: object) -> None:
-        import torch
+    import torch
 
-        current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: 0
-        try:
-            original(self, *args, **kwargs)
-        finally:
-            torch.cuda.current_device = current_device
-        self.target_device = torch.device("cpu")
-
-    return __init__
+    current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: 0
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        torch.cuda.current_device = current_device
+    self.target_device = torch.device("cpu")
 
 
 def moving_average(original: Callable[..., None]) -> Callable[..., None]:
@@ -153,34 +151,27 @@ def with_float32(original: Callable[[str], torch.dtype]) -> Callable[[str], torc
     return lambda param_dtype: torch.float32 if param_dtype == "fp32" else original(param_dtype)
 
 
-def with_torch_adam(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+@around
+def with_torch_adam(original: Callable[..., dict[str, Any]], *args: object, **kwargs: object) -> dict[str, Any]:
     """`get_train_ds_config`: PyTorch's fused AdamW, by DeepSpeed's own switch for it."""
-
-    @wraps(original)
-    def get_train_ds_config(*args: object, **kwargs: object) -> dict[str, Any]:
-        config = original(*args, **kwargs)
-        if config.get("optimizer", {}).get("type") == "AdamW":
-            config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
-        return config
-
-    return get_train_ds_config
+    config = original(*args, **kwargs)
+    if config.get("optimizer", {}).get("type") == "AdamW":
+        config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+    return config
 
 
-def waited_for(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def waited_for(original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """A collective of DeepSpeed's that has finished when it returns.
 
     Of several, DeepSpeed 0.19.6 waits for the last, and gloo finishes them in any order: under ZeRO-3 a parameter could
     be read before it was gathered.
     """
 
-    @wraps(original)
-    def collective(*args: object, **kwargs: object) -> Any:
-        work = original(*args, **kwargs)
-        if work is not None:
-            work.wait()
-        return work
-
-    return collective
+    work = original(*args, **kwargs)
+    if work is not None:
+        work.wait()
+    return work
 
 
 def port_below_outgoing(original: Callable[[], int]) -> Any:

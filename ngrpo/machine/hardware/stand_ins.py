@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from importlib.metadata import version
 from importlib.util import find_spec
 from operator import getitem
@@ -19,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.patch import around
 
 if TYPE_CHECKING:
     import argparse
@@ -46,20 +46,17 @@ def missing() -> list[str]:
     return [name for name, found in there.items() if not found]
 
 
-def attention_as_given(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def attention_as_given(original: Callable[..., Any], args: argparse.Namespace) -> Any:
     """`get_strategy`: the command line's attention also holds for packed samples, for which it sets flash_attention_2.
 
     transformers 5.15 makes the mask of PyTorch's own attention from their position ids.
     """
 
-    @wraps(original)
-    def get_strategy(args: argparse.Namespace) -> Any:
-        implementation = Flags(sys.argv[1:]).value("--ds.attn_implementation")
-        if implementation is not None:
-            args.ds.attn_implementation = implementation
-        return original(args)
-
-    return get_strategy
+    implementation = Flags(sys.argv[1:]).value("--ds.attn_implementation")
+    if implementation is not None:
+        args.ds.attn_implementation = implementation
+    return original(args)
 
 
 def all_gather(*args: object, **kwargs: object) -> NoReturn:

@@ -10,13 +10,14 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import Any, NoReturn
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.patch import around
 from perturbations.errors import UsageError
 from perturbations.options import nearest
 
@@ -84,16 +85,14 @@ def print_help() -> None:
         return
 
 
-def with_float32(original: Callable[..., argparse.Action]) -> Callable[..., argparse.Action]:
+@around
+def with_float32(
+    original: Callable[..., argparse.Action], self: argparse.ArgumentParser, *names: str, **settings: Any
+) -> argparse.Action:
     """`add_argument` of argparse: OpenRLHF's ``--ds.param_dtype`` has the choice fp32 too, see `hardware/cpu.py`."""
-
-    @wraps(original)
-    def add_argument(self: argparse.ArgumentParser, *names: str, **settings: Any) -> argparse.Action:
-        if "--ds.param_dtype" in names:
-            settings["choices"] = [*settings["choices"], "fp32"]
-        return original(self, *names, **settings)
-
-    return add_argument
+    if "--ds.param_dtype" in names:
+        settings["choices"] = [*settings["choices"], "fp32"]
+    return original(self, *names, **settings)
 
 
 class _Parser(argparse.ArgumentParser):

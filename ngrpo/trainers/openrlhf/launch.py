@@ -263,8 +263,9 @@ def explanation(error: BaseException) -> str | None:
             " VLLM_CPU_KVCACHE_SPACE) or the model."
         )
     for pattern, meaning in _KNOWN.items():
-        for lines in (text.splitlines() for text in texts if re.search(pattern, text)):
-            line = next((line for line in lines if re.search(pattern, line)), lines[-1])
+        said = next((text.splitlines() for text in texts if re.search(pattern, text)), None)
+        if said is not None:
+            line = next((line for line in said if re.search(pattern, line)), said[-1])
             return f"{meaning} {line.strip()}"
     return None
 

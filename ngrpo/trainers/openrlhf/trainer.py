@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.models import conversation
+from ngrpo.machine.upstream.patch import around
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from perturbations.errors import UsageError, require
@@ -152,40 +153,38 @@ def generate_samples_actor(plain: type) -> type:
     return ResumingGenerator
 
 
-def prepare_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def prepare_datasets(
+    original: Callable[..., Any], strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase
+) -> Any:
     """`prepare_datasets`: under ``--reproducible`` the order of the prompts follows ``--train.seed``."""
+    import torch
 
-    def prepare_datasets(strategy: DeepspeedStrategy, tokenizer: PreTrainedTokenizerBase) -> Any:
-        import torch
-
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(require(strategy.args, "strategy.args").train.seed)
-            return original(strategy, tokenizer)
-
-    return prepare_datasets
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(require(strategy.args, "strategy.args").train.seed)
+        return original(strategy, tokenizer)
 
 
-def preprocess_data(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def preprocess_data(
+    original: Callable[..., Any],
+    data: Mapping[str, Any],
+    input_template: str | None = None,
+    input_key: str = "input",
+    label_key: str | None = None,
+    apply_chat_template: MethodType | None = None,
+) -> tuple[str, Any]:
     """`preprocess_data`: conversations, tools and the template's arguments become text as in evaluation."""
 
-    def preprocess_data(
-        data: Mapping[str, Any],
-        input_template: str | None = None,
-        input_key: str = "input",
-        label_key: str | None = None,
-        apply_chat_template: MethodType | None = None,
-    ) -> tuple[str, Any]:
-        def apply(chat: conversation.Messages, **_: object) -> str:
-            own = conversation.template_arguments(current_run().chat_template_kwargs)
-            try:
-                arguments = {**own, **conversation.tools_of(data)}
-                return conversation.rendered(require(apply_chat_template, "the template").__self__, chat, arguments)
-            except UsageError as error:
-                raise UsageError(f"the prompt {chat!r:.200}: {error}") from None
+    def apply(chat: conversation.Messages, **_: object) -> str:
+        own = conversation.template_arguments(current_run().chat_template_kwargs)
+        try:
+            arguments = {**own, **conversation.tools_of(data)}
+            return conversation.rendered(require(apply_chat_template, "the template").__self__, chat, arguments)
+        except UsageError as error:
+            raise UsageError(f"the prompt {chat!r:.200}: {error}") from None
 
-        return original(data, input_template, input_key, label_key, apply_chat_template and apply)
-
-    return preprocess_data
+    return original(data, input_template, input_key, label_key, apply_chat_template and apply)
 
 
 def followed_schedule() -> SamplingSchedule | None:
