@@ -53,9 +53,9 @@ class Note:
 
 
 class Notes:
-    """A queue of notes in the order of their steps: ``taken`` so far, of which ``written`` are whole in the stores."""
+    """A queue of notes in the order of their steps: ``taken`` by now, of which ``written`` are whole in the stores."""
 
-    # Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is asked for only then,
+    # Tokens and edits are written as soon as a note has arrived. Which tokens sampling left is requested only then,
     # since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
 
     def __init__(

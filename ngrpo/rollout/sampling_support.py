@@ -172,7 +172,7 @@ class SamplingMaskStore:
         self._words.counts[slots] = ends
 
     def _reserve(self, slots: np.ndarray, more: np.ndarray) -> None:
-        """Gives each slot so many chunks more."""
+        """Gives each slot ``more`` further chunks."""
         total = int(more.sum())
         if self.bytes + total * 2 * _CHUNK + 8 * len(slots) > self._limit:
             rows, used = int(self._rows.counts.sum()), self._words.counts

@@ -36,11 +36,11 @@ class ChunkTable:
         return self._made - len(self._free)
 
     def missing(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """How many chunks more each of the slots, all different, needs for so many rows."""
+        """How many further chunks each of the slots, all different, needs for its number of rows."""
         return np.maximum(-(-rows // self._size) - self._held[slots], 0)
 
     def reserve(self, slots: np.ndarray, more: np.ndarray) -> None:
-        """Gives each of the slots, all different, so many chunks more."""
+        """Gives each of the slots, all different, its number of further chunks."""
         total, held = int(more.sum()), self._held[slots]
         widest = int((held + more).max(initial=0))
         if widest > self.table.shape[1]:

@@ -57,7 +57,7 @@ class GateOptions(Options):
 class StopText:
     """Finds a text of L bytes in tokens, across their borders: a Knuth–Morris–Pratt automaton (1977) over bytes.
 
-    State s < L: the bytes so far end with the text's first s bytes. State L: the latest token completed the text.
+    State s < L: the bytes read end with the text's first s bytes. State L: the latest token completed the text.
     """
 
     def __init__(self, text: str, token_bytes: Sequence[bytes], vocabulary: int, device: torch.device | str) -> None:
@@ -113,9 +113,9 @@ class BoundGate:
     """A perturbation's gate in a rollout, for the trajectories of one worker: where is what is proposed fed?
 
     On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
-    select the position. On the device: the request's sampling allows the proposed token, thinking goes on, the policy
-    is uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed unless
-    the token is protected or ends the thinking, or the perturbation does not act there.
+    select the position. On the device: the request's sampling allows the proposed token, thinking has not ended, the
+    policy is uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed
+    unless the token is protected or ends the thinking, or the perturbation does not act there.
     """
 
     # Each trajectory has a row: the states of `StopText` after its latest positions, and where its thinking ended. A
@@ -191,7 +191,7 @@ class BoundGate:
         return opened, fed if proposal.acts is None else fed & proposal.acts
 
     def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
-        """Whether thinking goes on, the policy is uncertain enough and the further gate is open: (B,) bool."""
+        """Whether thinking has not ended, the policy is uncertain enough and the further gate is open: (B,) bool."""
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
             is_open = is_open & (step.entropy() >= self._options.entropy_min)

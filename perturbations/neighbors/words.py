@@ -67,7 +67,7 @@ def word_numbers(texts: Sequence[str], size: int) -> Tensor:
 
 
 class OtherWords(TableIndex):
-    """The nearest tokens that are another word than the token asked for, with the index's own scores."""
+    """The nearest tokens that are another word than the queried token, with the index's own scores."""
 
     # Each row is filtered when it is filled, among the k + 8 nearest and, where these hold fewer than k other words,
     # among eight times as many. The nearest of the same word fill what is missing at the end of the row.

@@ -267,7 +267,7 @@ def check_decides(gate: Gate) -> None:
 
 
 def check_plan(gate: Gate) -> None:
-    """Each position is judged by itself, whichever others are in the same call."""
+    """Each position is judged alone, whichever others are in the same call."""
     steps = np.concatenate([np.arange(90), np.arange(91, 400, 7)])
     seeds, first = (np.repeat(np.array(part), len(steps)) for part in zip(*_TRAJECTORIES))
     every = Positions(seeds, first, first + np.tile(steps, len(_TRAJECTORIES)))

@@ -103,7 +103,7 @@ def later_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def killed_and_resumed(folder: Path, smollm2: str, *flags: str) -> list[dict[str, Any]]:
-    """The later steps of a run that is killed once its second step is saved, and then goes on."""
+    """The later steps of a run that is killed once its second step is saved, and then continues."""
     # The file that names the newest checkpoint is written last; by then the next rollout has begun.
     latest = folder / "checkpoints" / "_actor" / "latest"
     with begun(small(folder, smollm2, *flags, "--log-file", str(folder.with_suffix(".log")))) as process:
@@ -124,7 +124,7 @@ def test_killed_in_a_step_and_resumed(tmp_path: Path, smollm2: str) -> None:
 
 
 def test_where_asynchronous_the_round_and_the_counts_go_on(tmp_path: Path, smollm2: str) -> None:
-    """Its rollouts are a step ahead of the training, so it is no copy of a whole run; what it counts goes on."""
+    """Its rollouts are a step ahead of the training, so it is no copy of a whole run; what it counts continues."""
     folder = tmp_path / "run"
     resumed = killed_and_resumed(folder, smollm2, *RESUMABLE, "--train.async_enable")
     third, fourth = (step["advantage_outcomes"] for step in resumed)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's engine of two tensor-parallel ranks, which vLLM places by Ray, in a run's own Ray.
 
-As `ngrpo train` starts both on CUDA, up to the devices: Ray's GPUs are declared, and ray_on_cpu/ stands on PYTHONPATH.
+As `ngrpo train` starts both on CUDA, up to the devices: Ray's GPUs are declared, and ray_on_cpu/ is on PYTHONPATH.
 The engine is in a process of its own, which runs this file.
 """
 

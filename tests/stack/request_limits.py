@@ -83,7 +83,7 @@ def check_mixed_batch(llm: Any, spec: dict[str, Any]) -> int:
 
 
 def check_until(llm: Any) -> None:
-    """`until` ends the perturbation at its text, in whatever tokens it comes; a prompt in which it stands has none."""
+    """`until` ends the perturbation at its text, in whatever tokens it comes; a prompt that has it gets none."""
     from vllm.sampling_params import StructuredOutputsParams
 
     set_perturbation(llm, "gumbel", rate=1.0)

@@ -30,7 +30,7 @@ def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> A
     with pytest.MonkeyPatch.context() as patch:  # speed is not tested here, and three tokens need no long texts
         patch.setattr(group_sampling, "_WARM_UP_TOKENS", 1)
         patch.setattr(embedding_map, "_LENGTH", 24)
-        # The random model writes none of the words: each stands for a token that their requests (of more than forty
+        # The random model writes none of the words: each represents a token that their requests (of more than forty
         # tokens) make likeliest.
         words = embedding_map.choose_tokens(engine.get_tokenizer(), WORDS)
         embedding_map.LIKELIEST.update({token: [] for token in range(len(engine.get_tokenizer()))})

@@ -53,7 +53,7 @@ def test_the_long_stages(tmp_path: Path) -> None:
             assert (row["runner"], row["async"], row["ranks"]) == kind and row["max"] <= 1e-4, row
             if row["perturbation"] != "(off)":
                 # A few tokens of a small random model: what a perturbation does to them may be little, but it shows.
-                # CUTS feeds the token that stands in the text, so that it needs no replay.
+                # CUTS feeds the token of the text, so that it needs no replay.
                 shows = row["perturbation"] == "cuts" or row["unreplayed"] >= max(1e-3, 100 * row["max"])
                 assert row["edits"] > 0 and shows, row
     assert {"(off)", "gumbel", "hrpo"} == {row["perturbation"] for row in figures["exact-v2"]}

@@ -72,7 +72,7 @@ def span(seconds: float) -> str:
 def into_file(path: Path) -> Iterator[None]:
     """Appends this process's output, and its children's, to a file while the block runs.
 
-    Where the disk is full, the screen says so and the block goes on. Where the block fails, the log's last lines are
+    Where the disk is full, the screen says so and the block continues. Where the block fails, the log's last lines are
     shown.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
