@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often do engine and trainer send a token to other experts, and what does that do to its log-probability?
+"""How often do engine and trainer send a token to other experts, what does that cost, and what does the replay mend?
 
     python -m benchmarks.routing [TYPE …] [--dtype float32]
 
-A tiny mixture of experts with random weights is made of each type, stock vLLM rolls out with it one request at a time,
-with every router watched, and a forward of transformers replays with its routers watched as well. Printed are, without
-a perturbation and with `neighbor` (variant `released`, rate 0.5): the share of tokens whose row was routed otherwise in
-some layer, and mean and largest |Δ log p| of these tokens and of the others.
+A tiny mixture of experts with random weights is made of each type. An engine of vLLM that records experts
+(`--replay.routing`) rolls out one request at a time, and a forward of transformers replays, with its own routing and
+with the recorded one, without a perturbation and with `neighbor` (variant `released`, rate 0.5). Each row of the table
+in docs/models.md has the share of tokens whose row was routed otherwise in some layer, and mean and largest |Δ log p|;
+a run writes those of its types there.
 """
 
 import argparse
@@ -19,73 +20,63 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
 
-TYPES = ("qwen3_moe", "mixtral", "olmoe")
+TYPES = ("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "deepseek_v3")
 PERTURBATION = {"name": "neighbor", "variant": "released", "rate": 0.5}
-_ROUTERS = (".gate", ".router", ".router.layer")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- routing: python -m benchmarks.routing writes this -->", "<!-- /routing -->"
 _PROMPTS, _PROMPT_TOKENS, _TOKENS = 12, 20, 64
 
 
-def watch(model: nn.Module, experts: int, chosen: int) -> dict[str, list[Tensor]]:
-    """Notes which experts every router of a model chooses.
+def rolled_out(folder: str, dtype: str) -> dict[str, list[tuple[list[int], Any]]]:
+    """Prompt and response of each request with the parts of its trajectory, without a perturbation and with one."""
+    from tests.stack.harness import build_engine
 
-    Args:
-        model: vLLM's or transformers'.
-        experts: how many a layer has.
-        chosen: how many a token is sent to.
+    spec = {"perturbation": PERTURBATION, "routed_experts": True}
+    llm = build_engine(folder, None, dtype=dtype, max_model_len=128, max_num_seqs=1, additional_config=spec)
+    from vllm import SamplingParams
 
-    Returns:
-        By router, a sorted (rows, chosen) tensor for each of its forwards; grows as the model runs.
-    """
-    seen: dict[str, list[Tensor]] = {}
-
-    def note(name: str, output: Any) -> None:
-        scores = output[0] if isinstance(output, tuple) else output
-        rows = scores.detach().float().reshape(-1, experts)
-        seen.setdefault(name, []).append(rows.topk(chosen).indices.sort().values.cpu())
-
-    for name, module in model.named_modules():
-        if name.endswith(_ROUTERS):
-            module.register_forward_hook(lambda _, __, output, name=name: note(name, output))
-    return seen
-
-
-def rolled_out(folder: str, dtype: str, experts: int, chosen: int) -> dict[str, list[tuple[Any, Tensor]]]:
-    """Each rollout with its routes, (layers, rows, chosen), without a perturbation ("none") and with one."""
-    import numpy as np
-
-    from tests.stack.harness import build_engine, sample
-
-    llm = build_engine(folder, PERTURBATION, dtype=dtype, max_model_len=128, max_num_seqs=1)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    seen = watch(runner.get_model(), experts, chosen)
     prompts = np.random.default_rng(0).integers(10, 49000, (_PROMPTS, _PROMPT_TOKENS)).tolist()
-    result: dict[str, list[tuple[Any, Tensor]]] = {"none": [], PERTURBATION["name"]: []}
+    result: dict[str, list[tuple[list[int], Any]]] = {"none": [], PERTURBATION["name"]: []}
     for seed, prompt in enumerate(prompts):
-        for name, request in (("none", {"seed": seed, "enabled": False}), (PERTURBATION["name"], {"seed": seed})):
-            for forwards in seen.values():
-                forwards.clear()
-            (rollout,) = sample(llm, [prompt], [request], max_tokens=_TOKENS)
-            rows = len(rollout.sequence) - 1  # the last token is not fed; asynchronous scheduling may feed it
-            result[name].append((rollout, torch.stack([torch.cat(each)[:rows] for each in seen.values()])))
+        for name in result:
+            extra = {"perturbation": {"seed": seed, "enabled": name != "none"}}
+            params = SamplingParams(max_tokens=_TOKENS, ignore_eos=True, extra_args=extra)
+            (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+            (parts,) = llm.llm_engine.collective_rpc("perturbation_take", args=(None, []))[0].values()
+            result[name].append(([*prompt, *output.outputs[0].token_ids], parts))
     return result
 
 
 @torch.no_grad()
-def replayed(model: nn.Module, seen: dict[str, list[Tensor]], rollout: Any) -> tuple[Tensor, Tensor]:
-    """|Δ log p| of a rollout's tokens, (A,), and the routes of the trainer's forward, (layers, rows, chosen)."""
-    from tests.stack.harness import gaps
+def replayed(model: Any, sequence: list[int], parts: Any, replay: bool) -> tuple[np.ndarray, np.ndarray]:
+    """|Δ log p| of each token of a response, (A,), and whether the row that it comes from was routed otherwise."""
+    from perturbations import FinishedTrajectory, replaying
+    from perturbations.replay.routing import RoutingScope, routers
 
-    for forwards in seen.values():
-        forwards.clear()
-    gap = gaps(model, [rollout])
-    return gap, torch.stack([torch.cat(each)[: len(rollout.sequence) - 1] for each in seen.values()])
+    taken, chosen = FinishedTrajectory.unpack(parts).truncate(len(sequence)), []
+    tokens, experts = torch.tensor([sequence]), taken.experts[: len(sequence) - 1].astype(np.int64)
+    mask = torch.ones_like(tokens)
+
+    def note(_router: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
+        chosen.append(next(part for part in output if not part.is_floating_point()))
+
+    hooks = [router.register_forward_hook(note) for router in routers(model)]
+    with replaying(model, [taken.record], mask), RoutingScope(model)([experts if replay else None], mask):
+        logits = model(tokens, attention_mask=mask).logits[0, :-1].float()
+    for hook in hooks:
+        hook.remove()
+    log_probs = logits.log_softmax(dim=-1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+    now = torch.stack(chosen, dim=1)[:-1].numpy()
+    otherwise = (np.sort(now, axis=-1) != np.sort(experts, axis=-1)).any(axis=(1, 2))
+    first = _PROMPT_TOKENS - 1  # the log-probability of the token at position t comes from row t - 1
+    return np.abs(log_probs[first:] - taken.log_probs), otherwise[first:]
 
 
 def measured(model_type: str, dtype: str) -> list[str]:
-    """Two lines: without a perturbation and with one."""
+    """The table's rows of a type: without a perturbation and with one."""
     from transformers import AutoModelForCausalLM
 
     from benchmarks.models import tiny
@@ -96,49 +87,51 @@ def measured(model_type: str, dtype: str) -> list[str]:
         folder.mkdir()
         tiny.build(model_type, folder, Path(resolve("smollm2-135m")), getattr(torch, dtype))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        experts = getattr(model.config, "num_experts", None) or model.config.num_local_experts
-        counts = (experts, model.config.num_experts_per_tok)
-        command = [sys.executable, "-m", "benchmarks.routing", "--engine", str(folder), str(target), *map(str, counts)]
-        subprocess.run([*command, "--dtype", dtype], check=True, capture_output=True)
+        command = [sys.executable, "-m", "benchmarks.routing", "--engine", str(folder), str(target), "--dtype", dtype]
+        subprocess.run(command, check=True, capture_output=True)
         rollouts = pickle.loads(target.read_bytes())
-        seen = watch(model, *counts)
-        return [f"{model_type:12s} {dtype:9s} {name:9s} {_line(model, seen, rollouts[name])}" for name in rollouts]
+        return [f"| {model_type} | {dtype} | {name} | {_cells(model, of)} |" for name, of in rollouts.items()]
 
 
-def _line(model: nn.Module, seen: dict[str, list[Tensor]], rollouts: list[tuple[Any, Tensor]]) -> str:
-    gaps, otherwise = [], []
-    for rollout, routes in rollouts:
-        gap, now = replayed(model, seen, rollout)
-        gaps.append(gap)
-        # The log-probability of the token at position t comes from row t - 1.
-        otherwise.append((routes != now).any(dim=-1).any(dim=0)[len(rollout.prompt) - 1 :])
-    gap, other = torch.cat(gaps), torch.cat(otherwise)
-    parts = [f"{int(other.sum())} of {len(gap)} tokens routed otherwise ({float(other.float().mean()):.1%});"]
-    for name, of in (("these", gap[other]), ("the others", gap[~other])):
-        parts.append(f"{name}: mean {float(of.mean()):.1e}, largest {float(of.max()):.1e}" if len(of) else f"{name}: –")
-    return " ".join(parts)
+def _cells(model: Any, rollouts: list[tuple[list[int], Any]]) -> str:
+    cells = []
+    for replay in (False, True):
+        gaps, others = zip(*(replayed(model, *rollout, replay) for rollout in rollouts))
+        gap, other = np.concatenate(gaps), np.concatenate(others)
+        cells += [f"{int(other.sum())} of {len(other)}", f"{gap.mean():.1e}", f"{gap.max():.1e}"]
+    return " | ".join(cells)
+
+
+def write(rows: list[str]) -> None:
+    """Puts rows into the page's table, each in the place of an older one of its type, dtype and perturbation."""
+    head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    table, tail = rest.split(END)
+    found = {tuple(line.split("| ")[1:4]): line for line in [*table.strip().splitlines()[2:], *rows]}
+    titles = ["type", "dtype", "perturbation", "routed otherwise", "mean gap", "largest gap"]
+    titles += ["replayed: otherwise", "mean gap", "largest gap"]
+    lines = [f"| {' | '.join(titles)} |", "| --- " * len(titles) + "|", *found.values()]
+    PAGE.write_text("\n".join([head + BEGIN, *lines, END + tail]), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--engine", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--print", action="store_true", help="print the rows, and leave the page as it is")
+    parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.engine:
-        # Eager, so that hooks are called.
-        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        folder, target, experts, chosen = options.engine
-        Path(target).write_bytes(pickle.dumps(rolled_out(folder, options.dtype, int(experts), int(chosen))))
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        folder, target = options.engine
+        Path(target).write_bytes(pickle.dumps(rolled_out(folder, options.dtype)))
         sys.stdout.flush()
         os._exit(0)  # vLLM's engine and the interpreter of Python do not end well together
-    from benchmarks.machine import describe
-
-    print(describe())
     for model_type in options.types or TYPES:
-        for line in measured(model_type, options.dtype):
-            print(line, flush=True)
+        rows = measured(model_type, options.dtype)
+        print("\n".join(rows), flush=True)
+        if not options.print:
+            write(rows)
 
 
 if __name__ == "__main__":

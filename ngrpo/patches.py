@@ -22,10 +22,10 @@ _ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_a
 _SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
 _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
 # The conditions under which a rollout is drawn otherwise, and under which a step's samples are measured or valued so.
-_DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule"
+_DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule or routing"
 _STEP = (
     "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-    " or correction_warmup or estimator"
+    " or correction_warmup or estimator or routing"
 )
 
 IN_VLLM, IN_SUPPORTED_VLLM, IN_PERTURBED_CORE = VLLM_CONDITIONS = ("vllm", "supported_vllm", "perturbed_vllm")
@@ -119,13 +119,14 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or estimator", "import",
         "takes each micro batch's values of the estimator"),
     _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
-        "perturbation or credit or policy_noise or sampling_mask", "sha:8d664f8c8592",
+        "perturbation or credit or policy_noise or sampling_mask or routing", "sha:8d664f8c8592",
         "its log-probabilities are of the replayed history, and among the tokens that sampling left"),
-    _row(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor", "perturbation or sampling_mask",
-        "sha:871e4cda19c1", "the same, through its own embedding"),
+    _row(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor",
+        "perturbation or sampling_mask or routing", "sha:871e4cda19c1", "the same, through its own embedding"),
     _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
-        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss or"
-        " estimator", "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
+        "cpu or perturbation or reproducible or policy_noise or sampling_mask or routing or second_round or"
+        " credit_in_loss or estimator", "sha:afd1137caf53",
+        "the forward that is differentiated replays; its loss; the weight sync"),
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
@@ -136,7 +137,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "log-probabilities are among the tokens that sampling left; a density overrides the token's; a credit sees the"
         " logits"),
     _row("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "model_actors:merge_mm_train_inputs",
-        "perturbation or sampling_mask", "sha:adfa2c8a4cd8",
+        "perturbation or sampling_mask or routing", "sha:adfa2c8a4cd8",
         "a multimodal model's forward gets its pictures, and not our records"),
     # ---- relied upon, not replaced ----------------------------------------------------------------
     _row(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
@@ -210,6 +211,10 @@ VLLM: tuple[Patch, ...] = (
         "the output matrix, where a model has one of its own"),
     _vllm("model_executor.layers.logits_processor", "LogitsProcessor.forward", None,
         "(self, lm_head, hidden_states, ...)", "receives the last hidden states"),
+    _vllm("model_executor.layers.fused_moe.runner.moe_runner", "MoERunner.is_monolithic", None, "(self)",
+        "says whether a layer's kernel chooses experts inside"),
+    _vllm("model_executor.layers.fused_moe.router.base_router", "BaseRouter.set_capture_fn", None,
+        "(self, capture_fn)", "hands over the experts that a layer chose"),
     # ---- the two model runners, whose bound methods runners.py replaces --------------------
     _vllm(_RUNNER_V1, "GPUModelRunner._update_states", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V1, "GPUModelRunner._preprocess", None, "(self, scheduler_output, ...)", "inputs are laid out"),

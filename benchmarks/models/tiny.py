@@ -33,7 +33,7 @@ def build(model_type: str, folder: Path, tokenizer: Path, dtype: torch.dtype = t
     Raises:
         NotBuilt: where transformers does not know the type, or no derived configuration makes a model.
     """
-    config, model = _model(model_type)
+    config, model = random_model(model_type)
     model.to(dtype).save_pretrained(folder)
     name_text_architecture(folder)
     if model_type in _AS_PUBLISHED:
@@ -99,7 +99,8 @@ def model_class(config: Any) -> Any:
     return auto if type(config) in auto._model_mapping else other
 
 
-def _model(model_type: str) -> tuple[Any, Any]:
+def random_model(model_type: str) -> tuple[Any, Any]:
+    """A type's small configuration and a model of it in float32; ``NotBuilt`` as of :func:`build`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if model_type not in CONFIG_MAPPING:

@@ -111,6 +111,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str,
         "--log-file": (asked.log_file, "Redirect the output: 2> FILE."),
         "--preset": (asked.preset, "Leave it out."),
         "--report.groups": (asked.report_groups, "Leave it out."),
+        "--replay.routing": (asked.replay_routing, "Leave it out."),
         "--eval.at_start": (asked.eval_at_start, "Leave it out."),
         "--sampling.*": (asked.sampling.given(), "Evaluation has --temperature and --top-p."),
     }

@@ -48,6 +48,8 @@ sampling of the rollouts; evaluation is as it was
                             importance weights of the loss (OpenRLHF's
                             --algo.advantage.is_correction_*) grow from 1 to
                             their whole over the first N steps
+  --replay.routing          mixtures of experts: train on the experts that the
+                            rollouts chose, weighed by the trained router
   --reproducible            the same seed gives the same rollouts from run to
                             run: whole batches in a fixed order
 

@@ -83,6 +83,11 @@ TRAINING = (
         (_LORA, "OpenRLHF syncs its weights under names that vLLM does not know"),
         (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {ASYNC})"),
     ),
+    *rows(
+        given.ROUTING,
+        (given.DENSE, "it has no routing to replay", "leave --replay.routing out"),
+        (_TENSOR, "the routers of a split model are untested"),
+    ),
     Row(
         flag("--train.enable_ema"), _ZERO_3, "the initial model would be saved as the average", "use --ds.zero_stage 2"
     ),
@@ -153,6 +158,7 @@ TRAINING = (
         (_WARMUP, "its responses have a ratio to their own prompt's policy, which a changed weight would change"),
         (given.PERTURBATION, _OTHER_PROMPT),
         (given.MASK, _OTHER_PROMPT),
+        (given.ROUTING, _OTHER_PROMPT),
         (flag("--train.agent_func_path"), "an agent's first prompt is not all that it is told"),
         (_PICTURES, "pictures stand in the prompt that would be changed"),
         (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
@@ -230,8 +236,8 @@ HARDWARE = (
 )
 
 _RANKS = "the rows of a step are split over ranks"
-ENGINE = tuple(
-    rows(
+ENGINE = (
+    *rows(
         IN_ENGINE,
         (engine("speculative_config", name="speculative decoding"), "the draft model would not see the inputs"),
         (engine("parallel_config.pipeline_parallel_size", above_one), "only the first stage embeds", "set it to 1"),
@@ -264,7 +270,12 @@ ENGINE = tuple(
             "it has no single input embedding",
         ),
         (engine("kv_transfer_config", name="KV transfer between engines"), "perturbed blocks must not be shared"),
-    )
+    ),
+    Row(
+        engine("model_config.enable_return_routed_experts"),
+        given.IN_ROUTED_ENGINE,
+        "a router of vLLM hands its experts to one of the two",
+    ),
 )
 
 _WITHOUT = "use the variant without them, or OpenRLHF"
@@ -282,6 +293,7 @@ VERL_ADVANTAGE = (
             "leave out its option k_end, or what else changes it, or train with OpenRLHF",
         ),
     ),
+    Row(given.ROUTING, IN_VERL, "verl has a routing replay of its own", "leave it out, and set verl's own"),
     Row(
         given.KL_IN_REWARD,
         given.ADVANTAGE,

@@ -22,6 +22,8 @@ ESTIMATOR = "--algo.advantage.estimator"
 KL = "--algo.kl.init_coef"
 LOSS = "--actor.policy_loss_type"
 MODEL = "--actor.model_name_or_path"
+# Where a config.json has the number of a layer's experts, by vLLM 0.26 to 0.31.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
 
 
@@ -271,6 +273,15 @@ def _head_size(asked: Combination) -> str:
     return unfit and f"the model {model!r} with attention heads of size {unfit}"
 
 
+def _dense(asked: Combination) -> str:
+    path = architecture.find_config(asked.flags.value(MODEL) or "") if ROUTING.given(asked) else None
+    if path is None:
+        return ""
+    config = architecture.read_config(path)
+    text = config.get("text_config", config)
+    return "" if any(text.get(name) for name in _EXPERTS) else f"the model {asked.flags.value(MODEL)}, which is dense,"
+
+
 def _critic(asked: Combination) -> str:
     enabled, gae = verl("critic.enable"), verl("algorithm.adv_estimator", lambda name: name == "gae")
     default = verl("critic.enable", lambda value: value is None)
@@ -279,8 +290,10 @@ def _critic(asked: Combination) -> str:
 
 PERTURBATION = part("perturbation", counts=lambda made: made.active)
 MASK = sampling("correct_mask")
+ROUTING = when("--replay.routing", lambda asked: asked.run.replay_routing)
 REPLAYED = Feature(
-    "--perturbation NAME or --sampling.correct_mask", lambda asked: PERTURBATION.given(asked) or MASK.given(asked)
+    "--perturbation NAME, --sampling.correct_mask or --replay.routing",
+    lambda asked: PERTURBATION.given(asked) or MASK.given(asked) or ROUTING.given(asked),
 )
 DENSITY = density()
 SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
@@ -346,8 +359,13 @@ WITHOUT_FLASH_ATTN = when(
     "an environment without flash-attn", lambda asked: asked.hardware == "cuda" and "flash-attn" in asked.missing
 )
 
+DENSE = Feature("a model without experts", _dense)
 HEAD_SIZE = Feature("a model with heads of a size that vLLM's CPU attention lacks", _head_size)
 IN_ENGINE = part("perturbation")
+IN_ROUTED_ENGINE = when(
+    'additional_config["routed_experts"]',
+    lambda asked: (getattr(asked.settings, "additional_config", None) or {}).get("routed_experts"),
+)
 MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
 IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)
 WITHOUT_VLLM = when("use_vllm=False", lambda asked: not getattr(asked.settings, "use_vllm", False))

@@ -107,7 +107,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
             specs[kind.name] = made.spec()
     if "perturbation" not in specs and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
-    if "replay_buffer" in specs and not {PERTURBATION, _CORRECT_MASK} & ours.keys():
+    if "replay_buffer" in specs and not {PERTURBATION, _CORRECT_MASK, "--replay.routing"} & ours.keys():
         raise UsageError(f"{REPLAY_BUFFER} is given, but nothing is recorded. Add {PERTURBATION} NAME.")
     model, actor = _MODEL_NAMES
     if model in ours and Flags(rest).has(actor):

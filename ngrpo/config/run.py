@@ -124,6 +124,7 @@ class RunConfig:
     strict: bool = _setting("--perturbation.strict", False, "end the run there")
     reproducible: bool = _setting("--reproducible", False, "the same seed gives the same rollouts")
     eval_at_start: bool = _setting("--eval.at_start", False, "evaluate before the first step too")
+    replay_routing: bool = _setting("--replay.routing", False, "train on the experts that the rollouts chose")
     report_groups: int = _setting("--report.groups", 0, "prompts whose responses are kept", low=0, high=16)
     max_num_seqs: int | None = _setting("--engine.max_num_seqs", None, "responses at once", low=1)
     max_num_batched_tokens: int | None = _setting("--engine.max_num_batched_tokens", None, "tokens of a step", low=1)
@@ -197,7 +198,12 @@ class RunConfig:
     def changes_rollouts(self) -> bool:
         """Whether engines draw in another way than vLLM's own, and responses come with a record."""
         given = self.perturbation is not None or self.sampling_schedule is not None
-        return given or self.reproducible or self.sampling.correct_mask
+        return given or self.reproducible or self.has_side_records
+
+    @property
+    def has_side_records(self) -> bool:
+        """Whether a response comes with more than a record of perturbed inputs: a sampling mask, or experts."""
+        return self.sampling.correct_mask or self.replay_routing
 
     @property
     def changes_rollout_policy(self) -> bool:
@@ -213,6 +219,7 @@ class RunConfig:
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,
             "sampling": bool(self.sampling.given()),
             "sampling_mask": self.sampling.correct_mask,
+            "routing": self.replay_routing,
             "correction_warmup": self.sampling.correction_warmup is not None,
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.patch import around
+from ngrpo.rollout.routed_experts import RoutedExperts, RoutedStep
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.settings import read
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
@@ -50,6 +51,7 @@ class Note:
     support: SamplingSupport | None
     edited: tuple[np.ndarray, np.ndarray]  # slots and positions of the edits
     edits: dict[str, Tensor]
+    routed: RoutedStep | None = None
 
 
 class Notes:
@@ -59,10 +61,14 @@ class Notes:
     # since it takes as much memory as there are of them; so it arrives later, and has a queue of its own.
 
     def __init__(
-        self, store: TrajectoryStore, masks: SamplingMaskStore | None, event: Callable[[], torch.cuda.Event | None]
+        self,
+        store: TrajectoryStore,
+        masks: SamplingMaskStore | None,
+        routed: RoutedExperts | None,
+        event: Callable[[], torch.cuda.Event | None],
     ) -> None:
         """store: of tokens and edits; event: tells when all copies made so far have arrived, None where they have."""
-        self._store, self._masks, self._event = store, masks, event
+        self._store, self._masks, self._routed, self._event = store, masks, routed, event
         self._coming: deque[Note] = deque()
         self._masked: deque[Note] = deque()
         self._newest = np.zeros(store.slots, dtype=np.int64)
@@ -97,6 +103,8 @@ class Notes:
             note = self._coming.popleft()
             log_probs = note.log_probs.numpy() if note.rows is None else note.log_probs.numpy()[note.rows]
             self._store.write_tokens(note.slots, note.positions, log_probs)
+            if note.routed is not None:
+                require(self._routed, "the store of experts").write(note.routed)
             if note.edits:
                 parts = {name: part.numpy() for name, part in note.edits.items()}
                 fed, (slots, positions) = parts.pop("fed"), note.edited

@@ -20,8 +20,9 @@ from ngrpo.rollout import new_weights, runners
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore
-from ngrpo.rollout.settings import SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
+from ngrpo.rollout.settings import ROUTED_EXPERTS, SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import Perturbation, ReplayBuffer, UsageError
@@ -66,6 +67,7 @@ class AttachedPerturbation:
         # On a CPU a table of neighbors takes half a minute, so that its rows are computed as they are needed.
         self._ahead = runner.device.type != "cpu"
         self.schedule = read_schedule(runner.vllm_config.additional_config)
+        self._routed = RoutedExperts(runner) if runner.vllm_config.additional_config.get(ROUTED_EXPERTS) else None
         self.replace(perturbation)
         (runners.attach_v2 if self.runner_version == "V2" else runners.attach_v1)(runner, self)
         # An encoder of pictures or sound runs between the layout of a step and its forward.
@@ -101,8 +103,11 @@ class AttachedPerturbation:
         config, masks = runner.vllm_config.additional_config, None
         if config.get(SAMPLING_MASKS):
             masks = SamplingMaskStore(self._vocabulary, store.slots, read_mask_limit(config))
+        if self._routed is not None:
+            self._routed.restart(store)
+        sides = masks, self.schedule, self._routed
         self.perturber = RolloutPerturber(
-            perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, masks, self.schedule
+            perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, *sides
         )
         self._buffer.drop(self._buffer.names())
         rank = runner.vllm_config.parallel_config.data_parallel_index

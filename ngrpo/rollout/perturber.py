@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout.async_scheduling import Note, Notes
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_kernels import STREAMS, Gated, Logits, Rows, StepKernels
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
@@ -69,10 +70,11 @@ class RolloutPerturber:
         module: nn.Module | None = None,
         masks: SamplingMaskStore | None = None,
         schedule: SamplingSchedule | None = None,
+        routed: RoutedExperts | None = None,
     ) -> None:
         self._perturbation, self._store, self._gate = perturbation, store, gate
         self._embeddings, self._override, self.device = embeddings, override, device
-        self._module, self.masks, self._schedule = module, masks, schedule
+        self._module, self.masks, self._schedule, self.routed = module, masks, schedule, routed
         self._kernels = StepKernels(perturbation, gate, embeddings, override.lookup, device, module, masks is not None)
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
@@ -84,7 +86,7 @@ class RolloutPerturber:
         self._hidden: Tensor | None = None
         self._batch: Batch | None = None
         self._at_once = REPLAY_CHUNK
-        self.notes = Notes(store, masks, lambda: self._event())
+        self.notes = Notes(store, masks, routed, lambda: self._event())
 
     # --- before the forward -------------------------------------------------------------------------------------
 
@@ -106,6 +108,8 @@ class RolloutPerturber:
         for row in stored.nonzero()[0]:
             self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
         self._batch = Batch(slots, ends, ~discard, self._slot_tensor, self._prompts)
+        if self.routed is not None:
+            self.routed.begin(slots, starts, counts, ~discard)
 
     def _locate_rows(self, names: Sequence[str]) -> None:
         if names == self._names:
@@ -242,6 +246,7 @@ class RolloutPerturber:
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}
+        routed = None if self.routed is None else self.routed.take(self._download)
         ready = self._event()
         slots, at_next, kept = batch.slots, batch.next_positions, None
         if not within.all():
@@ -252,7 +257,7 @@ class RolloutPerturber:
         self._last_position[slots] = at_next
         edited = batch.slots[gated], batch.next_positions[gated]
         self._store.has_edits[edited[0]] = True
-        self.notes.add(Note(ready, slots, at_next, kept, log_probs, support, edited, edits))
+        self.notes.add(Note(ready, slots, at_next, kept, log_probs, support, edited, edits, routed))
         return tokens
 
     def _event(self) -> torch.cuda.Event | None:
@@ -271,13 +276,14 @@ class RolloutPerturber:
         if self._store.slots > len(self._row_of_slot):
             self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
             self._last_position = grown(self._last_position, self._store.slots, -1)
-            for each in (self.notes, self.masks, self._gate):
+            for each in (self.notes, self.masks, self._gate, self.routed):
                 if each is not None:
                     each.grow(self._store.slots)
         self._last_position[slot] = -1
         self._gate.reset(slot, prompt)
-        if self.masks is not None:
-            self.masks.clear(slot)
+        for kept in (self.masks, self.routed):
+            if kept is not None:
+                kept.clear(slot)
 
     def closed(self, slot: int) -> None:
         """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""

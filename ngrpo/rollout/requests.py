@@ -112,6 +112,8 @@ class RunningRequests:
         self._finish()
         for new in scheduler_output.scheduled_new_reqs:
             self._open(new)
+        if self._perturber.routed is not None:
+            self._perturber.routed.follow(scheduler_output, self._store.live)
 
     def _finish(self, names: Iterable[str] = ()) -> None:
         """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
@@ -154,9 +156,11 @@ class RunningRequests:
         self._perturber.opened(new.req_id, prompt)
 
     def _extract(self, name: str) -> FinishedTrajectory:
-        masks = self._perturber.masks
-        mask = None if masks is None else masks.read(self._store.live[name].slot)
-        return FinishedTrajectory(*self._store.record(name), mask)
+        slot = self._store.live[name].slot
+        mask, experts = (
+            None if kept is None else kept.read(slot) for kept in (self._perturber.masks, self._perturber.routed)
+        )
+        return FinishedTrajectory(*self._store.record(name), mask, experts=experts)
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
         """Hands over records, once: internal request id to the parts of its :class:`FinishedTrajectory`.

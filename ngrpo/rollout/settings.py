@@ -31,6 +31,8 @@ SAMPLING_MASKS = "sampling_masks"
 # The start-up check waits for ``collective_rpc("perturbation_check")``, or else for the first request. The caller gets
 # its error, which would be lost where an engine in a process of its own ends at its start.
 DEFERRED_CHECK = "deferred_check"
+# Record which experts each token was sent to; implies seeded draws.
+ROUTED_EXPERTS = "routed_experts"
 # The memory in GiB that the sampling masks of a worker's running requests may take.
 SAMPLING_MASK_GIB = "sampling_mask_gib"
 # How temperatures change, a dictionary with name and options; implies seeded draws.
@@ -40,7 +42,7 @@ SAMPLING_SCHEDULE = "sampling_schedule"
 def read(additional_config: object) -> Perturbation | None:
     """The perturbation of an engine: one that perturbs nothing for seeded draws alone, None where nothing is asked."""
     config = _dictionary(additional_config)
-    switches = {name: config.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS)}
+    switches = {name: config.get(name, False) for name in (SEEDED_DRAWS, SAMPLING_MASKS, ROUTED_EXPERTS)}
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise UsageError(f"additional_config[{name!r}]={value!r}: must be True or False.")

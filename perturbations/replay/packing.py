@@ -14,8 +14,8 @@ MOST_CANDIDATES = 4096
 """Candidates of a position: they take as much memory as the vector of a dense edit in a large model."""
 
 RECORD, LOG_PROBS, MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
-COUNTS, UNPERTURBED = "perturbation_counts", "unperturbed_answer"
-PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, UNPERTURBED)
+COUNTS, UNPERTURBED, EXPERTS = "perturbation_counts", "unperturbed_answer", "routed_experts"
+PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, UNPERTURBED, EXPERTS)
 
 _CHECKSUM = struct.Struct("<I")
 _VARINT_BYTES = 5

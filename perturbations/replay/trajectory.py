@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -300,6 +301,8 @@ class FinishedTrajectory:
         dropped: edits of earlier turns on tokens that an agent or a chat template has changed.
         prompted, cached: tokens of the prompts of all turns, and those in the engine's prefix cache.
         unperturbed: a short response of the same engine with the perturbation off, mostly None.
+        experts: of a mixture of experts, those that the first P tokens were sent to, (P, L, K) uint8, or uint16 for
+            more than 256 experts: L·K or 2·L·K bytes a token; None where these are not recorded.
     """
 
     record: ReplayRecord
@@ -309,12 +312,13 @@ class FinishedTrajectory:
     prompted: int = 0
     cached: int = 0
     unperturbed: UnperturbedAnswer | None = None
+    experts: np.ndarray | None = None
 
     @property
     def size(self) -> int:
         """Bytes of memory that holding it takes."""
-        mask = 0 if self.sampling_mask is None else self.sampling_mask.nbytes
-        return OVERHEAD + self.record.size + self.log_probs.nbytes + mask
+        further = (part.nbytes for part in (self.sampling_mask, self.experts) if part is not None)
+        return OVERHEAD + self.record.size + self.log_probs.nbytes + sum(further)
 
     def truncate(self, num_tokens: int) -> FinishedTrajectory:
         """The trajectory's first ``num_tokens`` tokens."""
@@ -326,6 +330,7 @@ class FinishedTrajectory:
             record=self.record.truncate(num_tokens),
             log_probs=self.log_probs[: max(len(self.log_probs) - beyond, 0)],
             sampling_mask=None if self.sampling_mask is None else self.sampling_mask.truncate(num_tokens),
+            experts=None if self.experts is None else self.experts[:num_tokens],
         )
 
     def pack(self) -> dict[str, bytes]:
@@ -337,6 +342,10 @@ class FinishedTrajectory:
         if answer is not None:
             tokens = [packing.varint(len(answer.tokens)), answer.tokens.astype("<i4").tobytes()]
             parts[packing.UNPERTURBED] = [*tokens, packing.floats(answer.log_probs)]
+        if self.experts is not None:
+            sizes = (*self.experts.shape, self.experts.itemsize)
+            raw = self.experts.astype(f"<u{self.experts.itemsize}", copy=False).tobytes()
+            parts[packing.EXPERTS] = [*map(packing.varint, sizes), raw]
         packed = {name: packing.sealed(part, _TRAJECTORY_VERSION) for name, part in parts.items()}
         if self.sampling_mask is not None:
             packed[packing.MASK] = self.sampling_mask.to_bytes()
@@ -349,15 +358,21 @@ class FinishedTrajectory:
         def reader(name: str) -> packing.Reader:
             return packing.unsealed(parts[name], _TRAJECTORY_VERSION, name)
 
-        mask, answer = parts.get(packing.MASK), None
+        mask, answer, experts = parts.get(packing.MASK), None, None
         if packing.UNPERTURBED in parts:
             rest = reader(packing.UNPERTURBED)
             tokens = np.frombuffer(rest.take(4 * rest.varint()), "<i4").astype(np.int32)
             answer = UnperturbedAnswer(tokens, rest.all_floats())
+        if packing.EXPERTS in parts:
+            rest = reader(packing.EXPERTS)
+            *shape, size = rest.varints(4).tolist()
+            experts = np.frombuffer(rest.take(math.prod(shape) * size), f"<u{size}").reshape(shape)
+            rest.finish()
         return cls(
             ReplayRecord.from_bytes(parts[packing.RECORD]),
             reader(packing.LOG_PROBS).all_floats(),
             None if mask is None else SamplingMask.from_bytes(mask),
             *(reader(packing.COUNTS).varints(3).tolist() if packing.COUNTS in parts else (0, 0, 0)),
             unperturbed=answer,
+            experts=experts,
         )

@@ -49,7 +49,7 @@ LINES = {
     "none": "--perturbation none --perturbation.replay_buffer memory",
     "a replay buffer for masks": "--sampling.correct_mask --perturbation.replay_buffer memory",
     "every setting": "--perturbation neighbor --perturbation.gap_limit 3.25 --perturbation.strict --reproducible"
-    " --eval.at_start --report.groups 2 --preset dapo --sampling.top_k 7 --sampling.correct_mask"
+    " --eval.at_start --report.groups 2 --replay.routing --preset dapo --sampling.top_k 7 --sampling.correct_mask"
     " --sampling.mask_gib 0.1 --perturbation.replay_buffer memory --perturbation.replay_buffer.max_bytes 77",
     "a rate that is no short decimal": "--perturbation soft --perturbation.rate 0.30000000000000004",
     "a gate": "--perturbation soft --perturbation.until 9 --perturbation.gate ./own.py:Odd",

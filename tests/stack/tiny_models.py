@@ -39,6 +39,11 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "multiplied": ("granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.2}, {}),
     "transformers": ("smollm3", {}, {}),
     "transformers_scaled": ("gemma3_text", _GEMMA, {"model_impl": "transformers"}),
+    "mixture": (
+        "qwen3_moe",
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        {},
+    ),
     "per_layer": ("gemma4_text", {**_PER_LAYER, "global_head_dim": 32, "num_global_key_value_heads": 2}, {}),
     "per_layer_3n": ("gemma3n_text", {**_PER_LAYER, "intermediate_size": [256] * 4, "laurel_rank": 8}, {}),
 }

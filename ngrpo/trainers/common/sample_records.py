@@ -140,13 +140,17 @@ class Conversation:
         start, mask, before = len(prompt), turn.sampling_mask, self.trajectory
         log_probs = np.full(start + len(tokens), np.nan, dtype=np.float32)
         log_probs[start:] = turn.log_probs
-        dropped, prompted = 0, start
+        dropped, prompted, experts = 0, start, turn.experts
         if before is not None:
             dropped, prompted, cached = before.dropped, prompted + before.prompted, cached + before.cached
             log_probs[: len(before.log_probs)] = before.log_probs
             if mask is not None:
                 mask = require(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
-        self.trajectory = FinishedTrajectory(turn.record, log_probs, mask, dropped, prompted, cached)
+            if experts is not None:  # a token of an earlier turn keeps those that its next token was drawn with
+                kept = require(before.experts, "the experts of earlier turns")
+                experts = np.concatenate([kept, experts[len(kept) :]])
+        counts = dropped, prompted, cached
+        self.trajectory = FinishedTrajectory(turn.record, log_probs, mask, *counts, experts=experts)
         self._tokens = np.asarray([*prompt, *tokens], dtype=np.int64)
 
     def finished(self, tokens: Sequence[int]) -> FinishedTrajectory:
@@ -184,6 +188,18 @@ def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]
             " perturbed run has its record in mm_train_inputs: a custom executor must hand on what generate() returns."
         )
     return [trajectory.record for trajectory in trajectories if trajectory is not None]
+
+
+def routed(side_inputs: Sequence[Any] | None, batch: int) -> list[np.ndarray]:
+    """The experts of each sample of a batch, as of `FinishedTrajectory`; ``RuntimeError`` if a sample has none."""
+    found = [each.experts for each in unpack(side_inputs) if each is not None]
+    experts = [each for each in found if each is not None]
+    if len(experts) != batch:
+        raise RuntimeError(
+            f"--replay.routing: {batch - len(experts)} of {batch} samples came without their experts: an agent drops"
+            " mm_train_inputs from its response, or did not let generate() make it."
+        )
+    return experts
 
 
 @dataclass(frozen=True)

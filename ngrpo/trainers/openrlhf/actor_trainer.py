@@ -16,10 +16,11 @@ from ngrpo.config.run import current_run
 from ngrpo.trainers.common import weights_file
 from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
-from ngrpo.trainers.common.sample_records import records, two_rounds
+from ngrpo.trainers.common.sample_records import records, routed, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import model_of, replay_scope
 from perturbations import seeds
 from perturbations.errors import UsageError
+from perturbations.replay.routing import RoutingScope
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -68,6 +69,9 @@ def actor_trainer(plain: Any) -> type:
                     loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
                 if run.sampling.correct_mask:
                     stack.enter_context(corrected(side_inputs, experience.attention_mask))
+                if run.replay_routing:
+                    experts = routed(side_inputs, len(experience.sequences))
+                    stack.enter_context(RoutingScope(model_of(self.actor))(experts, experience.attention_mask))
                 if run.perturbation is not None:
                     loss = ratio = RatioMeasure(loss)
                     # A pass over the vocabulary is worth its time once per step, not in every micro-batch.

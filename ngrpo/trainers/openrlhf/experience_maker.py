@@ -62,7 +62,7 @@ def experience_maker(plain: Any) -> type:
                 print(CUT.format(step=self.training_step + 1, cut=cut, longest=longest), flush=True)
                 self.note({"cut_prompts": float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
-            if run.perturbation is not None or run.sampling.correct_mask:
+            if run.perturbation is not None or run.has_side_records:
                 refuse_non_finite(self.tokenizer, experiences)
                 self.note(replay_measures(self, experiences))  # before the update
             if run.changes_rollout_policy:

@@ -17,10 +17,11 @@ from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.trainers.common.log_probs import corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
-from ngrpo.trainers.common.sample_records import OURS, records
+from ngrpo.trainers.common.sample_records import OURS, records, routed
 from perturbations.base import Perturbation
 from perturbations.errors import require
 from perturbations.parameters import attached, freeze
+from perturbations.replay.routing import RoutingScope, routers
 from perturbations.replay.scope import LastHidden, ReplayScope
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def policy_model_actor(plain: type) -> type:
 
         def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
             super().init_model_from_pretrained(*args, **kwargs)
+            if current_run().replay_routing:
+                routers(model_of(self.actor))  # a model whose routing cannot be replayed is an error now
             noise = current_run().policy_noise
             if noise is not None:
                 # A model without weights for the noise is an error now: a dry run may not have seen the model.
@@ -79,6 +82,9 @@ class _Replaying:
                 stack.enter_context(corrected(side_inputs, require(attention_mask, "attention_mask")))
             if run.credit is not None and self.is_policy:
                 entropies = stack.enter_context(_kept_entropies(model))
+            if run.replay_routing:
+                experts = routed(side_inputs, len(sequences))
+                stack.enter_context(RoutingScope(model_of(model))(experts, require(attention_mask, "attention_mask")))
             if run.perturbation is not None:
                 scope = replay_scope(model, run.perturbation, measure=False)
                 stack.enter_context(scope(records(side_inputs, len(sequences)), attention_mask))

@@ -130,6 +130,7 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
         settings.SEEDED_DRAWS: run.reproducible,
         settings.SAMPLING_MASKS: run.sampling.correct_mask,
         settings.SAMPLING_MASK_GIB: run.sampling.mask_gib,
+        settings.ROUTED_EXPERTS: run.replay_routing,
         settings.SAMPLING_SCHEDULE: run.specs.get("sampling_schedule"),
         settings.REPLAY_BUFFER: run.specs.get("replay_buffer"),
         settings.DEFERRED_CHECK: True,
@@ -179,7 +180,7 @@ class RecordingExecutor:
                 f"{where}: it returned a response without a call of generate(), so that nothing was recorded. Let the"
                 " agent generate at least once, and hand on what generate() returns."
             )
-        if conversation.trajectory is None or not (run.perturbation is not None or run.sampling.correct_mask):
+        if conversation.trajectory is None or not (run.perturbation is not None or run.has_side_records):
             return response
         record = conversation.finished(response["observation_tokens"]).pack()
         return {**response, "mm_train_inputs": {**(response.get("mm_train_inputs") or {}), **record}}

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing replay: recorded experts in the routers of transformers, as bytes, through turns, and its refusals."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models.tiny import random_model
+from ngrpo.config import parse, rules
+from ngrpo.trainers.common.sample_records import Conversation, routed
+from perturbations import FinishedTrajectory, ReplayRecord
+from perturbations.errors import UsageError
+from perturbations.replay import packing
+from perturbations.replay.routing import RecordedChoice, RoutingScope, routers
+
+TYPES = ["qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "glm4_moe", "gpt_oss", "olmoe", "granitemoe"]
+TYPES += ["deepseek_v2", "deepseek_v3", "ernie4_5_moe", "minimax_m2", "llama4_text"]
+
+
+class Softmax(nn.Module):
+    """A router whose scores are its input, renormalised over the K experts."""
+
+    top_k, num_experts = 2, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = torch.topk(hidden @ self.weight.T, 2, dim=-1)
+        return chosen.values.softmax(dim=-1), chosen.indices
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Softmax()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, chosen = self.router(hidden.reshape(-1, 3))
+        return (weights * torch.tensor([1.0, 10.0, 100.0])[chosen]).sum(dim=-1)
+
+
+def test_the_scores_weigh_the_recorded_experts() -> None:
+    """Scores 2, 1 and 0; experts 0 and 2 were recorded: y = (e² · 1 + e⁰ · 100) / (e² + e⁰)."""
+    model, hidden, mask = Layer(), torch.tensor([[[2.0, 1.0, 0.0]]]), torch.ones(1, 1, dtype=torch.int64)
+    own = (np.e**2 * 1 + np.e * 10) / (np.e**2 + np.e)
+    assert model(hidden).item() == pytest.approx(own, rel=1e-6)
+    with RoutingScope(model)([np.array([[[0, 2]]], dtype=np.uint8)], mask):
+        output = model(hidden)
+    assert output.item() == pytest.approx((np.e**2 + 100) / (np.e**2 + 1), rel=1e-6)
+    output.sum().backward()
+    # dy/ds_0 = g_0 g_2 (1 − 100), dy/ds_2 the opposite, and none of the expert that was not recorded.
+    share = np.e**2 / (np.e**2 + 1) * (1 / (np.e**2 + 1)) * 99
+    assert model.router.weight.grad[:, 0].tolist() == pytest.approx([-2 * share, 0.0, 2 * share], rel=1e-5)
+    assert model(hidden).item() == pytest.approx(own, rel=1e-6), "nothing is left behind"
+
+
+def choices(model: Any, tokens: Tensor, mask: Tensor) -> np.ndarray:
+    """The experts that a model's own routers choose, (B, T, L, K)."""
+    seen = []
+
+    class Noted(RecordedChoice):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            before = self.choices
+            result = super().__torch_function__(func, types, args, kwargs)
+            if self.choices > before:
+                seen.append(result.indices)
+            return result
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr("perturbations.replay.routing.RecordedChoice", Noted)
+        with RoutingScope(model)([None] * len(tokens), mask):
+            model(tokens, attention_mask=mask)
+    return torch.stack(seen, dim=1).view(*tokens.shape, len(seen), -1).numpy()
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_type_of_router(model_type: str) -> None:
+    """Its own experts give its own forward bit for bit; others change it, with gradient to every router."""
+    model = random_model(model_type)[1]
+    tokens = torch.arange(3, 27).view(2, 12)
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        plain = model(tokens).logits
+    own = choices(model, tokens, mask)
+    with torch.no_grad(), RoutingScope(model)(list(own), mask):
+        assert torch.equal(model(tokens).logits, plain)
+    with RoutingScope(model)([*((own + 1) % routers(model)[0].num_experts)], mask):
+        replayed = model(tokens).logits
+    assert (replayed - plain).abs().max() > 0.01
+    replayed.square().mean().backward()
+    assert all(bool(router.weight.grad.any()) for router in routers(model))
+
+
+@pytest.fixture(scope="module")
+def mixture() -> Any:
+    return random_model("qwen3_moe")[1]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches_and_cut_trajectories(mixture: Any, side: str) -> None:
+    """A row's experts are found from its first real token; behind its record the model routes as it does."""
+    lengths, tokens = (12, 7), torch.arange(3, 27).view(2, 12)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    mask, tokens = (mask, tokens) if side == "left" else (mask.flip(1), tokens.flip(1))
+    rng = np.random.default_rng(0)
+    experts = [np.argsort(rng.random((length - 2, 2, 4)))[:, :, :2].astype(np.uint8) for length in lengths]
+    with torch.no_grad():
+        with RoutingScope(mixture)(experts, mask):
+            together = mixture(tokens, attention_mask=mask).logits
+        for row, length in enumerate(lengths):
+            alone = tokens[row : row + 1, mask[row].bool()]
+            with RoutingScope(mixture)(experts[row : row + 1], torch.ones_like(alone)):
+                assert (mixture(alone).logits[0] - together[row, mask[row].bool()]).abs().max() < 1e-4
+            assert (mixture(alone).logits[0] - together[row, mask[row].bool()]).abs().max() > 0.01, length
+
+
+def test_a_packed_batch(mixture: Any) -> None:
+    """(1, total): rows of a batch's samples one after the other, as flash attention takes them."""
+    router, hidden = routers(mixture)[0], torch.randn(5, 128)
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    experts = [np.array([[[0, 1]] * 2] * 2), np.array([[[2, 3]] * 2] * 2)]
+    with RoutingScope(mixture)(experts, mask):
+        chosen = router(hidden)[2]
+    own = router(hidden)[2]
+    assert chosen.tolist() == [[0, 1], [0, 1], [2, 3], [2, 3], own[4].tolist()]
+
+
+def test_a_checkpointed_layer_replays_again() -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = random_model("qwen3_moe")[1].train()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        tokens = torch.arange(3, 15)[None]
+        mask = torch.ones_like(tokens)
+        other = list((choices(model, tokens, mask) + 1) % 4)
+        with RoutingScope(model)(other, mask):
+            model(tokens, attention_mask=mask).logits.square().mean().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, another) for one, another in zip(*gradients))
+
+
+def test_groups_of_recorded_experts_stay_open() -> None:
+    """DeepSeek V2 sends a token to the experts of its best groups: the recorded ones keep their own weights."""
+    model, _ = random_model("deepseek_v2")[1], torch.manual_seed(0)
+    (router, *_) = routers(model)
+    router.topk_method, router.num_group, router.topk_group = "group_limited_greedy", 2, 1
+    hidden = torch.randn(6, router.hidden_dim)
+    logits, weights, own = router(hidden)
+    other = (own + router.num_experts // 2) % router.num_experts
+    with RecordedChoice(other, router.num_experts):
+        _, replayed, chosen = router(hidden)
+    assert (chosen == other).all() and (own // 2 != other // 2).all()
+    expected = logits.softmax(dim=-1).gather(1, other) * router.routed_scaling_factor
+    assert torch.equal(replayed, expected) and bool((weights != replayed).any())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phimoe", "jamba"])
+def test_other_routers_are_refused(model_type: str) -> None:
+    model, tokens = random_model(model_type)[1], torch.arange(3, 9)[None]
+    refused = pytest.raises(UsageError, match=r"--replay\.routing: .*Leave the flag out")
+    with refused, RoutingScope(model)([None], torch.ones_like(tokens)):
+        model(tokens)
+
+
+def test_experts_of_another_model_are_refused(mixture: Any) -> None:
+    scope, mask = RoutingScope(mixture), torch.ones(1, 4)
+    refused = pytest.raises(ValueError, match="recorded are 3 layers with 2 experts a token, the model has 2 with 2")
+    with refused, scope([np.zeros((4, 3, 2), np.uint8)], mask):
+        pass
+    with pytest.raises(RuntimeError, match="no forward went through"), scope([np.zeros((4, 2, 2), np.uint8)], mask):
+        pass
+
+
+# ---- on the way from the engine ----------------------------------------------------------------------------------
+
+
+def trajectory(prompt: int, tokens: int, experts: np.ndarray | None) -> FinishedTrajectory:
+    ids = np.zeros((0, 1), np.int32)
+    none = ids[:, 0], ids, ids.astype(np.float32), None, ids[:, 0].astype(bool)
+    return FinishedTrajectory(
+        ReplayRecord(9, prompt, tokens, *none), np.zeros(tokens - prompt, np.float32), experts=experts
+    )
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(np.uint8, 255), (np.uint16, 511)])
+def test_as_bytes(dtype: Any, most: int) -> None:
+    """One byte for each layer and expert of a token up to 256 experts, two above."""
+    experts = np.random.default_rng(0).integers(0, most + 1, (7, 3, 2)).astype(dtype)
+    whole = trajectory(4, 8, experts)
+    parts = whole.pack()
+    assert len(parts[packing.EXPERTS]) == 7 * 3 * 2 * np.dtype(dtype).itemsize + 4 + 4
+    found = FinishedTrajectory.unpack(parts).experts
+    assert found.dtype == dtype and (found == experts).all()
+    assert (whole.truncate(5).experts == experts[:5]).all()
+    assert whole.size - trajectory(4, 8, None).size == experts.nbytes
+    with pytest.raises(ValueError, match="routed_experts is damaged"):
+        FinishedTrajectory.unpack({**parts, packing.EXPERTS: parts[packing.EXPERTS][:-5]})
+    assert routed([parts, parts], 2)[1].shape == (7, 3, 2)
+    with pytest.raises(RuntimeError, match="1 of 2 samples came without their experts"):
+        routed([parts, trajectory(4, 8, None).pack()], 2)
+
+
+def test_turns_keep_the_experts_that_their_tokens_were_drawn_with() -> None:
+    first, second = np.full((6, 1, 1), 1, np.uint8), np.full((11, 1, 1), 2, np.uint8)
+    conversation = Conversation({})
+    conversation.add(trajectory(3, 7, first).pack(), [1, 2, 3], [4, 5, 6, 7])
+    prompt = [1, 2, 3, 4, 5, 9, 7, 8]  # the sixth token was changed
+    conversation.go_on(prompt)
+    assert len(conversation.trajectory.experts) == 5
+    conversation.add(trajectory(8, 12, second).pack(), prompt, [4, 5, 6, 7])
+    assert conversation.trajectory.experts.ravel().tolist() == [1] * 5 + [2] * 6
+
+
+# ---- the flag ----------------------------------------------------------------------------------------------------
+
+RUN = "--model smollm2-135m --task arithmetic --preset grpo"
+
+
+def test_the_flag_records_and_replays() -> None:
+    run = parse.run_config(["--replay.routing"])
+    assert run.replay_routing and run.changes_rollouts and run.has_side_records
+    assert run.conditions == ("routing",) and run.flags() == {"perturbation": "none", "replay.routing": "true"}
+    assert not parse.run_config(["--replay.routing", "false"]).changes_rollouts
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "smollm2-135m, which is dense, cannot be used with --replay.routing: it has no routing to replay"),
+        ("--second_round repeat", "--replay.routing cannot be used with --second_round repeat"),
+        ("--ds.ring_attn_size 2", "--ds.ring_attn_size 2 cannot be used with --replay.routing"),
+    ],
+)
+def test_what_it_does_not_go_with(words: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
+        rules.checked(parse.run_config([*RUN.split(), "--replay.routing", *words.split()]))
+
+
+def test_an_engine_takes_its_own_record_or_ours() -> None:
+    from ngrpo.rollout.settings import check_engine, read
+
+    config = {"routed_experts": True}
+    perturbation = read(config)
+    assert perturbation is not None and not perturbation.active
+    with pytest.raises(UsageError, match=r"additional_config\['routed_experts'\]=1: must be True or False"):
+        read({"routed_experts": 1})
+    theirs = SimpleNamespace(enable_return_routed_experts=True, is_moe=True, runner_type="generate")
+    with pytest.raises(UsageError, match="hands its experts to one of the two"):
+        check_engine(
+            SimpleNamespace(
+                model_config=theirs, parallel_config=SimpleNamespace(data_parallel_size=1), additional_config=config
+            ),
+            perturbation,
+        )

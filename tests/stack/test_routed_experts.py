@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routing replay: an engine's experts reach the trainer's forward, exactly in float32, where a near tie parts them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ngrpo.rollout import set_perturbation
+from ngrpo.rollout.async_scheduling import cut_to_answer
+from ngrpo.rollout.requests import external_id
+from ngrpo.trainers.common.sample_records import Conversation
+from perturbations import replaying
+from perturbations.replay.routing import RoutingScope, routers
+from perturbations.replay.trajectory import FinishedTrajectory
+from tests.stack.harness import CROWDED, DISTURBED, build_engine, note_preemptions
+from tests.stack.tiny_models import tiny_model
+
+Answer = tuple[list[int], list[int], FinishedTrajectory]
+NEIGHBOR: dict[str, Any] = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny mixture in which experts 1, 2 and 3 have the same scores up to rounding, so that any is the second."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model("mixture", tmp_path_factory.mktemp("tied"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for router in routers(model):
+            router.weight[2:] = router.weight[1] * torch.tensor([[1 + 1e-7], [1 - 1e-7]])
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trainer(tied: str) -> Any:
+    from tests.stack.harness import load_in_float32
+
+    return load_in_float32(tied)
+
+
+@pytest.fixture(scope="module")
+def engine(tied: str) -> Iterator[Any]:
+    """Prefix caching, chunked prefills, and unperturbed but for what a test sets."""
+    options = {**DISTURBED, "block_size": 32, "max_num_seqs": 4}
+    yield build_engine(tied, None, additional_config={"routed_experts": True}, **options)
+
+
+def prompts(count: int, tokens: int, seed: int = 0) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(3, 500, (count, tokens)).tolist()
+
+
+def answers(llm: Any, given: Sequence[list[int]], tokens: int = 32, record: bytes = b"") -> list[Answer]:
+    from vllm import SamplingParams
+
+    each = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            extra_args={"perturbation": {"seed": i, **({"record": record} if record else {})}},
+        )
+        for i in range(len(given))
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in given], each, use_tqdm=False)
+    taken = llm.llm_engine.collective_rpc("perturbation_take", args=(None, []))[0]
+    by_name = {external_id(name): FinishedTrajectory.unpack(parts) for name, parts in taken.items()}
+    found = []
+    for prompt, output in zip(given, outputs):
+        drawn = list(output.outputs[0].token_ids)
+        found.append((list(prompt), drawn, cut_to_answer(by_name[output.request_id], len(drawn))))
+    return found
+
+
+@torch.no_grad()
+def gap(model: Any, answer: Answer, replay: bool = True) -> float:
+    """The largest |Δ log p| of an answer's tokens."""
+    prompt, drawn, trajectory = answer
+    tokens = torch.tensor([prompt + drawn])
+    mask = torch.ones_like(tokens)
+    experts = [trajectory.experts if replay else None]
+    with replaying(model, [trajectory.record], mask), RoutingScope(model)(experts, mask):
+        log_probs = model(tokens, attention_mask=mask).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+    found = log_probs.gather(1, torch.tensor(drawn)[:, None])[:, 0].numpy()
+    return float(np.abs(found - trajectory.log_probs[-len(drawn) :]).max())
+
+
+@pytest.mark.parametrize("spec", [{"name": "none"}, NEIGHBOR], ids=lambda spec: spec["name"])
+def test_a_near_tie_is_replayed_exactly(engine: Any, trainer: Any, spec: dict[str, Any]) -> None:
+    """Prompts that share blocks of the prefix cache have all of their experts, too."""
+    set_perturbation(engine, **spec)
+    shared = prompts(1, 72, seed=1)[0]
+    found = answers(
+        engine, [*([*shared, 5 + i] for i in range(4)), *prompts(2, 40), *([*shared, 50 + i] for i in range(2))]
+    )
+    assert max(gap(trainer, each) for each in found) <= 1e-4
+    assert max(gap(trainer, each, replay=False) for each in found) > 0.1, "the tie must part engine and trainer"
+    for prompt, drawn, trajectory in found:
+        assert trajectory.experts.shape == (len(prompt) + len(drawn) - 1, 2, 2)
+        assert trajectory.experts.dtype == np.uint8
+
+
+def test_further_turns(engine: Any, trainer: Any) -> None:
+    set_perturbation(engine, **NEIGHBOR)
+    (prompt,) = prompts(1, 40, seed=2)
+    conversation = Conversation({})
+    for turn in range(3):
+        conversation.go_on(prompt)
+        record = b"" if conversation.trajectory is None else conversation.trajectory.record.to_bytes()
+        ((_, drawn, trajectory),) = answers(engine, [prompt], 16, record)
+        before = conversation.trajectory
+        conversation.add(trajectory.pack(), prompt, drawn)
+        joined = conversation.trajectory
+        if before is not None:
+            assert (joined.experts[: len(before.experts)] == before.experts).all()
+        assert len(joined.experts) == len(prompt) + len(drawn) - 1
+        assert gap(trainer, (prompt, drawn, joined)) <= 1e-4
+        prompt = [*prompt, *drawn, 7, 8, 9 + turn]
+
+
+def test_after_a_weight_sync(engine: Any, trainer: Any) -> None:
+    """The hook is still there, and new routers are seen."""
+    set_perturbation(engine, "none")
+    engine.reset_prefix_cache()
+    (answer,) = answers(engine, prompts(1, 40, seed=3))
+    assert gap(trainer, answer) <= 1e-4
+
+
+def test_after_preemptions(tied: str, trainer: Any) -> None:
+    llm = build_engine(
+        tied, None, additional_config={"perturbation": NEIGHBOR, "routed_experts": True},
+        **{**CROWDED, "enable_prefix_caching": True, "max_num_seqs": 8},
+    )  # fmt: skip
+    preempted = note_preemptions(llm)
+    found = answers(llm, prompts(6, 40, seed=4), 40)
+    assert preempted
+    assert max(gap(trainer, each) for each in found) <= 1e-4
+
+
+def test_a_dense_model_is_refused(model: str) -> None:
+    with pytest.raises(Exception, match="dense model"):
+        build_engine(model, None, additional_config={"routed_experts": True})
