@@ -204,4 +204,31 @@ MUTATIONS = {
     ("perturbations/gates/further.py", _MIXTURES): [
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
     ],
+    ("perturbations/replay/routing.py", "test_routing.py"): [
+        (
+            "(known, self._recorded, own.indices)",
+            "(known, own.indices, own.indices)",
+            "routing: the model's own experts",
+        ),
+        ("(scores.gather(1, indices), indices)", "(own.values, indices)", "routing: the weights of other experts"),
+        ("func(scores + open_,", "func(scores,", "routing: groups of recorded experts stay closed"),
+        ("(len(each),), i)", "(len(each),), 0)", "routing: all experts are the first sample's"),
+    ],
+    ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
+        ("counts[step.slots]) | step.drawn", "counts[step.slots])", "routing: a token drawn again keeps old experts"),
+        (
+            "(step.positions >= self._rows.counts[step.slots]) |",
+            "(step.positions >= 0) |",
+            "routing: a preempted prompt",
+        ),
+        ("before = [] if name in", "before = self._blocks[slot] if name in", "routing: blocks of before a preemption"),
+        ("np.maximum(self._scheduled[slots], starts + counts)", "starts", "routing: tokens are filled in twice"),
+    ],
+    ("ngrpo/trainers/common/sample_records.py", "test_routing.py"): [
+        (
+            "np.concatenate([kept, experts[len(kept) :]])",
+            "experts",
+            "routing: a turn replaces the earlier ones' experts",
+        ),
+    ],
 }
