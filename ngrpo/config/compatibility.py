@@ -83,11 +83,8 @@ TRAINING = (
         (_LORA, "OpenRLHF syncs its weights under names that vLLM does not know"),
         (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {ASYNC})"),
     ),
-    *rows(
-        given.ROUTING,
-        (given.DENSE, "it has no routing to replay", "leave --replay.routing out"),
-        (_TENSOR, "the routers of a split model are untested"),
-    ),
+    Row(given.DENSE, given.ROUTING, "it has no routing to replay", "leave --replay.routing out"),
+    Row(_TENSOR, given.ROUTING, "the routers of a split model are untested"),
     Row(
         flag("--train.enable_ema"), _ZERO_3, "the initial model would be saved as the average", "use --ds.zero_stage 2"
     ),
@@ -271,11 +268,7 @@ ENGINE = (
         ),
         (engine("kv_transfer_config", name="KV transfer between engines"), "perturbed blocks must not be shared"),
     ),
-    Row(
-        engine("model_config.enable_return_routed_experts"),
-        given.IN_ROUTED_ENGINE,
-        "a router of vLLM hands its experts to one of the two",
-    ),
+    Row(engine("model_config.enable_return_routed_experts"), given.ROUTED_ENGINE, "a router hands them to one of both"),
 )
 
 _WITHOUT = "use the variant without them, or OpenRLHF"

@@ -362,7 +362,7 @@ WITHOUT_FLASH_ATTN = when(
 DENSE = Feature("a model without experts", _dense)
 HEAD_SIZE = Feature("a model with heads of a size that vLLM's CPU attention lacks", _head_size)
 IN_ENGINE = part("perturbation")
-IN_ROUTED_ENGINE = when(
+ROUTED_ENGINE = when(
     'additional_config["routed_experts"]',
     lambda asked: (getattr(asked.settings, "additional_config", None) or {}).get("routed_experts"),
 )

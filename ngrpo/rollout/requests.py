@@ -157,9 +157,9 @@ class RunningRequests:
 
     def _extract(self, name: str) -> FinishedTrajectory:
         slot = self._store.live[name].slot
-        mask, experts = (
-            None if kept is None else kept.read(slot) for kept in (self._perturber.masks, self._perturber.routed)
-        )
+        masks, routed = self._perturber.masks, self._perturber.routed
+        mask = None if masks is None else masks.read(slot)
+        experts = None if routed is None else routed.read(slot)
         return FinishedTrajectory(*self._store.record(name), mask, experts=experts)
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:

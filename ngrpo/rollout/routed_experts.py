@@ -21,7 +21,9 @@ from ngrpo.rollout.trajectories import Chunks, Trajectory, TrajectoryStore, grow
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _MOST_IN_A_BYTE = 256
 
@@ -41,8 +43,8 @@ class RoutedStep:
 class RoutedExperts:
     """Experts of the running step, and of live trajectories by slot."""
 
-    def __init__(self, runner: Any) -> None:
-        """runner: of vLLM, its model loaded.
+    def __init__(self, runner: GPUModelRunner) -> None:
+        """runner: of vLLM, V1 or V2, its model loaded.
 
         Raises:
             UsageError: for a model without experts, or a kernel that does not show its choice.
@@ -164,19 +166,19 @@ class RoutedExperts:
         return experts.reshape(len(experts), *self._shape)
 
 
-def _layers(model: nn.Module) -> list[Any]:
+def _layers(model: nn.Module) -> list[MoERunner]:
     """The layers of experts, in the model's order."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-def _watch(layer: Any, take: Callable[[Tensor], None]) -> None:
+def _watch(layer: MoERunner, take: Callable[[Tensor], None]) -> None:
     """Has a layer hand over the experts that it chose, (rows, K), in each forward; UsageError where it cannot."""
     if not layer.is_monolithic:
         layer.router.set_capture_fn(take)
         return
-    kernel = getattr(getattr(layer._quant_method, "moe_kernel", None), "fused_experts", None)
+    kernel: Any = getattr(getattr(layer._quant_method, "moe_kernel", None), "fused_experts", None)
     shows = getattr(kernel, "supports_routing_replay_capture", None)
     if shows is not None and shows():
         kernel.set_capture_fn(take)

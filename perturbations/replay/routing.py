@@ -36,7 +36,7 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_router(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), int) for name in ("top_k", "num_experts"))
+    return all(isinstance(vars(module).get(name), int) for name in ("top_k", "num_experts"))
 
 
 class RecordedChoice(TorchFunctionMode):
@@ -47,11 +47,15 @@ class RecordedChoice(TorchFunctionMode):
         super().__init__()
         self._recorded, self._count, self.choices = recorded, count, 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Every function of torch passes here; all but `topk` over experts or their groups stay as they are."""
         kwargs = kwargs or {}
-        scores = args[0] if args else kwargs.get("input")
-        if func not in _TOPK or scores.dim() != 2 or len(scores) != len(self._recorded):
+        if func not in _TOPK:
+            return func(*args, **kwargs)
+        scores: Tensor = args[0]
+        if scores.dim() != 2 or len(scores) != len(self._recorded):
             return func(*args, **kwargs)
         known = self._recorded >= 0
         if scores.shape[1] != self._count:  # groups of experts: those of the recorded ones stay open
@@ -72,6 +76,7 @@ class RoutingScope:
     def __init__(self, model: nn.Module) -> None:
         """``model``: of transformers. ``UsageError`` for one without known routers."""
         self._routers = routers(model)
+        self._sizes = [(vars(router)["num_experts"], vars(router)["top_k"]) for router in self._routers]
         self._made: Tensor | None = None
 
     @contextmanager
@@ -82,7 +87,7 @@ class RoutingScope:
         ``ValueError`` for other numbers of layers or of experts a token than the model's.
         """
         present = [(i, each) for i, each in enumerate(experts) if each is not None]
-        wanted = (len(self._routers), int(self._routers[0].top_k))
+        wanted = (len(self._routers), self._sizes[0][1])
         for _, each in present:
             if each.shape[1:] != wanted:
                 given = f"{each.shape[1]} layers with {each.shape[2]} experts a token"
@@ -94,7 +99,7 @@ class RoutingScope:
         self._made = None
         before = [vars(router).get("forward") for router in self._routers]
         for layer, router in enumerate(self._routers):
-            router.forward = partial(self._route, router, layer, router.forward)
+            router.forward = partial(self._route, layer, router.forward)
         try:
             yield
             if self._made is None:
@@ -106,12 +111,12 @@ class RoutingScope:
                     router.forward = own
             self._made = None
 
-    def _route(self, router: Any, layer: int, original: Callable[..., Any], hidden: Tensor, *args: object) -> Any:
+    def _route(self, layer: int, original: Callable[..., Any], hidden: Tensor, *args: object) -> Any:
         recorded = self._table(hidden)[:, layer].long()
-        with RecordedChoice(recorded, router.num_experts) as choice:
+        with RecordedChoice(recorded, self._sizes[layer][0]) as choice:
             result = original(hidden, *args)
         if choice.choices != 1:
-            how = f"{type(router).__name__} calls topk over its experts {choice.choices} times, and not once"
+            how = f"{type(self._routers[layer]).__name__} chooses its experts by topk {choice.choices} times, not once"
             raise UsageError(f"--replay.routing: {how}, so its choice cannot be replayed. Leave the flag out.")
         return result
 

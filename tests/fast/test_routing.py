@@ -24,10 +24,9 @@ TYPES += ["deepseek_v2", "deepseek_v3", "ernie4_5_moe", "minimax_m2", "llama4_te
 class Softmax(nn.Module):
     """A router whose scores are its input, renormalised over the K experts."""
 
-    top_k, num_experts = 2, 3
-
     def __init__(self) -> None:
         super().__init__()
+        self.top_k, self.num_experts = 2, 3
         self.weight = nn.Parameter(torch.eye(3))
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +252,7 @@ def test_an_engine_takes_its_own_record_or_ours() -> None:
     with pytest.raises(UsageError, match=r"additional_config\['routed_experts'\]=1: must be True or False"):
         read({"routed_experts": 1})
     theirs = SimpleNamespace(enable_return_routed_experts=True, is_moe=True, runner_type="generate")
-    with pytest.raises(UsageError, match="hands its experts to one of the two"):
+    with pytest.raises(UsageError, match="a router hands them to one of both"):
         check_engine(
             SimpleNamespace(
                 model_config=theirs, parallel_config=SimpleNamespace(data_parallel_size=1), additional_config=config

@@ -222,7 +222,6 @@ MUTATIONS = {
             "routing: a preempted prompt",
         ),
         ("before = [] if name in", "before = self._blocks[slot] if name in", "routing: blocks of before a preemption"),
-        ("np.maximum(self._scheduled[slots], starts + counts)", "starts", "routing: tokens are filled in twice"),
     ],
     ("ngrpo/trainers/common/sample_records.py", "test_routing.py"): [
         (
