@@ -178,13 +178,12 @@ def _watch(layer: MoERunner, take: Callable[[Tensor], None]) -> None:
     if not layer.is_monolithic:
         layer.router.set_capture_fn(take)
         return
-    kernel: Any = getattr(getattr(layer._quant_method, "moe_kernel", None), "fused_experts", None)
-    shows = getattr(kernel, "supports_routing_replay_capture", None)
-    if shows is not None and shows():
+    kernel = getattr(getattr(layer._quant_method, "moe_kernel", None), "fused_experts", None)
+    if kernel is not None and getattr(kernel, "supports_routing_replay_capture", bool)():
         kernel.set_capture_fn(take)
         return
     select = getattr(type(kernel), "_select_experts", None)  # of the CPU kernels of vLLM 0.28 and 0.29
-    if select is None:
+    if kernel is None or select is None:
         why = f"the kernel {type(kernel).__name__} chooses experts inside and does not show them"
         raise UsageError(f"routed experts: {why}. Leave --replay.routing out, or choose another MoE backend of vLLM.")
 
