@@ -38,7 +38,7 @@ def freeze_option(default: str, released: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The answer of a perturbation at B positions.
+    """What a perturbation feeds and writes at B positions.
 
     Attributes:
         edit: the inputs.

@@ -134,7 +134,7 @@ def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GateStep(Step):
-    """The input of a gate: a :class:`Step` with draws of its own, and the number of earlier tokens of each answer."""
+    """The input of a gate: a :class:`Step` with draws of its own, and the number of earlier tokens of each response."""
 
     generated: Int64[Tensor, " rows"]
 
@@ -167,7 +167,7 @@ class Positions:
 
     @property
     def generated(self) -> np.ndarray:
-        """The number of earlier tokens of the answer, (N,) int64."""
+        """The number of earlier tokens of the response, (N,) int64."""
         return self.positions - self.first
 
     def where(self, mask: np.ndarray) -> Positions:

@@ -126,7 +126,7 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
         if value and not is_checked(name, value):
             return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
     addresses = [part for part in (flags.value("--reward.remote_url") or "").split(",") if part.startswith("http")]
-    return f"not checked: whether a reward answers at {', '.join(addresses)}." if addresses else None
+    return f"not checked: whether a reward server runs at {', '.join(addresses)}." if addresses else None
 
 
 RULES = (

@@ -58,7 +58,7 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
     arguments = checked_fields(arguments)
     if arguments.get("record"):
         if (getattr(params, "n", None) or 1) > 1:
-            why = "answers that go on with one record would all be the same. Ask for one answer"
+            why = "responses that continue one record would all be the same. Request one response"
             raise UsageError(f"{_WHERE}['record'] with n={params.n}: {why}.")
         # D of the input embedding is the hidden size in all models but some of OPT's.
         hidden = getattr(model_config.hf_text_config, "word_embed_proj_dim", None) or model_config.get_hidden_size()
@@ -123,7 +123,7 @@ def checked_request(
         if named.get("resumable") and read(self.vllm_config.additional_config) is not None:
             raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
     except UsageError as error:
-        # vLLM's server answers with status 400 to an error of its own kind alone.
+        # vLLM's server returns status 400 for errors of its own kind only.
         base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
         kind = UsageError if base is None else type("RequestError", (base, UsageError), {})
         raise kind(str(error)) from None

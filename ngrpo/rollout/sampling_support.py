@@ -180,7 +180,7 @@ class SamplingMaskStore:
                 f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of {int((used > 0).sum())}"
                 f" running requests take {self.bytes / 2**30:.2f} GiB, {int(used.sum()) / max(rows, 1):.0f} words a"
                 f" position, above the limit of {self._limit / 2**30:.2f} GiB. Leave fewer tokens (--sampling.top_k,"
-                " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter answers, or"
+                " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter responses, or"
                 " raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."
             )
         if total and not len(self._pool):

@@ -112,7 +112,7 @@ class Latent(LikeliestTokens):
 @register("lepo")
 @dataclass(frozen=True, kw_only=True)
 class LEPO(TopTokens):
-    """Feeds a Gumbel-softmax mixture for the first tokens of an answer, and writes the likeliest into the text."""
+    """Feeds a Gumbel-softmax mixture for the first tokens of a response, and writes the likeliest into the text."""
 
     paper = "LEPO, arXiv 2604.17892"
 

@@ -220,7 +220,7 @@ class ReplayScope:
         """
         if not self._shape or self._shape.numel() != len(logits):
             seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
-            needed = "one row per token is needed (no sequence-parallel slices, no logits of the answer alone)"
+            needed = "one row per token is needed (no sequence-parallel slices, no logits of the response only)"
             raise RuntimeError(f"density: {len(logits)} rows of logits for a replayed forward of {seen}; {needed}.")
         _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)

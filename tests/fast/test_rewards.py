@@ -40,7 +40,7 @@ def test_numbers_pass_as_they_are(result: dict[str, Any]) -> None:
 
 BAD = {
     "raises": (raises, "raised KeyError: 'answers'"),
-    "hangs": (hangs, "has not answered within 0.05 s"),
+    "hangs": (hangs, "did not return within 0.05 s"),
     "nothing": (gives(None), "returned 'None' where a dictionary"),
     "a number alone": (gives(1.0), "returned '1.0' where a dictionary"),
     "a string": (gives({"rewards": "1.0"}), "returned '1.0' as 'rewards' of one answer"),

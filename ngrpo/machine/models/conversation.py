@@ -115,7 +115,7 @@ def template_arguments(text: str | None) -> dict[str, Any]:
 
 
 def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any] | None = None) -> str:
-    """A prompt as the model sees it, with the opening of the answer; its text where there is no chat template.
+    """A prompt as the model sees it, with the opening of the response; its text where there is no chat template.
 
     Args:
         tokenizer: of transformers, or a processor.

@@ -36,7 +36,7 @@ class StepTokens:
 
     @property
     def first(self) -> Tensor:
-        """Whether each is the first one of its answer, (N,) bool."""
+        """Whether each is the first one of its response, (N,) bool."""
         return torch.cat([torch.ones_like(self.answers[:1], dtype=torch.bool), self.answers.diff() > 0])
 
 

@@ -23,7 +23,7 @@ _FIRST_STEP = {"paper": 0, "released": 1}
 @register("ead")
 @dataclass(frozen=True, kw_only=True)
 class EAD(SamplingSchedule):
-    """EAD: each answer begins hot and cools down, later the further the training is."""
+    """EAD: each response begins hot and cools down, later the further the training is."""
 
     paper = "EAD, arXiv 2510.05251"
 
@@ -75,9 +75,9 @@ class EDT(SamplingSchedule):
 @register("ladder")
 @dataclass(frozen=True, kw_only=True)
 class Ladder(SamplingSchedule):
-    """Each answer to a prompt has a temperature of its own, from the lowest to the highest in equal ratios."""
+    """Each response to a prompt has a temperature of its own, from the lowest to the highest in equal ratios."""
 
-    least: float = option(0.8, "the temperature of a prompt's first answer", above=0.0)
+    least: float = option(0.8, "the temperature of a prompt's first response", above=0.0)
     most: float = option(1.25, "… and of its last one", above=0.0)
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Ladder(SamplingSchedule):
             raise UsageError(f"sampling schedule option least={self.least}: must be at most most={self.most}.")
 
     def factor(self, at: NextTokens) -> Tensor | None:
-        """least · (most / least)^(i / (n − 1)) for answer i of n, from 0; an only answer has the one asked for."""
+        """least · (most / least)^(i / (n − 1)) for response i of n, from 0; an only response has the one asked for."""
         if at.answer is None or at.answers is None:
             return None
         share = at.answer / (at.answers - 1).clamp_min(1)

@@ -57,12 +57,12 @@ class LoPE(SecondRound):
 @register("repeat")
 @dataclass(frozen=True, kw_only=True)
 class Repeat(SecondRound):
-    """Further answers to the same prompt."""
+    """Further responses to the same prompt."""
 
     paper = "a baseline of LoPE, arXiv 2605.05566"
 
-    prompts: int = option(1, "how often the prompt is asked again", low=1)
-    answers: int = option(24, "answers to it each time", low=1)
+    prompts: int = option(1, "how often the prompt is sampled again", low=1)
+    answers: int = option(24, "responses to it each time", low=1)
 
     def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
         """The given one."""

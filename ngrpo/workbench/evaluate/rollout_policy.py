@@ -98,7 +98,7 @@ class RolloutPolicy:
         return [f"--policy_noise {self.noise.name} has no noise at training step {self.step}: give another --at-step N"]
 
     def check_temperature(self, temperature: float) -> None:
-        """Raises ``UsageError`` for a schedule with greedy answers, which no temperature changes."""
+        """Raises ``UsageError`` for a schedule with greedy responses, which no temperature changes."""
         if self.schedule is not None and temperature == 0.0:
             raise UsageError(
                 f"--sampling.schedule {self.schedule.name} has no effect with --temperature 0. Leave one of them out."

@@ -90,7 +90,7 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         "facts": {
             "Model": diagnosis.get("model"),
             "Dataset": diagnosis.get("dataset"),
-            "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} answers",
+            "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} responses",
             "Machine": _machine(diagnosis),
             "Took": values.duration(diagnosis.get("seconds")),
         },
