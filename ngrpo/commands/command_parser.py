@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are :class:`UsageError`, with the nearest match for an unknown flag."""
+    """A parser with errors of class :class:`UsageError`, and with the nearest match for an unknown flag."""
 
     def __init__(self, command: str, description: str, epilog: str) -> None:
         """Makes the parser of ``ngrpo COMMAND``."""
@@ -34,7 +34,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises a :class:`UsageError` in place of ending the process."""
+        """Raises a :class:`UsageError` instead of ending the process."""
         raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:

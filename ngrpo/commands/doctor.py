@@ -104,7 +104,7 @@ def _examine(model: str | None, report: Callable[[str], None], named: str | None
         support, subject = architecture.support_of(named, ask_hub=True), f"model {named}"
         refused = "; ".join(support.refused) if support else ""
         refused = refused or _error_of(lambda: compatibility.check_model(named, profile.name))
-        unknown = "not known: its config.json is neither here nor could the hub be asked for it"
+        unknown = "not known: its config.json is not here, and the hub is out of reach"
         yield Finding(subject, str(support) if support else unknown, refused or None)
         if refused:
             return
@@ -193,13 +193,13 @@ def _model_runner(hardware: str) -> Iterator[Finding]:
     state = f"logits processors are installed ({names}), so that vLLM takes its V1 model runner for every model"
     fix = (
         "uninstall them where they are not needed, for vLLM's own choice, which is V2 with CUDA; or set"
-        " VLLM_USE_V2_MODEL_RUNNER=0, so that V1 is what was asked for"
+        " VLLM_USE_V2_MODEL_RUNNER=0, to request V1"
     )
     yield Finding("model runner", state, fix if hardware == "cuda" else None)
 
 
 def _self_test(model: str) -> Finding:
-    """In a process of its own, whose crash is a finding too."""
+    """In a process of its own: its crash is a finding too."""
     subject = "self-test"
     with tempfile.TemporaryDirectory() as folder:
         target, output = Path(folder) / "result.json", Path(folder) / "output.log"
@@ -221,7 +221,7 @@ def _self_test(model: str) -> Finding:
     # A GPU rounds float32 in ways of its own, which the unperturbed requests show.
     allowed = max(1e-4, 3.0 * measures["plain"])
     if measures["edits"] == 0 or measures["unreplayed"] <= allowed:
-        return Finding(subject, state, "the rollout was not perturbed: install the project anew, then report it")
+        return Finding(subject, state, "the rollout was not perturbed: reinstall the project, then report it")
     return Finding(subject, state, None if measures["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
 
 

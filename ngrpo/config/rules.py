@@ -189,7 +189,7 @@ def completed(run: RunConfig) -> Flags:
     flags = flags.with_defaults({flag: str(folder / name) for flag, name in outputs.items()})
     for kind in run_level_kinds():
         part = run.part(kind.name)
-        if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
+        if hasattr(part, "flags") and part is not run.advantage:  # its flags replace a preset's
             flags = flags.with_defaults(part.flags(flags))
     complete = parse.with_preset(flags, run.preset, run.advantage)
     check("complete", complete, run)

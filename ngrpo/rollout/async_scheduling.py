@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Where vLLM's front end keeps the number of tokens of each finished response, until its record is taken.
 LENGTHS = "perturbation_lengths"
-# Responses of an engine whose records nobody takes, about 150 MB of them; no batch is this large.
+# Responses of an engine without a reader of records, about 150 MB of them; no batch is this large.
 _LENGTHS_KEPT = 1 << 20
 
 
@@ -40,7 +40,7 @@ _LENGTHS_KEPT = 1 << 20
 
 @dataclass(frozen=True)
 class Note:
-    """A step's draws, whose tensors are still being copied from a CUDA device."""
+    """A step's draws; their tensors are still being copied from a CUDA device."""
 
     ready: torch.cuda.Event | None
     slots: np.ndarray
@@ -61,7 +61,7 @@ class Notes:
     def __init__(
         self, store: TrajectoryStore, masks: SamplingMaskStore | None, event: Callable[[], torch.cuda.Event | None]
     ) -> None:
-        """store: of tokens and edits; event: tells when all copies made so far have arrived, None where they have."""
+        """store: of tokens and edits; event: tells when all earlier copies have arrived, None where they have."""
         self._store, self._masks, self._event = store, masks, event
         self._coming: deque[Note] = deque()
         self._masked: deque[Note] = deque()

@@ -123,7 +123,7 @@ def check_installed(fingerprints: Sequence[str], expected: str | None = None) ->
             )
         if expected is not None and fingerprint != expected:
             raise RuntimeError(
-                f"vLLM worker {rank} runs another perturbation than this run asked for: {fingerprint} instead"
+                f"vLLM worker {rank} runs another perturbation than this run: {fingerprint} instead"
                 f" of {expected}. Are all nodes on the same version of ngrpo?"
             )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _WHERE = f"SamplingParams.extra_args[{KEY!r}]"
-# What travels to a worker, whose arrays are int64.
+# What travels to a worker with int64 arrays.
 _INTEGER = (int, "an integer from 0 to 9223372036854775807")
 _ALLOWED = {
     "seed": _INTEGER,
@@ -74,7 +74,7 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
 
 
 def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str] = ()) -> dict[str, Any]:
-    """Arguments whose names and types are right without regard to the model; UsageError for others.
+    """Arguments with names and types that are right without regard to the model; UsageError for others.
 
     ``where``: their name in an error; ``further``: names that an error lists as known, which the caller has taken out.
     """
@@ -161,7 +161,7 @@ def _shared_tokens(request: Request) -> int:
     record = request_arguments(request.sampling_params).get("record")
     if not record:
         return request.num_prompt_tokens
-    # Asked for every block: the record is read for the first one, and its first position stays with the request.
+    # Called for every block: the record is read for the first one, and its first position stays with the request.
     if not hasattr(request, _FIRST_POSITION):
         positions = ReplayRecord.from_bytes(record).positions
         setattr(request, _FIRST_POSITION, int(positions[0]) if len(positions) else request.num_prompt_tokens)

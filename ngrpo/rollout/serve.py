@@ -5,7 +5,7 @@ A request to ``/v1/completions`` or ``/v1/chat/completions`` may have a field ``
 
 - ``seed``: of the trajectory, an integer;
 - ``enabled``: false for an unperturbed response;
-- ``record``: the record of earlier turns, in base64, whose inputs are replayed in the prompt;
+- ``record``: the record of earlier turns, in base64; its inputs are replayed in the prompt;
 - ``return_record``: true for the response's record, which each choice then has as ``perturbation_record``, in base64
   (`perturbations.ReplayRecord.from_bytes`), with ``perturbation_log_probs``, a number for each token.
 
@@ -72,7 +72,7 @@ class PerturbationMiddleware:
 
 
 def _read(body: bytes) -> tuple[JsonObject, bool] | None:
-    """vLLM's request, and whether a record was asked for; None without a perturbation; UsageError for wrong ones."""
+    """vLLM's request, and whether a record was requested; None without a perturbation; UsageError for wrong ones."""
     needed = 'Send a JSON object, such as {"model": "NAME", "prompt": "Hello"}.'
     try:
         request = json.loads(body)

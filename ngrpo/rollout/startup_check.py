@@ -47,7 +47,7 @@ class CheckFailure(UsageError):
 
 @dataclass(frozen=True)
 class CheckTexts:
-    """A text, the two around it in a batch, and the token whose embedding is fed at one of its rows (1 or later)."""
+    """A text, the two around it in a batch, and the token that is fed at one of its rows (1 or later)."""
 
     first: list[int]
     text: list[int]

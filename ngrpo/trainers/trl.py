@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perturbed rollouts in TRL: `GRPOTrainer` 1.16 with colocated vLLM, whose log-probabilities replay the records.
+"""Perturbed rollouts in TRL: `GRPOTrainer` 1.16 with colocated vLLM; its log-probabilities replay the records.
 
     from ngrpo.trainers.trl import PerturbedGRPOTrainer
 

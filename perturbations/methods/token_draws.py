@@ -73,7 +73,7 @@ class Multiplex(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draws == "distinct" and self.density == "joint":
-            why = "cannot be used with draws='distinct', whose probability is no product"
+            why = "cannot be used with draws='distinct': its probability is no product"
             fix = "Take density='token' or draws='independent'"
             raise UsageError(f"perturbation option density='joint': {why}. {fix}.")
 

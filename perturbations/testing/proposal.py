@@ -282,7 +282,7 @@ def check_plan(gate: Gate) -> None:
         again = _plan(gate, every.where(part))
         for at in np.flatnonzero(whole[part] != again)[:1]:
             said = f"{whole[part][at]} of position {every.positions[part][at]} among all and {again[at]} among others"
-            fix = "Judge each position by itself, in steps of any trajectories, and keep no state between calls."
+            fix = "Judge each position alone, in steps of any trajectories, and keep no state between calls."
             raise PerturbationError(f"{gate.name}: plan() says {said}.", fix)
 
 
@@ -317,5 +317,5 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
             what = f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token."
             fix = "No .item(), .tolist() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where."
             raise PerturbationError(what, fix) from error
-        except Exception:  # an operation without a fake form proves nothing
+        except Exception:  # an operation without a fake form tests nothing
             return

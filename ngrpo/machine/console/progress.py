@@ -182,7 +182,7 @@ class Reporter:
         """Says once that the log's disk is full."""
         if not self._warned_full:
             self._warned_full = True
-            self._say("warning: no space is left for the log: it ends here, the run goes on")
+            self._say("warning: no space is left for the log: it ends here, the run continues")
 
     def _say(self, text: str) -> None:
         self._spoke = time.monotonic()

@@ -54,7 +54,7 @@ class Machine:
 
 
 def card(gigabytes: float) -> float:
-    """Bytes that a card of so many GB has for a process: 79 GiB of 80."""
+    """Bytes that a card of this many GB has for a process: 79 GiB of 80."""
     return 0.99 * gigabytes * GIB
 
 

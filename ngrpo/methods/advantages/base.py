@@ -22,7 +22,7 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Options, ABC):
-    """An advantage with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """An advantage with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
@@ -143,7 +143,7 @@ class AnnealedK(Advantage):
         return self.k_end is not None
 
     def check_group(self, size: int) -> None:
-        """Raises ``UsageError`` where k does not fit groups of so many responses."""
+        """Raises ``UsageError`` where k does not fit groups of this size."""
         if self.k > size:
             raise UsageError(
                 f"advantage {self.name}: k={self.k}: must be in [1, {size}], the responses to each prompt"

@@ -104,7 +104,7 @@ class PKPO(AnnealedK):
         )
 
     def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """s_i is the mean, over all sets of k responses, of the maximum of those that hold i, times the share that do.
+        """s_i is the mean, over all sets of k responses, of the maximum of sets with i, times their share.
 
         loo: less k/(n−1) times the mean maximum of k others; loo_minus_one: less k/n times that of k − 1 others.
         """

@@ -84,7 +84,7 @@ class LossTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Credit(Options, ABC):
-    """A credit with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """A credit with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "credit"
     registry: ClassVar[Any] = _registry

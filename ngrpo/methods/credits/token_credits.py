@@ -63,7 +63,7 @@ class FirstToken(Credit):
         first, answer = tokens.first.nonzero().flatten(), tokens.first.cumsum(0) - 1
         mean = tokens.log_probs.new_zeros(len(first)).index_add(0, answer, tokens.log_probs) / torch.bincount(answer)
         advantages, number = tokens.advantages[first], torch.arange(len(first)).to(first)
-        groups = tokens.groups[first].unique(return_inverse=True)[1]  # without those that have no token
+        groups = tokens.groups[first].unique(return_inverse=True)[1]  # without responses that have no token
         positive = advantages > 0.0
         highest = mean.new_full((len(first),), -torch.inf)
         highest = highest.scatter_reduce(0, groups, torch.where(positive, mean, -torch.inf), "amax")
@@ -88,7 +88,7 @@ class SimKO(Credit):
     alpha: float = option(0.01, "α, their share of it", low=0.0, high=1.0)
     penalty: float = option(1.1, "λ, the factor of A < 0 where the token is the likeliest one", low=1.0)
     quantile: float = option(
-        0.8, "tokens whose entropy is above this quantile of their response's are concerned", low=0.0, high=1.0
+        0.8, "concerns tokens with an entropy above this quantile of their response's", low=0.0, high=1.0
     )
 
     def formula(self, tokens: StepTokens) -> Tensor:

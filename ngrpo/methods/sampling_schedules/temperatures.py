@@ -86,7 +86,7 @@ class Ladder(SamplingSchedule):
             raise UsageError(f"sampling schedule option least={self.least}: must be at most most={self.most}.")
 
     def factor(self, at: NextTokens) -> Tensor | None:
-        """least · (most / least)^(i / (n − 1)) for response i of n, from 0; an only response has the one asked for."""
+        """least · (most / least)^(i / (n − 1)) for response i of n, from 0; an only response has the request's."""
         if at.answer is None or at.answers is None:
             return None
         share = at.answer / (at.answers - 1).clamp_min(1)
@@ -107,8 +107,8 @@ class E3(SamplingSchedule):
     annealing: bool = option(True, "let the target fall towards the end of the run")
     share: float = option(0.4, "the last part of the run, in which it falls", above=0.0, high=1.0)
     end: float = option(0.9, "f: at the end the target is f times the first step's entropy", above=0.0, high=1.0)
-    most: float = option(2.0, "the temperature goes no higher than this times the one asked for", low=1.0)
-    least: float = option(0.1, "… and no lower than this times the one asked for", above=0.0, high=1.0)
+    most: float = option(2.0, "the highest temperature, as a multiple of the requested one", low=1.0)
+    least: float = option(0.1, "the lowest temperature, as a multiple of the requested one", above=0.0, high=1.0)
 
     def factor_of_step(self, past: Sequence[PastStep], run: Run) -> float:
         """τ ← τ (1 + τ ln(H* / H) / (ln V + ln ln V)), H* = H_0 · ((1 − f) · ½(1 + cos πx) + f)."""

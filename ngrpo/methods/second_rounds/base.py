@@ -20,7 +20,7 @@ _TEXT = "ngrpo-text"
 
 @dataclass(frozen=True, kw_only=True)
 class SecondRound(Options, ABC):
-    """A second round with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """A second round with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "second round"
     registry: ClassVar[Any] = _registry
@@ -42,7 +42,7 @@ class SecondRound(Options, ABC):
 
     @property
     def room(self) -> int:
-        """Tokens by which a prompt may be longer than the given one; engines are started with so many more."""
+        """Tokens by which a prompt may be longer than the given one; engines are started with as many more."""
         return 0
 
     def flags(self, flags: Flags) -> dict[str, Default]:

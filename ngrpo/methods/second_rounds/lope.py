@@ -45,7 +45,7 @@ class LoPE(SecondRound):
         """Nonsense of a length drawn from [least, most], a line of its own at the opening of the prompt."""
         length = random.randint(self.least, self.most)
         words = [random.choice(WORDS) for _ in range(length)]
-        low, high = 1, length  # the most words of at most so many tokens, and at least one
+        low, high = 1, length  # the most words that fit into the tokens, and at least one
         while low < high:
             middle = (low + high + 1) // 2
             fits = len(tokenizer.encode(" ".join(words[:middle]), add_special_tokens=False)) <= length

@@ -80,12 +80,12 @@ def of_step(
     """A step's line: ``rewards`` of all responses in groups, their ``size``, and ``groups``.
 
     A group has ``prompt``, ``diversity`` and ``answers``, each with ``reward``, ``advantage`` (the mean over its
-    tokens, whose own are ``advantages`` if they differ), ``tokens`` (texts), ``gaps`` (|log π_trainer −
+    tokens; ``advantages`` has each token's if they differ), ``tokens`` (texts), ``gaps`` (|log π_trainer −
     log π_rollout| of each), ``fed`` (position and what was fed there) and ``cut``, the number of tokens left out.
 
     Args:
         size: responses to a prompt, G.
-        groups: the number of prompts whose responses are kept, drawn by ``seed``.
+        groups: the number of prompts with kept responses, drawn by ``seed``.
         gaps: whether the experiences' log-probabilities are the tokens'.
     """
     batches = [(experience, unpack(experience.mm_train_inputs)) for experience in experiences]

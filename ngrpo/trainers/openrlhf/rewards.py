@@ -116,7 +116,7 @@ def refuse_non_finite(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[
 
 
 def refuse_untrained(samples: Sequence[Experience]) -> None:
-    """Raises ``UsageError`` for the first response without a token to train on, whose mean log-probability is 0 / 0."""
+    """Raises ``UsageError`` for the first response without a token to train on: its mean log-probability is 0 / 0."""
     for sample in samples:
         for row in (sample.action_mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
             raise UsageError(

@@ -190,7 +190,7 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
 
 
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
-    """Replaces the tokens' advantages by the run's credit, in place, for any estimator.
+    """Replaces the tokens' advantages by the run's credit, in-place, for any estimator.
 
     Returns the metrics ``credit/…`` (docs/metrics.md): over tokens with an advantage other than 0, the share that
     keeps one, and the mean size over the one before.

@@ -69,7 +69,7 @@ class RolloutPolicy:
 
     @property
     def specs(self) -> dict[str, Any]:
-        """The spec of each kind that is asked for and changes rollouts."""
+        """The spec of each kind in use that changes rollouts."""
         return {name: dict(spec) for name, spec in self.run.specs.items() if KINDS[name].in_rollouts}
 
     @property

@@ -96,7 +96,7 @@ def lines(
         *(f"warning: {line}" for line in warnings),
         "difference: to the first; * beyond noise, corrected p below 0.05 (paired t test over problems, Holm; an exact"
         " sign-flip test where all problems differ by the same).",
-        "could be seen: the smallest true difference that so many problems would show in four of five repetitions.",
+        "could be seen: the smallest true difference that this many problems would show in four of five repetitions.",
     ]
     return [*head, "", *text_table(rows, left=2), "", *notes]
 
