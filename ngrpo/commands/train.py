@@ -36,7 +36,7 @@ algorithm
                             negative-enhanced GRPO; N-GRPO is --perturbation
                             neighbor
 
-sampling of the rollouts; evaluation is as it was
+sampling of the rollouts; evaluation is unchanged
   --sampling.top_k K        draw from the K likeliest tokens
   --sampling.min_p P        draw from tokens with at least P times the likeliest
                             one's probability
@@ -47,7 +47,7 @@ sampling of the rollouts; evaluation is as it was
   --sampling.correction_warmup N
                             importance weights of the loss (OpenRLHF's
                             --algo.advantage.is_correction_*) grow from 1 to
-                            their whole over the first N steps
+                            full strength over the first N steps
   --reproducible            the same seed gives the same rollouts from run to
                             run: whole batches in a fixed order
 

@@ -172,7 +172,7 @@ class TrajectoryStore:
         training_step: int = 0,
         answer: tuple[int, int] = (0, 1),
     ) -> Trajectory:
-        """Gives a new request a clean slot; training_step below 0: no schedule; answer: number from 0, and count."""
+        """Gives a new request a clean slot; training_step below 0: no schedule; ``answer``: number and count."""
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
             self.slots *= 2
