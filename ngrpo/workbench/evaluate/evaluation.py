@@ -69,8 +69,9 @@ def evaluate(
         problems: with distinct ids.
         k: for Pass@k, each in [1, n]; None: those of 1, 4, 8, 16, 32.
         perturbation: a spec; None: the model as it is.
-        policy, hardware, engine_options: sampling schedule and noise on the weights, hardware profile, and keyword
-            arguments of ``vllm.LLM``; not for a live engine.
+        policy: sampling schedule and noise on the weights; like the next two not for a live engine.
+        hardware: the hardware profile.
+        engine_options: keyword arguments of ``vllm.LLM``.
         dataset: the problems' name in the result.
         report: called with lines of progress.
 
