@@ -369,7 +369,7 @@ def check_model(model: str, hardware: str) -> None:
 
 
 _PAGE = """\
-# What does not go with what
+# Refused combinations
 
 `ngrpo train`, its `--dry-run`, `ngrpo compare` (each arm), vLLM's engine, verl and TRL look at this table before
 anything starts. `ngrpo list compatibility` prints it. Every pair that is not here may be combined.
@@ -380,7 +380,7 @@ def page() -> str:
     """The table in Markdown."""
     lines = [_PAGE]
     for title, listed in TABLE.items():
-        lines += [f"## {title[0].upper()}{title[1:]}", "", "| | does not go with | why | instead |"]
+        lines += [f"## {title[0].upper()}{title[1:]}", "", "| | cannot be used with | why | instead |"]
         lines += ["| --- | --- | --- | --- |"]
         lines += [f"| {row.what.name} | {row.other.name} | {row.why} | {row.fix} |" for row in listed]
         lines += [""]
