@@ -20,7 +20,7 @@ from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import cut_prompts, refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
-from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, level_equal, share_among_tokens
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -79,6 +79,7 @@ def experience_maker(plain: Any) -> type:
             run = current_run()
             if run.advantage is None and self.args.algo.advantage.estimator not in GROUP_BASELINES:
                 experiences = super().compute_advantages_and_returns(experiences)
+                level_equal(experiences)
             else:
                 with_ours = StepAdvantages(self, experiences, run.advantage)
                 experiences = with_ours.through(super().compute_advantages_and_returns)
