@@ -96,14 +96,16 @@ def test_it_is_named_under_every_estimator() -> None:
 
 
 def test_it_is_no_part_of_its_group_in_verl() -> None:
-    """As verl's rejection sampling masks it; verl's padding has a group of its own, which k = 2 would not fit."""
-    rewards, mask = torch.tensor([[1.0, 0.0], [9.0, 0.0], [0.0, 0.0], [0.5, 0.0], [0.0, 0.0]]), torch.ones(5, 2)
-    mask[[1, 4]] = 0.0
-    group, kept = np.array(["a"] * 4 + ["padding"], dtype=object), [0, 2, 3]
+    """As verl's rejection sampling masks it; neither verl's padding nor the one response of b has k = 2."""
+    rewards = torch.tensor([[1.0, 0.0], [9.0, 0.0], [0.0, 0.0], [0.5, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    mask = torch.ones(7, 2)
+    mask[[1, 4, 6]] = 0.0
+    group, kept = np.array(["a"] * 4 + ["padding"] + ["b"] * 2, dtype=object), [0, 2, 3]
     for name, options in {"group_norm": {}, "rs_grpo": {}, "pkpo": {"k": 2}}.items():
         estimate = estimator(advantages.create(name, **options))
         found, alone = estimate(rewards, mask, group)[0], estimate(rewards[kept], mask[kept], group[kept])[0]
-        assert torch.equal(found[kept], alone) and not found[[1, 4]].any()
+        assert torch.equal(found[kept], alone) and not found[[1, 4, 6]].any()
+        assert name == "rs_grpo" or not found[5].any(), "one response says nothing of its group"
 
 
 def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,6 +125,18 @@ def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     made.make_experience_batch(samples)
     assert made.step_measures == {"cut_prompts": 1.0}
     assert "step 1: 1 prompts have more than 4 tokens" in capsys.readouterr().out
+
+
+def test_turns_without_room_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 8 tokens: an agent's message up to the last one, a response up to it, and a message that leaves room."""
+    run_with(monkeypatch)
+    masks = [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
+    samples = [SimpleNamespace(prompts=["p"], action_mask=torch.tensor([mask])) for mask in masks]
+    args = SimpleNamespace(data=SimpleNamespace(max_len=8), rollout=SimpleNamespace(max_new_tokens=4))
+    made = maker(args=args)
+    made.make_experience_batch(samples)
+    assert made.step_measures == {"cut_turns": 1.0}
+    assert "step 1: 1 conversations ended" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("error", "said"), [(None, "a call of generate"), (KeyError("tool"), "KeyError: 'tool'")])
