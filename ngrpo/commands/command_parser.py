@@ -65,8 +65,8 @@ class CommandParser(argparse.ArgumentParser):
         add("--top-p", type=float, default=top_p, help=f"[{top_p:g}]")
         add("--max-tokens", type=int, default=max_tokens, help=f"longest response [{max_tokens}]")
         add("--seed", type=int, default=0, help="the same seed draws the same samples [0]")
-        add("--at-step", type=int, default=0, help="training step that schedules and noises are of, from 0 [0]")
-        add("--of-steps", type=int, help="training steps of the run, where a noise depends on it")
+        add("--at-step", type=int, default=0, help="training step of schedules and noises, from 0 [0]")
+        add("--of-steps", type=int, help="training steps of the run, which some noises need")
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def parser() -> CommandParser:
     """The command's flags and its help."""
     made = CommandParser(
         "diagnose",
-        "Before any training: how different the responses of a group are under each strategy, and how valid.",
+        "Measures how different and how valid a group's responses are under each strategy, before any training.",
         _EXAMPLES,
     )
     made.add_problems(temperature=1.0, top_p=1.0, max_tokens=256)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo doctor [--model NAME_OR_FOLDER] [--no-self-test]
 
-Looks at everything that a perturbed training rests on, and says of each thing
-that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, the
-upstream patches, vLLM's plugin. Then a self-test in half a minute: a rollout
-of the packaged model, perturbed, and its replay. Ends with a block for a bug
-report.
+Checks what a perturbed training needs, and prints a fix for each fault:
+releases, CUDA and its toolkit, flash-attn, the upstream patches, vLLM's plugin.
+Then a self-test rolls out the packaged model with a perturbation and replays
+it, in half a minute. The block at the end is for a bug report.
 
-  --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; first it is
-                            told from its config.json whether it is supported
+  --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; its
+                            config.json is checked for support first
   --no-self-test            leave it out
 
 examples

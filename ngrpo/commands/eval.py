@@ -23,7 +23,7 @@ _EXAMPLES = """\
   --perturbation.<option> VALUE
                         and --perturbation.config FILE, as in ngrpo train
   --sampling.schedule NAME, --policy_noise NAME
-                        draw as rollouts of a training would be, with options as
+                        sample as in a training's rollouts, with options as
                         in ngrpo train [off]
   --hardware auto|cpu|cuda
                         hardware profile

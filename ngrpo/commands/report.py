@@ -24,7 +24,7 @@ examples
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
+    made = CommandParser("report", "Writes the report of a result again, byte for byte.", _HELP)
     made.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
     made.add_argument("--out", metavar="FILE", help="the page [report.html next to the result]")
     made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of responses]")

@@ -39,6 +39,7 @@ READ_BY_A_SCORER = (
     r"|questions? and answers?|column of answers|finds (?:the|an) answer|answer's form"
 )
 SCORER_CODE = ("workbench/scoring/", "workbench/tasks/", "commands/data.py", "commands/eval.py", "command_parser.py")
+SCORER_CODE += ("benchmarks/",)  # graders of answers, and processes that answer
 MOST_WORDS, MOST_IN_PARENTHESES, MOST_OF_ALL = 30, 8, 22_000
 
 
@@ -98,7 +99,8 @@ def test_a_policy_writes_responses() -> None:
     assert not {name: lines for name, lines in found.items() if lines}, "response"
 
 
-FOLDERS = {"perturbations": "*.py", "ngrpo": "*.py", "ngrpo/commands/templates": "*.txt", "examples": "*.[pys]*"}
+FOLDERS = {"perturbations": "*.py", "ngrpo": "*.py", "ngrpo/commands/templates": "*.txt", "benchmarks": "*.py"}
+FOLDERS["examples"] = "*.[pys]*"
 FILES = [path for folder, names in FOLDERS.items() for path in sorted((ROOT / folder).rglob(names)) if path.is_file()]
 
 

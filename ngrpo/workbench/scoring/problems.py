@@ -232,7 +232,7 @@ def _verl(row: Row) -> Problem:
 
 def _openrlhf(row: Row, input_key: str, label_key: str) -> Problem:
     if label_key not in row:
-        raise UsageError(f"{input_key!r} but no column {label_key!r}; name the reference's with --label-key.")
+        raise UsageError(f"a column {input_key!r}, but no {label_key!r}; name the reference's with --label-key.")
     messages, answer = _messages(row[input_key]), _reference(row[label_key])
     label = _mapping(answer)
     if "entry" in label and "dataset" in label:  # written by the task reasoning_gym
