@@ -176,6 +176,7 @@ PACKED = {"_local_scalar_dense scope.py", "nonzero test_pretended_trainer.py", H
 CREDITS = {"nonzero policy_loss.py", "index by a mask policy_loss.py"}  # which tokens were generated
 CREDIT = {
     "clip_cov": {"nonzero covariance.py"},
+    "kl_cov": {HERE},
     "first_token": {f"{what} token_credits.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
     "simko": {"nonzero token_credits.py", "bincount token_credits.py", "tolist token_credits.py"},
 }
