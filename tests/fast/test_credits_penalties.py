@@ -167,6 +167,7 @@ def test_the_gradient_is_the_loss_and_the_penalty(
     own = log_probs_of(other, made.sequences.roll(-1, 1))[:, :-1][:, -A:] * ACTIONS
     old, mask = made.action_log_probs, ACTIONS.double()
     total = loss(own, old, made.advantages, action_mask=ACTIONS)[0]
+    torch.testing.assert_close(trainer.loss, total.detach())
     penalty = torch.where(MARKS, penalties(name, options, other, own - old, made.sequences), 0.0)
     per_response = ((penalty * mask).sum(-1) / mask.sum(-1)).mean()
     (total + ((penalty * mask).sum() / mask.sum() if by_token else per_response)).backward()

@@ -98,6 +98,7 @@ class Trainer:
         loss, *_ = self.actor_loss_fn(
             own, experience.action_log_probs, experience.advantages, action_mask=experience.action_mask
         )
+        self.loss = loss.detach()
         loss.backward()
         return {"metrics": {}, "weights": {}}
 
