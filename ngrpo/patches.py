@@ -137,7 +137,7 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
         "calls log_probs_from_logits once, on all rows of the logits, divided by the temperature, and gives their"
         " entropy"),
-    _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
+    _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round or credit_in_loss", "sha:e0e040c83640",
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
     _row("openrlhf.models.utils", "compute_reward", None, TRAINING, "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),

@@ -5,6 +5,7 @@ _BEST = "test_advantages_best_of_k.py"
 _ORDER = "test_advantages_order.py"
 _RISK = "test_advantages_rs_grpo.py"
 _IN_LOSS = "test_credits_simko.py"
+_PENALTIES = "test_credits_penalties.py"
 _LADDER = "test_sampling_schedules_ladder.py"
 _SECOND_ROUNDS = "test_second_rounds.py"
 
@@ -101,6 +102,32 @@ MUTATIONS = {
         (", sparse_grad=True", "", "a gradient of the logits' size"),
         ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
     ],
+    ("ngrpo/methods/credits/covariance.py", _PENALTIES): [
+        ("(advantages - advantages.mean())", "advantages", "covariance: the mean advantage is not taken off"),
+        ("found >= self.low", "found > self.low", "clip_cov: the lower bound itself is left out"),
+        ("found <= self.high", "found < self.high", "clip_cov: the upper bound itself is left out"),
+        ("tokens.positions[inside]", "inside", "clip_cov: the choice depends on the order of the responses"),
+        ("tokens.seeds[inside]", "0 * inside", "clip_cov: the same positions in every step"),
+        ("max(1, int(share", "max(0, int(share", "covariance: no token of a small step"),
+        ("self.beta * log_ratio.abs()", "log_ratio.abs()", "kl_cov: β is missing"),
+        ("log_ratio.abs()", "log_ratio", "kl_cov: the penalty pushes down"),
+    ],
+    ("ngrpo/methods/credits/lp_reg.py", _PENALTIES): [
+        ("largest=False", "largest=True", "lp_reg: the likeliest tokens"),
+        ("(log_probs <= threshold) & (tokens.advantages < 0.0)", "log_probs <= threshold", "lp_reg: right answers too"),
+        ("math.ceil(", "math.floor(1 + ", "lp_reg: a token too many"),
+        (" - mass.log()", "", "lp_reg: the proxy is not renormalised"),
+        ("torch.where(kept,", "torch.where(kept | True,", "lp_reg: noise is held up"),
+        ("log_probs.detach() - mass", "log_probs - mass", "lp_reg: the proxy has a gradient"),
+    ],
+    ("ngrpo/trainers/common/policy_loss.py", _PENALTIES): [
+        (
+            "self._loss(old_log_probs - scores",
+            "self._loss(log_probs - scores",
+            "the penalty is clipped, and A = 1 trained",
+        ),
+        ("alone - alone.detach()", "alone", "the logged loss has the penalty's −1"),
+    ],
     ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         ("term - term.detach()", "term", "the term moves the ratio"),
         ("attention_mask.shape[1] - 1 - action", "attention_mask.shape[1] - action", "the row after the token"),
@@ -129,6 +156,7 @@ MUTATIONS = {
         ("silent & positive", "silent", "first_token: wrong answers lose theirs though they should keep it"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_credits.py"): [
+        ("maker.training_step, place) for", "maker.training_step, 0) for", "credits: all responses have one seed"),
         (
             "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
             "torch.cat([h.flatten() for h in entropies])[: len(advantages)]",

@@ -58,9 +58,9 @@ def actor_trainer(plain: Any) -> type:
             credit = ratio = stats = None
             with ExitStack() as stack:  # the backward runs inside, so that a checkpointed forward replays again
                 if run.credit is not None and run.credit.acts_in_loss:
-                    loss = credit = CreditInLoss(
-                        run.credit, loss, experience.advantages, experience.action_mask, experience.attention_mask
-                    )
+                    masks = experience.action_mask, experience.attention_mask
+                    # The marks are in a field of which OpenRLHF makes no use after the advantages.
+                    loss = credit = CreditInLoss(run.credit, loss, experience.advantages, *masks, experience.kl)
                     failed = f"--credit {run.credit.name} did not come into effect"
                     stack.enter_context(override_log_probs(credit.look, failed, "Take that path out."))
                 if run.second_round is not None:
