@@ -17,7 +17,7 @@ _PAPER = "The Entropy Mechanism of RL for Reasoning, arXiv 2505.22617"
 @register("clip_cov")
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(Credit):
-    """A few random ones of the tokens whose covariance is between two bounds get no advantage."""
+    """A few random tokens with a covariance between two bounds get no advantage."""
 
     paper = _PAPER
 
