@@ -37,7 +37,7 @@ from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import compatibility, rules
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
 from ngrpo.machine.models import architecture, packaged
-from ngrpo.machine.upstream import openrlhf_parser, placement, versions
+from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -157,7 +157,7 @@ def _placement(hardware: str) -> Finding:
     models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
         flags = gpu_plan.completed(Flags([*base, name]), there)
-        fits = not gpu_plan.notes(openrlhf_parser.resolved(flags.argv), there)
+        fits = not gpu_plan.notes(flags.args, there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")

@@ -102,7 +102,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,8 +114,7 @@ from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
-from ngrpo.machine.upstream import openrlhf_parser
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench import tasks
@@ -132,7 +131,8 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Trains; 1 where the training itself failed."""
     if "--openrlhf-help" in argv:
         rules.check_stack()
-        openrlhf_parser.print_help()
+        with suppress(SystemExit):
+            parsed(["--help"])
         return 0
     words = parse.with_files(argv)
     asked, flags = parse.run_config(words), Flags(words)

@@ -6,7 +6,7 @@ from math import ceil
 
 from ngrpo.config.dataset_check import rows_of
 from ngrpo.machine.models import architecture
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.placement import Args
 from perturbations.errors import UsageError
@@ -118,8 +118,7 @@ def _fitting(args: Args, rows: int) -> int:
 def with_rows(flags: Flags) -> Flags:
     """The flags with ``--data.max_samples`` where the last step of a pass would hang; one that is given stays."""
     with suppress(UsageError):  # a rule says it
-        openrlhf_parser.check(flags.argv)
-        args = openrlhf_parser.resolved(flags.argv)
+        args = flags.args
         check(args)
         rows = _rows(flags, args) if _may_hang(args) and not flags.has(_ROWS) else None
         fitting = 0 if rows is None else _fitting(args, rows)
@@ -132,7 +131,7 @@ def check_rows(flags: Flags) -> str | None:
 
     OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
     """
-    args = openrlhf_parser.resolved(flags.argv)
+    args = flags.args
     whole, responses = _step(args)
     rows, batch = _rows(flags, args), args["train.batch_size"]
     epochs = args["train.num_episodes"] * args["train.max_epochs"]  # over which DeepSpeed accumulates
@@ -160,7 +159,7 @@ def check_rows(flags: Flags) -> str | None:
 
 def notes(flags: Flags) -> list[str]:
     """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
-    args, told = openrlhf_parser.resolved(flags.argv), []
+    args, told = flags.args, []
     with suppress(UsageError):
         told = [line] if (line := check_rows(flags)) else []
     if not told and _ROWS in flags.added:

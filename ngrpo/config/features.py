@@ -11,7 +11,6 @@ from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages.base import VerifiedAdvantage
 from perturbations.errors import UsageError
 
@@ -58,7 +57,7 @@ class Combination:
 
     def value(self, flag: str) -> str:
         """A flag's value, or OpenRLHF's default of it."""
-        return value_of(self.flags, flag)
+        return self.flags.or_default(flag)
 
 
 @dataclass(frozen=True)

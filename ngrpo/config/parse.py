@@ -13,7 +13,6 @@ from ngrpo.config.run import OF_OPENRLHF, SETTINGS, RunConfig, Sampling
 from ngrpo.machine.models import conversation
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from perturbations.errors import UsageError
 from perturbations.options import coerce, kinds, nearest
 
@@ -201,7 +200,7 @@ def with_preset(flags: Flags, name: str | None, advantage: Advantage | None = No
         defaults |= PRESETS[name]
     if _OVERLONG in defaults and not flags.has(_OVERLONG):
         # Where --rollout.max_new_tokens is not given, --data.max_len bounds a response.
-        longest = flags.value("--rollout.max_new_tokens") or value_of(flags, "--data.max_len")
+        longest = flags.value("--rollout.max_new_tokens") or flags.or_default("--data.max_len")
         if not longest.isdecimal() or int(longest) < 1:
             raise UsageError(
                 f"--preset dapo: the longest response is {longest!r}, not a whole number of tokens of at least 1. Give"

@@ -17,7 +17,7 @@ from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
 from ngrpo.machine.models import architecture, packaged
-from ngrpo.machine.upstream import openrlhf_parser, placement, versions
+from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import Machine
 from ngrpo.trainers.openrlhf.launch import conditions_for
@@ -81,14 +81,14 @@ def _hardware(flags: Flags, run: RunConfig) -> str | None:
 def check_parsed(flags: Flags) -> None:
     """Raises ``UsageError`` for complete flags that OpenRLHF's parser would refuse or fail over."""
     # OpenRLHF takes its critic from the reward model, and fails without words where there is no reward at all.
-    if openrlhf_parser.value_of(flags, ESTIMATOR) == "gae" and not flags.value("--critic.model_name_or_path"):
-        reward_files.check_any(flags.argv)
-    openrlhf_parser.check(flags.argv)
+    if flags.or_default(ESTIMATOR) == "gae" and not flags.value("--critic.model_name_or_path"):
+        reward_files.check_any(flags)
+    _ = flags.args
 
 
 def _resolved(check: Callable[[dict[str, Any]], str | None]) -> Callable[[Flags, RunConfig], str | None]:
     """A rule on OpenRLHF's arguments, behind the rule that its parser accepts them."""
-    return lambda flags, run: check(openrlhf_parser.resolved(flags.argv))
+    return lambda flags, run: check(flags.args)
 
 
 def _machine(run: RunConfig) -> Machine:
@@ -99,13 +99,13 @@ def _machine(run: RunConfig) -> Machine:
 def _gpus(flags: Flags, run: RunConfig) -> str | None:
     if profile_of_run(run.hardware).name == "cpu":
         return None  # where a GPU is a share of the machine
-    return gpu_plan.check_machine(openrlhf_parser.resolved(flags.argv), _machine(run))
+    return gpu_plan.check_machine(flags.args, _machine(run))
 
 
 def _about_gpus(flags: Flags, run: RunConfig) -> str:
     if profile_of_run(run.hardware).name == "cpu":
         return "no GPU is needed"
-    needed = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.argv)))
+    needed = sum(group.gpus for group in placement.groups(flags.args))
     return f"GPUs: {needed} needed; {_machine(run)}"
 
 
@@ -120,7 +120,7 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
     if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
         _prepared(run.task)  # it could not be
     check_files(flags)
-    reward_files.check_rewards(flags.argv)
+    reward_files.check_rewards(flags)
     for name in DATASETS:
         value = flags.value(name)
         if value and not is_checked(name, value):
@@ -212,7 +212,7 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     """All warnings about a run that may start, for complete flags."""
     told = [*run_notes.notes(flags, run), *batch_check.notes(flags), *model_check.cut_notes(flags)]
     if profile_of_run(run.hardware).name == "cuda":
-        told += gpu_plan.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
+        told += gpu_plan.notes(flags.args, _machine(run))
     return told
 
 

@@ -8,7 +8,6 @@ from ngrpo.config.dataset_check import label_note
 from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, SIZES
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.workbench.scoring import reward_files
 from perturbations.errors import UsageError
 
@@ -21,7 +20,7 @@ def notes(complete: Flags, run: RunConfig) -> list[str]:
         with suppress(UsageError):  # which a rule raises
             told += [note] if (note := label_note(name, given)) is not None else []
     with suppress(UsageError):
-        told += [note] if (note := reward_files.label_note(complete.argv)) is not None else []
+        told += [note] if (note := reward_files.label_note(complete)) is not None else []
     told += [*batch_notes(complete), *gap_notes(run), *loss_notes(complete, run)]
     if not complete.value("--eval.dataset") and (steps := complete.value("--eval.steps") or "-1") != "-1":
         told.append(f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE.")
@@ -35,7 +34,7 @@ def notes(complete: Flags, run: RunConfig) -> list[str]:
 
 def batch_notes(flags: Flags) -> Iterator[str]:
     """A warning about responses of a step that fill no batch."""
-    prompts, responses, batch, epochs = (int(value_of(flags, name)) for name in SIZES)
+    prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
     trained = prompts * responses * epochs
     if trained % batch and not flags.has("--train.dynamic_batch_enable"):
         rest = "what is left goes into the next step's first update"
@@ -60,8 +59,8 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     subject = f"--perturbation {perturbation.name}"
     if run.advantage is not None:
         unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
-    elif value_of(flags, ESTIMATOR) not in GROUP_BASELINES:
-        unbalanced = f"{ESTIMATOR} {value_of(flags, ESTIMATOR)}"
+    elif flags.or_default(ESTIMATOR) not in GROUP_BASELINES:
+        unbalanced = f"{ESTIMATOR} {flags.or_default(ESTIMATOR)}"
     if run.credit is not None and not run.credit.keeps_sums:
         unbalanced = f"--credit {run.credit.name}"
     if unbalanced is not None and not perturbation.zero_mean_score:

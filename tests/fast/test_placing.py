@@ -15,7 +15,7 @@ from ngrpo import cli
 from ngrpo.commands import doctor
 from ngrpo.config import batch_check, parse, rules
 from ngrpo.machine.hardware import gpu_plan, profile_of_run
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -50,7 +50,7 @@ PLACED += ("vllm.gpu_memory_utilization", "ds.zero_stage", "ds.adam_offload")
 
 def placed(flags: Flags) -> tuple[Any, ...]:
     """What matters of a placement: the values of PLACED."""
-    args = openrlhf_parser.resolved(flags.argv)
+    args = flags.args
     return tuple(args[name] for name in PLACED)
 
 
@@ -75,7 +75,7 @@ SEVEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 def test_default_by_machine_and_model(model: str, shape: str, expected: object) -> None:
     flags = completed(f"--model {model}", shape, SIZES)
     assert placed(flags) == expected
-    args = openrlhf_parser.resolved(flags.argv)
+    args = flags.args
     assert all(args[name] for name in ("train.colocate_all", "vllm.enable_sleep", "ds.enable_sleep"))
     assert args["actor.gradient_checkpointing_enable"] and args["ckpt.save_steps"] == 20
     assert args["ref.num_gpus_per_node"] == args["actor.num_gpus_per_node"]
@@ -104,7 +104,7 @@ def test_noise_on_weights_has_whole_parameters() -> None:
 
 def test_models_apart_take_the_actors_ranks() -> None:
     flags = completed("--actor.num_gpus_per_node 3 --vllm.num_engines 2 --train.batch_size 48 --rollout.batch_size 12")
-    args = openrlhf_parser.resolved(flags.argv)
+    args = flags.args
     groups = [(group.gpus, group.models[0]) for group in placement.groups(args)]
     assert groups == [(2, "vLLM engines"), (3, "actor"), (3, "reference")]
     assert not flags.has("--train.colocate_all")
@@ -142,7 +142,7 @@ def test_plans_that_cannot_work(more: str, said: str) -> None:
 
 
 def test_no_engine_is_refused_without_cuda_too() -> None:
-    args = openrlhf_parser.resolved(["--algo.advantage.estimator", "reinforce", "--reward.remote_url", "r.py"])
+    args = Flags(["--algo.advantage.estimator", "reinforce", "--reward.remote_url", "r.py"]).args
     with pytest.raises(UsageError, match=r"--vllm.num_engines is missing"):
         gpu_plan.check(args)
 

@@ -174,7 +174,7 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=said):
-        reward_files.check_rewards(["--reward.remote_url", str(file)])
+        reward_files.check_rewards(Flags(["--reward.remote_url", str(file)]))
 
 
 def test_rewards_that_can_be_used(tmp_path: Path) -> None:
@@ -188,26 +188,26 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         "import sys\nsys.path.insert(0, 'lib')\nimport no_such_module\ndef reward_func(q, p, l):\n    return 0\n",
     ):
         file.write_text(text)
-        reward_files.check_rewards(["--reward.remote_url", str(file)])
+        reward_files.check_rewards(Flags(["--reward.remote_url", str(file)]))
     file.write_text("def reward_func(queries, prompts, labels):\n    return len(labels)\n")
-    reward_files.check_rewards(["--reward.remote_url", str(file), "--data.label_key", "answer"])
-    assert reward_files.label_note(["--reward.remote_url", str(file), "--data.label_key", "answer"]) is None
-    assert "reads its labels" in (reward_files.label_note(["--reward.remote_url", str(file)]) or "")
-    reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
-    reward_files.check_rewards(["--reward.model_name_or_path", "m"])
+    reward_files.check_rewards(Flags(["--reward.remote_url", str(file), "--data.label_key", "answer"]))
+    assert reward_files.label_note(Flags(["--reward.remote_url", str(file), "--data.label_key", "answer"])) is None
+    assert "reads its labels" in (reward_files.label_note(Flags(["--reward.remote_url", str(file)])) or "")
+    reward_files.check_rewards(Flags(["--reward.remote_url", "http://host/x"]))
+    reward_files.check_rewards(Flags(["--reward.model_name_or_path", "m"]))
     with pytest.raises(UsageError, match=r"a\.py,b\.py: OpenRLHF .* reads one Python file alone, a\.py"):
-        reward_files.check_rewards(["--reward.remote_url", "a.py,b.py"])
+        reward_files.check_rewards(Flags(["--reward.remote_url", "a.py,b.py"]))
     with pytest.raises(UsageError, match="no reward: give --task"):
-        reward_files.check_rewards(["--data.prompt_dataset", "x"])
+        reward_files.check_rewards(Flags(["--data.prompt_dataset", "x"]))
     with pytest.raises(UsageError, match="no reward: give --task"):
         rules.check_parsed(Flags(["--data.prompt_dataset", "x"]))
     for address in ("reward", "http://"):
         with pytest.raises(UsageError, match="an address such as http://localhost:5000"):
-            reward_files.check_rewards(["--reward.remote_url", address])
+            reward_files.check_rewards(Flags(["--reward.remote_url", address]))
     for name, said in (
         ("Agent", r"does not define AgentExecutor\(\)"),
         ("AgentExecutor", "inherits from AgentExecutorB"),
     ):
         file.write_text(f"class {name}:\n    pass\n")
         with pytest.raises(UsageError, match=said):
-            reward_files.check_rewards(["--train.agent_func_path", str(file)])
+            reward_files.check_rewards(Flags(["--train.agent_func_path", str(file)]))

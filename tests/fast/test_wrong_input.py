@@ -11,8 +11,7 @@ from ngrpo import cli
 from ngrpo.config import flag_values
 from ngrpo.config.dataset_check import check_files
 from ngrpo.config.run_notes import notes
-from ngrpo.machine.upstream import openrlhf_parser
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults
 from perturbations.errors import UsageError
 from tests.fast import run
 from tests.fast.run import run_of
@@ -61,7 +60,7 @@ def test_a_right_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_openrlhfs_own_defaults_pass() -> None:
-    for name, value in openrlhf_parser.defaults().items():
+    for name, value in defaults().items():
         flag_values.check(Flags(["--actor.model_name_or_path", "m", name, value]), run_of())
 
 

@@ -12,7 +12,7 @@ from math import gcd
 
 from ngrpo.machine.models import architecture
 from ngrpo.machine.models.architecture import ModelSize
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import GIB, Args, Group, Machine
 from perturbations.errors import UsageError
@@ -204,10 +204,10 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
         choice |= {"--ds.zero_stage": stage, **({"--ds.adam_offload": None} if offload else {})}
         tried = flags.with_defaults(choice)
         try:
-            openrlhf_parser.check(tried.argv)
+            args = tried.args
         except UsageError:  # which a rule then reports
             return tried
-        if fits(openrlhf_parser.resolved(tried.argv), machine.memory):
+        if fits(args, machine.memory):
             return tried
     return tried
 
@@ -215,7 +215,7 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
 def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     """The actor's number of ranks for each of the run's models."""
     roles = ["actor", "ref"]
-    roles += ["critic"] * (openrlhf_parser.value_of(flags, "--algo.advantage.estimator") == "gae")
+    roles += ["critic"] * (flags.or_default("--algo.advantage.estimator") == "gae")
     roles += ["reward"] * (not flags.has("--reward.remote_url", "--train.agent_func_path"))
     sizes = {"num_gpus_per_node": str(per_node)} | ({"num_nodes": str(nodes)} if nodes > 1 else {})
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}
