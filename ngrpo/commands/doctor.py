@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
-from ngrpo.config import compatibility, rules
+from ngrpo.config import compatibility
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
 from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import placement, versions
@@ -84,7 +84,7 @@ def _examine(model: str | None, report: Callable[[str], None], named: str | None
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
     yield Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
     releases = ", ".join(f"{name} {release or 'missing'}" for name, release in versions.versions().items())
-    yield Finding("releases", releases, _error_of(rules.check_stack))
+    yield Finding("releases", releases, _error_of(versions.check_stack))
     profile = profile_for("auto")
     yield _device(profile.name)
     broken = _error_of(lambda: profile.check(Flags()))

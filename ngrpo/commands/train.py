@@ -108,13 +108,14 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.commands.dry_run import dry_run
-from ngrpo.config import flag_values, parse, rules, verl_lines
+from ngrpo.config import complete_flags, flag_values, parse, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
-from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
+from ngrpo.machine.upstream import versions
+from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags, parsed
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench import tasks
@@ -130,7 +131,7 @@ def usage(command: str, argv: Sequence[str]) -> str:
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Trains; 1 where the training itself failed."""
     if "--openrlhf-help" in argv:
-        rules.check_stack()
+        versions.check_stack()
         with suppress(SystemExit):
             parsed(["--help"])
         return 0
@@ -188,7 +189,7 @@ def _print_for(trainer: str, run: RunConfig) -> int:
     """Prints a run for another trainer, and to the error output the flags without a counterpart."""
     if trainer != "verl":
         raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
-    lines, left = verl_lines.of_run(run, rules.completed(run))
+    lines, left = verl_lines.of_run(run, complete_flags.completed(run))
     print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
     if left:
         print(f"not translated, verl's default holds: {', '.join(left)}", file=sys.stderr)
@@ -197,15 +198,14 @@ def _print_for(trainer: str, run: RunConfig) -> int:
 
 def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Flags:
     """Checks first, what takes longest last. Returns OpenRLHF's flags, additions in front."""
-    complete = rules.completed(run)
-    placed = complete if run.task is None else complete.with_defaults(rules.OF_TASK)
-    rules.check("start", rules.of_hardware(placed, run), run)
-    if run.task is not None:
-        complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
-    complete = rules.of_hardware(complete, run)
+    complete = complete_flags.resolve_flags(run)
+    rules.check("start", complete, run)
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
+    if run.task is not None:
+        tasks.prepare(run.task, folder / "task")
+    complete = complete_flags.in_run_folder(complete, run)
     if complete.has(flag_values.LOAD):
         report(flag_values.first_step(complete))
     if complete.added:
@@ -217,6 +217,6 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
             return name
         return packaged.resolve(name, report=report)
 
-    complete = parse.replace_model_names(complete, resolved)
+    complete = complete.replaced(MODEL_NAMES, resolved)
     rules.check("model", complete, run)
     return complete

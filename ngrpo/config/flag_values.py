@@ -65,7 +65,7 @@ _WORDS = {
 }
 
 
-def check(flags: Flags, run: RunConfig) -> None:
+def check(flags: Flags) -> None:
     """Raises ``UsageError`` for a value that OpenRLHF cannot use, and for no model."""
     if not flags.value(MODEL):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")

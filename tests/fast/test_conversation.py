@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import dataset_check, model_check, rules, verl_lines
+from ngrpo.config import complete_flags, dataset_check, model_check, verl_lines
 from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import trainer
@@ -152,7 +152,7 @@ def test_one_flag_for_all_sides() -> None:
         assert Flags(argv).value(flag[0]) == flag[1]
     other, _ = read_plan([*words, "--eval.chat_template_kwargs", "enable_thinking=true"])
     assert Flags(other.evaluation or ()).value(flag[0]) == "enable_thinking=true"
-    lines, _ = verl_lines.of_run(run, rules.completed(run))
+    lines, _ = verl_lines.of_run(run, complete_flags.completed(run))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
 
 

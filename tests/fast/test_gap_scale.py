@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.run_notes import gap_notes, notes
+from ngrpo.config.rules import gap_notes, method_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
@@ -192,5 +192,5 @@ def test_a_start_says_that_the_gap_is_not_judged() -> None:
 
 def test_a_start_says_that_dynamic_filtering_does_not_repeat() -> None:
     flags = Flags(["--algo.dynamic_filtering_enable"])
-    assert any("--reproducible does not repeat" in note for note in notes(flags, run_of(reproducible=True)))
-    assert not any("does not repeat" in note for note in notes(flags, run_of()))
+    assert any("--reproducible does not repeat" in note for note in method_notes(flags, run_of(reproducible=True)))
+    assert not any("does not repeat" in note for note in method_notes(flags, run_of()))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ngrpo import patches
-from ngrpo.config import rules, run
+from ngrpo.config import complete_flags, rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import cpu, profile_for, stand_ins
 from ngrpo.machine.upstream.openrlhf_flags import Flags, actions
@@ -62,8 +62,8 @@ PLACED += tuple(word for role in ("actor", "ref", "critic", "reward") for word i
 
 def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
-    flags = rules.of_hardware(Flags(run.openrlhf), run)
-    next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
+    flags = complete_flags.of_hardware(Flags(run.openrlhf), run)
+    rules.check_hardware(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import doctor
-from ngrpo.config import batch_check, parse, rules
+from ngrpo.config import batch_check, complete_flags, parse, rules
 from ngrpo.machine.hardware import gpu_plan, profile_of_run
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -162,7 +162,9 @@ class TestRows:
         words = f"--data.prompt_dataset {file} --reward.remote_url http://r {more}"
         base = BASE.replace("--task arithmetic ", "")
         run = parse.run_config(f"{base}{SIZES}{MODEL} --data.label_key label {words}".split())
-        return rules.resolve_flags(dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x"))
+        return complete_flags.resolve_flags(
+            dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x")
+        )
 
     def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""

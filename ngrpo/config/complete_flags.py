@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenRLHF's flags of a run, completed: those given, then those of folder, methods, preset, task and hardware."""
+
+import tempfile
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from ngrpo.config import batch_check, compatibility, flag_values
+from ngrpo.config.features import MODEL, Combination
+from ngrpo.config.kinds import run_level_kinds
+from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
+from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
+from ngrpo.machine.models import packaged
+from ngrpo.machine.upstream import placement, versions
+from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
+from ngrpo.machine.upstream.placement import Machine
+from ngrpo.methods.advantages.base import Advantage
+from ngrpo.trainers.openrlhf.launch import conditions_for
+from ngrpo.workbench import tasks
+from perturbations.errors import UsageError
+
+_OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
+# Another flag that sets the same thing: where it is given, ours would override it without a word.
+_SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
+UNPREPARED = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
+"""In place of the flags of a task that could not be prepared."""
+
+
+def completed(run: RunConfig) -> Flags:
+    """OpenRLHF's flags with those of folder, methods and preset; ``UsageError`` for flags that make no run."""
+    flags = Flags(run.openrlhf)
+    versions.check_stack()
+    flag_values.check(flags)
+    flags = flags.replaced(MODEL_NAMES, packaged.check_name)
+    outputs: dict[str, Default] = {flag: str(Path(run.run_dir or "run", name)) for flag, name in _OUTPUTS.items()}
+    flags = flags.with_defaults(packaged.training_flags(flags.value(MODEL)) | outputs)
+    for kind in run_level_kinds():
+        part = run.part(kind.name)
+        if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
+            flags = flags.with_defaults(part.flags(flags))
+    flags = with_preset(flags, run.preset, run.advantage)
+    compatibility.check(compatibility.TRAINING, Combination(run=run, flags=flags))
+    return flags
+
+
+def with_preset(flags: Flags, preset: str | None, advantage: Advantage | None = None) -> Flags:
+    """Adds the flags of ``--preset`` and ``--advantage``: given flags win over the advantage's, these over a preset.
+
+    Raises:
+        UsageError: for flags that the advantage cannot go with.
+    """
+    defaults: dict[str, Default] = {} if preset is None else dict(PRESETS[preset])
+    if OVERLONG in defaults:
+        # A fifth of the longest response, as in DAPO's own setting (4,096 of 20,480 tokens). Where
+        # --rollout.max_new_tokens is not given, --data.max_len bounds a response.
+        longest = flags.value("--rollout.max_new_tokens") or flags.or_default("--data.max_len")
+        defaults[OVERLONG] = str(max(1, int(longest) // 5))
+    if advantage is not None:
+        defaults |= advantage.flags(flags.with_defaults(defaults))
+    same = {name for name, other in _SAME_SETTING.items() if flags.has(other)}
+    return flags.with_defaults({name: value for name, value in defaults.items() if name not in same})
+
+
+def resolve_flags(run: RunConfig) -> Flags:
+    """All flags of a run, with its task's files in a temporary folder; ``UsageError`` as for :func:`completed`."""
+    flags = completed(run)
+    if run.task is not None:
+        with suppress(UsageError):  # the rule of the dataset says it
+            flags = flags.with_defaults(prepared(run.task)[1])
+        flags = flags.with_defaults(UNPREPARED)
+    return of_hardware(flags, run)
+
+
+def of_hardware(flags: Flags, run: RunConfig) -> Flags:
+    """The flags as a launch completes them; ``UsageError`` for a placement that is given by half."""
+    profile = profile_of_run(run.hardware)
+    flags = flags.with_defaults(profile.default_flags)
+    if stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
+        flags = flags.with_defaults(stand_ins.DEFAULT_FLAGS)
+    if profile.name == "cuda":
+        whole = run.policy_noise is not None or flags.has("--train.enable_ema")
+        flags = gpu_plan.completed(flags, machine_of(run), whole=whole)
+    return batch_check.with_rows(flags)
+
+
+def machine_of(run: RunConfig) -> Machine:
+    """The GPUs that a run with CUDA is planned for; none where nothing is there."""
+    return run.machine or placement.here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+
+
+@lru_cache
+def prepared(task: str) -> tuple[tempfile.TemporaryDirectory[str], dict[str, Default]]:
+    """A task's files in a folder that goes with this process, and OpenRLHF's flags for them."""
+    folder = tempfile.TemporaryDirectory()
+    return folder, tasks.prepare(task, Path(folder.name))
+
+
+def in_run_folder(flags: Flags, run: RunConfig) -> Flags:
+    """The flags of :func:`resolve_flags` with a task's files where a start has them."""
+    if run.task is not None:
+        with suppress(UsageError):  # the rule of the dataset says it
+            folder, there = prepared(run.task)[0].name, f"{run.run_dir}/task"
+            flags = Flags(*([word.replace(folder, there) for word in words] for words in (flags.given, flags.added)))
+    return flags
