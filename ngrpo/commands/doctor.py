@@ -156,7 +156,8 @@ def _placement(hardware: str) -> Finding:
     base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
     models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = gpu_plan.completed(Flags([*base, name]), there)
+        flags = Flags([*base, name])
+        flags = flags.with_defaults(gpu_plan.default_flags(flags, there))
         fits = not gpu_plan.notes(flags.args, there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)

@@ -15,7 +15,6 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
 from ngrpo.machine.upstream.placement import Machine
-from ngrpo.methods.advantages.base import Advantage
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from perturbations.errors import UsageError
@@ -33,55 +32,72 @@ def completed(run: RunConfig) -> Flags:
     versions.check_stack()
     flag_values.check(flags)
     flags = flags.replaced(MODEL_NAMES, packaged.check_name)
-    outputs: dict[str, Default] = {flag: str(Path(run.run_dir or "run", name)) for flag, name in _OUTPUTS.items()}
-    flags = flags.with_defaults(packaged.training_flags(flags.value(MODEL)) | outputs)
-    for kind in run_level_kinds():
-        part = run.part(kind.name)
-        if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
-            flags = flags.with_defaults(part.flags(flags))
-    flags = with_preset(flags, run.preset, run.advantage)
+    for defaults in (of_folder, of_methods, of_preset):
+        flags = flags.with_defaults(defaults(flags, run))
     compatibility.check(compatibility.TRAINING, Combination(run=run, flags=flags))
     return flags
-
-
-def with_preset(flags: Flags, preset: str | None, advantage: Advantage | None = None) -> Flags:
-    """Adds the flags of ``--preset`` and ``--advantage``: given flags win over the advantage's, these over a preset.
-
-    Raises:
-        UsageError: for flags that the advantage cannot go with.
-    """
-    defaults: dict[str, Default] = {} if preset is None else dict(PRESETS[preset])
-    if OVERLONG in defaults:
-        # A fifth of the longest response, as in DAPO's own setting (4,096 of 20,480 tokens). Where
-        # --rollout.max_new_tokens is not given, --data.max_len bounds a response.
-        longest = flags.value("--rollout.max_new_tokens") or flags.or_default("--data.max_len")
-        defaults[OVERLONG] = str(max(1, int(longest) // 5))
-    if advantage is not None:
-        defaults |= advantage.flags(flags.with_defaults(defaults))
-    same = {name for name, other in _SAME_SETTING.items() if flags.has(other)}
-    return flags.with_defaults({name: value for name, value in defaults.items() if name not in same})
 
 
 def resolve_flags(run: RunConfig) -> Flags:
     """All flags of a run, with its task's files in a temporary folder; ``UsageError`` as for :func:`completed`."""
     flags = completed(run)
-    if run.task is not None:
-        with suppress(UsageError):  # the rule of the dataset says it
-            flags = flags.with_defaults(prepared(run.task)[1])
-        flags = flags.with_defaults(UNPREPARED)
-    return of_hardware(flags, run)
+    for defaults in (of_task, of_profile, of_machine, batch_check.of_rows):
+        flags = flags.with_defaults(defaults(flags, run))
+    return flags
 
 
-def of_hardware(flags: Flags, run: RunConfig) -> Flags:
-    """The flags as a launch completes them; ``UsageError`` for a placement that is given by half."""
+def of_folder(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """Where the run writes, and what a packaged model needs."""
+    folder = Path(run.run_dir or "run")
+    outputs = {flag: str(folder / name) for flag, name in _OUTPUTS.items()}
+    return {**packaged.training_flags(flags.value(MODEL)), **outputs}
+
+
+def of_methods(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """What the methods need, save the advantage, whose flags take the place of a preset's."""
+    parts = [run.part(kind.name) for kind in run_level_kinds() if kind.name != "advantage"]
+    defaults: dict[str, Default] = {}
+    for part in parts:
+        if hasattr(part, "flags"):
+            defaults = part.flags(flags.with_defaults(defaults)) | defaults
+    return defaults
+
+
+def of_preset(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """``--preset`` and ``--advantage``, which wins; ``UsageError`` for flags that the advantage cannot go with."""
+    defaults: dict[str, Default] = {} if run.preset is None else dict(PRESETS[run.preset])
+    if OVERLONG in defaults:
+        # A fifth of the longest response, as in DAPO's own setting (4,096 of 20,480 tokens). Where
+        # --rollout.max_new_tokens is not given, --data.max_len bounds a response.
+        longest = flags.value("--rollout.max_new_tokens") or flags.or_default("--data.max_len")
+        defaults[OVERLONG] = str(max(1, int(longest) // 5))
+    if run.advantage is not None:
+        defaults |= run.advantage.flags(flags.with_defaults(defaults))
+    return {name: value for name, value in defaults.items() if not flags.has(_SAME_SETTING.get(name, name))}
+
+
+def of_task(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """A task's dataset and reward."""
+    if run.task is None:
+        return {}
+    with suppress(UsageError):  # the rule of the dataset says it
+        return prepared(run.task)[1]
+    return {**UNPREPARED}
+
+
+def of_profile(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """What the hardware needs, and PyTorch's attention where there is no flash-attn."""
     profile = profile_of_run(run.hardware)
-    flags = flags.with_defaults(profile.default_flags)
-    if stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
-        flags = flags.with_defaults(stand_ins.DEFAULT_FLAGS)
-    if profile.name == "cuda":
-        whole = run.policy_noise is not None or flags.has("--train.enable_ema")
-        flags = gpu_plan.completed(flags, machine_of(run), whole=whole)
-    return batch_check.with_rows(flags)
+    without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run)
+    return {**(stand_ins.DEFAULT_FLAGS if without else {}), **profile.default_flags}
+
+
+def of_machine(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """A placement on GPUs; ``UsageError`` for one that is given by half."""
+    if profile_of_run(run.hardware).name == "cpu":
+        return {}
+    whole = run.policy_noise is not None or flags.has("--train.enable_ema")
+    return gpu_plan.default_flags(flags, machine_of(run), whole=whole)
 
 
 def machine_of(run: RunConfig) -> Machine:

@@ -153,7 +153,7 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     return None
 
 
-def cut_notes(flags: Flags) -> Iterator[str]:
+def cut_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning for each file with a prompt that leaves no room for its response: its first tokens are left out."""
     folder, room = Path(name_of(flags)).expanduser(), int(flags.or_default(_LENGTH))
     room -= int(flags.value("--rollout.max_new_tokens") or 1)

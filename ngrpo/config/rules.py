@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All rules on a run, one table for a dry run, a start and every strategy of a comparison, and all warnings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -139,33 +139,32 @@ def checked(run: RunConfig) -> Flags:
 
 def notes(flags: Flags, run: RunConfig) -> list[str]:
     """All warnings about a run that may start, for complete flags."""
-    told = [*method_notes(flags, run), *batch_check.notes(flags), *model_check.cut_notes(flags)]
-    if profile_of_run(run.hardware).name == "cuda":
-        told += gpu_plan.notes(flags.args, machine_of(run))
-    return told
+    return [note for warnings in NOTES for note in warnings(flags, run)]
 
 
-def method_notes(complete: Flags, run: RunConfig) -> list[str]:
-    """Warnings about scores and advantages, batches, sampling, labels and gap, from flags with those of methods."""
+def label_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """Warnings about labels that only some rewards read, and a reward function without labels."""
     given = Flags(run.openrlhf)
-    told = [note for made in (run.advantage, run.sampling) if made is not None for note in made.notes(given)]
-    for name in ("--data.prompt_dataset", "--eval.dataset"):
+    for looked in (*(partial(label_note, name, given) for name in DATASETS), partial(reward_files.label_note, flags)):
         with suppress(UsageError):  # which a rule raises
-            told += [note] if (note := label_note(name, given)) is not None else []
-    with suppress(UsageError):
-        told += [note] if (note := reward_files.label_note(complete)) is not None else []
-    told += [*batch_notes(complete), *gap_notes(run), *loss_notes(complete, run)]
-    if not complete.value("--eval.dataset") and (steps := complete.value("--eval.steps") or "-1") != "-1":
-        told.append(f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE.")
-    if run.reproducible and complete.has("--algo.dynamic_filtering_enable"):
-        told.append(
+            if (note := looked()) is not None:
+                yield note
+
+
+def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """Warnings of the advantage and the sampling about flags, and about flags without an effect."""
+    for part in (run.advantage, run.sampling):
+        yield from part.notes(Flags(run.openrlhf)) if part is not None else ()
+    if not flags.value("--eval.dataset") and (steps := flags.value("--eval.steps") or "-1") != "-1":
+        yield f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE."
+    if run.reproducible and flags.has("--algo.dynamic_filtering_enable"):
+        yield (
             "--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: OpenRLHF requests more"
             " prompts in the order in which responses finish."
         )
-    return told
 
 
-def batch_notes(flags: Flags) -> Iterator[str]:
+def batch_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning about responses of a step that fill no batch."""
     prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
     trained = prompts * responses * epochs
@@ -174,7 +173,7 @@ def batch_notes(flags: Flags) -> Iterator[str]:
         yield f"--train.batch_size {batch} does not divide the {trained} responses that a step trains: {rest}."
 
 
-def gap_notes(run: RunConfig) -> Iterator[str]:
+def gap_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning about a run whose gap does not measure the replay (`experience_maker.judge`)."""
     if run.perturbation is not None and run.sampling_schedule is not None:
         strict = ", and --perturbation.strict does nothing" if run.strict else ""
@@ -212,3 +211,21 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
             " and for densities of draws nothing corrects that. --perturbation.density token has importance weights"
             f" ({CORRECTION})."
         )
+
+
+def gpu_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """What to know of a placement that does not fit."""
+    if profile_of_run(run.hardware).name == "cuda":
+        yield from gpu_plan.notes(flags.args, machine_of(run))
+
+
+NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
+    flag_notes,
+    label_notes,
+    batch_notes,
+    gap_notes,
+    loss_notes,
+    batch_check.notes,
+    model_check.cut_notes,
+    gpu_notes,
+)

@@ -3,6 +3,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,9 @@ from ngrpo.trainers.openrlhf import launch
 from tests.fast.run import run_of
 
 
-def applied(preset: str, *words: str) -> list[str]:
-    return list(complete_flags.with_preset(Flags(words), preset).added)
+def applied(preset: str | None, *words: str, **parts: Any) -> list[str]:
+    flags = Flags(words)
+    return list(flags.with_defaults(complete_flags.of_preset(flags, run_of(preset=preset, **parts))).added)
 
 
 class TestPresets:
@@ -38,7 +40,7 @@ class TestPresets:
     def test_openrlhf_has_every_flag_and_choice(self) -> None:
         source = Path(find_spec("openrlhf").origin).with_name("cli").joinpath("train_ppo_ray.py").read_text()
         words = [word for name in run.PRESETS for word in applied(name)]
-        words += complete_flags.with_preset(Flags(), None, create("ngrpo")).added
+        words += applied(None, advantage={"name": "ngrpo"})
         for word in words:
             assert f'"{word}"' in source or word.lstrip("-").replace(".", "").isdecimal(), word
 
@@ -61,7 +63,8 @@ class TestPresets:
 class TestAddedFlags:
     def added(self, line: str) -> list[str]:
         command = parse.run_config(line.split())
-        return list(complete_flags.with_preset(Flags(command.openrlhf), command.preset, command.advantage).added)
+        flags = Flags(command.openrlhf)
+        return list(flags.with_defaults(complete_flags.of_preset(flags, command)).added)
 
     def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
         added = " ".join(self.added("--advantage ngrpo --advantage.max_reward 2.5"))

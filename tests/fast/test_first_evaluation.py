@@ -45,6 +45,6 @@ def test_the_flag() -> None:
     assert not parse.run_config(["--eval.at_start", "false"]).eval_at_start
     with pytest.raises(UsageError, match="needs problems"):
         flag_values.check_evaluated(Flags(), command)
-    notes = rules.method_notes(Flags(["--eval.steps", "4"]), parse.run_config([]))
+    notes = [*rules.flag_notes(Flags(["--eval.steps", "4"]), parse.run_config([]))]
     assert any(note.startswith("--eval.steps 4 has no effect") for note in notes)
     flag_values.check_evaluated(Flags(["--eval.dataset", "e.jsonl"]), command)

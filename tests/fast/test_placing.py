@@ -14,6 +14,7 @@ import pytest
 from ngrpo import cli
 from ngrpo.commands import doctor
 from ngrpo.config import batch_check, complete_flags, parse, rules
+from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan, profile_of_run
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -170,7 +171,7 @@ class TestRows:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
         flags = self.flags(tmp_path, 43)
         assert flags.value("--data.max_samples") == "42" and "--data.max_samples" in flags.added
-        assert "--data.max_samples 42 is added" in batch_check.notes(flags)[0]
+        assert "--data.max_samples 42 is added" in batch_check.notes(flags, RunConfig())[0]
         for rows in (32, 42, 34):
             assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
 
@@ -183,7 +184,7 @@ class TestRows:
 
     def test_filtered_prompts_are_said(self, tmp_path: Path) -> None:
         flags = self.flags(tmp_path, 32, "--algo.dynamic_filtering_enable")
-        assert any("--train.dynamic_batch_enable" in note for note in batch_check.notes(flags))
+        assert any("--train.dynamic_batch_enable" in note for note in batch_check.notes(flags, RunConfig()))
 
 
 @pytest.mark.parametrize("shape", ["0x80", "8x", "x80", "2x2x2x80", "8×80", "-8x80", "8x0"])

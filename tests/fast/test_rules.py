@@ -74,9 +74,9 @@ def test_numbers_out_of_range(words: str, allowed: str) -> None:
 
 def test_answers_that_fill_no_batch_are_told_of() -> None:
     sizes = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "3", "--train.batch_size", "8"]
-    assert "8 does not divide the 12 responses" in next(batch_notes(Flags(sizes)))
+    assert "8 does not divide the 12 responses" in next(batch_notes(Flags(sizes), run_of()))
     for fit in (["--train.max_epochs", "2"], ["--train.dynamic_batch_enable"], ["--train.batch_size", "6"]):
-        assert [*batch_notes(Flags([*sizes, *fit]))] == []
+        assert [*batch_notes(Flags([*sizes, *fit]), run_of())] == []
 
 
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import flag_values
 from ngrpo.config.dataset_check import check_files
-from ngrpo.config.rules import method_notes
+from ngrpo.config.rules import label_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults
 from perturbations.errors import UsageError
 from tests.fast import run
@@ -203,7 +203,7 @@ def test_labels_of_several_kinds(tmp_path: Path) -> None:
 
 def labels(flags: Flags) -> list[str]:
     """The warnings about labels of a run with these flags."""
-    return [note for note in method_notes(flags, run_of(openrlhf=tuple(flags.argv))) if "the label" in note]
+    return [note for note in label_notes(flags, run_of(openrlhf=tuple(flags.argv))) if "the label" in note]
 
 
 def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None:
