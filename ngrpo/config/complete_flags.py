@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's flags of a run, completed: those given, then those of folder, methods, preset, task and hardware."""
 
+import shutil
 import tempfile
 from contextlib import suppress
 from functools import lru_cache
@@ -12,6 +13,7 @@ from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
 from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
 from ngrpo.machine.models import packaged
+from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
 from ngrpo.machine.upstream.placement import Machine
@@ -110,6 +112,14 @@ def prepared(task: str) -> tuple[tempfile.TemporaryDirectory[str], dict[str, Def
     """A task's files in a folder that goes with this process, and OpenRLHF's flags for them."""
     folder = tempfile.TemporaryDirectory()
     return folder, tasks.prepare(task, Path(folder.name))
+
+
+def copy_task(task: str, folder: Path) -> None:
+    """Copies a task's files into a folder of a run."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in Path(prepared(task)[0].name).iterdir():
+            shutil.copyfile(file, folder / file.name)
 
 
 def in_run_folder(flags: Flags, run: RunConfig) -> Flags:
