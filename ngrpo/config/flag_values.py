@@ -13,8 +13,7 @@ from pathlib import Path
 from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flag, Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 LOAD = "--ckpt.load_enable"
 _UNIVERSAL = "--ds.use_universal_ckpt"

@@ -82,7 +82,11 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
     text = nested if isinstance(nested := config.get("text_config"), Mapping) else config
     longest, limits = int(flags.or_default(_LENGTH)), [text[key] for key in _CONTEXT if isinstance(text.get(key), int)]
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
-    if limits and longest > min(limits) and not _is_stretched(text) and not allowed:
+    # A scaling of the positions makes the context longer than config.json says.
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    stretched = kind not in ("default", "llama3") or any(isinstance(part, Mapping) for part in scaling.values())
+    if limits and longest > min(limits) and not stretched and not allowed:
         raise UsageError(
             f"{_LENGTH} {longest}: the model {name} has a context of {min(limits)} tokens. Give {_LENGTH}"
             f" {min(limits)} or less."
@@ -107,13 +111,6 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
     if missing and run.machine is None:
         raise UsageError(f"model folder {name} has no {' and no '.join(missing)}. Download the whole model.")
     return f"not checked: the folder has no {' and no '.join(missing)}, which a run needs." if missing else None
-
-
-def _is_stretched(text: Mapping[str, Any]) -> bool:
-    """Whether a scaling of the positions makes the context longer than config.json says."""
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    kinds = scaling.get("rope_type") or scaling.get("type") or "default"
-    return kinds not in ("default", "llama3") or any(isinstance(part, Mapping) for part in scaling.values())
 
 
 def check_template(flags: Flags, run: RunConfig) -> str | None:

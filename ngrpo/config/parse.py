@@ -13,8 +13,8 @@ from ngrpo.config.run import OF_OPENRLHF, SETTINGS, RunConfig, Sampling
 from ngrpo.machine.models import conversation
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags
-from perturbations.errors import UsageError
-from perturbations.options import coerce, kinds, nearest
+from perturbations.errors import UsageError, nearest
+from perturbations.options import coerce, kinds
 
 PERTURBATION = "--perturbation"
 SAMPLING = "--sampling"

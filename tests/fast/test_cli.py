@@ -15,7 +15,6 @@ from ngrpo.config import parse
 from ngrpo.config.kinds import FLAGS
 from ngrpo.config.run import PRESETS, RunConfig
 from ngrpo.machine.models import packaged
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import tasks
 from perturbations import create, registry
 from perturbations.errors import UsageError
@@ -65,9 +64,6 @@ def test_switches(words: str, value: bool) -> None:
 
 def test_models() -> None:
     assert parsed("--model m --train.seed 1").openrlhf == ("--actor.model_name_or_path", "m", "--train.seed", "1")
-    args = ["--actor.model_name_or_path", "a", "--reward.model_name_or_path=b,c", "--x", "a"]
-    replaced = Flags(args).replaced("model_name_or_path", str.upper)
-    assert replaced.argv == ["--actor.model_name_or_path", "A", "--reward.model_name_or_path=B,C", "--x", "a"]
 
 
 @pytest.mark.parametrize(("line", "parts"), [(line, parts) for line, *parts in refused("command_lines")])

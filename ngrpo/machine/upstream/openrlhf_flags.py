@@ -20,8 +20,7 @@ from types import CodeType, SimpleNamespace
 from typing import Any, NoReturn
 
 from ngrpo.machine.upstream.patch import around
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 # A default of a flag: its value, several values, or None for a switch, which has none.
 Default = str | tuple[str, ...] | None

@@ -23,19 +23,15 @@ VLLM_LAST = "0.29.0"
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 
 
-def is_supported_vllm(release: str) -> bool:
+def is_supported_vllm(release: str, last: tuple[int, int] = _LAST) -> bool:
     """Whether a version is in the range :data:`VLLM`."""
-    return _is_between(release, _LAST)
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= last
 
 
 def has_rollouts(release: str) -> bool:
     """Whether a version is in the range :data:`VLLM_OF_ROLLOUTS`."""
-    return _is_between(release, _LAST_OF_ROLLOUTS)
-
-
-def _is_between(release: str, last: tuple[int, int]) -> bool:
-    match = re.match(r"(\d+)\.(\d+)", release)
-    return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= last
+    return is_supported_vllm(release, _LAST_OF_ROLLOUTS)
 
 
 def installed(package: str) -> str | None:

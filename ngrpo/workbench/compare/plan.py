@@ -18,8 +18,8 @@ from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.diagnose import policy_of
-from perturbations.errors import UsageError
-from perturbations.options import coerce, nearest
+from perturbations.errors import UsageError, nearest
+from perturbations.options import coerce
 
 # The flags that the comparison sets for each run, and the alternative to each.
 _PATHS = ("--run-dir", "--log-file", "--ckpt.output_dir", "--ckpt.path", "--logger.tensorboard_dir")

@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 BUILT_IN = ("math", "choice", "reasoning_gym")
 OF_TASK = "task:"
