@@ -68,7 +68,7 @@ def _group_size(advantage: Advantage) -> int:
 
 
 def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
-    where, fix = f"{advantage.name}, {label}:", "It must answer for any rewards in [0, 1]."
+    where, fix = f"{advantage.name}, {label}:", "It must accept any rewards in [0, 1]."
 
     def answer(given: _Batch) -> Tensor:
         advantages = answered(f"{where} formula()", lambda: advantage.compute(given.rewards, given.counts), fix)
@@ -86,7 +86,7 @@ def _check_steps(advantage: Advantage) -> None:
     """Some options change over the run, so an advantage is made again for each step, in the driver."""
     for step in (0, 1, 100, 100_000):
         where = f"{advantage.name}: at_step({step})"
-        fix = "It must answer for every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
+        fix = "It must accept every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
         later = answered(where, partial(advantage.at_step, step), fix)
         require(isinstance(later, Advantage), f"{where} is a {type(later).__name__}.", fix)
 

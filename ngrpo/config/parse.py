@@ -146,7 +146,7 @@ def override(earlier: Flags, later: Flags) -> Flags:
 
 
 def _split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags with their values, None for a flag of an option that stood alone, and OpenRLHF's words."""
+    """Our flags with their values, None for an option's flag without a value, and OpenRLHF's words."""
     ours: dict[str, Any] = {}
     rest: list[str] = []
     for flag in Flags(argv):

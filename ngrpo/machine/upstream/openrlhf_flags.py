@@ -54,7 +54,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a command line: the words that the user gave, and those that :meth:`with_defaults` added."""
+    """The flags of a command line: the user's words, and the words that :meth:`with_defaults` added."""
 
     given: Sequence[str] = ()
     added: Sequence[str] = ()
@@ -106,7 +106,7 @@ class Flags:
         return self.value(name) or defaults().get(name, "")
 
     def with_defaults(self, defaults: Mapping[str, Default]) -> Flags:
-        """The flags with those defaults added whose flag is absent."""
+        """The flags with the defaults of absent flags added."""
         new: list[str] = []
         for name, default in defaults.items():
             if not self.has(name):
@@ -137,7 +137,7 @@ class Flags:
 
 @lru_cache(maxsize=1)
 def defaults() -> dict[str, str]:
-    """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
+    """OpenRLHF's default of each flag that has one, as on a command line."""
     there = [action for action in actions() if isinstance(action.default, str | int | float)]
     return {flag: str(action.default) for action in there for flag in action.option_strings}
 
