@@ -91,7 +91,7 @@ def of_profile(flags: Flags, run: RunConfig) -> dict[str, Default]:
     """What the hardware needs, and PyTorch's attention where there is no flash-attn."""
     profile = profile_of_run(run.hardware)
     without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run)
-    return {**(stand_ins.DEFAULT_FLAGS if without else {}), **profile.default_flags}
+    return {**profile.default_flags, **(stand_ins.DEFAULT_FLAGS if without else {})}
 
 
 def of_machine(flags: Flags, run: RunConfig) -> dict[str, Default]:
