@@ -11,7 +11,6 @@ from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages.base import VerifiedAdvantage
 from perturbations.errors import UsageError
 
@@ -58,7 +57,7 @@ class Combination:
 
     def value(self, flag: str) -> str:
         """A flag's value, or OpenRLHF's default of it."""
-        return value_of(self.flags, flag)
+        return self.flags.or_default(flag)
 
 
 @dataclass(frozen=True)
@@ -216,21 +215,16 @@ def _small_batch(asked: Combination) -> str:
     )
 
 
-def _bounds(asked: Combination) -> tuple[float, float] | None:
-    """The bounds of the importance weights; None where the parser refuses them."""
-    words = next((each.values for each in reversed([*asked.flags]) if each.name == BOUNDS), ("0.5", "5.0"))
-    with suppress(ValueError, IndexError):
-        numbers = [float(word) for word in words]
-        return (0.0, *numbers)[-2], numbers[-1]
-    return None
-
-
 def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
-    """Bounds of the importance weights for which a condition holds."""
+    """Bounds of the importance weights for which a condition holds; words that the parser refuses have none."""
 
     def given(asked: Combination) -> str:
-        found = _bounds(asked)
-        return f"{BOUNDS} {found[0]:g} {found[1]:g}" if found and holds(*found) else ""
+        words = next((each.values for each in reversed([*asked.flags]) if each.name == BOUNDS), ("0.5", "5.0"))
+        with suppress(ValueError, IndexError):
+            numbers = [float(word) for word in words]
+            low, high = (0.0, *numbers)[-2], numbers[-1]
+            return f"{BOUNDS} {low:g} {high:g}" if holds(low, high) else ""
+        return ""
 
     return Feature(f"{BOUNDS} {name}", given)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.run_notes import gap_notes, notes
+from ngrpo.config.rules import flag_notes, gap_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
@@ -184,13 +184,13 @@ def test_rollouts_at_other_temperatures_are_not_judged(
 
 def test_a_start_says_that_the_gap_is_not_judged() -> None:
     ladder, neighbor = sampling_schedules.create("ladder").spec(), create("neighbor").spec()
-    assert [*gap_notes(run_of(sampling_schedule=ladder))] == []
-    assert [*gap_notes(run_of(perturbation=neighbor))] == []
-    (note,) = gap_notes(run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
+    assert [*gap_notes(Flags(), run_of(sampling_schedule=ladder))] == []
+    assert [*gap_notes(Flags(), run_of(perturbation=neighbor))] == []
+    (note,) = gap_notes(Flags(), run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
     assert note.endswith("their gap is logged and not judged, and --perturbation.strict does nothing.")
 
 
 def test_a_start_says_that_dynamic_filtering_does_not_repeat() -> None:
     flags = Flags(["--algo.dynamic_filtering_enable"])
-    assert any("--reproducible does not repeat" in note for note in notes(flags, run_of(reproducible=True)))
-    assert not any("does not repeat" in note for note in notes(flags, run_of()))
+    assert any("--reproducible does not repeat" in note for note in flag_notes(flags, run_of(reproducible=True)))
+    assert not any("does not repeat" in note for note in flag_notes(flags, run_of()))

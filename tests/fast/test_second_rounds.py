@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from ngrpo.config.complete_flags import resolve_flags
 from ngrpo.config.parse import run_config
-from ngrpo.config.rules import resolve_flags
 from ngrpo.config.run import RunConfig
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.methods.second_rounds.base import opening
