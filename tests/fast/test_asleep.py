@@ -85,5 +85,5 @@ def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> N
     attached.module, attached._hooks = nn.Linear(1, 1), [SimpleNamespace(remove=lambda: pytest.fail("a hook is gone"))]
     before = dict(vars(attached))
     with pytest.raises(UsageError, match=r"was trained with start=0\.5"):
-        attached.replace(create("hrpo", k=2))
+        attached.replace(create("hrpo", k=2, until=None))
     assert vars(attached) == before
