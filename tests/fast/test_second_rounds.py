@@ -3,6 +3,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.parse import run_config
-from ngrpo.config.rules import resolve_flags
 from ngrpo.config.run import RunConfig
 from ngrpo.methods import second_rounds
 from ngrpo.methods.second_rounds.base import closing, opening
@@ -20,7 +19,6 @@ from ngrpo.methods.second_rounds.lope import WORDS
 from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import samples_generator, second_round
-from perturbations.errors import UsageError
 from tests.fast.run import run_with
 
 LOPE, IGRPO = second_rounds.create("lope"), second_rounds.create("igrpo")
@@ -39,11 +37,15 @@ class Tokenizer:
         return {"input_ids": self.encode(text, add_special_tokens)}
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], tokenize: bool = True, add_generation_prompt: bool = False
+        self,
+        messages: list[dict[str, str]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        manner: str = "kind",
     ) -> str:
         assert not tokenize
         if messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": "Be kind."}, *messages]
+            messages = [{"role": "system", "content": f"Be {manner}."}, *messages]
         return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>" * add_generation_prompt
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
@@ -150,7 +152,7 @@ class Engine:
 
     def __init__(self, *right: int) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.second_rounds_asked: dict[str, int] = {"What?": 0, "Hard?": 0}
+        self.second_rounds_asked: Counter[str] = Counter()
         self._right = right
 
     async def generate_responses(self, **asked: Any) -> list[dict[str, Any]]:
@@ -162,18 +164,31 @@ class Engine:
         return [response(asked["prompt"], "a" * (number + 1), float(right and i == 0), kept) for i in range(count)]
 
 
-def two_rounds(engine: Any, monkeypatch: pytest.MonkeyPatch, logprobs: int | None = None, **options: Any) -> Any:
-    return rollout(second_rounds.create("lope", **{"least": 30, "most": 40, **options}), engine, monkeypatch, logprobs)
-
-
-def rollout(
-    method: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, logprobs: int | None = None, longest: int = 50
+def two_rounds(
+    engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    logprobs: int | None = None,
+    prompt: str = "What?",
+    template: str | None = None,
+    method: Any = None,
+    longest: int = 50,
+    **options: Any,
 ) -> Any:
     """Three responses to a prompt; the run leaves 10 tokens for each."""
-    monkeypatch.setattr(second_round, "current_run", lambda: RunConfig(specs={"second_round": method.spec()}))
-    asked = {"prompt": "What?", "label": "4", "num_samples": 3, "images": None, "max_length": longest}
+    method = method or second_rounds.create("lope", **{"least": 30, "most": 40, **options})
+    run = RunConfig(specs={"second_round": method.spec()}, chat_template_kwargs=template)
+    monkeypatch.setattr(second_round, "current_run", lambda: run)
+    asked = {"prompt": prompt, "label": "4", "num_samples": 3, "images": None, "max_length": longest}
     params = SimpleNamespace(logprobs=logprobs, max_tokens=10, extra_args={"perturbation": {"round": 7, "answers": 3}})
     return asyncio.run(second_round.in_two_rounds(engine, **asked, sampling_params=params, hf_tokenizer=Tokenizer()))
+
+
+def test_the_opening_is_of_the_run_s_own_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the template's arguments, which change what comes before the user's message."""
+    engine, before = Engine(), "<system>Be brief.</><user>"
+    two_rounds(engine, monkeypatch, prompt=f"{before}What?</><assistant>", template="manner=brief")
+    assert len(engine.asked) == 7 and all(asked["prompt"].startswith(before) for asked in engine.asked)
+    assert all(asked["prompt"].removeprefix(before).split(" ")[0] in WORDS for asked in engine.asked[1:])
 
 
 def test_one_right_answer_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +325,7 @@ class Drafting:
 
 def test_refinements_are_trained_with_their_own_prompt_and_records(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Drafting()
-    group = rollout(IGRPO, engine, monkeypatch, longest=200)
+    group = two_rounds(engine, monkeypatch, method=IGRPO, longest=200)
     first, second = engine.asked
     assert engine.drafting == [True, False]
     shown = "What?" + SHOWN.format("four")
@@ -329,75 +344,6 @@ def test_refinements_are_trained_with_their_own_prompt_and_records(monkeypatch: 
 def test_a_draft_without_room_leaves_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     needed = len("What?" + SHOWN.format("four")) + 10
     engine = Drafting()
-    group = rollout(IGRPO, engine, monkeypatch, longest=needed - 1)
+    group = two_rounds(engine, monkeypatch, method=IGRPO, longest=needed - 1)
     assert len(engine.asked) == 1 and [each["mm_train_inputs"] for each in group] == [{"record": b"\1"}] * 3
-    assert len(rollout(IGRPO, Drafting(), monkeypatch, longest=needed)) == 3
-
-
-# ---- the command line -----------------------------------------------------------------------------------------------
-
-MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4"]
-
-
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        ("", "add --advantage group_norm, or --second_round.group kept"),
-        ("--advantage copo", "--advantage copo cannot be used with --second_round lope: it looks at more"),
-        ("--advantage group_norm --advantage.overlong exclude", "--advantage group_norm cannot be used with"),
-        ("--perturbation neighbor", "--perturbation neighbor cannot be used with --second_round lope"),
-        ("--sampling.top_k 5 --sampling.correct_mask", "--sampling.correct_mask cannot"),
-        ("--train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot"),
-        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt 2 cannot"),
-        ("--actor.policy_loss_type gspo", "gspo cannot"),
-        ("--advantage group_norm --credit simko", "--credit simko cannot"),
-        ("--rollout.n_samples_per_prompt 1 --advantage group_norm", "n_samples_per_prompt 1 cannot"),
-        ("--second_round.least 5 --second_round.most 4", "least=5: must be at most most=4"),
-        ("--second_round.shaping 0", "shaping='0': must be greater than 0"),
-    ],
-)
-def test_what_it_cannot_go_with(words: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told.replace("(", r"\(")):
-        resolve_flags(run_config([*MODEL, "--second_round", "lope", *words.split()]))
-
-
-def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
-    words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
-    assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
-    assert resolve_flags(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
-    kept = run_config([*MODEL, "--second_round", "repeat", "--second_round.group", "kept"])
-    assert resolve_flags(kept) and "second_round" in kept.conditions
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "--perturbation neighbor",
-        "--sampling.top_k 5 --sampling.correct_mask",
-        "--actor.policy_loss_type gspo",
-        "--advantage group_norm --advantage.overlong exclude",
-        "--advantage group_norm --credit simko",
-    ],
-)
-def test_what_refinements_go_with(words: str) -> None:
-    run = run_config([*MODEL, "--second_round", "igrpo", "--rollout.max_new_tokens", "64", *words.split()])
-    assert resolve_flags(run).value("--algo.kl.init_coef") != "0"
-
-
-@pytest.mark.parametrize(
-    "words, told",
-    [
-        ("", "no --rollout.max_new_tokens cannot be used with --second_round igrpo"),
-        (
-            "--rollout.max_new_tokens 64 --data.max_len 128",
-            "--data.max_len 128 with --rollout.max_new_tokens 64 cannot be used with --second_round igrpo: a prompt, a",
-        ),
-        ("--rollout.max_new_tokens 64 --advantage copo", "--advantage copo cannot be used with --second_round igrpo"),
-        ("--rollout.max_new_tokens 64 --second_round.shaping 0.1", "'shaping' belongs to second round lope and repeat"),
-        ("--rollout.max_new_tokens 64 --train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot"),
-    ],
-)
-def test_what_refinements_cannot_go_with(words: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
-        resolve_flags(run_config([*MODEL, "--second_round", "igrpo", *words.split()]))
+    assert len(two_rounds(Drafting(), monkeypatch, method=IGRPO, longest=needed)) == 3

@@ -6,7 +6,7 @@ _ORDER = "test_advantages_order.py"
 _RISK = "test_advantages_rs_grpo.py"
 _IN_LOSS = "test_credits_simko.py"
 _LADDER = "test_sampling_schedules_ladder.py"
-_SECOND_ROUNDS, _SECOND_ROUNDS_LOSS = "test_second_rounds.py", "test_second_rounds_loss.py"
+_SECOND_ROUNDS, _SECOND_ROUNDS_TRAINING = "test_second_rounds.py", "test_second_rounds_training.py"
 
 MUTATIONS = {
     ("ngrpo/methods/advantages/base.py", "test_advantages.py"): [
@@ -258,6 +258,8 @@ MUTATIONS = {
         ("best = max(reward", "best = min(reward", "igrpo: the worst draft"),
         ("random.choice(", "min(", "igrpo: always the same of equal drafts"),
         ("if reward == best", "", "igrpo: any draft"),
+    ],
+    ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS_TRAINING): [
         ("        return {}", "        return super().flags(flags)", "igrpo: no KL term"),
     ],
     ("ngrpo/trainers/openrlhf/rollout_actor.py", "test_gap_scale.py"): [
@@ -275,14 +277,14 @@ MUTATIONS = {
     ("ngrpo/trainers/openrlhf/samples_generator.py", _SECOND_ROUNDS): [
         ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
     ],
-    ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_LOSS): [
+    ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_TRAINING): [
         ("rewards[:, -later:]", "rewards", "right drafts count as right refinements"),
         ("drafts.max(-1)", "rewards.max(-1)", "the best refinement as the best draft"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_LOSS): [
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_TRAINING): [
         ("whole[places] = rewards[row]", "pass", "penalties are lost"),
     ],
-    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS_LOSS): [
+    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS_TRAINING): [
         ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),
         (
             "torch.where(second, old_log_probs, rollout_log_probs)",

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from copy import deepcopy
+from copy import copy, deepcopy
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import conversation
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.rollout.settings import KEY, request_arguments
 from ngrpo.trainers.common.sample_records import TwoRounds
@@ -111,12 +113,14 @@ async def in_two_rounds(
     # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
     time = arguments.get("round", f"{actor.second_rounds_asked[prompt]} here")
     random = Random(f"{method.seed} {time} {prompt}")
-    drafts: dict[str, Any] = {}
+    tokenizer, drafts = copy(hf_tokenizer), {}
+    if given := conversation.template_arguments(current_run().chat_template_kwargs):
+        tokenizer.apply_chat_template = partial(hf_tokenizer.apply_chat_template, **given)
     if method.refines:
         generated = [each["observation_tokens"][slice(*each["action_ranges"][0])] for each in first]
         texts = [hf_tokenizer.decode(each, skip_special_tokens=True) for each in generated]
         drafts = {"drafts": list(zip(texts, rewards))}
-    prompts = [method.prompt(prompt, hf_tokenizer, random, **drafts) for _ in range(method.prompts)]
+    prompts = [method.prompt(prompt, tokenizer, random, **drafts) for _ in range(method.prompts)]
     longer = [tokens(text) - length for text in prompts]
     room = method.room
     if method.refines:
@@ -132,7 +136,7 @@ async def in_two_rounds(
     params, count = deepcopy(sampling_params), kwargs["num_samples"] if method.refines else method.answers
     if not method.refines:  # the denominator of their ratio
         params.logprobs = params.logprobs or 1
-    if "answers" in arguments:  # a ladder of temperatures is over the answers to each prompt of this round
+    if "answers" in arguments:  # a ladder of temperatures is over the responses to each prompt of this round
         params.extra_args = {**(params.extra_args or {}), KEY: {**arguments, "answers": count}}
     lengths = [max_length if method.refines else max_length + extra for extra in longer]
     second = await asyncio.gather(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second rounds in training: advantages of both rounds, the loss's ratio, and the metrics."""
+"""Second rounds in training: advantages of both rounds, the loss's ratio, metrics, and what they go with."""
 
 import math
 from types import SimpleNamespace
@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from ngrpo.config.parse import run_config
+from ngrpo.config.rules import resolve_flags
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, behavior
 from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import experience_maker, step_advantages
+from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
 
 
@@ -143,3 +146,72 @@ def test_measures_of_refinements_by_hand() -> None:
     found = experience_maker.second_round_measures([batch], method)
     assert found == {f"second_round/{name}": pytest.approx(value) for name, value in expected.items()}
     assert not behavior(batch.action_mask, [*carried, None])[1].any()
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4"]
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("", "add --advantage group_norm, or --second_round.group kept"),
+        ("--advantage copo", "--advantage copo cannot be used with --second_round lope: it looks at more"),
+        ("--advantage group_norm --advantage.overlong exclude", "--advantage group_norm cannot be used with"),
+        ("--perturbation neighbor", "--perturbation neighbor cannot be used with --second_round lope"),
+        ("--sampling.top_k 5 --sampling.correct_mask", "--sampling.correct_mask cannot"),
+        ("--train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot"),
+        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt 2 cannot"),
+        ("--actor.policy_loss_type gspo", "gspo cannot"),
+        ("--advantage group_norm --credit simko", "--credit simko cannot"),
+        ("--rollout.n_samples_per_prompt 1 --advantage group_norm", "n_samples_per_prompt 1 cannot"),
+        ("--second_round.least 5 --second_round.most 4", "least=5: must be at most most=4"),
+        ("--second_round.shaping 0", "shaping='0': must be greater than 0"),
+    ],
+)
+def test_what_it_cannot_go_with(words: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told.replace("(", r"\(")):
+        resolve_flags(run_config([*MODEL, "--second_round", "lope", *words.split()]))
+
+
+def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
+    words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
+    assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
+    assert resolve_flags(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
+    kept = run_config([*MODEL, "--second_round", "repeat", "--second_round.group", "kept"])
+    assert resolve_flags(kept) and "second_round" in kept.conditions
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--perturbation neighbor",
+        "--sampling.top_k 5 --sampling.correct_mask",
+        "--actor.policy_loss_type gspo",
+        "--advantage group_norm --advantage.overlong exclude",
+        "--advantage group_norm --credit simko",
+    ],
+)
+def test_what_refinements_go_with(words: str) -> None:
+    run = run_config([*MODEL, "--second_round", "igrpo", "--rollout.max_new_tokens", "64", *words.split()])
+    assert resolve_flags(run).value("--algo.kl.init_coef") != "0"
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("", "no --rollout.max_new_tokens cannot be used with --second_round igrpo"),
+        (
+            "--rollout.max_new_tokens 64 --data.max_len 128",
+            "--data.max_len 128 with --rollout.max_new_tokens 64 cannot be used with --second_round igrpo: a prompt, a",
+        ),
+        ("--rollout.max_new_tokens 64 --advantage copo", "--advantage copo cannot be used with --second_round igrpo"),
+        ("--rollout.max_new_tokens 64 --second_round.shaping 0.1", "'shaping' belongs to second round lope and repeat"),
+        ("--rollout.max_new_tokens 64 --train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot"),
+    ],
+)
+def test_what_refinements_cannot_go_with(words: str, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        resolve_flags(run_config([*MODEL, "--second_round", "igrpo", *words.split()]))
