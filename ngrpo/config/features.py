@@ -21,6 +21,7 @@ ESTIMATOR = "--algo.advantage.estimator"
 KL = "--algo.kl.init_coef"
 LOSS = "--actor.policy_loss_type"
 MODEL = "--actor.model_name_or_path"
+LONGEST, GENERATED = "--data.max_len", "--rollout.max_new_tokens"
 SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
 
 
@@ -205,6 +206,13 @@ def _filtered_weights(asked: Combination) -> bool:
     return filtered and bool(getattr(asked.settings, "vllm_importance_sampling_correction", False))
 
 
+def _no_room_for_a_draft(asked: Combination) -> str:
+    longest, generated = asked.value(LONGEST), asked.value(GENERATED)
+    if generated and 2 * int(generated) < int(longest):
+        return ""
+    return f"{LONGEST} {longest} with {GENERATED} {generated}" if generated else f"no {GENERATED}"
+
+
 def _small_batch(asked: Combination) -> str:
     prompts, responses, batch, _ = (int(asked.value(name)) for name in SIZES)
     if batch >= prompts * responses:
@@ -303,6 +311,7 @@ DRAWN_AHEAD = when(
     lambda asked: int(asked.value("--rollout.vllm_generate_batch_size") or 0) > int(asked.value(SIZES[0])),
 )
 SMALL_BATCH = Feature("--train.batch_size below the samples of a rollout", _small_batch)
+NO_ROOM_FOR_A_DRAFT = Feature(f"{LONGEST} of at most twice {GENERATED}", _no_room_for_a_draft)
 KL_TERM = Feature(f"{KL} above 0", _kl_term)
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda asked: asked.value(SIZES[1]) == "1")
 LATE_REWARD = when("a reward model", lambda asked: not (asked.flags.value("--reward.remote_url") or asked.run.task))
@@ -315,9 +324,12 @@ EVALUATED_SCHEDULE = part("sampling_schedule", "with evaluation", lambda made: m
 CREDIT = part("credit")
 CREDIT_IN_LOSS = part("credit", "that acts in the loss", lambda made: made.acts_in_loss)
 SECOND_ROUND = part("second_round")
+REPLACED = part("second_round", "that trains responses to another prompt", lambda made: not made.refines)
+REFINED = part("second_round", "that shows a draft", lambda made: made.refines)
 FULL_GROUPS = part("second_round", "with group=all", lambda made: made.group == "all")
 
 ADVANTAGE = part("advantage")
+COUNTED = part("advantage", "that counts outcomes", lambda made: made.counted)
 NO_ADVANTAGE = when("no --advantage", lambda asked: asked.part("advantage") is None)
 OTHER_ESTIMATOR = Feature(
     f"{ESTIMATOR} other than group_norm",

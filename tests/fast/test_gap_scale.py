@@ -15,7 +15,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
 from ngrpo.trainers.common.sample_records import unpack
-from ngrpo.trainers.openrlhf import experience_maker, rollout_actor
+from ngrpo.trainers.openrlhf import experience_maker, rollout_actor, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from perturbations import create
 from perturbations.replay import ReplayRecord
@@ -95,12 +95,13 @@ def test_the_first_responses_of_each_round_have_a_control(monkeypatch: pytest.Mo
             raise ValueError
 
     executor = rollout_actor.RecordingExecutor(Executor())
-    rounds = [(1, True)] * (CONTROLS + 1) + [(2, False), (2, True), (0, True)]
-    for number, enabled in rounds:
+    rounds = [(1, True)] * (CONTROLS + 2) + [(2, False), (2, True), (0, True)]
+    for place, (number, enabled) in enumerate(rounds):
+        second_round.drafting.set(place == 0)
         params = SimpleNamespace(extra_args={"perturbation": {"round": number, "enabled": enabled}})
         with pytest.raises(RuntimeError, match="ValueError"):
             asyncio.run(executor.execute(prompt="p", sampling_params=params))
-    assert followed == [True] * CONTROLS + [False, False, True, False]
+    assert followed == [False] + [True] * CONTROLS + [False, False, True, False], "the first one was a draft"
 
 
 ANSWER = UnperturbedAnswer(np.array([5, 6, 300_000, 8], np.int32), np.array([-0.5, -1.25], np.float32))
