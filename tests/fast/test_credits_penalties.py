@@ -96,7 +96,7 @@ def drawn(tokens: list[int]) -> tuple[LossTokens, Tensor]:
 def test_lp_reg_by_hand() -> None:
     """β (1 / .99 − 1 − log(1 / .99)) with a gradient to the logits of β (1 − 1 / .99) (e_y − p); nothing for noise."""
     tokens, logits = drawn([0, 2, 3, 2])
-    penalty = credits.create("lp_reg", beta=2.0).penalty(tokens, torch.tensor([1, 2]), torch.zeros(2))
+    penalty = credits.create("lp_reg", beta=2.0).marked_loss(tokens, torch.tensor([1, 2]), torch.zeros(2))
     one = 2.0 * (1.0 / 0.99 - 1.0 + math.log(0.99))
     assert penalty.tolist() == pytest.approx([one, 0.0], rel=1e-6)
     penalty.sum().backward()
@@ -104,14 +104,14 @@ def test_lp_reg_by_hand() -> None:
     torch.testing.assert_close(logits.grad[1], expected.double(), rtol=1e-5, atol=1e-9)
     assert not logits.grad[[0, 2, 3]].any()
     # κ = 0: there is no noise, and so nothing to move to.
-    assert not credits.create("lp_reg", kappa=0.0).penalty(tokens, torch.tensor([1]), torch.zeros(1)).any()
+    assert not credits.create("lp_reg", kappa=0.0).marked_loss(tokens, torch.tensor([1]), torch.zeros(1)).any()
 
 
 def test_lp_regs_gradient_estimates_the_forward_kls() -> None:
     """Over draws of y from π: with ∇log π(y) for noise, the limit where q(y) is 0, it is the gradient of KL(q ‖ π)."""
     tokens, logits = drawn([0, 1, 2, 3, 4])
     weights = torch.tensor(P, dtype=torch.float64)
-    penalty = credits.create("lp_reg").penalty(tokens, torch.arange(5), torch.zeros(5))
+    penalty = credits.create("lp_reg").marked_loss(tokens, torch.arange(5), torch.zeros(5))
     (weights * penalty + weights * torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0]) * tokens.log_probs).sum().backward()
     other = torch.tensor(P, dtype=torch.float64).log().requires_grad_()
     target = torch.tensor([*P[:3], 0.0, 0.0], dtype=torch.float64) / 0.99
@@ -210,6 +210,6 @@ def test_its_shape_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, credit={"name": "kl_cov"})
     made = experience()[1]
     made.kl = MARKS
-    monkeypatch.setattr(type(credits.create("kl_cov")), "penalty", lambda self, t, marked, log_ratio: log_ratio[:1])
-    with pytest.raises(RuntimeError, match=r"penalty returns \(1,\) for 5 tokens"):
+    monkeypatch.setattr(type(credits.create("kl_cov")), "marked_loss", lambda self, t, marked, log_ratio: log_ratio[:1])
+    with pytest.raises(RuntimeError, match=r"marked_loss returns \(1,\) for 5 tokens"):
         actor_trainer(Trainer)(experience()[0], False).training_step(made, 0.0, 0)

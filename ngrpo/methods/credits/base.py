@@ -113,21 +113,21 @@ class Credit(Options, ABC):
         return None
 
     def marks(self, tokens: StepTokens) -> Tensor | None:
-        """Which tokens of one training step have a :meth:`penalty` in each of its updates, (N,) bool; None for none."""
+        """Which tokens of one training step have a :meth:`marked_loss` in each of its updates, (N,) bool; None for none."""
         return None
 
-    def penalty(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
+    def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
         """A loss of the marked tokens, (M,), which advantage, ratio and clip do not change; only its gradient counts.
 
         Args:
             marked: which of ``tokens``, (M,) int64.
             log_ratio: their log π − log π_old as in PPO's ratio, (M,), with gradient.
         """
-        raise NotImplementedError(f"credit {self.name!r} marks tokens, but has no penalty: write the method.")
+        raise NotImplementedError(f"credit {self.name!r} marks tokens, but has no marked_loss: write the method.")
 
     @property
     def acts_in_loss(self) -> bool:
-        """Whether :meth:`in_loss` or :meth:`penalty` changes the loss."""
+        """Whether :meth:`in_loss` or :meth:`marked_loss` changes the loss."""
         return type(self).in_loss is not Credit.in_loss or type(self).marks is not Credit.marks
 
 

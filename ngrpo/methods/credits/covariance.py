@@ -56,7 +56,7 @@ class KLCov(Credit):
         chosen = found.topk(min(len(found), count(self.share, found))).indices
         return torch.zeros_like(found, dtype=torch.bool).index_fill(0, chosen, True)
 
-    def penalty(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
+    def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
         """β |log π(y) − log π_old(y)|, the estimate of KL(π_old ‖ π) in §4.2 of the paper."""
         return self.beta * log_ratio.abs()
 

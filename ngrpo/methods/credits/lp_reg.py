@@ -37,7 +37,7 @@ class LpReg(Credit):
         threshold = log_probs.topk(math.ceil(self.share * len(log_probs)), largest=False).values[-1]
         return (log_probs <= threshold) & (tokens.advantages < 0.0)
 
-    def penalty(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
+    def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
         """β (q / π − 1 − log(q / π)) at the token y, 0 where y is noise, which estimates β KL(q ‖ π) by its gradient.
 
         q = sg(π / Z) of tokens with π ≥ κ max π, whose probabilities sum to Z, at the sampling temperature and by the

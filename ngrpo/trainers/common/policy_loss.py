@@ -112,8 +112,8 @@ class CreditInLoss:
             return result
         mask, marks = (part.to(log_probs.device).bool() for part in (self._masks[0], self._marks))
         marked = marks[mask].nonzero().flatten()
-        penalty = self._credit.penalty(tokens, marked, (log_probs - old_log_probs)[marks])
-        check_shapes(self._credit, "penalty", len(marked), penalty)
+        penalty = self._credit.marked_loss(tokens, marked, (log_probs - old_log_probs)[marks])
+        check_shapes(self._credit, "marked_loss", len(marked), penalty)
         # A ratio of value 1 is not clipped: with A = 1 the loss averages −1 · ratio over tokens in its own way.
         scores = torch.zeros_like(log_probs).masked_scatter(marks, (penalty - penalty.detach()).to(log_probs.dtype))
         alone, *_ = self._loss(old_log_probs - scores, old_log_probs, torch.ones_like(changed), **kwargs)
