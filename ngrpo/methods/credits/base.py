@@ -43,7 +43,7 @@ class StepTokens:
 
     @property
     def positions(self) -> Tensor:
-        """The place of each in its answer, from 0, (N,) int64."""
+        """The place of each in its response, from 0, (N,) int64."""
         place = torch.arange(len(self.answers), device=self.answers.device)
         return place - torch.where(self.first, place, 0).cummax(0).values
 

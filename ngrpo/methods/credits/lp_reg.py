@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unlikely tokens of wrong responses are held up, unless they are noise: `lp_reg`."""
+"""A penalty that keeps unlikely tokens of wrong responses, unless they are noise: `lp_reg`."""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class LpReg(Credit):
     def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
         """β (q / π − 1 − log(q / π)) at the token y, 0 where y is noise, which estimates β KL(q ‖ π) by its gradient.
 
-        q = sg(π / Z) of tokens with π ≥ κ max π, whose probabilities sum to Z, at the sampling temperature and by the
+        q = sg(π / Z) of tokens with π ≥ κ max π, and Z is their probability, at the sampling temperature and by the
         policy of the update. The gradient is β (1 − 1 / Z) ∇log π(y).
         """
         known = tokens.by_blocks(tokens.rows[marked], self._known)
