@@ -84,7 +84,7 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.cpu:port_below_outgoing", "cpu",
         "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
     # ---- float32 on a CPU -------------------------------------------------------------------------
-    _row("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_parser:with_float32", "cpu", "(self)",
+    _row("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_flags:with_float32", "cpu", "(self)",
         "OpenRLHF's --ds.param_dtype takes bf16 and fp16 only", "Python 3.12"),
     _row("openrlhf.utils.utils", "convert_to_torch_dtype", "hardware.cpu:with_float32", "cpu", "sha:9c59d2aa5133",
         "the same: the dtype that models are loaded in"),

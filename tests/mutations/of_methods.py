@@ -7,7 +7,7 @@ _RISK = "test_advantages_rs_grpo.py"
 _IN_LOSS = "test_credits_simko.py"
 _PENALTIES = "test_credits_penalties.py"
 _LADDER = "test_sampling_schedules_ladder.py"
-_SECOND_ROUNDS = "test_second_rounds.py"
+_SECOND_ROUNDS, _SECOND_ROUNDS_TRAINING = "test_second_rounds.py", "test_second_rounds_training.py"
 
 MUTATIONS = {
     ("ngrpo/methods/advantages/base.py", "test_advantages.py"): [
@@ -274,6 +274,7 @@ MUTATIONS = {
         ("right if len(right) < size", "right if len(right) <= size", "no wrong answer stays"),
         ("ratio = log_probs - behavior", "ratio = behavior - log_probs", "ρ upside down"),
         (".log().to(ratio) - ratio)", ".to(ratio) - ratio)", "γ itself in the place of its logarithm"),
+        ("return prompt.rindex(end)", "return prompt.index(end)", "the draft in the first message"),
         ("return max(lengths)", "return lengths[-1]", "nonsense before the template's own system message"),
     ],
     ("ngrpo/methods/second_rounds/lope.py", _SECOND_ROUNDS): [
@@ -281,18 +282,37 @@ MUTATIONS = {
         ("at = opening(text, tokenizer)", "at = 0", "lope: before the template"),
         ("return self.most + _SEAMS", "return self.least", "lope: no room for the longest"),
     ],
+    ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS): [
+        ("best = max(reward", "best = min(reward", "igrpo: the worst draft"),
+        ("random.choice(", "min(", "igrpo: always the same of equal drafts"),
+        ("if reward == best", "", "igrpo: any draft"),
+    ],
+    ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS_TRAINING): [
+        ("        return {}", "        return super().flags(flags)", "igrpo: no KL term"),
+    ],
+    ("ngrpo/trainers/openrlhf/rollout_actor.py", "test_gap_scale.py"): [
+        (" and not second_round.drafting.get()", "", "controls follow drafts, and are lost with them"),
+    ],
     ("ngrpo/trainers/openrlhf/second_round.py", _SECOND_ROUNDS): [
+        (' - require(sampling_params.max_tokens, "a response\'s length")', "", "a refinement without room"),
+        ("max_length if method.refines else max_length", "max_length", "a draft beyond max_len"),
+        ("(second, len(first)) if", "(first, 0) if", "drafts are trained"),
+        ("    drafting.set(False)\n", "", "no control follows a refinement"),
         ("len(first) + number, np", "number, np", "an answer has the first round's place"),
         ("(list(response[name][start:end])", "(list(response[name])", "the prompt of the second round is trained"),
-        ("max_length + extra, num_samples", "max_length, num_samples", "less room for the second round's answers"),
+        ("else max_length + extra for", "else max_length for", "less room for the second round's answers"),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", _SECOND_ROUNDS): [
         ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS): [
+    ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_TRAINING): [
+        ("rewards[:, -later:]", "rewards", "right drafts count as right refinements"),
+        ("drafts.max(-1)", "rewards.max(-1)", "the best refinement as the best draft"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_TRAINING): [
         ("whole[places] = rewards[row]", "pass", "penalties are lost"),
     ],
-    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS): [
+    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS_TRAINING): [
         ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),
         (
             "torch.where(second, old_log_probs, rollout_log_probs)",

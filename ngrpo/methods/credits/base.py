@@ -113,7 +113,7 @@ class Credit(Options, ABC):
         return None
 
     def marks(self, tokens: StepTokens) -> Tensor | None:
-        """Which tokens of one training step have a :meth:`marked_loss` in each update, (N,) bool; None for none."""
+        """Which tokens of one training step have a :meth:`marked_loss` in its updates, (N,) bool; None for none."""
         return None
 
     def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credits by the covariance of log-probability and advantage, which lowers the entropy: `clip_cov` and `kl_cov`."""
+"""Tokens of large covariance, which lower the entropy: without advantage (`clip_cov`), with a KL penalty (`kl_cov`)."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ _PAPER = "The Entropy Mechanism of RL for Reasoning, arXiv 2505.22617"
 @register("clip_cov")
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(Credit):
-    """A few random tokens, with a covariance between two bounds, get no advantage."""
+    """A few random tokens with a covariance between two bounds get no advantage."""
 
     paper = _PAPER
 

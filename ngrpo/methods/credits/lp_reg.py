@@ -40,8 +40,8 @@ class LpReg(Credit):
     def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
         """β (q / π − 1 − log(q / π)) at the token y, 0 where y is noise, which estimates β KL(q ‖ π) by its gradient.
 
-        q = sg(π / Z) of tokens with π ≥ κ max π, and Z is their probability, at the sampling temperature and by the
-        policy of the update. The gradient is β (1 − 1 / Z) ∇log π(y).
+        q = sg(π / Z) of tokens with π ≥ κ max π; Z is the sum of their probabilities. Both are at the sampling
+        temperature, by the policy of the update. The gradient is β (1 − 1 / Z) ∇log π(y).
         """
         known = tokens.by_blocks(tokens.rows[marked], self._known)
         mass, least = known[:, 0], known[:, 1]

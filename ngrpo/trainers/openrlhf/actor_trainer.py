@@ -63,7 +63,7 @@ def actor_trainer(plain: Any) -> type:
                     loss = credit = CreditInLoss(run.credit, loss, experience.advantages, *masks, experience.kl)
                     failed = f"--credit {run.credit.name} did not come into effect"
                     stack.enter_context(override_log_probs(credit.look, failed, "Take that path out."))
-                if run.second_round is not None:
+                if run.second_round is not None and not run.second_round.refines:
                     carried = two_rounds(side_inputs, len(experience.action_mask))
                     loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
                 if run.sampling.correct_mask:
