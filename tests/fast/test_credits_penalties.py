@@ -14,6 +14,7 @@ from ngrpo.methods import credits
 from ngrpo.methods.credits.base import LossTokens, StepTokens
 from ngrpo.methods.credits.covariance import covariances
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
+from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
 from tests.fast.run import run_with
 from tests.fast.simko_reference import ACTIONS, A, T
@@ -39,6 +40,8 @@ def test_clip_cov_and_kl_cov_by_hand() -> None:
     assert credits.create("clip_cov", share=1.0, low=-0.25, high=0.0).formula(STEP).tolist() == [2.0, -1.0, 0.0, 0.0]
     for bounds in ({"low": 1.6}, {"low": -9.0, "high": -0.3}):
         assert torch.equal(credits.create("clip_cov", share=1.0, **bounds).formula(STEP), STEP.advantages)
+    with pytest.raises(UsageError, match=r"low=6\.0: must be at most high=5\.0"):
+        credits.create("clip_cov", low=6.0)
     other = replace(STEP, log_probs=torch.tensor([-1.1, -3.0, -1.5, -2.4]))  # 1.35, 1.5, -0.25, -0.2
     for share, marked in ((0.25, [1]), (0.7, [0, 1]), (0.75, [0, 1, 3]), (1e-6, [1])):
         assert credits.create("kl_cov", share=share).marks(other).nonzero().flatten().tolist() == marked

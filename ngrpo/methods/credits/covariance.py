@@ -9,6 +9,7 @@ from torch import Tensor
 from ngrpo.methods.credits import register
 from ngrpo.methods.credits.base import Credit, LossTokens, StepTokens
 from perturbations import option
+from perturbations.errors import UsageError
 from perturbations.streams import Stream, keys
 
 _PAPER = "The Entropy Mechanism of RL for Reasoning, arXiv 2505.22617"
@@ -21,9 +22,14 @@ class ClipCov(Credit):
 
     paper = _PAPER
 
-    share: float = option(2e-4, "r, their number by that of all tokens", above=0.0, high=1.0)
+    share: float = option(2e-4, "r, the share of all tokens that is chosen", above=0.0, high=1.0)
     low: float = option(1.0, "ω_low, the smallest covariance of a token that may be chosen")
     high: float = option(5.0, "ω_high, the largest one")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low > self.high:
+            raise UsageError(f"credit option low={self.low}: must be at most high={self.high}.")
 
     def formula(self, tokens: StepTokens) -> Tensor:
         """0 at max(1, ⌊r N⌋) random tokens with ω_low ≤ Cov ≤ ω_high, else A (§4.2 of the paper).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unlikely tokens of wrong responses are held up, unless they are noise: `lp_reg`."""
+"""A penalty that keeps unlikely tokens of wrong responses, unless they are noise: `lp_reg`."""
 
 import math
 from dataclasses import dataclass

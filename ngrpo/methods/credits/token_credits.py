@@ -80,7 +80,10 @@ class FirstToken(Credit):
 @register("simko")
 @dataclass(frozen=True, kw_only=True)
 class SimKO(Credit):
-    """At a response's most uncertain tokens: A > 0 also raises the k likeliest, A < 0 lowers a likeliest token more."""
+    """At a response's most uncertain tokens: A > 0 also raises the k likeliest, A < 0 lowers a likeliest token more.
+
+    Version 2 of the paper and its release. Version 3, CaSP, names the same two changes, with N for K.
+    """
 
     paper = "SimKO, arXiv 2510.14807"
 
