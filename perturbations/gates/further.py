@@ -54,7 +54,9 @@ class TopMargin(Gate):
 @register_gate("confidence")
 @dataclass(frozen=True, kw_only=True)
 class Confidence(Gate):
-    """Open where p(likeliest) is at least τ, at the sampling temperature: the routing of ThinkRouter (2602.11683)."""
+    """Open where p(likeliest) is at least τ, at the sampling temperature: ThinkRouter's p_max ≥ τ."""
+
+    paper = "ThinkRouter, arXiv 2602.11683"
 
     tau: float = option(0.9, "τ, smallest probability of the likeliest token", low=0.0, high=1.0)
 
@@ -66,11 +68,13 @@ class Confidence(Gate):
 @register_gate("swi")
 @dataclass(frozen=True, kw_only=True)
 class Swi(Gate):
-    """Opens and closes by the entropy H against its value H̄ where the block began: SwiReasoning (2510.05069).
+    """Opens and closes by the entropy H against its value H̄ where the block began.
 
     The first block is open. An open block ends where H < H̄, a closed one where H > H̄ after at least ``window``
-    positions. H is at the sampling temperature.
+    positions: SwiReasoning's mode switch criterion. H is at the sampling temperature.
     """
+
+    paper = "SwiReasoning, arXiv 2510.05069"
 
     window: int = option(512, "least length of a closed block, in positions", low=0)
     max_switches: int | None = option(None, "open blocks after whose number the gate stays closed", low=1)
