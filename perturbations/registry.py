@@ -241,7 +241,7 @@ _METHODS = {
     "soft_grpo": ("dirichlet", "gumbel", "normal"),
     "token_draws": ("cuts", "multiplex", "none"),
 }
-_GATES = {"further": ("bursts", "first", "top_margin")}
+_GATES = {"further": ("bursts", "confidence", "first", "swi", "top_margin")}
 _BUFFERS = "perturbations.replay.buffers"
 perturbations = Registry(
     "perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations", _METHODS

@@ -134,16 +134,22 @@ def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GateStep(Step):
-    """The input of a gate: a :class:`Step` with draws of its own, and the number of earlier tokens of each response."""
+    """The input of a gate: a :class:`Step` with draws of its own.
+
+    Attributes:
+        generated: the number of earlier tokens of each response.
+        state: the trajectories' state before these positions, by the names of :meth:`Gate.initial_state`.
+    """
 
     generated: Int64[Tensor, " rows"]
+    state: Mapping[str, Float[Tensor, " rows"]] = field(default_factory=dict)
 
     stream = streams.Stream.GATE_OPEN
 
     @classmethod
-    def of(cls, step: Step, generated: Tensor) -> GateStep:
+    def of(cls, step: Step, generated: Tensor, state: Mapping[str, Tensor] | None = None) -> GateStep:
         """A gate's view of a perturbation's step."""
-        return cls(**{f.name: getattr(step, f.name) for f in fields(step)}, generated=generated)
+        return cls(**{f.name: getattr(step, f.name) for f in fields(step)}, generated=generated, state=state or {})
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,9 @@ class RolloutPerturber:
             self._at_once = max(self._at_once, edit.ids.numel())
         if not self._gate.always_open:
             self._gate.open(torch.zeros_like(rows), step, rows)
+            if self._gate.has_state:
+                never = torch.zeros_like(rows, dtype=torch.bool)
+                self._gate.advance(torch.zeros_like(rows), step, rows, never, never)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
         """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
@@ -232,11 +235,16 @@ class RolloutPerturber:
         if greedy is not None:
             draw = replace(draw, tokens=torch.where(greedy >= 0, greedy, draw.tokens))
         rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
+        logits = Logits(scaled, temperature, filtered, greedy, hidden)
         tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
-            logits = Logits(scaled, temperature, filtered, greedy, hidden)
             tokens, vectors, edits = self._kernels.edit(Gated(*of_gated), rows, draw, logits)
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
+        if self._gate.has_state:
+            fed = torch.zeros_like(sampled, dtype=torch.bool)
+            if len(gated):
+                fed.index_copy_(0, of_gated[0], edits["fed"])
+            self._kernels.advance_gate(rows, self._upload(at.seeds), tokens, draw.summary, logits, fed)
         counted = scaled if self.masks is None else drawable  # the tokens that log π is normalised over
         log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
         support = None if self.masks is None else SamplingSupport(drawable, self._download)

@@ -107,6 +107,7 @@ class StepKernels:
         self._edit = self._part(self._edited)
         self._realise = self._part(self._realised)
         self._token_log_probs = self._part(self._token_log_prob)
+        self._advance = self._part(self._advanced)
         self.candidates = 0  # of a position, where anything was compiled
         self._free = torch.zeros(0, dtype=torch.int64, device=device)
 
@@ -213,6 +214,34 @@ class StepKernels:
             self._gate.observe(slots, positions, tokens, self._gate.matched(slots, positions), sampled > 0)
         return counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - log_total
 
+    def advance_gate(
+        self, rows: Rows, seeds: Tensor, tokens: Tensor, summary: Summary, logits: Logits, fed: Tensor
+    ) -> None:
+        """Moves the further gate's state past the tokens of all rows; ``seeds`` (B,); ``fed``: perturbed, (B,) bool."""
+        parts = (rows.slots, rows.prompts, rows.positions, rows.sampled, seeds, tokens, fed, *vars(summary).values())
+        parts = (*parts, logits.scaled, logits.temperature, logits.drawable)
+        self._advance(*(map(_doubled, parts) if self.compiled and len(tokens) == 1 else parts))
+
+    def _advanced(
+        self,
+        slots: Tensor,
+        prompts: Tensor,
+        positions: Tensor,
+        sampled: Tensor,
+        seeds: Tensor,
+        tokens: Tensor,
+        fed: Tensor,
+        maxima: Tensor,
+        log_totals: Tensor,
+        total: Tensor,
+        scaled: Tensor,
+        temperature: Tensor,
+        drawable: Tensor | None,
+    ) -> None:
+        summary = Summary(maxima, log_totals, total)
+        step = Step(scaled.float(), tokens, temperature, seeds, positions, self._embeddings, drawable, {}, summary)
+        self._gate.advance(slots, step, prompts, fed, sampled > 0)
+
     # --- compilation ---------------------------------------------------------------------------------------------
 
     def compile(self, logits: Tensor) -> Tensor:
@@ -257,6 +286,11 @@ class StepKernels:
             self.candidates = parts["ids"].shape[-1]
         counted = scaled if drawable is None or not self._masked else drawable
         self.token_log_probs(at, draw.tokens, counted, draw.log_total)
+        if self._gate.has_state:
+            fed = torch.zeros_like(rows, dtype=torch.bool)
+            _mark_dynamic(fed)
+            inputs = Logits(scaled, temperature, drawable, greedy)
+            self.advance_gate(at, rows, draw.tokens, draw.summary, inputs, fed)
         return draw.tokens
 
 

@@ -43,7 +43,7 @@ PERTURBATIONS: dict[str, dict[str, Any]] = {
     "neighbor": {"rate": 0.5, "mix_temperature": 3.0},
     "gaussian": {"rate": 1.0},
     "gumbel": {"rate": 0.5},
-    "soft": {"rate": 1.0},
+    "soft": {"rate": 1.0, "gate": "tests.stack.own_perturbations:Rationed"},
     "dirichlet": {"rate": 0.5},
     "normal": {"rate": 1.0},
     "orthogonal": {"rate": 1.0},
@@ -154,7 +154,8 @@ def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, Rollout]]]:
 
 def of_preemption(model: str) -> dict[str, Any]:
     """Seven blocks for six requests that each need a second one after three tokens."""
-    small = build_engine(model, {"name": "gumbel", "rate": 0.5}, **{**CROWDED, "max_model_len": 64}, max_num_seqs=6)
+    spec = {"name": "gumbel", "rate": 0.5, "gate": "tests.stack.own_perturbations:Rationed"}
+    small = build_engine(model, spec, **{**CROWDED, "max_model_len": 64}, max_num_seqs=6)
     preempted = note_preemptions(small)
     prompts = [p[:30] for p in chat_prompts(small, QUESTIONS, copies=2)]
     rollouts = sample(small, prompts, [{"seed": i} for i in range(6)], max_tokens=6)
