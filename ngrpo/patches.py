@@ -21,12 +21,9 @@ _OPENRLHF = "openrlhf 0.11.2"
 _ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_actor", "launcher", "vllm_engine"))
 _SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
 _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
-# The conditions under which a rollout is drawn otherwise, and under which a step's samples are measured or valued so.
-_DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule"
-_STEP = (
-    "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-    " or correction_warmup or estimator"
-)
+TRAINING = "training"
+"""The condition of every run of `ngrpo train`."""
+_DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule"  # a rollout is drawn otherwise
 
 IN_VLLM, IN_SUPPORTED_VLLM, IN_PERTURBED_CORE = VLLM_CONDITIONS = ("vllm", "supported_vllm", "perturbed_vllm")
 """Every process of any vLLM; of a supported one; and the core of an engine that perturbs."""
@@ -99,10 +96,9 @@ OPENRLHF: tuple[Patch, ...] = (
     _row("openrlhf.utils", "get_strategy", "hardware.stand_ins:attention_as_given", "without_flash_attn", "import",
         "is given flash_attention_2 where samples are packed, whatever the command line says"),
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
-    _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer",
-        f"{_STEP} or reproducible or policy_noise or eval_at_start", "sha:74b355e75a15",
+    _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer", TRAINING, "sha:74b355e75a15",
         "measures join the step's log, and states the checkpoint; noise and temperature of each step"),
-    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer", _STEP, "sha:ad079d89d655",
+    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer", TRAINING, "sha:ad079d89d655",
         "the same, where asynchronous"),
     _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor", _DRAWN,
         "sha:330319997ada", "its checkpoint has the round, where asynchronous"),
@@ -114,18 +110,17 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:11458b2545a7", "requests carry round, masks and temperature; batches start whole"),
     _row(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor", f"{_DRAWN} or cpu or second_round or engine_limits",
         "sha:6bda23ee4983", "gives vLLM the spec, requests their seeds, each response its record; syncs by file"),
-    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker", f"{_STEP} or policy_noise",
-        "sha:351a52599ac6", "measures the rollout, and has advantages of its own"),
-    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or estimator", "import",
+    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker", TRAINING, "sha:351a52599ac6",
+        "measures the rollout, and has advantages of its own"),
+    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", TRAINING, "import",
         "takes each micro batch's values of the estimator"),
     _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
         "perturbation or credit or policy_noise or sampling_mask", "sha:8d664f8c8592",
         "its log-probabilities are of the replayed history, and among the tokens that sampling left"),
     _row(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor", "perturbation or sampling_mask",
         "sha:871e4cda19c1", "the same, through its own embedding"),
-    _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
-        "cpu or perturbation or reproducible or policy_noise or sampling_mask or second_round or credit_in_loss or"
-        " estimator", "sha:afd1137caf53", "the forward that is differentiated replays; its loss; the weight sync"),
+    _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer", TRAINING, "sha:afd1137caf53",
+        "the forward that is differentiated replays; its loss; the weight sync"),
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
         "a perturbation's learned parameters join the model before DeepSpeed wraps it"),
@@ -144,7 +139,7 @@ OPENRLHF: tuple[Patch, ...] = (
         " entropy"),
     _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
-    _row("openrlhf.models.utils", "compute_reward", None, "advantage or estimator", "sha:548aa0341385",
+    _row("openrlhf.models.utils", "compute_reward", None, TRAINING, "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),

@@ -217,7 +217,6 @@ class RunConfig:
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
             "chat_template": Flags(self.openrlhf).has("--data.apply_chat_template"),
-            "estimator": self.preset is not None or Flags(self.openrlhf).has("--algo.advantage.estimator"),
             "report_groups": self.report_groups > 0,
             "engine_limits": bool(self.engine_limits),
         }

@@ -99,8 +99,8 @@ def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     cloudpickle = pytest.importorskip("ray.cloudpickle")
     settings = run_of(advantage={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
     conditions = launch.conditions_for(CPU, settings)
-    assert conditions == ("cpu", "without_flash_attn", "advantage", "sampling")
-    assert launch.conditions_for(CPU, run_of()) == ("cpu", "without_flash_attn")
+    assert conditions == ("training", "cpu", "without_flash_attn", "advantage", "sampling")
+    assert launch.conditions_for(CPU, run_of()) == ("training", "cpu", "without_flash_attn")
     monkeypatch.setattr(run, "_current", settings)  # put back after the test
     monkeypatch.setattr(patches, "install", lambda conditions: None)
     here, hook = Path.cwd(), cloudpickle.dumps(launch.setup_hook(conditions, settings))

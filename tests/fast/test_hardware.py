@@ -92,9 +92,9 @@ def test_what_cuda_starts_with_and_without_flash_attn(
 ) -> None:
     set_flash_attn(monkeypatch, installed)
     start(run_of(openrlhf=(*given, *PLACED), hardware="cuda"))
-    held = {} if installed else dict.fromkeys(("ray", "patches"), ("without_flash_attn",))
+    held = dict.fromkeys(("ray", "patches"), ("training",) if installed else ("training", "without_flash_attn"))
     perturbed = run_of(perturbation={"name": "neighbor"}, reproducible=True)
-    assert conditions_for(CPU, perturbed) == ("cpu", "without_flash_attn", "perturbation", "reproducible")
+    assert conditions_for(CPU, perturbed) == ("training", "cpu", "without_flash_attn", "perturbation", "reproducible")
     assert launched == {**held, "words": [*added, *given, *PLACED]}, "the patch is in this process and in the workers"
 
 
@@ -140,7 +140,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, her
     hook()
     assert os.environ["PATH"].startswith(os.path.dirname(sys.executable)), "DeepSpeed finds ninja there"
     assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
-    assert held == {"perturbation", *(() if here and there else ("without_flash_attn",))}
+    assert held == {"training", "perturbation", *(() if here and there else ("without_flash_attn",))}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -41,11 +42,15 @@ class Tokenizer:
         return {"input_ids": self.encode(text, add_special_tokens)}
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], tokenize: bool = True, add_generation_prompt: bool = False
+        self,
+        messages: list[dict[str, str]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        manner: str = "kind",
     ) -> str:
         assert not tokenize and add_generation_prompt
         if messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": "Be kind."}, *messages]
+            messages = [{"role": "system", "content": f"Be {manner}."}, *messages]
         return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>"
 
 
@@ -148,7 +153,7 @@ class Engine:
 
     def __init__(self, *right: int) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.second_rounds_asked: dict[str, int] = {"What?": 0, "Hard?": 0}
+        self.second_rounds_asked: Counter[str] = Counter()
         self._right = right
 
     async def generate_responses(self, **asked: Any) -> list[dict[str, Any]]:
@@ -160,12 +165,28 @@ class Engine:
         return [response(asked["prompt"], "a" * (number + 1), float(right and i == 0), kept) for i in range(count)]
 
 
-def two_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch, logprobs: int | None = None, **options: Any) -> Any:
-    run = RunConfig(specs={"second_round": second_rounds.create("lope", **{"least": 30, "most": 40, **options}).spec()})
+def two_rounds(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    logprobs: int | None = None,
+    prompt: str = "What?",
+    template: str | None = None,
+    **options: Any,
+) -> Any:
+    method = second_rounds.create("lope", **{"least": 30, "most": 40, **options})
+    run = RunConfig(specs={"second_round": method.spec()}, chat_template_kwargs=template)
     monkeypatch.setattr(second_round, "current_run", lambda: run)
-    asked = {"prompt": "What?", "label": "4", "num_samples": 3, "images": None, "max_length": 50}
+    asked = {"prompt": prompt, "label": "4", "num_samples": 3, "images": None, "max_length": 50}
     params = SimpleNamespace(logprobs=logprobs, extra_args={"perturbation": {"round": 7}})
     return asyncio.run(second_round.in_two_rounds(engine, **asked, sampling_params=params, hf_tokenizer=Tokenizer()))
+
+
+def test_the_opening_is_of_the_run_s_own_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the template's arguments, which change what comes before the user's message."""
+    engine, before = Engine(), "<system>Be brief.</><user>"
+    two_rounds(engine, monkeypatch, prompt=f"{before}What?</><assistant>", template="manner=brief")
+    assert len(engine.asked) == 7 and all(asked["prompt"].startswith(before) for asked in engine.asked)
+    assert all(asked["prompt"].removeprefix(before).split(" ")[0] in WORDS for asked in engine.asked[1:])
 
 
 def test_one_right_answer_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

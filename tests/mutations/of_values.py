@@ -73,7 +73,18 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/verl/overrides.py", "test_step_faults.py"): [
         ("(index == group) & trained", "index == group", "verl: a response without a trained token is in its group"),
+        ("< advantage.k:", "< 0:", "verl: a group of fewer than k responses"),
         ("in dict.fromkeys(index[trained])", "in dict.fromkeys(index)", "verl: padding is a group"),
+    ],
+    ("ngrpo/rollout/attach.py", "test_asleep.py"): [
+        (
+            "            module.to(device",
+            "            self.module = module.to(device",
+            "a module that fails stays",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_step_faults.py"): [
+        ("if values.amin() == values.amax():", "if False:", "equal advantages keep their rounding"),
     ],
     ("ngrpo/rollout/step_kernels.py", "test_drawn_tokens.py"): [
         ("< _FORCED)", "< 1e30)", "a token that a thinking budget forces is perturbed"),

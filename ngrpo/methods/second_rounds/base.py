@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.second_rounds import registry as _registry
+from perturbations.errors import UsageError
 from perturbations.options import Options, option
 
 _TEXT = "ngrpo-text"
@@ -37,7 +39,8 @@ class SecondRound(Options, ABC):
     def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
         """A prompt of the second round, at most :attr:`room` tokens longer than ``text``, the data's prompt.
 
-        ``tokenizer``: the model's, of transformers. ``random``: the source of all draws.
+        ``tokenizer``: the model's, of transformers; its chat template has the run's arguments. ``random``: the source
+        of all draws.
         """
 
     @property
@@ -83,9 +86,7 @@ def opening(prompt: str, tokenizer: Any) -> int:
     lengths, user = [0], {"role": "user", "content": _TEXT}
     # A template may put a system message of its own in front of the user's: then the longer head is meant.
     for messages in ([user], [{"role": "system", "content": _TEXT}, user]):
-        # A template raises Jinja's own errors for roles that it does not know.
-        with suppress(Exception):
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            head, found, _ = text.partition(_TEXT)
+        with suppress(UsageError):  # a template may fail for roles that it does not know
+            head, found, _ = rendered(tokenizer, messages).partition(_TEXT)
             lengths += [len(head)] if found and prompt.startswith(head) else []
     return max(lengths)

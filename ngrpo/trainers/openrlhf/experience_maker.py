@@ -18,9 +18,9 @@ from ngrpo.trainers.common.policy_loss import behavior
 from ngrpo.trainers.common.sample_records import two_rounds, unpack
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
-from ngrpo.trainers.openrlhf.rewards import cut_prompts, refuse_non_finite, refuse_untrained
+from ngrpo.trainers.openrlhf.rewards import cut_prompts, cut_turns, refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
-from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, level_equal, share_among_tokens
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 CUT = (
     "ngrpo warning: step {step}: {cut} prompts have more than {longest} tokens (--data.max_len less"
     " --rollout.max_new_tokens), and OpenRLHF left out their first tokens. Raise --data.max_len, or leave them out."
+)
+CUT_TURNS = (
+    "ngrpo warning: step {step}: {cut} conversations ended because the agent's next message filled --data.max_len"
+    " {longest}. Raise --data.max_len, or let the agent write less."
 )
 
 
@@ -61,6 +65,11 @@ def experience_maker(plain: Any) -> type:
             if cut := cut_prompts(self.tokenizer, rollout_samples, longest):
                 print(CUT.format(step=self.training_step + 1, cut=cut, longest=longest), flush=True)
                 self.note({"cut_prompts": float(cut)})
+            if cut := cut_turns(rollout_samples, self.args.data.max_len):
+                print(
+                    CUT_TURNS.format(step=self.training_step + 1, cut=cut, longest=self.args.data.max_len), flush=True
+                )
+                self.note({"cut_turns": float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.sampling.correct_mask:
                 refuse_non_finite(self.tokenizer, experiences)
@@ -79,6 +88,7 @@ def experience_maker(plain: Any) -> type:
             run = current_run()
             if run.advantage is None and self.args.algo.advantage.estimator not in GROUP_BASELINES:
                 experiences = super().compute_advantages_and_returns(experiences)
+                level_equal(experiences)
             else:
                 with_ours = StepAdvantages(self, experiences, run.advantage)
                 experiences = with_ours.through(super().compute_advantages_and_returns)

@@ -2,8 +2,7 @@
 """The start of a run: OpenRLHF's own training program in this process, on the available Ray; and why it ended.
 
 `openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser. The upstream patches are installed
-before, in this process and in every Ray worker. With OpenRLHF's own flags alone, on CUDA and with flash-attn, only
-those of an explicit estimator and of a chat template are.
+before, in this process and in every Ray worker.
 """
 
 import os
@@ -88,22 +87,21 @@ def launch(run: RunConfig) -> None:
         os.environ.setdefault(name, value)
     processes.add_programs_to_path()
     os.environ[RUN_ID] = uuid4().hex
-    if conditions:
-        if not flags.has("--help"):
-            handler = signal.getsignal(signal.SIGTERM)
-            _start_ray(profile, flags, conditions, run)
-            signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
-        patches.install(conditions)
+    if not flags.has("--help"):
+        handler = signal.getsignal(signal.SIGTERM)
+        _start_ray(profile, flags, conditions, run)
+        signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
+    patches.install(conditions)
     _run(flags.argv)
 
 
 def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
-    """The conditions of `patches.py` that hold; none means stock OpenRLHF."""
+    """The conditions of `patches.py` that hold."""
     held = {
         "cpu": profile.name == "cpu",
         stand_ins.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not stand_ins.has_flash_attn(),
     }
-    return (*(name for name, holds in held.items() if holds), *run.conditions)
+    return (patches.TRAINING, *(name for name, holds in held.items() if holds), *run.conditions)
 
 
 def worker_env(profile: Profile) -> dict[str, str]:

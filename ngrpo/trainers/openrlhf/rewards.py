@@ -136,5 +136,14 @@ def cut_prompts(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Experience
     return sum(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) > longest for text in filled)
 
 
+def cut_turns(samples: Sequence[Experience], longest: int) -> int:
+    """How many of a step's conversations an agent's next message fills up to ``longest`` tokens, or beyond.
+
+    OpenRLHF 0.11.2 asks for no further turn then, cuts the message, and says nothing.
+    """
+    # Entry t of the mask is of token t + 1; an agent's message is not trained.
+    return sum(s.action_mask.shape[1] + 1 >= longest and not s.action_mask[0, -1] for s in samples)
+
+
 def _short(text: str) -> str:
     return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")

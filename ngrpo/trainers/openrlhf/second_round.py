@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import conversation
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.rollout.settings import KEY, request_arguments
 from ngrpo.trainers.common.sample_records import TwoRounds
@@ -102,7 +104,10 @@ async def in_two_rounds(
     # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
     time = arguments.get("round", f"{actor.second_rounds_asked[prompt]} here")
     random = Random(f"{method.seed} {time} {prompt}")
-    prompts = [method.prompt(prompt, hf_tokenizer, random) for _ in range(method.prompts)]
+    tokenizer = copy(hf_tokenizer)
+    if given := conversation.template_arguments(current_run().chat_template_kwargs):
+        tokenizer.apply_chat_template = partial(hf_tokenizer.apply_chat_template, **given)
+    prompts = [method.prompt(prompt, tokenizer, random) for _ in range(method.prompts)]
     longer = [tokens(text) - length for text in prompts]
     for text, extra in zip(prompts, longer):
         if extra > method.room:

@@ -154,6 +154,18 @@ def _own(estimated: Tensor) -> Tensor:  # apart from the above, which Ray may pi
     return estimated if step is None else step.next(estimated)
 
 
+def level_equal(experiences: Sequence[Experience]) -> None:
+    """Makes a step's advantages exactly 0, in-place, where all trained tokens have the same one.
+
+    OpenRLHF's estimators without a group baseline subtract a mean over the batch. `gae` and `reinforce` then divide its
+    rounding error by a deviation of 1e-4.
+    """
+    values = torch.cat([experience.advantages[experience.action_mask.bool()] for experience in experiences])
+    if values.amin() == values.amax():
+        for experience in experiences:
+            experience.advantages = torch.zeros_like(experience.advantages)
+
+
 def advantages_of_all(
     advantage: Advantage, rewards: Tensor, advantages: Tensor, carried: Sequence[TwoRounds | None]
 ) -> Tensor:

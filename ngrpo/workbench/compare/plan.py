@@ -231,20 +231,22 @@ def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, .
     """The flags of ``ngrpo diagnose``, which draws as the rollouts of the training do."""
     draws = {"--max-tokens": "max_new_tokens", "--temperature": "temperature", "--top-p": "top_p"}
     alike = {there: f"--rollout.{here}" for there, here in draws.items()}
+    alike |= {conversation.FLAG: conversation.FLAG}
     problems = _problems(options, rest, "--data.prompt_dataset")
     options = options.with_defaults({**problems, "--prompts": "8", **_values_of(rest, alike)})
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")
-    lines = dict.fromkeys(_drawn_line(arm) for arm in arms)
-    return (*options.argv, *(word for line in lines for word in ("--strategy", line))) if int(prompts) else None
+    # A diagnosis has one chat template: an arm with its own is left out.
+    lines = dict.fromkeys(_drawn_line(arm) for arm in arms if conversation.FLAG not in arm.training_flags)
+    strategies = [word for line in lines for word in ("--strategy", line)]
+    return (*options.argv, *strategies) if lines and int(prompts) else None
 
 
 def _problems(options: Flags, rest: Flags, dataset: str) -> dict[str, str]:
-    """How the training renders prompts, and its problems where options name none: its task, or a flag's dataset."""
+    """The training's problems where options name none: its task, or a flag's dataset."""
     alike = {"--task": "--task"} if rest.value("--task") else {"--data": dataset} if rest.value(dataset) else {}
-    problems = {} if options.has("--data", "--task") else alike
-    return _values_of(rest, {**problems, conversation.FLAG: conversation.FLAG})
+    return {} if options.has("--data", "--task") else _values_of(rest, alike)
 
 
 def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:

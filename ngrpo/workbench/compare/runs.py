@@ -21,7 +21,7 @@ from ngrpo.config import parse
 from ngrpo.config.arms import Arm
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console.progress import StepLine, follow, read_step, read_total, span
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -70,12 +70,14 @@ def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
 
 
 def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
-    """The words of ``ngrpo eval``. All models are sampled with the same draws.
+    """The words of ``ngrpo eval``. All models are sampled with the same draws, each with its training's chat template.
 
     The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
     """
+    trained = Flags([*plan.shared, *(arm.training_flags if arm else ())]).value(conversation.FLAG)
+    template = [] if trained is None else [conversation.FLAG, trained]
     perturbed = arm.perturbation_flags if arm and arm.spec and arm.spec.get("perturb_eval", False) else []
-    return ["--model", model, *(plan.evaluation or ()), *perturbed, "--out", str(folder)]
+    return ["--model", model, *template, *(plan.evaluation or ()), *perturbed, "--out", str(folder)]
 
 
 def identity(plan: Plan, run: Run) -> str:

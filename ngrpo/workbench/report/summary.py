@@ -32,7 +32,7 @@ _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
 # The first is OpenRLHF's mean over groups: 0 where none has anything to learn.
-_AS_LOGGED = ("group_reward_std", "trained_groups", "trained_responses", "optimizer_steps", "cut_prompts")
+_AS_LOGGED = ("group_reward_std", "trained_groups", "trained_responses", "optimizer_steps", "cut_prompts", "cut_turns")
 _ROWS = 14
 
 # Heading, key in a step, format.
@@ -171,6 +171,8 @@ def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
     if cut := sum(row.get("cut_prompts", 0.0) for row in rows):
         lines.append(f"cut prompts   {cut:g} lost their first tokens: --data.max_len is too small for them")
+    if cut := sum(row.get("cut_turns", 0.0) for row in rows):
+        lines.append(f"cut turns     {cut:g} conversations ended early: --data.max_len is too small for them")
     if gaps := [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]:
         lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")
     if sizes := [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]:
