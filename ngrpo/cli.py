@@ -41,8 +41,7 @@ from typing import NoReturn
 from ngrpo import __version__
 from ngrpo.machine.hardware import processes
 from perturbations import user_files
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 _BUG = """\
 ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the

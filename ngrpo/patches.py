@@ -84,7 +84,7 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.cpu:port_below_outgoing", "cpu",
         "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
     # ---- float32 on a CPU -------------------------------------------------------------------------
-    _row("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_parser:with_float32", "cpu", "(self)",
+    _row("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_flags:with_float32", "cpu", "(self)",
         "OpenRLHF's --ds.param_dtype takes bf16 and fp16 only", "Python 3.12"),
     _row("openrlhf.utils.utils", "convert_to_torch_dtype", "hardware.cpu:with_float32", "cpu", "sha:9c59d2aa5133",
         "the same: the dtype that models are loaded in"),
@@ -137,7 +137,7 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
         "calls log_probs_from_logits once, on all rows of the logits, divided by the temperature, and gives their"
         " entropy"),
-    _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
+    _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round or credit_in_loss", "sha:e0e040c83640",
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
     _row("openrlhf.models.utils", "compute_reward", None, TRAINING, "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from ngrpo.workbench.evaluate import Problem

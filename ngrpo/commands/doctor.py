@@ -33,10 +33,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
-from ngrpo.config import compatibility, rules
+from ngrpo.config import compatibility
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
 from ngrpo.machine.models import architecture, packaged
-from ngrpo.machine.upstream import openrlhf_parser, placement, versions
+from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -83,7 +83,7 @@ def _examine(model: str | None, report: Callable[[str], None], named: str | None
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
     yield Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
     releases = ", ".join(f"{name} {release or 'missing'}" for name, release in versions.versions().items())
-    yield Finding("releases", releases, _error_of(rules.check_stack))
+    yield Finding("releases", releases, _error_of(versions.check_stack))
     profile = profile_for("auto")
     yield _device(profile.name)
     broken = _error_of(lambda: profile.check(Flags()))
@@ -155,8 +155,9 @@ def _placement(hardware: str) -> Finding:
     base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
     models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = gpu_plan.completed(Flags([*base, name]), there)
-        fits = not gpu_plan.notes(openrlhf_parser.resolved(flags.argv), there)
+        flags = Flags([*base, name])
+        flags = flags.with_defaults(gpu_plan.default_flags(flags, there))
+        fits = not gpu_plan.notes(flags.args, there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")

@@ -17,8 +17,7 @@ from ngrpo.config.kinds import KINDS
 from ngrpo.machine.console.catalogue import described, listing
 from ngrpo.machine.console.text import help_entry
 from ngrpo.machine.storage.result_folder import writing
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 
 def usage(command: str, argv: Sequence[str]) -> str:

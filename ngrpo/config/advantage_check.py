@@ -68,20 +68,18 @@ def _group_size(advantage: Advantage) -> int:
 
 
 def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
-    where = f"{advantage.name}, {label}:"
-    check_answers(where, "formula()", partial(_answer, advantage, where), batch, prefix="", draws=_NO_DRAWS)
+    where, fix = f"{advantage.name}, {label}:", "It must accept any rewards in [0, 1]."
 
+    def answer(given: _Batch) -> Tensor:
+        advantages = answered(f"{where} formula()", lambda: advantage.compute(given.rewards, given.counts), fix)
+        subject, shape = f"{where} what formula() returns", tuple(given.rewards.shape)
+        check_tensor(subject, advantages, shape, torch.float32, torch.device("cpu"))
+        broken = advantages[~torch.isfinite(advantages)].tolist()
+        may_be_equal = "Clamp before divisions: the rewards of a group may all be equal."
+        require(not broken, f"{where} formula() gives {broken[:1]}.", may_be_equal)
+        return advantages
 
-def _answer(advantage: Advantage, where: str, batch: _Batch) -> Tensor:
-    fix = "It must accept any rewards in [0, 1]."
-    advantages = answered(f"{where} formula()", lambda: advantage.compute(batch.rewards, batch.counts), fix)
-    check_tensor(
-        f"{where} what formula() returns", advantages, tuple(batch.rewards.shape), torch.float32, torch.device("cpu")
-    )
-    broken = advantages[~torch.isfinite(advantages)].tolist()
-    fix = "Clamp before divisions: the rewards of a group may all be equal."
-    require(not broken, f"{where} formula() gives {broken[:1]}.", fix)
-    return advantages
+    check_answers(where, "formula()", answer, batch, prefix="", draws=_NO_DRAWS)
 
 
 def _check_steps(advantage: Advantage) -> None:

@@ -66,6 +66,7 @@ _GROWS = "the warm-up lets the loss's weight of each token, min(π / π_rollout,
 _WHOLE = "no process has a whole parameter to add noise to"
 _OTHER_PROMPT = "the records are of another prompt than the one that is trained"
 _KEPT = "or --second_round.group kept, which takes the rewards of the trained responses alone"
+_ROOM = "give --rollout.max_new_tokens, and more than twice as much as --data.max_len"
 _PENALTY = "its penalty makes rewards outside [0, 1]"
 _NO_PENALTY = "leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo"
 _PACKED = "packing would break the alignment between picture tokens and pixels"
@@ -150,15 +151,23 @@ TRAINING = (
     Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {BOUNDS} 0 10"),
     *rows(
         given.SECOND_ROUND,
-        (_WARMUP, "its responses have a ratio to their own prompt's policy, which a changed weight would change"),
-        (given.PERTURBATION, _OTHER_PROMPT),
-        (given.MASK, _OTHER_PROMPT),
         (flag("--train.agent_func_path"), "an agent reads more than its first prompt"),
         (_PICTURES, "the changed prompt contains the pictures"),
         (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
+    ),
+    *rows(
+        given.REPLACED,
+        (_WARMUP, "its responses have a ratio to their own prompt's policy, which a changed weight would change"),
+        (given.PERTURBATION, _OTHER_PROMPT),
+        (given.MASK, _OTHER_PROMPT),
         (given.GSPO, "its ratio is of a whole response, the method's of each token"),
         (given.CREDIT_IN_LOSS, "both change the ratio of the same tokens"),
         (given.ONE_ANSWER, "one response of a group stays, and right ones take the place of others", "set it to 8"),
+    ),
+    *rows(
+        given.REFINED,
+        (given.NO_ROOM_FOR_A_DRAFT, "a prompt, a draft and a response share --data.max_len", _ROOM),
+        (given.COUNTED, "each step has prompts of its own, so no outcome would be counted twice"),
     ),
     *rows(
         given.FULL_GROUPS,

@@ -13,8 +13,7 @@ from pathlib import Path
 from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flag, Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 LOAD = "--ckpt.load_enable"
 _UNIVERSAL = "--ds.use_universal_ckpt"
@@ -65,7 +64,7 @@ _WORDS = {
 }
 
 
-def check(flags: Flags, run: RunConfig) -> None:
+def check(flags: Flags) -> None:
     """Raises ``UsageError`` for a value that OpenRLHF cannot use, and for no model."""
     if not flags.value(MODEL):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")

@@ -123,7 +123,7 @@ ROWS = (
         "temperatures that change within a response or over a run",
         in_rollouts=True,
     ),
-    Kind(second_rounds.registry, "--second_round", "further responses where all to a prompt are wrong"),
+    Kind(second_rounds.registry, "--second_round", "further responses, where all are wrong or to refine the best one"),
 )
 KINDS = {kind.name: kind for kind in ROWS}
 FLAGS = {kind.registry: kind.flag for kind in ROWS}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import KINDS, of_a_run
 from ngrpo.machine.storage.result_folder import write_text, writing
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import Machine
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
@@ -42,6 +42,34 @@ GROUP_BASELINES = ("rloo", "reinforce_baseline", "dr_grpo", "group_norm")
 """OpenRLHF's estimators with a baseline over a prompt's responses; every preset has one of them."""
 OF_OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 """Sampling of the rollouts that OpenRLHF has flags for."""
+
+
+OVERLONG = "--reward.overlong_buffer_len"
+_GRPO: dict[str, Default] = {
+    "--algo.advantage.estimator": "group_norm",
+    "--actor.policy_loss_type": "ppo",
+    "--actor.loss_agg_mode": "seq-mean-token-mean",
+    "--algo.kl.use_loss": None,
+    "--algo.kl.estimator": "k3",
+}
+PRESETS: dict[str, dict[str, Default]] = {
+    # Shao et al., arXiv 2402.03300: the mean over a response's tokens, then over responses; k3 as a loss.
+    "grpo": _GRPO,
+    # Zheng et al., arXiv 2507.18071: the ratio is of the sequence, so its clip range is far narrower.
+    "gspo": {**_GRPO, "--actor.policy_loss_type": "gspo", "--actor.eps_clip_low_high": ("0.0003", "0.0004")},
+    # Yu et al., arXiv 2503.14476: clip-higher, dynamic sampling, token-mean loss, overlong penalty, no KL.
+    "dapo": {
+        "--algo.advantage.estimator": "group_norm",
+        "--actor.policy_loss_type": "ppo",
+        "--actor.loss_agg_mode": "token-mean",
+        "--actor.eps_clip_low_high": ("0.2", "0.28"),
+        "--algo.dynamic_filtering_enable": None,
+        "--algo.dynamic_filtering_range": ("0", "1"),
+        OVERLONG: None,  # follows from the longest response
+        "--reward.overlong_penalty_factor": "1",
+        "--algo.kl.init_coef": "0",
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +155,7 @@ class RunConfig:
     report_groups: int = _setting("--report.groups", 0, "prompts with kept responses", low=0, high=16)
     max_num_seqs: int | None = _setting("--engine.max_num_seqs", None, "responses at once", low=1)
     max_num_batched_tokens: int | None = _setting("--engine.max_num_batched_tokens", None, "tokens of a step", low=1)
-    preset: str | None = _setting("--preset", None, "a set of OpenRLHF's flags")
+    preset: str | None = _setting("--preset", None, "a set of OpenRLHF's flags", choices=tuple(PRESETS))
     chat_template_kwargs: str | None = _setting("--chat_template_kwargs", None, "arguments of the chat template")
     task: str | None = _setting("--task", None, "dataset and reward")
     hardware: str = _setting("--hardware", "auto", "auto, cpu or cuda")

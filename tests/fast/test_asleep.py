@@ -76,7 +76,7 @@ def test_where_nothing_is_perturbed_sleep_is_stock() -> None:
 
 def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> None:
     """With its module and its hooks: the engine continues as before."""
-    other = create("hrpo", start=0.5)
+    other = create("hrpo", k=2, start=0.5)
     parameters_file.save(tmp_path, other, dict(other.module(4).named_parameters()))
     model = SimpleNamespace(dtype=torch.float32, model=str(tmp_path), revision=None)
     attached = Worker().perturbation
@@ -86,5 +86,5 @@ def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> N
     attached.module, attached._hooks = nn.Linear(1, 1), [SimpleNamespace(remove=lambda: pytest.fail("a hook is gone"))]
     before = dict(vars(attached))
     with pytest.raises(UsageError, match=r"was trained with start=0\.5"):
-        attached.replace(create("hrpo"))
+        attached.replace(create("hrpo", k=2, until=None))
     assert vars(attached) == before

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import dataset_check, model_check, rules, verl_lines
+from ngrpo.config import complete_flags, dataset_check, model_check, verl_lines
 from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import trainer
@@ -161,7 +161,7 @@ def test_one_flag_for_all_sides() -> None:
     assert results._named({"strategies": [{"name": "none"}]}, own.arms[1:])["strategies"] == [{"name": "none"}]
     alone, _ = read_plan([*words[2:], "--perturbations", "none", "--sweep", f"{swept},enable_thinking=false"])
     assert alone.diagnosis is None
-    lines, _ = verl_lines.of_run(run, rules.completed(run))
+    lines, _ = verl_lines.of_run(run, complete_flags.completed(run))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
 
 

@@ -55,7 +55,7 @@ MUTATIONS = {
         ("lambda made: made.draws_text)", "lambda made: False)", "a request's filters choose among the draws"),
         ("made.score_only and not made.draws_token", "False", "a KL term without a token"),
     ],
-    ("ngrpo/config/run_notes.py", "test_loss_entry.py"): [
+    ("ngrpo/config/rules.py", "test_loss_entry.py"): [
         ("and not perturbation.zero_mean_score", "and perturbation.has_density", "tokens that were not drawn"),
         ("not run.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
     ],

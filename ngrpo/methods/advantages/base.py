@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
@@ -154,7 +153,7 @@ class AnnealedK(Advantage):
         self.check_group(rewards.shape[1])
 
     def flags(self, flags: Flags) -> dict[str, Default]:
-        size = value_of(flags, "--rollout.n_samples_per_prompt")
+        size = flags.or_default("--rollout.n_samples_per_prompt")
         for advantage in (self, self.at_step(self.k_steps)):
             if size.isdecimal():
                 advantage.check_group(int(size))

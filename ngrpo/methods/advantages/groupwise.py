@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, Advantage, VerifiedAdvantage, normalised
 from perturbations import option
@@ -84,7 +83,7 @@ class RiskSensitive(Advantage):
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Also a wider clip where groups are large: an only right response has up to (G − 1) / β."""
         added = super().flags(flags)
-        size = value_of(flags, "--rollout.n_samples_per_prompt")
+        size = flags.or_default("--rollout.n_samples_per_prompt")
         largest = int(size) / self.beta if size.isdecimal() and self.beta > 0.0 else 0.0
         if largest > 10.0:  # OpenRLHF's own
             added["--reward.clip_range"] = (f"-{math.ceil(largest)}", f"{math.ceil(largest)}")

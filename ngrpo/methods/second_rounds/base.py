@@ -27,6 +27,9 @@ class SecondRound(Options, ABC):
     kind: ClassVar[str] = "second round"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
+    refines: ClassVar[bool] = False
+    """Whether its prompt shows a draft, a response of the first round. The responses to it, as many as in the first
+    round, are then trained instead, with that prompt and the ordinary ratio."""
 
     prompts: int = option(6, "prompts that are sampled again when all responses to one are wrong", low=1)
     answers: int = option(4, "responses to each of them", low=1)
@@ -40,7 +43,8 @@ class SecondRound(Options, ABC):
         """A prompt of the second round, at most :attr:`room` tokens longer than ``text``, the data's prompt.
 
         ``tokenizer``: the model's, of transformers; its chat template has the run's arguments. ``random``: the source
-        of all draws.
+        of all draws. A method that :attr:`refines` has a further argument ``drafts``, texts and rewards of the first
+        round; ``--data.max_len`` is its room.
         """
 
     @property
@@ -74,6 +78,22 @@ class SecondRound(Options, ABC):
         if self.shaping is None:
             return ratio
         return -torch.nn.functional.softplus(torch.tensor(self.shaping).log().to(ratio) - ratio)
+
+
+def closing(prompt: str, tokenizer: Any) -> int:
+    """The index in a prompt at which the text of its last message ends.
+
+    Its length where the tokenizer's chat template, if any, did not make the prompt.
+    """
+    # What ends a message; else the opening of the answer, where nothing but white space does.
+    for opened in (False, True) if getattr(tokenizer, "chat_template", None) else ():
+        with suppress(Exception):
+            message = {"role": "user", "content": _TEXT}
+            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=opened)
+            end = text.partition(_TEXT)[2]
+            if end.strip() and end in prompt:
+                return prompt.rindex(end)
+    return len(prompt)
 
 
 def opening(prompt: str, tokenizer: Any) -> int:

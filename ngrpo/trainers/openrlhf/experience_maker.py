@@ -216,6 +216,8 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
 
     ``asked`` and ``trained``: shares of samples to prompts with a second round, and from that round. ``right``: share
     of right responses in that round; ``solved``: of its prompts with one; ``ratio``: mean ρ over trained tokens.
+    Refinements have no ratio of their own; ``drafts``, ``best_draft``: mean rewards of the first round's responses, and
+    of the best ones.
     """
     carried, ratios = [], []
     for experience in experiences:
@@ -225,13 +227,17 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
         trainer = experience.action_log_probs.float()
         ratios.append((trainer - log_probs.to(trainer.device))[second].cpu())
     with_second = [each for each in carried if each is not None]
-    moved = [each for each in with_second if each.log_probs is not None]
+    moved = with_second if method.refines else [each for each in with_second if each.log_probs is not None]
     measures = {"asked": len(with_second) / len(carried), "trained": len(moved) / len(carried)}
     if with_second:
-        # The first round's responses are all wrong. Samples count for prompts, which all have as many.
-        right = np.asarray([(each.rewards > method.wrong).sum() for each in with_second])
-        measures["right"] = float(right.mean()) / (method.prompts * method.answers)
-        measures["solved"] = float((right > 0).mean())
-    if moved:
+        # Samples count for prompts, which all have as many.
+        rewards = np.stack([each.rewards for each in with_second])
+        later = rewards.shape[1] // 2 if method.refines else method.prompts * method.answers
+        right = (rewards[:, -later:] > method.wrong).sum(-1)
+        measures |= {"right": float(right.mean()) / later, "solved": float((right > 0).mean())}
+        if method.refines:
+            drafts = rewards[:, :-later]
+            measures |= {"drafts": float(drafts.mean()), "best_draft": float(drafts.max(-1).mean())}
+    if moved and not method.refines:
         measures["ratio"] = torch.cat(ratios).clamp(-20.0, 20.0).exp().mean().item()
     return {f"second_round/{name}": value for name, value in measures.items()}

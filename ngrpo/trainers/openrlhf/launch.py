@@ -19,7 +19,7 @@ from uuid import uuid4
 from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware import Profile, processes, profile_for, stand_ins
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -134,7 +134,7 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
         _check_paths(opened(flags, run.run_dir))
     except RayError as error:
         raise _failed(error) from None
-    gpus = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.argv)))
+    gpus = sum(group.gpus for group in placement.groups(flags.args))
     there = int(ray.cluster_resources().get("GPU", 0))
     if there < gpus and profile.name == "cpu":  # with CUDA a cluster may grow
         ray.shutdown()

@@ -160,7 +160,8 @@ class RecordingExecutor:
             arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
         if round_ != self._round:
             self._round, self._controls = round_, 0
-        followed = perturbed and round_ >= 1 and self._controls < CONTROLS  # by a control; round 0 is no training round
+        # By a control; round 0 is no training round, and a draft's record may not reach the trainer.
+        followed = perturbed and round_ >= 1 and not second_round.drafting.get() and self._controls < CONTROLS
         self._controls += followed
         conversation = Conversation({"sample": number, **arguments}, followed)
         conversation.filters = filters_of(kwargs.get("sampling_params"))

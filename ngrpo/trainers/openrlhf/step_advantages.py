@@ -15,12 +15,13 @@ from torch import Tensor
 
 from ngrpo.config.run import current_run
 from ngrpo.methods.advantages.base import Advantage
-from ngrpo.methods.credits.base import StepTokens
+from ngrpo.methods.credits.base import StepTokens, check_shapes
 from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import require
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -215,21 +216,24 @@ def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, f
     lengths = torch.cat([mask.sum(dim=-1) for mask in masks])
     order = torch.tensor([place for experience in experiences for place in experience.index]).to(lengths)
     answers = torch.arange(len(lengths)).to(lengths).repeat_interleave(lengths)
+    seeds = [trajectory_seed(maker.args.train.seed, maker.training_step, place) for place in order.tolist()]
     tokens = StepTokens(
         before,
         torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)]).to(before),
         torch.cat([e.action_log_probs[mask] for e, mask in zip(experiences, masks)]).to(before),
         answers,
         (order // maker.args.rollout.n_samples_per_prompt)[answers],
+        torch.tensor(seeds, dtype=torch.int64).to(answers)[answers],
     )
-    after = credit.formula(tokens)
-    if after.shape != before.shape:
-        raise RuntimeError(
-            f"credit {credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
-            " number for each is needed."
-        )
-    for experience, mask, part in zip(experiences, masks, after.split([int(mask.sum()) for mask in masks])):
+    after, marks = credit.formula(tokens), credit.marks(tokens)
+    check_shapes(credit, "formula", len(before), after)
+    sizes = [int(mask.sum()) for mask in masks]
+    for experience, mask, part in zip(experiences, masks, after.split(sizes)):
         experience.advantages = experience.advantages.masked_scatter(mask, part.to(experience.advantages.dtype))
+    if marks is not None:
+        check_shapes(credit, "marks", len(before), marks)
+        for experience, mask, part in zip(experiences, masks, marks.split(sizes)):
+            experience.kl = torch.zeros_like(mask).masked_scatter(mask, part)
     had = before != 0.0
     measures = {"entropy": tokens.entropies.mean().item()}
     if had.any():

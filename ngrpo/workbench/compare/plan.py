@@ -13,12 +13,13 @@ from typing import Any
 
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm, parse_arms
+from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.diagnose import policy_of
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
+from perturbations.options import coerce
 
 # The flags that the comparison sets for each run, and the alternative to each.
 _PATHS = ("--run-dir", "--log-file", "--ckpt.output_dir", "--ckpt.path", "--logger.tensorboard_dir")
@@ -107,7 +108,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
         if "base" in arm.training:
-            parse.check_preset(arm.training["base"])
+            coerce(RunConfig, SETTINGS["--preset"], arm.training["base"], label=f"base={arm.training['base']}")
     ids = [arm.id for arm in arms]
     baseline = single.get("baseline") or next((arm.id for arm in arms if arm.name == "none"), ids[0])
     if baseline not in ids:

@@ -24,7 +24,7 @@ from ngrpo.machine.console.progress import StepLine, follow, read_step, read_tot
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 
@@ -94,7 +94,7 @@ def identity(plan: Plan, run: Run) -> str:
         options = (value for key, value in spec.items() if key.rpartition(".")[2] not in ("name", "source"))
         named += [value for value in options if isinstance(value, str) and not re.fullmatch(r"[\w-]*", value)]
     files = contents(named)
-    models = [flag.values[0] for flag in flags if flag.name.endswith(parse.MODEL_FLAG) and flag.values]
+    models = [flag.values[0] for flag in flags if flag.name.endswith(MODEL_NAMES) and flag.values]
     for name in {name for value in models for name in value.split(",")} - set(packaged.PACKAGED):
         if (weights := packaged.fingerprint(name)) is not None:
             files[name] = weights

@@ -14,7 +14,6 @@ from ngrpo.machine.console.text import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import defaults
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import kept_groups
@@ -76,7 +75,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False)
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),
-        "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
+        "seed": int(flags.or_default("--train.seed")),
         "hardware": run.hardware,
         "machine": machine(),
         "versions": versions(runner_marker.read(folder / RUNNERS)),

@@ -18,8 +18,7 @@ from ngrpo.machine.storage.datafiles import ENDINGS, Row, read_rows
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import last_boxed
 from ngrpo.workbench.scoring.reward_files import check_scorer_name
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 BENCHMARKS = {
     "deepscaler": "agentica-org/DeepScaleR-Preview-Dataset@train",  # problem, answer; 40,315 rows, for training

@@ -20,8 +20,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Default
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import generated, last_number
 from ngrpo.workbench.scoring.problems import load_problems
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 Rows = list[dict[str, str]]
 Split = tuple[Rows, Rows]

@@ -11,8 +11,7 @@ from typing import Any
 
 from ngrpo.workbench.scoring.answers import last_boxed, visible
 from ngrpo.workbench.tasks import Split, reward_function
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 ARGUMENT = "DATASET"
 EXAMPLE = "such as --task reasoning_gym:chain_sum"
