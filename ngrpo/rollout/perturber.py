@@ -7,8 +7,8 @@
    The host knows these rows without logits, so nothing waits for the device.
 3. The draws are copied to the host while further steps run (`async_scheduling.py`), then written into the store.
 
-A slot, which `requests.py` opens and closes, has a trajectory's state in the store, the gate and the masks, also while
-the request is preempted, and until its last note is in the store.
+`requests.py` opens and closes slots. A slot has a trajectory's state in the store, the gate and the masks, also during
+preemption, until its last note is in the store.
 """
 
 from collections.abc import Sequence

@@ -100,7 +100,7 @@ def test_a_policy_writes_responses() -> None:
 
 
 FOLDERS = {"perturbations": "*.py", "ngrpo": "*.py", "ngrpo/commands/templates": "*.txt", "benchmarks": "*.py"}
-FOLDERS["examples"] = "*.[pys]*"
+FOLDERS |= {"examples": "*.[pys]*", "ngrpo/workbench/report/templates": "*.html"}
 FILES = [path for folder, names in FOLDERS.items() for path in sorted((ROOT / folder).rglob(names)) if path.is_file()]
 
 
@@ -111,7 +111,7 @@ def written(path: Path) -> str:
         tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         text = "\n".join(each.string for each in tokens if each.type in (tokenize.STRING, tokenize.COMMENT))
     # Arguments have names; torch's operations change a tensor "in place".
-    code = r"``[^`]*``|`[^`]*`|\{[^{}]*\}|\['\w+'\]|^ *\w+: |^[rf]*\"\S*\"$|in place"
+    code = r"``[^`]*``|`[^`]*`|\{[^{}]*\}|\['\w+'\]|^ *\w+: |^[rf]*\"\S*\"$|<[^<>]*>|in place"
     return re.sub(code, "", text, flags=re.MULTILINE)
 
 

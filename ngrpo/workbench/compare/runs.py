@@ -81,8 +81,8 @@ def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> l
 
 
 def identity(plan: Plan, run: Run) -> str:
-    """A hash of everything a finished run depends on: its commands' flags, the content of the files they name (a user's
-    method, data, a reward function, a model's weights), the versions, and the user's choice of vLLM's model runner.
+    """A hash of a finished run's causes: its commands' flags, the files that they name (methods, data, rewards,
+    weights), the versions, and the user's choice of vLLM's model runner.
     """
     from ngrpo.machine.upstream.versions import versions
 

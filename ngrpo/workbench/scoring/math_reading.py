@@ -106,9 +106,9 @@ _REWRITTEN = [
 def prepared(text: str) -> tuple[str, bool]:
     """What a response settles on.
 
-    What was corrected or denied later does not count. Of the rest counts the last box (with those joined to it), else
-    the last ``<answer>``, else what follows the last "answer is", "answer:" or "####", else the whole where it is an
-    answer and nothing else.
+    Text that was corrected or denied later does not count. The first of these does: the last box with the boxes joined
+    to it; the last ``<answer>``; the text after the last "answer is", "answer:" or "####"; the whole, if it is only an
+    answer.
 
     Returns:
         The answer as LaTeX, empty where it is cut off, and True; or the text in which to search for it, and False.
