@@ -172,7 +172,7 @@ VLLM: tuple[Patch, ...] = (
         "the records of aborted requests are dropped"),
     _vllm("v1.engine.async_llm", "AsyncLLM.abort", "records:drop_aborted_async", "(self, request_id, ...)", "the same"),
     _vllm("v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", "plugin:answers_of_every_rank",
-        "(self, method)", "vLLM returns the first data-parallel rank's answers only"),
+        "(self, method)", "vLLM returns the first data-parallel rank's results only"),
     _vllm("v1.engine.core_client", "AsyncMPClient._call_utility_async", None, "(self, method, engine)",
         "asks one rank"),
     # ---- an engine's core ---------------------------------------------------------------------------
@@ -196,7 +196,7 @@ VLLM: tuple[Patch, ...] = (
     _vllm("v1.worker.worker_base", "WorkerBase", "plugin:with_procedures", "class", "gains perturbation_* procedures"),
     _vllm(_WORKER, "Worker.load_model", "plugin:attached", "(self, ...)", "attached before anything is compiled"),
     _vllm(_WORKER, "Worker.finish_weight_update", "new_weights:after_update", "(self)",
-        "sparse and sharded transfers write parameters in place, past load_weights"),
+        "sparse and sharded transfers write parameters directly, past load_weights"),
     _vllm(_WORKER, "Worker.sleep", "new_weights:after_sleep", "(self, level)", "the weights leave the memory"),
     _vllm(_WORKER, "Worker.wake_up", "new_weights:after_wake_up", "(self, tags)", "the weights are back"),
     _vllm("model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding.forward", None,
@@ -205,7 +205,7 @@ VLLM: tuple[Patch, ...] = (
         "the output matrix, where a model has one of its own"),
     _vllm("model_executor.layers.logits_processor", "LogitsProcessor.forward", None,
         "(self, lm_head, hidden_states, ...)", "receives the last hidden states"),
-    # ---- the two model runners, whose bound methods runners.py replaces --------------------
+    # ---- the two model runners; runners.py replaces bound methods --------------------
     _vllm(_RUNNER_V1, "GPUModelRunner._update_states", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V1, "GPUModelRunner._preprocess", None, "(self, scheduler_output, ...)", "inputs are laid out"),
     _vllm("v1.sample.sampler", "Sampler.sample", None, "(self, logits, sampling_metadata, logprobs_mode_override)",
@@ -230,18 +230,18 @@ VERL: tuple[Patch, ...] = (
     _verl(_BASE, "PPOTrainer._init_resource_pool_mgr", "493680a47259", "ours puts our workers in"),
     _verl(_BASE, "PPOTrainer._compute_old_log_prob", "47e705af8fb4", "ours sends the spec along, and measures"),
     _verl(_BASE, "PPOTrainer._compute_ref_log_prob", "647f0c685c99", "ours sends the spec along"),
-    _verl(_BASE, "PPOTrainer._update_actor", "61e4a008610f", "ours sends the spec along, and asks for the answer"),
+    _verl(_BASE, "PPOTrainer._update_actor", "61e4a008610f", "ours sends the spec along, and collects the metrics"),
     _verl(_BASE, "PPOTrainer._step_once", "0555717c3378", "the order of these"),
     _verl(_BASE, "register_trainer", "39c894aab481", "the trainer's mode"),
     _verl(_SYNC, "PPOTrainerSync", "3a7430396064",
-        "stays as it is; ours is registered beside it. No request runs while weights change",
+        "stays as it is; ours is registered in addition. No request runs while weights change",
         "ngrpo.trainers.verl.entry_point:registered"),
     _verl("trainer.main_ppo", "TaskRunnerV1.init_agent_loop_manager", "db9691ea6fc9", "the class is configured"),
     _verl("utils.transferqueue_utils", "_async_meta_to_realdata", "4e3fcdf17e9a", "workers get fields and extra_info"),
     _verl(_PADDING, "construct_minimal_padding_template", "8da2149e76c4", "padding copies a sample's record"),
     _verl(_PADDING, "upsample_batch_to_divisible_size", "712c98ce70fa", "and has a name that says so"),
     _verl(_LOOP_TQ, "AgentLoopManagerTQ", "2c2014d24f19", "ours starts our workers"),
-    _verl(_LOOP_TQ, "AgentLoopWorkerTQ", "ae2ea55ee53a", "a sample has its answer's extra_fields"),
+    _verl(_LOOP_TQ, "AgentLoopWorkerTQ", "ae2ea55ee53a", "a sample has its response's extra_fields"),
     _verl(f"{_LOOP}.agent_loop", "AgentLoopWorker._run_agent_loop", "8a23de688a00", "ours says which trajectory it is"),
     _verl(f"{_LOOP}.agent_loop", "AgentLoopOutput.as_dict", "a83678f37801", "hands extra_fields on"),
     _verl(f"{_LOOP}.single_turn_agent_loop", "SingleTurnAgentLoop.run", "765c85c59168", "hands both on"),
@@ -272,7 +272,7 @@ def active(conditions: Iterable[str]) -> tuple[Patch, ...]:
 
 
 def install(conditions: Iterable[str]) -> None:
-    """Puts the active rows in place, now for modules already imported and on import for the others."""
+    """Applies the active rows, now for modules already imported and on import for the others."""
     place(active(conditions))
 
 

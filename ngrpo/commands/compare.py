@@ -9,7 +9,7 @@ Finished runs are kept: the same command continues where it stopped.
   --perturbations A,B       perturbations, with options after colons:
                             none,neighbor:rate=0.2,gumbel
   --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME
-                            (or another kind beside a perturbation: ngrpo new),
+                            (or of another kind: ngrpo new),
                             and flags of its own; repeatable
   --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
                             each perturbation that has it, or any flag of ngrpo

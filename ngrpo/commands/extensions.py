@@ -69,7 +69,7 @@ def run_check(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         raise UsageError(
             f"ngrpo check {kind.name}: there is no conformance suite for this kind, but for"
             f" {', '.join(name for name, known in KINDS.items() if known.suite)}. Run the test that ngrpo new wrote"
-            " beside the file."
+            "."
         )
     name, *arguments = argv if kind is None else argv[1:]
     kind = kind or KINDS["perturbation"]

@@ -2,7 +2,7 @@
 """usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...]
                    [--advantage NAME] [--preset NAME] [flags of OpenRLHF ...]
 
-Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below;
+Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags are below;
 every other word goes to OpenRLHF untouched. Its own help:
 ngrpo train --openrlhf-help
 
@@ -11,7 +11,7 @@ perturbation of the rollouts
                             package.module:Name [none: stock OpenRLHF]
   --perturbation.<option> VALUE
                             an option of the perturbation, see below; a switch
-                            may stand alone
+                            needs no value
   --perturbation.gate NAME  a further gate, named in the same ways; its options:
                             --perturbation.gate.<option>
   --perturbation.replay_buffer NAME
@@ -36,7 +36,7 @@ algorithm
                             negative-enhanced GRPO; N-GRPO is --perturbation
                             neighbor
 
-sampling of the rollouts; evaluation is as it was
+sampling of the rollouts; evaluation is unchanged
   --sampling.top_k K        draw from the K likeliest tokens
   --sampling.min_p P        draw from tokens with at least P times the likeliest
                             one's probability
@@ -47,13 +47,13 @@ sampling of the rollouts; evaluation is as it was
   --sampling.correction_warmup N
                             importance weights of the loss (OpenRLHF's
                             --algo.advantage.is_correction_*) grow from 1 to
-                            their whole over the first N steps
+                            full strength over the first N steps
   --reproducible            the same seed gives the same rollouts from run to
                             run: whole batches in a fixed order
 
 the run
-  --eval.at_start           evaluate before the first step too, beside
-                            --eval.steps
+  --eval.at_start           evaluate before the first step too, in
+                            addition to --eval.steps
   --engine.max_num_seqs N, --engine.max_num_batched_tokens N
                             how many responses an engine draws at once [128],
                             and how many tokens a step of it reads [2048]
@@ -62,7 +62,7 @@ the run
   --chat_template_kwargs NAME=VALUE,...
                             the chat template's own arguments, such as
                             enable_thinking=false; also in eval, diagnose and
-                            compare, whose evaluation has those of the training
+                            compare, which also evaluates with them
   --task NAME               dataset and reward where you give none: arithmetic,
                             math:FILE, minimum_sum, reasoning_gym:DATASET,
                             shortcut[:FORM], star_graph, two_peaks
@@ -79,7 +79,7 @@ the run
   --dry-run [[[NODES x] GPUS x] GB]
                             print configuration, placement and memory, check,
                             and start nothing; 2x8x80: on two nodes with eight
-                            GPUs of 80 GB [the machine or cluster at hand]
+                            GPUs of 80 GB [this machine or cluster]
   --print verl              print the run as overrides of verl's main_ppo, and
                             start nothing (docs/integrations.md)
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
@@ -164,7 +164,7 @@ def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
         return 1
     except KeyboardInterrupt:
         _conclude(folder, run, began, stopped=True)
-        report(f"stopped; {folder} has the steps so far. --ckpt.load_enable continues from the last checkpoint.")
+        report(f"stopped; {folder} has the finished steps. --ckpt.load_enable continues from the last checkpoint.")
         raise
     written = _conclude(folder, run, began)
     updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]

@@ -73,7 +73,7 @@ def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
 
 
 def _answer(advantage: Advantage, where: str, batch: _Batch) -> Tensor:
-    fix = "It must answer for any rewards in [0, 1]."
+    fix = "It must accept any rewards in [0, 1]."
     advantages = answered(f"{where} formula()", lambda: advantage.compute(batch.rewards, batch.counts), fix)
     check_tensor(
         f"{where} what formula() returns", advantages, tuple(batch.rewards.shape), torch.float32, torch.device("cpu")
@@ -88,7 +88,7 @@ def _check_steps(advantage: Advantage) -> None:
     """Some options change over the run, so an advantage is made again for each step, in the driver."""
     for step in (0, 1, 100, 100_000):
         where = f"{advantage.name}: at_step({step})"
-        fix = "It must answer for every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
+        fix = "It must accept every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
         later = answered(where, partial(advantage.at_step, step), fix)
         require(isinstance(later, Advantage), f"{where} is a {type(later).__name__}.", fix)
 

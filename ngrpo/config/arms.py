@@ -19,7 +19,7 @@ from perturbations.options import nearest
 
 _PREFIX, _KIND = "perturbation.", KINDS["perturbation"]
 _OPTION = r"(?:--)?[A-Za-z_][\w.]*="
-# Further options of an arm that change rollouts without a training, and those that `--strategy` takes without dashes.
+# Further options of an arm that change rollouts without a training; `--strategy` takes them without dashes.
 _KEYS = {kind: rf"{re.escape(kind.flag.removeprefix('--'))}(\.\w+)?" for kind in run_level_kinds()}
 _ROLLOUTS = "|".join(key for kind, key in _KEYS.items() if kind.in_rollouts)
 _TRAINING = "|".join(["base", "reproducible", *_KEYS.values()])

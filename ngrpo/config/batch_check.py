@@ -128,7 +128,7 @@ def with_rows(flags: Flags) -> Flags:
 
 
 def check_rows(flags: Flags) -> str | None:
-    """Raises ``UsageError`` for rows that fill no batch, or whose last step would hang; returns why it could not look.
+    """Raises ``UsageError`` for rows that fill no batch or let the last step hang; returns why it could not look.
 
     OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
     """
@@ -145,7 +145,7 @@ def check_rows(flags: Flags) -> str | None:
         return None
     if rows is None:
         return (
-            f"not checked: how many rows the data has. A last step whose responses do not divide over the ranks hangs;"
+            f"not checked: how many rows the data has. A last step hangs if its responses do not divide over the ranks;"
             f" {_ROWS} with a multiple of {whole} prevents it."
         )
     fitting = _fitting(args, rows)

@@ -55,7 +55,7 @@ _REWARD = flag("--reward.remote_url")
 _TOKEN = "or add --perturbation.density token"
 _OUT, _OFF = f"leave it out, {_TOKEN}", "leave it out"
 _DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
-_NARROW = "a position whose token the filter cuts stays unperturbed, so its token has another distribution"
+_NARROW = "a position stays unperturbed if the filter cuts its token, so its token has another distribution"
 _ONE_UPDATE = (
     "its noise is too narrow for a policy ratio, so each rollout is used for one update at the policy that drew it"
 )
@@ -124,7 +124,7 @@ TRAINING = (
     Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of a response in one place", "use --ds.ring_attn_size 1"),
     *rows(
         given.NOISE,
-        (_ASYNC, "an evaluation that runs beside the training would see noisy weights"),
+        (_ASYNC, "an evaluation that runs during training would see noisy weights"),
         (_ZERO_3, f"under ZeRO-3 {_WHOLE}"),
         (_TENSOR, _WHOLE),
         (both(given.GSPO, given.WEIGHTS), _GSPO, _NO_WEIGHTS),
@@ -153,8 +153,8 @@ TRAINING = (
         (_WARMUP, "its responses have a ratio to their own prompt's policy, which a changed weight would change"),
         (given.PERTURBATION, _OTHER_PROMPT),
         (given.MASK, _OTHER_PROMPT),
-        (flag("--train.agent_func_path"), "an agent's first prompt is not all that it is told"),
-        (_PICTURES, "pictures stand in the prompt that would be changed"),
+        (flag("--train.agent_func_path"), "an agent reads more than its first prompt"),
+        (_PICTURES, "the changed prompt contains the pictures"),
         (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
         (given.GSPO, "its ratio is of a whole response, the method's of each token"),
         (given.CREDIT_IN_LOSS, "both change the ratio of the same tokens"),
@@ -195,7 +195,7 @@ TRAINING = (
         "a divergence has an upper bound alone",
         f"give one number, {BOUNDS} 0.1",
     ),
-    Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
+    Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates during training", "run `ngrpo eval` before it"),
 )
 
 CPU_MODEL = (Row(given.HEAD_SIZE, given.hardware("cpu"), "the engine would not start", "use another model"),)
@@ -369,7 +369,7 @@ def check_model(model: str, hardware: str) -> None:
 
 
 _PAGE = """\
-# What does not go with what
+# Refused combinations
 
 `ngrpo train`, its `--dry-run`, `ngrpo compare` (each arm), vLLM's engine, verl and TRL look at this table before
 anything starts. `ngrpo list compatibility` prints it. Every pair that is not here may be combined.
@@ -380,7 +380,7 @@ def page() -> str:
     """The table in Markdown."""
     lines = [_PAGE]
     for title, listed in TABLE.items():
-        lines += [f"## {title[0].upper()}{title[1:]}", "", "| | does not go with | why | instead |"]
+        lines += [f"## {title[0].upper()}{title[1:]}", "", "| | cannot be used with | why | instead |"]
         lines += ["| --- | --- | --- | --- |"]
         lines += [f"| {row.what.name} | {row.other.name} | {row.why} | {row.fix} |" for row in listed]
         lines += [""]

@@ -100,14 +100,14 @@ def flag(name: str, *, off: str = "", only: str = "") -> Feature:
 
 
 def other_than(name: str, needed: str) -> Feature:
-    """A flag whose value, or OpenRLHF's default, is another one."""
+    """A flag with another value, or another default in OpenRLHF."""
     return Feature(
         f"{name} other than {needed}", lambda asked: f"{name} {value}" if (value := asked.value(name)) != needed else ""
     )
 
 
 def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
-    """An extension of a kind: any, or those that count, which ``about`` describes."""
+    """An extension of a kind: any, or the ones that count, which ``about`` describes."""
 
     def given(asked: Combination) -> str:
         made = asked.part(kind)
@@ -117,7 +117,7 @@ def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made
 
 
 def density(about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
-    """The density of a perturbation: any, or those that count."""
+    """The density of a perturbation: any, or the ones that count."""
 
     def given(asked: Combination) -> str:
         made = asked.part("perturbation")
@@ -284,10 +284,10 @@ REPLAYED = Feature(
 )
 DENSITY = density()
 SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
-TOKENLESS = density("at whose positions no token is drawn", lambda made: not made.draws_token)
+TOKENLESS = density("without a drawn token at its positions", lambda made: not made.draws_token)
 TOKENLESS_SCORE = density("without ratio and token", lambda made: made.score_only and not made.draws_token)
 DRAWING = density("of the draws that choose the text", lambda made: made.draws_text)
-UNSAMPLED = Feature("--perturbation NAME whose text is not drawn from the policy", _unsampled)
+UNSAMPLED = Feature("--perturbation NAME with text that is not drawn from the policy", _unsampled)
 FROZEN_INPUT = part("perturbation", "with freeze embedding or both", lambda made: made.freeze in ("embedding", "both"))
 PARAMETERS = part("perturbation", "with parameters of its own", lambda made: made.has_parameters)
 

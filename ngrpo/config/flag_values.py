@@ -19,7 +19,7 @@ from perturbations.options import nearest
 LOAD = "--ckpt.load_enable"
 _UNIVERSAL = "--ds.use_universal_ckpt"
 _OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
-_READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags whose files are read
+_READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags that name files
 # What a number may be, in words: its type, whether it is one, and the flags, with patterns of the shell.
 _NUMBERS: dict[str, tuple[type, Callable[[float], bool], str]] = {
     "a whole number of at least 1": (

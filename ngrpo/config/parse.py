@@ -215,12 +215,12 @@ def with_preset(flags: Flags, name: str | None, advantage: Advantage | None = No
 
 
 def replace_model_names(flags: Flags, replace: Callable[[str], str]) -> Flags:
-    """Applies a function to each name in each ``*model_name_or_path`` flag; several may stand with commas."""
+    """Applies a function to each name in each ``*model_name_or_path`` flag; several are separated by commas."""
     return flags.replaced(MODEL_FLAG, lambda value: ",".join(replace(name.strip()) for name in value.split(",")))
 
 
 def _split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags with their values, None for a flag of an option that stood alone, and OpenRLHF's words."""
+    """Our flags with their values, None for an option's flag without a value, and OpenRLHF's words."""
     ours: dict[str, Any] = {}
     rest: list[str] = []
     for flag in Flags(argv):

@@ -126,7 +126,7 @@ def _data(flags: Flags, run: RunConfig) -> str | None:
         if value and not is_checked(name, value):
             return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
     addresses = [part for part in (flags.value("--reward.remote_url") or "").split(",") if part.startswith("http")]
-    return f"not checked: whether a reward answers at {', '.join(addresses)}." if addresses else None
+    return f"not checked: whether a reward server runs at {', '.join(addresses)}." if addresses else None
 
 
 RULES = (
@@ -189,7 +189,7 @@ def completed(run: RunConfig) -> Flags:
     flags = flags.with_defaults({flag: str(folder / name) for flag, name in outputs.items()})
     for kind in run_level_kinds():
         part = run.part(kind.name)
-        if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
+        if hasattr(part, "flags") and part is not run.advantage:  # its flags replace a preset's
             flags = flags.with_defaults(part.flags(flags))
     complete = parse.with_preset(flags, run.preset, run.advantage)
     check("complete", complete, run)

@@ -43,7 +43,7 @@ def batch_notes(flags: Flags) -> Iterator[str]:
 
 
 def gap_notes(run: RunConfig) -> Iterator[str]:
-    """A warning about a run whose gap does not measure the replay (`experience_maker.judge`)."""
+    """A warning about a run in which the gap does not measure the replay (`experience_maker.judge`)."""
     if run.perturbation is not None and run.sampling_schedule is not None:
         strict = ", and --perturbation.strict does nothing" if run.strict else ""
         yield (
@@ -67,8 +67,8 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     if unbalanced is not None and not perturbation.zero_mean_score:
         density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
         yield (
-            f"{subject}{density}: the mean of its score is not 0, so {unbalanced}, whose advantages do not sum to zero"
-            " in a group, pushes the policy along that mean, whatever the reward. docs/methods.md says which entries"
+            f"{subject}{density}: the mean of its score is not 0. The advantages of {unbalanced} do not sum to zero"
+            " in a group, which pushes the policy along that mean for any reward. docs/methods.md says which entries"
             " have mean 0, and which --perturbation.density is exact."
         )
     stale = ASYNC if flags.has(ASYNC) else None

@@ -35,7 +35,7 @@ _CLIP, _CLIPS, _BATCH = "--actor.eps_clip", "--actor.eps_clip_low_high", "--trai
 _KL_LOSS, _KL_KIND = "--algo.kl.use_loss", "--algo.kl.estimator"
 _TRANSLATED = {*_SAME, ESTIMATOR, LOSS, KL, _KL_LOSS, _KL_KIND, _CLIP, _CLIPS, _BATCH}
 _OWN = ("--ckpt.", "--logger.")  # of each trainer
-_UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl has not
+_UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl lacks
 
 
 def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:

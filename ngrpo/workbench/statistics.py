@@ -26,7 +26,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     _check_counts(n, c)
     if not _whole(k) or not 1 <= k <= n:
-        raise ValueError(f"k={k!r}: must be a whole number in [1, n={n}]; Pass@k needs at least k answers per problem.")
+        raise ValueError(f"k={k!r}: must be a whole number in [1, n={n}]; Pass@k needs k responses per problem.")
     ways = math.comb(n, k)
     return (ways - math.comb(n - c, k)) / ways
 
@@ -47,9 +47,9 @@ def cover_at(n: int, c: int, tau: float) -> bool:
 
 def _check_counts(n: int, c: int) -> None:
     if not _whole(n) or n < 1:
-        raise ValueError(f"n={n!r}: must be a whole number of answers, at least 1.")
+        raise ValueError(f"n={n!r}: must be a whole number of responses, at least 1.")
     if not _whole(c) or not 0 <= c <= n:
-        raise ValueError(f"c={c!r}: must be a whole number of right answers in [0, n={n}].")
+        raise ValueError(f"c={c!r}: must be a whole number of right responses in [0, n={n}].")
 
 
 def _whole(value: object) -> bool:

@@ -82,7 +82,8 @@ def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> N
     model = SimpleNamespace(dtype=torch.float32, model=str(tmp_path), revision=None)
     attached: Any = Worker().perturbation
     attached._runner = SimpleNamespace(max_num_reqs=2, max_model_len=16, device=torch.device("cpu"), model_config=model)
-    attached._vocabulary, attached._hidden = 16, 4
+    attached._vocabulary, attached._hidden = 64, 4
+    attached._tokenizer = SimpleNamespace(token_bytes=[b"a"] * 64)
     attached.module, attached._hooks = nn.Linear(1, 1), [SimpleNamespace(remove=lambda: pytest.fail("a hook is gone"))]
     before = dict(vars(attached))
     with pytest.raises(UsageError, match=r"was trained with start=0\.5"):

@@ -84,7 +84,7 @@ def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
     if named is None:
         assert found == []
     else:
-        assert len(found) == 1 and f"so {named}, whose advantages do not sum to zero" in found[0]
+        assert len(found) == 1 and f"The advantages of {named} do not sum to zero" in found[0]
         assert found[0].startswith(f"--perturbation {run.spec['name']}")
 
 

@@ -49,7 +49,7 @@ OURS = {"a": [1, 1, 1, 0], "b": [1, 1, 1, 1], "c": [0, 0, 1, 0], "d": [1, 1, 1, 
 def test_means_differences_and_p_by_hand(tmp_path: Path) -> None:
     files = [f"base={of_eval(tmp_path / 'x', BASE)}", f"ours={of_eval(tmp_path / 'y', OURS)}"]
     told = lines(files)
-    assert told[0] == "5 problems, 4 answers to each"
+    assert told[0] == "5 problems, 4 responses to each"
     table = [row.split() for row in told if row.startswith(("mean", "Pass@", "Cover@"))]
     assert [row[:2] for row in table] == [
         [measure, name] for measure in ("mean", "Pass@4", "Cover@0.25", "Cover@0.5", "Cover@0.75")

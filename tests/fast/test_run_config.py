@@ -224,7 +224,7 @@ BROKEN = {
     "the hardware": ("--vllm.enable_sleep", "cannot be used with --hardware cpu"),
     "OpenRLHF's parser": ("--train.no_such_flag 1", "no_such_flag"),
     "data": ("--data.prompt_dataset missing.jsonl", "missing.jsonl"),
-    "evaluation": ("--eval.at_start --train.async_enable", "evaluates beside the training"),
+    "evaluation": ("--eval.at_start --train.async_enable", "evaluates during training"),
 }
 
 

@@ -30,7 +30,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a command line: the words that the user gave, and those that :meth:`with_defaults` added."""
+    """The flags of a command line: the user's words, and the words that :meth:`with_defaults` added."""
 
     given: Sequence[str] = ()
     added: Sequence[str] = ()
@@ -62,7 +62,7 @@ class Flags:
         return any(flag.name in names for flag in self)
 
     def with_defaults(self, defaults: Mapping[str, Default]) -> Flags:
-        """The flags with those defaults added whose flag is absent."""
+        """The flags with the defaults of absent flags added."""
         new: list[str] = []
         for name, default in defaults.items():
             if not self.has(name):
@@ -74,7 +74,7 @@ class Flags:
         return self._changed(lambda flag: () if flag.name in names else flag.argv)
 
     def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
-        """The flags with a function applied to the first value of each flag whose name ends so."""
+        """The flags with a function applied to the first value of each flag with this end."""
 
         def words(flag: Flag) -> tuple[str, ...]:
             if not flag.name.endswith(ending) or not flag.values:

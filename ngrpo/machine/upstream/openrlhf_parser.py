@@ -42,7 +42,7 @@ def check(argv: Sequence[str]) -> None:
 
 @lru_cache(maxsize=1)
 def defaults() -> dict[str, str]:
-    """OpenRLHF's default of each flag that has one, as it would stand on a command line."""
+    """OpenRLHF's default of each flag that has one, as on a command line."""
     there = [action for action in _actions() if isinstance(action.default, str | int | float)]
     return {flag: str(action.default) for action in there for flag in action.option_strings}
 

@@ -51,7 +51,7 @@ def installed_vllm() -> str | None:
 
 
 def versions(model_runner: str | None = None) -> dict[str, str | None]:
-    """Versions of all that computes, for results; ``model_runner``: the one of vLLM's that drew the rollouts."""
+    """Versions of the computing software, for results; ``model_runner``: the one of vLLM's that drew the rollouts."""
     releases = {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
     return {**releases, "model runner": model_runner} if model_runner else releases
 

@@ -22,7 +22,7 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Options, ABC):
-    """An advantage with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """An advantage with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
@@ -67,7 +67,7 @@ class Advantage(Options, ABC):
             )
         for row, column in (~rewards.isfinite()).nonzero().tolist():
             raise UsageError(
-                f"{label} the reward of prompt {row}, answer {column} is {rewards[row, column].item()}."
+                f"{label} the reward of prompt {row}, response {column} is {rewards[row, column].item()}."
                 " Finite rewards are needed: repair the reward function."
             )
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -118,7 +118,7 @@ class VerifiedAdvantage(Advantage):
     def check_rewards(self, rewards: Tensor) -> None:
         self.refuse(
             rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)],
-            "not in [0, 1], where 1 is a correct answer. Let the reward function give those, or use --advantage"
+            "not in [0, 1], where 1 is a correct response. Let the reward function give those, or use --advantage"
             " group_norm or ngrpo.",
         )
 
@@ -127,7 +127,7 @@ class VerifiedAdvantage(Advantage):
 class AnnealedK(Advantage):
     """For objectives of the best of k responses, with a k that may change over the run."""
 
-    k: int = option(4, "answers of which the best counts", low=1)
+    k: int = option(4, "responses of which the best counts", low=1)
     k_end: int | None = option(None, "k at the end; none for the same k throughout", low=1)
     k_steps: int = option(100, "training steps from k to k_end", low=1)
     k_change: str = option("switch", "k until then and k_end from there on, or evenly", choices=("switch", "linear"))
@@ -143,11 +143,11 @@ class AnnealedK(Advantage):
         return self.k_end is not None
 
     def check_group(self, size: int) -> None:
-        """Raises ``UsageError`` where k does not fit groups of so many responses."""
+        """Raises ``UsageError`` where k does not fit groups of this size."""
         if self.k > size:
             raise UsageError(
-                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the answers to each prompt"
-                " (--rollout.n_samples_per_prompt). Lower k, or ask for more answers."
+                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the responses to each prompt"
+                " (--rollout.n_samples_per_prompt). Lower k, or ask for more responses."
             )
 
     def check_rewards(self, rewards: Tensor) -> None:

@@ -36,7 +36,7 @@ class StepTokens:
 
     @property
     def first(self) -> Tensor:
-        """Whether each is the first one of its answer, (N,) bool."""
+        """Whether each is the first one of its response, (N,) bool."""
         return torch.cat([torch.ones_like(self.answers[:1], dtype=torch.bool), self.answers.diff() > 0])
 
 
@@ -84,7 +84,7 @@ class LossTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Credit(Options, ABC):
-    """A credit with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """A credit with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "credit"
     registry: ClassVar[Any] = _registry

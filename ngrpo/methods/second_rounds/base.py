@@ -22,18 +22,18 @@ _TEXT = "ngrpo-text"
 
 @dataclass(frozen=True, kw_only=True)
 class SecondRound(Options, ABC):
-    """A second round with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """A second round with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "second round"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
 
-    prompts: int = option(6, "how many prompts are asked where all answers to one are wrong", low=1)
-    answers: int = option(4, "answers to each of them", low=1)
-    wrong: float = option(0.0, "the largest reward of a wrong answer")
+    prompts: int = option(6, "prompts that are sampled again when all responses to one are wrong", low=1)
+    answers: int = option(4, "responses to each of them", low=1)
+    wrong: float = option(0.0, "the largest reward of a wrong response")
     shaping: float | None = option(0.1, "γ of the ratio ρ / (ρ + γ); none for PPO's, ρ clipped", above=0.0)
-    group: str = option("all", "whose rewards the advantages are of: of all answers, or kept", choices=("all", "kept"))
-    seed: int = option(0, "seed of the prompts and of the choice among right answers", low=0)
+    group: str = option("all", "rewards that advantages compare: of all responses, or kept", choices=("all", "kept"))
+    seed: int = option(0, "seed of the prompts and of the choice among right responses", low=0)
 
     @abstractmethod
     def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
@@ -45,7 +45,7 @@ class SecondRound(Options, ABC):
 
     @property
     def room(self) -> int:
-        """Tokens by which a prompt may be longer than the given one; engines are started with so many more."""
+        """Tokens by which a prompt may be longer than the given one; engines are started with as many more."""
         return 0
 
     def flags(self, flags: Flags) -> dict[str, Default]:
@@ -53,7 +53,7 @@ class SecondRound(Options, ABC):
         return {"--algo.kl.init_coef": "0"}
 
     def is_needed(self, rewards: Sequence[float]) -> bool:
-        """Whether all answers to a prompt are wrong, by their rewards."""
+        """Whether all responses to a prompt are wrong, by their rewards."""
         return max(rewards) <= self.wrong
 
     def kept(self, rewards: Sequence[float], size: int, random: Random) -> list[int]:

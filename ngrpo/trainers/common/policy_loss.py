@@ -96,8 +96,8 @@ class CreditInLoss:
     def __call__(self, log_probs: Actions, old_log_probs: Actions, advantages: Actions, **kwargs: object) -> Any:
         if self._found is None:
             raise RuntimeError(
-                f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward whose"
-                " logits it could see (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss."
+                f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward with"
+                " visible logits (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss."
                 " Take that path out."
             )
         changed, scores = self._found

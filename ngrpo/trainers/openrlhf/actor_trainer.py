@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from perturbations.replay.scope import ReplayStats
 
-_LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
+_LOOK_UP = 32  # inputs with a look-up of the nearest token: of 20 steps the share is known to 0.02
 # Metrics that travel as a sum and a count per sample.
 MEAN_METRICS = {
     f"perturbation/{name}": (f"perturbation/{name}_sum", f"perturbation/{name}_count")

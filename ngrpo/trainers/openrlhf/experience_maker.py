@@ -164,7 +164,7 @@ def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> flo
 def judge(maker: Any, measures: Mapping[str, float]) -> None:
     """Warns of gaps that are too large; raises ``ReplayGap`` in a strict run.
 
-    Not under a sampling schedule, whose rollouts are drawn at other temperatures than the trainer's.
+    Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's.
     """
     run = current_run()
     if run.sampling_schedule is None:
@@ -214,7 +214,7 @@ def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int
 def second_round_measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
     """The metrics ``second_round/…`` of a step (docs/metrics.md), before the update.
 
-    ``asked`` and ``trained``: shares of samples whose prompt had a second round, and that are of it. ``right``: share
+    ``asked`` and ``trained``: shares of samples to prompts with a second round, and from that round. ``right``: share
     of right responses in that round; ``solved``: of its prompts with one; ``ratio``: mean ρ over trained tokens.
     """
     carried, ratios = [], []
@@ -228,7 +228,7 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
     moved = [each for each in with_second if each.log_probs is not None]
     measures = {"asked": len(with_second) / len(carried), "trained": len(moved) / len(carried)}
     if with_second:
-        # The first round's responses are all wrong. A sample stands for its prompt, of which all have as many.
+        # The first round's responses are all wrong. Samples count for prompts, which all have as many.
         right = np.asarray([(each.rewards > method.wrong).sum() for each in with_second])
         measures["right"] = float(right.mean()) / (method.prompts * method.answers)
         measures["solved"] = float((right > 0).mean())

@@ -31,7 +31,7 @@ _OPENRLHF_ENV = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_EN
 # How the variables begin that docs name and every worker gets as they are here; the last two differ by node.
 _TRAVELS = ("DS_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TRANSFORMERS_", "VLLM_", "WANDB_")
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
-_OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags whose value may be a path
+_OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags that take paths
 
 RUN_ID = "NGRPO_RUN_ID"
 """Environment variable that every process of a run inherits, so that those left over can be found."""
@@ -196,7 +196,7 @@ def _check_paths(paths: Mapping[str, str]) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     @ray.remote(num_cpus=0)
-    class Node:  # an actor, whose end says why where a node is without this project; that of a task does not
+    class Node:  # an actor: where a node lacks this project, its end says why; a task's does not
         def missing(self) -> list[str]:
             return [path for path in paths if not os.path.exists(path)]
 

@@ -309,6 +309,6 @@ def check_places(trainer: Sequence[int], engine: Sequence[int]) -> None:
         first = next((i for i, pair in enumerate(zip(trainer, engine)) if pair[0] != pair[1]), "the end")
         raise RuntimeError(
             f"a prompt with pictures has {len(trainer)} tokens for the trainer and {len(engine)} for vLLM, and they"
-            f" differ from position {first} on: the records would be replayed at other positions. Use a model whose"
-            " pictures OpenRLHF and vLLM expand alike, such as Qwen3-VL, or prompts without pictures."
+            f" differ from position {first} on: the records would be replayed at other positions. Use a model with"
+            " pictures that OpenRLHF and vLLM expand alike, such as Qwen3-VL, or prompts without pictures."
         )

@@ -117,7 +117,7 @@ async def in_two_rounds(
             )
     params = deepcopy(sampling_params)
     params.logprobs = params.logprobs or 1
-    if "answers" in arguments:  # a ladder of temperatures is over the answers to each prompt of this round
+    if "answers" in arguments:  # a ladder of temperatures is over the responses to each prompt of this round
         params.extra_args = {**(params.extra_args or {}), KEY: {**arguments, "answers": method.answers}}
     second = await asyncio.gather(
         *(answers(text, params, max_length + extra, num_samples=method.answers) for text, extra in zip(prompts, longer))

@@ -155,10 +155,10 @@ def _own(estimated: Tensor) -> Tensor:  # apart from the above, which Ray may pi
 
 
 def level_equal(experiences: Sequence[Experience]) -> None:
-    """Makes a step's advantages exactly 0, in place, where all trained tokens have the same one.
+    """Makes a step's advantages exactly 0, in-place, where all trained tokens have the same one.
 
-    OpenRLHF's estimators without a group baseline subtract a mean over the batch, whose rounding `gae` and `reinforce`
-    then divide by a deviation of 1e-4.
+    OpenRLHF's estimators without a group baseline subtract a mean over the batch. `gae` and `reinforce` then divide its
+    rounding error by a deviation of 1e-4.
     """
     values = torch.cat([experience.advantages[experience.action_mask.bool()] for experience in experiences])
     if values.amin() == values.amax():
@@ -202,7 +202,7 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
 
 
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
-    """Replaces the tokens' advantages by the run's credit, in place, for any estimator.
+    """Replaces the tokens' advantages by the run's credit, in-place, for any estimator.
 
     Returns the metrics ``credit/…`` (docs/metrics.md): over tokens with an advantage other than 0, the share that
     keeps one, and the mean size over the one before.

@@ -120,7 +120,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     if rest.has("--eval.steps", "--eval.at_start"):
         # Evaluations while training have as many samples as those of the trained models, at the same temperature.
         alike = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
-        # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation so far, with the optimiser's states.
+        # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation, with the optimiser's states.
         rest = rest.with_defaults({**_values_of(Flags(evaluation or ()), alike), "--ckpt.best_metric_key": "none"})
     plan = Plan(
         arms=tuple(arms),
@@ -153,7 +153,7 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
             if len(flag.values) > 1:
                 raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
             if name in _SWITCHES and value not in ("", "true", "false"):
-                raise UsageError(f"--{name} {value}: it stands alone.")
+                raise UsageError(f"--{name} {value}: it takes no value.")
             if name not in _SWITCHES and not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
             ours[name].append(value)
@@ -255,7 +255,7 @@ def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:
 
 
 def _drawn_line(arm: Arm) -> str:
-    """A value of ``--strategy`` of ``ngrpo diagnose``, with all that changes the rollouts of the first step."""
+    """A value of ``--strategy`` of ``ngrpo diagnose``, with every part that changes the rollouts of the first step."""
     with suppress(UsageError):  # needs a training, or its length
         policy = policy_of(arm)
         if policy.schedule is not None or policy.scale:

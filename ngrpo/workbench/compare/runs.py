@@ -103,7 +103,7 @@ def identity(plan: Plan, run: Run) -> str:
 
 
 def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    """The content of a run's ``run.json``; only ``status`` for a run that is ``pending``, which has not ended or lacks
+    """The content of a run's ``run.json``; only ``status`` for a run that is ``pending``: it is unfinished or lacks
     a file, or ``other``: one with another identity has finished under the same name.
     """
     record = folder.read(f"runs/{run.id}/run.json") or {}

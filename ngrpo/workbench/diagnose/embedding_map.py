@@ -36,7 +36,7 @@ WORDS = (
     *("three", "people", "time", "small", "city", "year", "good", "world", "book", "friend"),
 )
 TOKENS = 10
-RELATED = 10  # so many nearest tokens of a token are related to it
+RELATED = 10  # this many nearest tokens of a token are related to it
 _FEW = 8  # a token with fewer contexts gets some more from the repeated word
 _AROUND = 8  # neighbors of each token that span the plane with it
 _RESPONSES, _LENGTH = 8, 64
@@ -70,7 +70,7 @@ def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int
 def make(
     llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int, template: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``embedding_map`` of diagnosis.json: all perturbing strategies; of those that differ only in gates, the first.
+    """``embedding_map`` of diagnosis.json: all perturbing strategies; if some differ only in gates, their first.
 
     ``template``: arguments of the chat template.
 

@@ -30,7 +30,7 @@ _EXAMPLES = {"k": "1,8", "tau": "0.25,0.5"}
 
 
 class SampleFile(NamedTuple):
-    """One evaluation; by problem the number of answers and of right ones, and its content.
+    """One evaluation; by problem the number of responses and of right ones, and its content.
 
     ``texts``: the messages, then the prompt, each with its number among equal ones; empty where a file has none.
     """
@@ -52,8 +52,8 @@ def lines(
 
     Args:
         files: paths, or ``NAME=PATH``; the first is the baseline.
-        k: of Pass@k, with commas between; None for those of ``ngrpo eval`` up to the smallest number of answers.
-        tau: of Cover@τ, with commas between; None for 0.25, 0.5 and 0.75 where all problems have several answers.
+        k: of Pass@k, with commas between; None for those of ``ngrpo eval`` up to the smallest number of responses.
+        tau: of Cover@τ, with commas between; None for 0.25, 0.5 and 0.75 where all problems have several responses.
         report: called with a line about a damaged end of a file.
 
     Raises:
@@ -78,7 +78,7 @@ def lines(
     counts = [[one.counts[ids[i]] for ids in shared] for i, one in enumerate(sample_files)]
     sizes = {n for of_file in counts for n, _ in of_file}
     fewest = min(sizes)
-    head = [f"{len(shared)} problems, {fewest if len(sizes) == 1 else f'{fewest} to {max(sizes)}'} answers to each"]
+    head = [f"{len(shared)} problems, {fewest if len(sizes) == 1 else f'{fewest} to {max(sizes)}'} responses to each"]
     head += [f"paired by {how}"] if len(files) > 1 else []
     head += [
         f"{one.name}: {len(one.counts) - len(shared)} of its {len(one.counts)} problems are not in all files, left out"
@@ -99,7 +99,7 @@ def lines(
         *(f"warning: {line}" for line in warnings),
         "difference: to the first; * beyond noise, corrected p below 0.05 (paired t test over problems, Holm; an exact"
         " sign-flip test where all problems differ by the same).",
-        "could be seen: the smallest true difference that so many problems would show in four of five repetitions.",
+        "could be seen: the smallest true difference that this many problems would show in four of five repetitions.",
     ]
     return [*head, "", *text_table(rows, left=2), "", *notes]
 
@@ -167,13 +167,13 @@ def _numbers(flag: str, text: str | None, kind: type) -> list[float] | None:
 
 
 def _measures(ks: list | None, taus: list | None, fewest: int) -> list[tuple[str, Callable[[int, int], float]]]:
-    """Names with functions of a problem's number of answers and of right ones."""
+    """Names with functions of a problem's number of responses and of right ones."""
     if ks is None:
         ks = [k for k in DEFAULT_KS if 1 < k <= fewest]
     if taus is None:
         taus = list(_TAUS) if fewest > 1 else []
     if bad := [k for k in ks if not 1 <= k <= fewest]:
-        raise UsageError(f"--k {bad[0]}: must be in [1, {fewest}], the answers that each problem has.")
+        raise UsageError(f"--k {bad[0]}: must be in [1, {fewest}], the responses that each problem has.")
     if bad := [t for t in taus if not 0.0 < t <= 1.0]:
         raise UsageError(f"--tau {bad[0]:g}: must be in (0, 1].")
     measures: list[tuple[str, Callable[[int, int], float]]] = [("mean", lambda n, c: c / n)]

@@ -27,7 +27,7 @@ ALL_FILTERED = (
     " --algo.dynamic_filtering_range."
 )
 RUNNERS = "model_runner"
-"""Folder beside the summary in which the engines name their model runner."""
+"""Folder next to the summary in which the engines name their model runner."""
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
@@ -98,7 +98,7 @@ def steps(scalars: Series) -> list[dict[str, float]]:
     """One row per training step, with the keys that were logged for it.
 
     ``tokens_per_second`` divides the generated tokens by the generation's time; ``anchor_differs`` is the share of
-    perturbed positions whose token differs from the sampled one.
+    perturbed positions with another token than the sampled one.
     """
     train = {tag.removeprefix(_PREFIX): values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
     rows = []

@@ -34,7 +34,7 @@ from ngrpo.workbench.scoring.math_reading import (
 
 CPU_SECONDS = 5
 _MEMORY = 8 << 30
-# A decimal with fewer digits stands for its own value alone: 0.33 is not 1/3, 0.333333 is.
+# A decimal with fewer digits has its own value only: 0.33 is not 1/3, 0.333333 is.
 _DIGITS = 6
 _DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*\\(?:times|cdot)\s*10\^\{?(-?\d+)\}?)?")
 _BASE = re.compile(r"\d_\{?(\d+)")
@@ -81,7 +81,7 @@ def _as_ratio(answer: Answer) -> Answer:
 
 
 def _same_with_percent(gold: Answer, said: Answer, said_percent: bool) -> bool:
-    """50% is 50, where percents are asked for, and 1/2; 5000% is not 50."""
+    """50% is 50, where the question is in percent, and 1/2; 5000% is not 50."""
     (one,), (other,) = gold.values, said.values
     if equal(one, other, gold.items[0], said.items[0]):
         return True
@@ -91,7 +91,7 @@ def _same_with_percent(gold: Answer, said: Answer, said_percent: bool) -> bool:
 
 
 def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
-    """Whether two values are equal: exactly, but for decimals of many digits that stand for an exact value."""
+    """Whether two values are equal: exactly, but for decimals of many digits, which mean an exact value."""
     if isinstance(gold, str) or isinstance(said, str):
         return isinstance(gold, str) and isinstance(said, str) and letters(gold_text) == letters(said_text)
     relations = [isinstance(value, (Relational, And)) for value in (gold, said)]

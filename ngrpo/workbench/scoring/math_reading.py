@@ -21,7 +21,7 @@ from ngrpo.workbench.scoring.answers import last_boxes, visible
 
 # --- from a response to LaTeX -----------------------------------------------------------------------
 
-# Of a long text the end is searched: an answer stands there, and math-verify's search grows faster than the length.
+# Of a long text the end is searched: the answer is there, and math-verify's search grows faster than the length.
 _TAIL = 4000
 _LONGEST = 120
 _MARKUP = re.compile(
@@ -178,7 +178,7 @@ def rewritten(answer: str) -> str:
 
 # --- from LaTeX to values ------------------------------------------------------------------------------
 
-# An expression with more operations is printed as it stands: sympy may take minutes over it.
+# An expression with more operations is printed unchanged: sympy may take minutes over it.
 _OPERATIONS = 80
 _EXPANDED = 20
 # An object of sympy, or the text where sympy has none.

@@ -37,8 +37,8 @@ def check_rewards(args: Sequence[str]) -> None:
     parts = reward.split(",") if reward else []
     if len(parts) > 1 and any(part.endswith(".py") for part in parts):
         raise UsageError(
-            f"{_FILE} {reward}: OpenRLHF 0.11.2 reads one Python file alone, {parts[0]}. Give one, whose reward_func"
-            " calls the others."
+            f"{_FILE} {reward}: OpenRLHF 0.11.2 reads one Python file alone, {parts[0]}. Give one with a"
+            " reward_func that calls the others."
         )
     for part in parts:
         if part.endswith(".py"):
@@ -134,7 +134,7 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
 
 
 def _at_top(node: ast.AST) -> Iterator[ast.AST]:
-    """All that is not inside a function or class."""
+    """The statements outside functions and classes."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, Definition | ast.Lambda):

@@ -119,7 +119,7 @@ def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -
     """A reward function as OpenRLHF 0.11.2 calls it (``utils/agent.py``).
 
     From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards`` and
-    ``scores``, (N,) float32. ``judge`` gives a response's reward, and whether it has the form whose share is logged.
+    ``scores``, (N,) float32. ``judge`` gives a response's reward, and whether it has the form that is counted.
     """
 
     def reward_func(

@@ -40,7 +40,7 @@ def check(name: str) -> None:
 
 def problems(name: str) -> Split:
     """Training and held-out rows, the same on every machine; UsageError where the defaults generate none."""
-    # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings, whose order changes
+    # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings; their order changes
     # from process to process unless this variable is set before Python starts.
     done = subprocess.run(
         [sys.executable, "-m", "ngrpo.workbench.tasks.reasoning_gym", name],
