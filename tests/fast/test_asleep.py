@@ -77,9 +77,10 @@ def test_where_nothing_is_perturbed_sleep_is_stock() -> None:
 def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> None:
     """With its module and its hooks: the engine continues as before."""
     other = create("hrpo", k=2, start=0.5)
-    parameters_file.save(tmp_path, other, dict(other.module(4).named_parameters()))
+    module: Any = other.module(4)
+    parameters_file.save(tmp_path, other, dict(module.named_parameters()))
     model = SimpleNamespace(dtype=torch.float32, model=str(tmp_path), revision=None)
-    attached = Worker().perturbation
+    attached: Any = Worker().perturbation
     attached._runner = SimpleNamespace(max_num_reqs=2, max_model_len=16, device=torch.device("cpu"), model_config=model)
     attached._vocabulary, attached._hidden = 64, 4
     attached._tokenizer = SimpleNamespace(token_bytes=[b"a"] * 64)
