@@ -45,6 +45,10 @@ FORMULAS = {
     "nsr": ({}, REWARDS, None, [[0.0, -1.0, -1.0, -1.0], [-1.0] * 4, [0.0] * 4]),
     "w_reinforce": ({}, REWARDS, None, [[0.1, -1.0, -1.0, -1.0], [-1.0] * 4, [0.1] * 4]),
     "w_reinforce of other weights": ({"lam": 0.5}, torch.tensor([[1.0, 0.25]]), None, [[0.5, -0.75]]),
+    # Mean 1/4: (1 − 1/4) / (1/4) and (0 − 1/4) / (1/4).
+    "maxrl": ({}, REWARDS, None, [[3.0, -1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]),
+    # Mean 1/2: (1/2, −1/4, 1/4, −1/2) / (1/2).
+    "maxrl of fractions": ({}, torch.tensor([[1.0, 0.25, 0.75, 0.0]]), None, [[1.0, -0.5, 0.5, -1.0]]),
     # Bonuses 1, 1/2, 1/2; mean 2/3; squares 1/9 + 2/36 = 1/6; sample variance 1/12, std 1/√12.
     "copo": ({"beta": 1.0}, torch.zeros(1, 3), [[0, 3, 3]], [[2 / math.sqrt(3)] + [-1 / math.sqrt(3)] * 2]),
     # 3/2, 1/2, 1/4; mean 3/4; differences 3/4, -1/4, -1/2; squares 14/16; sample variance 7/16; over √7/4.
@@ -203,7 +207,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"2 is above the maximum reward 1.*--advantage\.max_reward"):
             compute("ngrpo", torch.tensor([[2.0, 0.0]]))
 
-    @pytest.mark.parametrize("name", ["psr", "nsr", "w_reinforce"])
+    @pytest.mark.parametrize("name", ["maxrl", "psr", "nsr", "w_reinforce"])
     @pytest.mark.parametrize("reward", [-0.5, 1.5])
     def test_rewards_that_are_not_of_a_verifier(self, name: str, reward: float) -> None:
         with pytest.raises(ValueError, match=rf"a reward of {reward:g} is not in \[0, 1\]"):

@@ -73,7 +73,7 @@ MUTATIONS = {
         (':.7f}".rstrip("0").rstrip(".")', ':.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
     ],
     ("ngrpo/methods/advantages/best_of_k.py", _ORDER): [
-        ("3 * _LARGEST * max", "_LARGEST * max", "pkpo: loo is clipped"),
+        ("3.0 * _LARGEST * max", "1.0 * _LARGEST * max", "pkpo: loo is clipped"),
         ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _ORDER): [
@@ -87,7 +87,15 @@ MUTATIONS = {
         ("(utility - mean)", "utility", "rs_grpo: 1 is not taken off"),
         ("rewards - rewards.amax(-1, keepdim=True)", "rewards * 1.0", "rs_grpo: large rewards overflow"),
         ("below - below.mean(-1, keepdim=True)", "below", "rs_grpo: no mean at β = 0"),
-        ("if largest > 10.0:", "if largest > 1e9:", "rs_grpo: a rare right answer is clipped"),
+        ("return size / self.beta if", "return self.beta if", "rs_grpo: a rare right answer is clipped"),
+    ],
+    ("ngrpo/methods/advantages/groupwise.py", "test_advantages_maxrl.py"): [
+        ("keepdim=True)) / mean, 0.0)", "keepdim=True)), 0.0)", "maxrl: not divided by the mean"),
+        ("torch.where(mean > 0.0, (apart", "torch.where(mean >= 0.0, (apart", "maxrl: 0 / 0 in all-wrong groups"),
+        ("return size - 1.0", "return 0.0", "maxrl: a rare right answer is clipped"),
+    ],
+    ("ngrpo/methods/advantages/base.py", "test_advantages_maxrl.py"): [
+        ("if bound > 10:", "if bound > 0:", "a clip narrower than OpenRLHF's own"),
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),

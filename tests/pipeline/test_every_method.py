@@ -29,7 +29,9 @@ PERTURBATIONS += sorted(
     set(registry.available()) - ELSEWHERE - {words.split()[0] for words in DENSITIES} | {"gaussian"}
 )
 NEIGHBOR = ["--perturbation.variant released", *(f"--credit {name}" for name in sorted(credits.available()))]
-NEIGHBOR += [f"--advantage {name}" for name in ("psr", "nsr", "w_reinforce", "copo", "pass_at_k", "pkpo", "rs_grpo")]
+NEIGHBOR += [
+    f"--advantage {name}" for name in ("psr", "nsr", "w_reinforce", "copo", "pass_at_k", "pkpo", "rs_grpo", "maxrl")
+]
 RUNS = [f"--perturbation {words} --algo.kl.init_coef 0" for words in PERTURBATIONS]
 RUNS += [f"--perturbation neighbor --preset grpo {words}" for words in NEIGHBOR]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -91,10 +92,19 @@ class Advantage(Options, ABC):
         if len(rewards):
             raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
 
+    def largest(self, size: int) -> float:
+        """The size that an advantage can reach in a group of so many responses; 0 where OpenRLHF's clip, 10, fits."""
+        return 0.0
+
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
-        return {"--algo.advantage.estimator": "group_norm"}
+        added: dict[str, Default] = {"--algo.advantage.estimator": "group_norm"}
+        size = value_of(flags, "--rollout.n_samples_per_prompt")
+        bound = math.ceil(self.largest(int(size))) if size.isdecimal() else 0
+        if bound > 10:
+            added["--reward.clip_range"] = (f"-{bound}", f"{bound}")
+        return added
 
     def notes(self, flags: Flags) -> list[str]:
         """Warnings for the user about OpenRLHF's flags."""
@@ -111,7 +121,7 @@ def normalised(rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedAdvantage(Advantage):
-    """For rewards in [0, 1] where 1 is a correct response; no group, no normalisation."""
+    """For rewards in [0, 1] where 1 is a correct response."""
 
     paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
 

@@ -8,7 +8,6 @@ from math import comb
 import torch
 from torch import Tensor
 
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, AnnealedK
 from perturbations import UsageError, option
@@ -90,10 +89,9 @@ class PKPO(AnnealedK):
                 " (--rollout.n_samples_per_prompt). Lower it, or take variant=loo_minus_one."
             )
 
-    def flags(self, flags: Flags) -> dict[str, Default]:
-        """Also a clip that cuts nothing: an only right answer has k times its reward, and OpenRLHF's clip is ±10."""
-        bound = str(3 * _LARGEST * max(self.k, self.k_end or 1))
-        return super().flags(flags) | {"--reward.clip_range": (f"-{bound}", bound)}
+    def largest(self, size: int) -> float:
+        """An only right answer has k times its reward, and less of a baseline."""
+        return 3.0 * _LARGEST * max(self.k, self.k_end or 1)
 
     def check_rewards(self, rewards: Tensor) -> None:
         super().check_rewards(rewards)

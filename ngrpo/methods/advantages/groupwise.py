@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages relative to the group: `group_norm`, `copo`, `rs_grpo`, `ngrpo`; and NGRPO's baselines without a group."""
+"""Advantages relative to the group, and NGRPO's baselines without one."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, Advantage, VerifiedAdvantage, normalised
 from perturbations import option
@@ -81,14 +79,32 @@ class RiskSensitive(Advantage):
         mean = utility.mean(-1, keepdim=True)
         return (utility - mean) / (1.0 + mean) / self.beta
 
-    def flags(self, flags: Flags) -> dict[str, Default]:
-        """Also a wider clip where groups are large: an only right answer has up to (G − 1) / β."""
-        added = super().flags(flags)
-        size = value_of(flags, "--rollout.n_samples_per_prompt")
-        largest = int(size) / self.beta if size.isdecimal() and self.beta > 0.0 else 0.0
-        if largest > 10.0:  # OpenRLHF's own
-            added["--reward.clip_range"] = (f"-{math.ceil(largest)}", f"{math.ceil(largest)}")
-        return added
+    def largest(self, size: int) -> float:
+        """That of an only right answer."""
+        return size / self.beta if self.beta > 0.0 else 0.0
+
+
+@register("maxrl")
+@dataclass(frozen=True, kw_only=True)
+class MaximumLikelihood(VerifiedAdvantage):
+    """MaxRL: maximum likelihood of right answers, up to the order that a group can estimate."""
+
+    paper = "MaxRL, arXiv 2602.02710"
+    sums_to_zero = True
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """(r − r̄) / r̄ with the group's mean r̄, 0 where r̄ = 0; as the paper's release has it.
+
+        For rewards 0 and 1 and a right answer's probability p, the update of a group of G is the gradient of
+        −Σ_{k<G} (1 − p)^k / k, the first terms of log p. The term k = G would need the baseline of all-wrong groups.
+        """
+        apart = rewards - rewards[:, :1]  # equal rewards give exactly 0
+        mean = rewards.mean(-1, keepdim=True)
+        return torch.where(mean > 0.0, (apart - apart.mean(-1, keepdim=True)) / mean, 0.0)
+
+    def largest(self, size: int) -> float:
+        """That of an only right answer."""
+        return size - 1.0
 
 
 @register("ngrpo")
