@@ -24,15 +24,39 @@ MUTATIONS = {
         ("(squares / (size - 1))", "(squares / size)", "ngrpo: the deviation of a population"),
         (".sqrt() + 1e-6)", ".sqrt() + 1e-9)", "ngrpo: another epsilon"),
         ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
+        ("+ self.beta / (1.0 + seen.to(rewards.dtype)", "+ 1.0 / (1.0 + seen.to(rewards.dtype)", "copo: β is ignored"),
+        ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
+        ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
+        ("rewards + self.beta", "rewards - self.beta", "copo: the bonus punishes"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages.py"): [
         ("return rewards.clone()", "return rewards - 1.0", "psr: wrong answers count"),
         ("return rewards - 1.0", "return rewards.clone()", "nsr: correct answers count"),
         ("self.lam * rewards, rewards - 1.0", "rewards, rewards - 1.0", "w_reinforce: λ is ignored"),
         ("self.lam * rewards, rewards - 1.0", "self.lam * rewards, rewards", "w_reinforce: wrong answers do not count"),
         ("rewards >= 1.0 - ROUNDING", "rewards > 0.0", "w_reinforce: a partly correct answer counts as correct"),
-        ("+ self.beta / (1.0 + seen.to(rewards.dtype)", "+ 1.0 / (1.0 + seen.to(rewards.dtype)", "copo: β is ignored"),
-        ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
-        ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
-        ("rewards + self.beta", "rewards - self.beta", "copo: the bonus punishes"),
+        (
+            "torch.where(mixed, 2.0 * rewards",
+            "torch.where(mixed, rewards",
+            "reinforce_rej: a wrong answer has 0, not −1",
+        ),
+        (
+            "> rewards.amin(-1, keepdim=True)",
+            ">= rewards.amin(-1, keepdim=True)",
+            "reinforce_rej: uniform groups count",
+        ),
+        (
+            "((mean - self.p) / (1.0 - 2.0 * self.p))",
+            "(mean - self.p)",
+            "s_grpo: the mean without errors is not scaled",
+        ),
+        ("return (1.0 - 2.0 * self.p) * (true", "return (true", "s_grpo: the factor 1 − 2p is missing"),
+        (
+            "(true * (1.0 - true) / observed).sqrt()",
+            "(true * (1.0 - true) / observed)",
+            "s_grpo: variances, not deviations",
+        ),
+        (".clamp(0.0, 1.0)", "", "s_grpo: the root of a negative number where errors explain the group"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", "test_advantages_flags.py"): [
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
@@ -89,7 +113,7 @@ MUTATIONS = {
         ("below - below.mean(-1, keepdim=True)", "below", "rs_grpo: no mean at β = 0"),
         ("return size / self.beta if", "return self.beta if", "rs_grpo: a rare right answer is clipped"),
     ],
-    ("ngrpo/methods/advantages/groupwise.py", "test_advantages_maxrl.py"): [
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_maxrl.py"): [
         ("keepdim=True)) / mean, 0.0)", "keepdim=True)), 0.0)", "maxrl: not divided by the mean"),
         ("torch.where(mean > 0.0, (apart", "torch.where(mean >= 0.0, (apart", "maxrl: 0 / 0 in all-wrong groups"),
         ("return size - 1.0", "return 0.0", "maxrl: a rare right answer is clipped"),

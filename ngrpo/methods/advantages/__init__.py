@@ -22,7 +22,8 @@ OPENRLHF_ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grp
 
 _FAMILIES = {
     "best_of_k": ("pass_at_k", "pkpo"),
-    "groupwise": ("copo", "group_norm", "maxrl", "ngrpo", "nsr", "psr", "rs_grpo", "w_reinforce"),
+    "groupwise": ("copo", "group_norm", "ngrpo", "rs_grpo"),
+    "verified": ("maxrl", "nsr", "psr", "reinforce_rej", "s_grpo", "w_reinforce"),
 }
 registry = Registry("advantage", f"{__name__}:Advantage", __name__, "ngrpo.advantages", _FAMILIES)
 register, available = registry.register, registry.available

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages relative to the group, and NGRPO's baselines without one."""
+"""Advantages relative to the group, for any rewards: `group_norm`, `copo`, `rs_grpo`, `ngrpo`."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.advantages import register
-from ngrpo.methods.advantages.base import ROUNDING, Advantage, VerifiedAdvantage, normalised
+from ngrpo.methods.advantages.base import ROUNDING, Advantage, normalised
 from perturbations import option
 from perturbations.errors import require
 
@@ -84,29 +84,6 @@ class RiskSensitive(Advantage):
         return size / self.beta if self.beta > 0.0 else 0.0
 
 
-@register("maxrl")
-@dataclass(frozen=True, kw_only=True)
-class MaximumLikelihood(VerifiedAdvantage):
-    """MaxRL: maximum likelihood of right answers, up to the order that a group can estimate."""
-
-    paper = "MaxRL, arXiv 2602.02710"
-    sums_to_zero = True
-
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """(r − r̄) / r̄ with the group's mean r̄, 0 where r̄ = 0; as the paper's release has it.
-
-        For rewards 0 and 1 and a right answer's probability p, the update of a group of G is the gradient of
-        −Σ_{k<G} (1 − p)^k / k, the first terms of log p. The term k = G would need the baseline of all-wrong groups.
-        """
-        apart = rewards - rewards[:, :1]  # equal rewards give exactly 0
-        mean = rewards.mean(-1, keepdim=True)
-        return torch.where(mean > 0.0, (apart - apart.mean(-1, keepdim=True)) / mean, 0.0)
-
-    def largest(self, size: int) -> float:
-        """That of an only right answer."""
-        return size - 1.0
-
-
 @register("ngrpo")
 @dataclass(frozen=True, kw_only=True)
 class NegativeEnhanced(Advantage):
@@ -162,35 +139,3 @@ class NegativeEnhanced(Advantage):
             f"--advantage ngrpo learns from all-wrong groups, but --algo.dynamic_filtering_range {lowest} … drops them"
             " from the batch."
         ]
-
-
-@register("psr")
-@dataclass(frozen=True, kw_only=True)
-class PositiveOnly(VerifiedAdvantage):
-    """PSR, positive samples only: A = r."""
-
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """r."""
-        return rewards.clone()
-
-
-@register("nsr")
-@dataclass(frozen=True, kw_only=True)
-class NegativeOnly(VerifiedAdvantage):
-    """NSR, negative samples only: A = r - 1."""
-
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """r - 1."""
-        return rewards - 1.0
-
-
-@register("w_reinforce")
-@dataclass(frozen=True, kw_only=True)
-class WeightedReinforce(VerifiedAdvantage):
-    """W-REINFORCE: lam * r for a correct answer, r - 1 for a wrong one."""
-
-    lam: float = option(0.1, "λ, the weight of the correct answers", low=0.0)
-
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """λ r where r = 1, else r - 1."""
-        return torch.where(rewards >= 1.0 - ROUNDING, self.lam * rewards, rewards - 1.0)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages for rewards in [0, 1], where 1 is a right answer: `maxrl`, `s_grpo`, NGRPO's baselines and their kind."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ngrpo.methods.advantages import register
+from ngrpo.methods.advantages.base import ROUNDING, VerifiedAdvantage, normalised
+from perturbations import option
+
+
+@register("maxrl")
+@dataclass(frozen=True, kw_only=True)
+class MaximumLikelihood(VerifiedAdvantage):
+    """MaxRL: maximum likelihood of right answers, up to the order that a group can estimate."""
+
+    paper = "MaxRL, arXiv 2602.02710"
+    sums_to_zero = True
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """(r − r̄) / r̄ with the group's mean r̄, 0 where r̄ = 0; as the paper's release has it.
+
+        For rewards 0 and 1 and a right answer's probability p, the update of a group of G is the gradient of
+        −Σ_{k<G} (1 − p)^k / k, the first terms of log p. The term k = G would need the baseline of all-wrong groups.
+        """
+        apart = rewards - rewards[:, :1]  # equal rewards give exactly 0
+        mean = rewards.mean(-1, keepdim=True)
+        return torch.where(mean > 0.0, (apart - apart.mean(-1, keepdim=True)) / mean, 0.0)
+
+    def largest(self, size: int) -> float:
+        """That of an only right answer."""
+        return size - 1.0
+
+
+@register("s_grpo")
+@dataclass(frozen=True, kw_only=True)
+class NoiseAware(VerifiedAdvantage):
+    """S-GRPO: group_norm, with less weight for groups that a verifier's errors distort most."""
+
+    paper = "S-GRPO, arXiv 2508.05928"
+    sums_to_zero = True
+
+    p: float = option(0.15, "p, the probability that a reward is the wrong one of 0 and 1", low=0.0, high=0.49)
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """w (r − mean) / (std + 1e-9), w = (1 − 2p) √(t (1 − t)) / √(r̄ (1 − r̄)), as in the release's ``group_weight``.
+
+        r̄ is the group's mean and t = (r̄ − p) / (1 − 2p), within [0, 1], the mean without errors. The weight is 0 where
+        errors explain the group: r̄ ≤ p or r̄ ≥ 1 − p.
+        """
+        mean = rewards.mean(-1, keepdim=True)
+        true = ((mean - self.p) / (1.0 - 2.0 * self.p)).clamp(0.0, 1.0)
+        observed = (mean * (1.0 - mean)).clamp_min(torch.finfo(mean.dtype).tiny)
+        return (1.0 - 2.0 * self.p) * (true * (1.0 - true) / observed).sqrt() * normalised(rewards)
+
+
+@register("psr")
+@dataclass(frozen=True, kw_only=True)
+class PositiveOnly(VerifiedAdvantage):
+    """PSR, positive samples only: A = r. For rewards 0 and 1 it is RAFT++ (arXiv 2504.11343, Eq. 6)."""
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """r."""
+        return rewards.clone()
+
+
+@register("nsr")
+@dataclass(frozen=True, kw_only=True)
+class NegativeOnly(VerifiedAdvantage):
+    """NSR, negative samples only: A = r - 1."""
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """r - 1."""
+        return rewards - 1.0
+
+
+@register("w_reinforce")
+@dataclass(frozen=True, kw_only=True)
+class WeightedReinforce(VerifiedAdvantage):
+    """W-REINFORCE: lam * r for a correct answer, r - 1 for a wrong one."""
+
+    lam: float = option(0.1, "λ, the weight of the correct answers", low=0.0)
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """λ r where r = 1, else r - 1."""
+        return torch.where(rewards >= 1.0 - ROUNDING, self.lam * rewards, rewards - 1.0)
+
+
+@register("reinforce_rej")
+@dataclass(frozen=True, kw_only=True)
+class RejectUniform(VerifiedAdvantage):
+    """Reinforce-Rej: REINFORCE without the groups of equal rewards."""
+
+    paper = "Reinforce-Rej, arXiv 2504.11343"
+
+    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+        """2r − 1, the reward ±1 of the paper's Eq. 5; 0 in all-right and all-wrong groups (section 5.1)."""
+        mixed = rewards.amax(-1, keepdim=True) > rewards.amin(-1, keepdim=True)
+        return torch.where(mixed, 2.0 * rewards - 1.0, 0.0)
