@@ -100,6 +100,7 @@ TRAINING = (
         given.DENSITY,
         (given.WEIGHTS, "the weights compare with log-probabilities of tokens", f"give {CORRECTION} off, {_TOKEN}"),
         (given.SCHEDULE, "the weights for its temperatures are of tokens", f"leave the schedule out, {_TOKEN}"),
+        (given.BY_LOG_PROBS, "old log-probabilities are the density's, not the tokens'", f"{_OFF}, {_TOKEN}"),
     ),
     *rows(
         given.DRAWING,

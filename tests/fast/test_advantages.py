@@ -89,7 +89,7 @@ class TestFormulas:
     @pytest.mark.parametrize("case", FORMULAS)
     def test_by_hand(self, case: str) -> None:
         options, rewards, counts, expected = FORMULAS[case]
-        found = compute(case.split()[0], rewards, counts=counts and torch.tensor(counts), **options)
+        found = compute(case.split()[0], rewards, further=counts and torch.tensor(counts), **options)
         close(found, expected, 0.0 if case in ("psr", "nsr") else 3e-6 if "ngrpo" in case else 2e-6)
 
     def test_the_weight_of_s_grpo_fits_the_true_advantage_best(self) -> None:
@@ -162,7 +162,7 @@ class TestGroupsOfEqualValues:
         """All correct with the same answer, or all wrong with different ones."""
         rewards = torch.tensor(VALUES).unsqueeze(-1).expand(-1, size)
         counts = torch.full(rewards.shape, float(count))
-        assert not compute("copo", rewards, counts=counts, beta=0.1).any()
+        assert not compute("copo", rewards, further=counts, beta=0.1).any()
 
 
 class TestRegistry:
@@ -218,7 +218,7 @@ class TestErrors:
         rewards = torch.zeros(3, 4)
         rewards[1, 2] = bad
         with pytest.raises(UsageError, match=rf"prompt 1, answer 2 is {bad}"):
-            compute(name, rewards, counts=torch.zeros(3, 4))
+            compute(name, rewards, further=torch.zeros(3, 4, 2))
 
     @pytest.mark.parametrize(
         ("name", "options", "parts"),
@@ -252,7 +252,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"counts=None; .* \(3, 4\)"):
             compute("copo", REWARDS)
         with pytest.raises(ValueError, match=r"counts=\(4, 3\)"):
-            compute("copo", REWARDS, counts=torch.zeros(4, 3))
+            compute("copo", REWARDS, further=torch.zeros(4, 3))
 
 
 class TestVisits:

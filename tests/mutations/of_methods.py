@@ -118,6 +118,18 @@ MUTATIONS = {
         ("torch.where(mean > 0.0, (apart", "torch.where(mean >= 0.0, (apart", "maxrl: 0 / 0 in all-wrong groups"),
         ("return size - 1.0", "return 0.0", "maxrl: a rare right answer is clipped"),
     ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_lens.py"): [
+        ("confidence = (total / tokens).exp()", "confidence = total.exp()", "lens: long answers are never confident"),
+        ("(difficulty - confidence) / rewards.shape[1]", "(difficulty - confidence)", "lens: not divided by G"),
+        ("= 2.0 * confidence.amax", "= 1.5 * confidence.amax", "lens: the largest penalty is 2"),
+        ("torch.maximum(difficulty, by_sampling)", "difficulty", "lens: D_imp is left out"),
+        ("rewards * (-total).exp(), 0.0)", "rewards * (-total / tokens).exp(), 0.0)", "lens: D_imp of π̄, not π"),
+        ("self.alpha * (calibrated", "(calibrated", "lens: α is ignored"),
+        ("torch.where(rewards > 0.0, rewards * (", "torch.where(rewards > -1.0, rewards * (", "lens: 0 · ∞"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_lens.py"): [
+        (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts"),
+    ],
     ("ngrpo/methods/advantages/base.py", "test_advantages_maxrl.py"): [
         ("if bound > 10:", "if bound > 0:", "a clip narrower than OpenRLHF's own"),
     ],

@@ -35,7 +35,7 @@ class PassAtK(AnnealedK):
             " pkpo, which takes any rewards.",
         )
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(1 − ρ)/σ for a right answer, (1 − ρ − C(N−c−1, k−1)/C(N−1, k−1))/σ for a wrong one; 0 where σ is 0.
 
         ρ = 1 − C(N−c, k)/C(N, k) with c right of N, σ = √(ρ (1 − ρ)). Combined: (c/N) A_k + (1 − c/N) A_1.
@@ -101,7 +101,7 @@ class PKPO(AnnealedK):
             " constant.",
         )
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """s_i is the mean, over all sets of k answers, of the maximum of those that hold i, times the share that do.
 
         loo: less k/(n−1) times the mean maximum of k others; loo_minus_one: less k/n times that of k − 1 others.

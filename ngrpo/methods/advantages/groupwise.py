@@ -31,7 +31,7 @@ class GroupNorm(Advantage):
     def leaves_out_overlong(self) -> bool:  # type: ignore[override]
         return self.overlong == "exclude"
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(r − mean) / (std + 1e-9), with the sample standard deviation."""
         return normalised(rewards)
 
@@ -46,13 +46,13 @@ class CountBonus(Advantage):
 
     paper = "COPO, arXiv 2501.12735"
     sums_to_zero = True
-    counted = True
+    needs = "counts"
 
     beta: float = option(0.1, "β, the bonus of an outcome never seen before", low=0.0)
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """The normalised r + β / √(1 + N)."""
-        seen = require(counts, "counts")
+        seen = require(further, self.needs)
         return normalised(rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt())
 
 
@@ -66,7 +66,7 @@ class RiskSensitive(Advantage):
 
     beta: float = option(2.0, "β; at 0 the reward less its group's mean, towards ∞ only the best answer", low=0.0)
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(exp(β r_i) / mean_j exp(β r_j) − 1) / β, its limit r_i − mean_j r_j at β = 0.
 
         The loss has the gradient of (1/β) log E[exp(β r)], up to 1/G, as the mean is of the same responses.
@@ -105,7 +105,7 @@ class NegativeEnhanced(Advantage):
         """How far float32 may be from the maximum: 0.7 is stored as 0.69999999, which is below 0.7."""
         return ROUNDING * max(1.0, abs(self.max_reward))
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(r − mean′) / (std′ + 1e-6), over the group and n virtual answers of the maximum reward."""
         # Measured from the maximum, so that the virtual answers are 0 and an all-correct group is exactly 0.
         below = rewards - self.max_reward

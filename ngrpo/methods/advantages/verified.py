@@ -9,6 +9,7 @@ from torch import Tensor
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, VerifiedAdvantage, normalised
 from perturbations import option
+from perturbations.errors import require
 
 
 @register("maxrl")
@@ -19,7 +20,7 @@ class MaximumLikelihood(VerifiedAdvantage):
     paper = "MaxRL, arXiv 2602.02710"
     sums_to_zero = True
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(r − r̄) / r̄ with the group's mean r̄, 0 where r̄ = 0; as the paper's release has it.
 
         For rewards 0 and 1 and a right answer's probability p, the update of a group of G is the gradient of
@@ -34,6 +35,34 @@ class MaximumLikelihood(VerifiedAdvantage):
         return size - 1.0
 
 
+@register("lens")
+@dataclass(frozen=True, kw_only=True)
+class ConfidentMistakes(VerifiedAdvantage):
+    """LENS: a wrong answer costs more the likelier it was, so that all-wrong groups teach too."""
+
+    paper = "LENS, arXiv 2510.08696"
+    sums_to_zero = True
+    needs = "log_probs"
+
+    alpha: float = option(0.25, "α, the weight of groups without a right answer", low=0.0)
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """group_norm of r̃ = r − (1 − r) / G · π̄ / (D − π̄); in a group without a right answer α (r̃ − mean r̃).
+
+        Section 5.1: π̄ = π(o)^(1/|o|), D = max(2 max_j π̄_j, D_imp) with D_imp = 1 / mean_j(r_j / π(o_j)), Eq. 14, where
+        an answer is right. So r̃ of wrong answers is in [−1/G, 0].
+        """
+        total, tokens = require(further, self.needs).to(torch.float64).unbind(-1)
+        confidence = (total / tokens).exp()
+        by_sampling = torch.where(rewards > 0.0, rewards * (-total).exp(), 0.0).mean(-1, keepdim=True).reciprocal()
+        difficulty = 2.0 * confidence.amax(-1, keepdim=True)
+        right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
+        difficulty = torch.where(right, torch.maximum(difficulty, by_sampling), difficulty)
+        penalty = confidence / (difficulty - confidence) / rewards.shape[1]
+        calibrated = (rewards - (1.0 - rewards) * penalty).to(rewards.dtype)
+        return torch.where(right, normalised(calibrated), self.alpha * (calibrated - calibrated.mean(-1, keepdim=True)))
+
+
 @register("s_grpo")
 @dataclass(frozen=True, kw_only=True)
 class NoiseAware(VerifiedAdvantage):
@@ -44,7 +73,7 @@ class NoiseAware(VerifiedAdvantage):
 
     p: float = option(0.15, "p, the probability that a reward is the wrong one of 0 and 1", low=0.0, high=0.49)
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """w (r − mean) / (std + 1e-9), w = (1 − 2p) √(t (1 − t)) / √(r̄ (1 − r̄)), as in the release's ``group_weight``.
 
         r̄ is the group's mean and t = (r̄ − p) / (1 − 2p), within [0, 1], the mean without errors. The weight is 0 where
@@ -61,7 +90,7 @@ class NoiseAware(VerifiedAdvantage):
 class PositiveOnly(VerifiedAdvantage):
     """PSR, positive samples only: A = r. For rewards 0 and 1 it is RAFT++ (arXiv 2504.11343, Eq. 6)."""
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """r."""
         return rewards.clone()
 
@@ -71,7 +100,7 @@ class PositiveOnly(VerifiedAdvantage):
 class NegativeOnly(VerifiedAdvantage):
     """NSR, negative samples only: A = r - 1."""
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """r - 1."""
         return rewards - 1.0
 
@@ -83,7 +112,7 @@ class WeightedReinforce(VerifiedAdvantage):
 
     lam: float = option(0.1, "λ, the weight of the correct answers", low=0.0)
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """λ r where r = 1, else r - 1."""
         return torch.where(rewards >= 1.0 - ROUNDING, self.lam * rewards, rewards - 1.0)
 
@@ -95,7 +124,7 @@ class RejectUniform(VerifiedAdvantage):
 
     paper = "Reinforce-Rej, arXiv 2504.11343"
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """2r − 1, the reward ±1 of the paper's Eq. 5; 0 in all-right and all-wrong groups (section 5.1)."""
         mixed = rewards.amax(-1, keepdim=True) > rewards.amin(-1, keepdim=True)
         return torch.where(mixed, 2.0 * rewards - 1.0, 0.0)

@@ -105,7 +105,7 @@ class StepAdvantages:
         def grouped(values: Tensor) -> Tensor:
             result = torch.empty_like(values)
             result[order] = values
-            return result.reshape(-1, self._size)
+            return result.reshape(-1, self._size, *values.shape[1:])
 
         def split(groups: Tensor) -> tuple[Tensor, ...]:
             return groups.reshape(-1)[order].split([len(e.index) for e in experiences])
@@ -113,29 +113,41 @@ class StepAdvantages:
         rewards = grouped(torch.cat([e.rewards for e in experiences]))
         if advantage is None:
             return split((rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)).expand_as(rewards))
-        counts = None
-        if advantage.counted:
-            if self._maker.visits is None:
-                self._maker.visits = Visits()
-            prompts = [prompt for experience in experiences for prompt in experience.prompts]
-            texts = [text for experience in experiences for text in responses(self._maker.tokenizer, experience)]
-            counts = grouped(torch.tensor(self._maker.visits.visit(prompts, texts), dtype=torch.float32))
+        further = grouped(_FURTHER[advantage.needs](self._maker, experiences)) if advantage.needs else None
         overlong = None
         if advantage.leaves_out_overlong:
             overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
-        advantages = advantage.compute(rewards, counts, overlong)
+        advantages = advantage.compute(rewards, further, overlong)
         second_round = current_run().second_round
         if second_round is not None and second_round.group == "all":
             carried = [each for e in experiences for each in two_rounds(e.mm_train_inputs, len(e.index))]
             in_order = [carried[i] for i in order.argsort().tolist()]
             advantages = advantages_of_all(advantage, rewards, advantages, in_order)
-        self.measures = advantage_measures(rewards, advantages, counts)
+        counted = advantage.needs == "counts"
+        self.measures = advantage_measures(rewards, advantages, further if counted else None)
         if overlong is not None:
             self.measures["advantage/overlong"] = overlong.float().mean().item()
-        if counts is not None:
+        if counted:
             self.measures["advantage/outcomes"] = float(len(self._maker.visits))
         return split(advantages)
 
+
+def _counts(maker: Any, experiences: Sequence[Experience]) -> Tensor:
+    if maker.visits is None:
+        maker.visits = Visits()
+    prompts = [prompt for experience in experiences for prompt in experience.prompts]
+    texts = [text for experience in experiences for text in responses(maker.tokenizer, experience)]
+    return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
+
+
+def _log_probs(maker: Any, experiences: Sequence[Experience]) -> Tensor:
+    masks = [experience.action_mask.bool() for experience in experiences]
+    totals = [e.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1) for e, mask in zip(experiences, masks)]
+    return torch.stack([torch.cat(totals), torch.cat([mask.sum(-1) for mask in masks])], dim=-1)
+
+
+# What advantages need besides rewards (FURTHER), of a step's responses in the order of its experiences.
+_FURTHER: dict[str, Callable[[Any, Sequence[Experience]], Tensor]] = {"counts": _counts, "log_probs": _log_probs}
 
 _step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
 
