@@ -57,7 +57,7 @@ def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
 def _further(advantage: Advantage, rewards: Tensor, draws: torch.Generator) -> Tensor:
     """What the advantage needs besides these rewards, at random; all zero where nothing."""
     numbers = torch.randint(1, 9, (*rewards.shape, 2), generator=draws).float()
-    choices = {"counts": numbers[..., 0], "log_probs": numbers * torch.tensor([-1.0, 1.0])}
+    choices = {"counts": numbers[..., 0], "log_probs": numbers * torch.tensor([-1.0, 1.0]), "hidden": numbers}
     return choices.get(advantage.needs, torch.zeros_like(rewards))
 
 

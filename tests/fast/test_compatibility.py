@@ -32,6 +32,7 @@ FEATURES = {
     "advantage": "--advantage nsr",
     "counted": "--advantage copo",
     "lens": "--advantage lens",
+    "hidden": "--advantage rep_exp",
     "credit": "--credit top_entropy",
     "simko": "--credit simko",
     "noise": "--policy_noise aqn",

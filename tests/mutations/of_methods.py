@@ -130,6 +130,23 @@ MUTATIONS = {
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_lens.py"): [
         (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts"),
     ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_rep_exp.py"): [
+        ("states = states - states.mean(1, keepdim=True)", "states = states * 1.0", "rep_exp: states are not centered"),
+        ("kernel + self.ridge * torch", "kernel + torch", "rep_exp: λ is ignored"),
+        ("rewards + self.beta * bonus", "rewards + bonus", "rep_exp: β is ignored"),
+        (
+            "normalised(torch.where(right, ",
+            "normalised(torch.where(right | True, ",
+            "rep_exp: a bonus where all are wrong",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/model_actors.py", "test_advantages_rep_exp.py"): [
+        ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_rep_exp.py"): [
+        ("(size**0.5 / advantage.dim) ** 0.5", "size**0.25", "rep_exp: the projection lengthens states"),
+        ("(maker.args.train.seed, maker.training_step)", "(maker.args.train.seed)", "rep_exp: one projection for all"),
+    ],
     ("ngrpo/methods/advantages/base.py", "test_advantages_maxrl.py"): [
         ("if bound > 10:", "if bound > 0:", "a clip narrower than OpenRLHF's own"),
     ],

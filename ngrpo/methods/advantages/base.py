@@ -24,6 +24,7 @@ ROUNDING = 1e-5
 FURTHER = {
     "counts": "how often each answer was seen before",
     "log_probs": "the sum of each answer's log-probabilities and the number of its tokens",
+    "hidden": "the projected mean of each answer's last hidden states",
 }
 
 

@@ -63,6 +63,33 @@ class ConfidentMistakes(VerifiedAdvantage):
         return torch.where(right, normalised(calibrated), self.alpha * (calibrated - calibrated.mean(-1, keepdim=True)))
 
 
+@register("rep_exp")
+@dataclass(frozen=True, kw_only=True)
+class NovelRepresentation(VerifiedAdvantage):
+    """RepExp: a bonus for answers whose mean hidden state is new within the group, then as group_norm."""
+
+    paper = "RepExp, arXiv 2510.11686"
+    sums_to_zero = True
+    needs = "hidden"
+
+    beta: float = option(0.01, "β, the weight of the bonus, which is in [0, 1]", low=0.0)
+    ridge: float = option(0.01, "λ, added to the diagonal of the covariance", above=0.0)
+    dim: int = option(32, "numbers that a hidden state is projected to at random, anew in each step", low=1)
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """The normalised r + β h̄ᵀ Σ⁻¹ h̄, Σ = λ I + Σ_j h̄_j h̄_jᵀ; as the release has it.
+
+        h̄ is an answer's projected mean hidden state less the group's mean. A group without a right answer has no bonus.
+        """
+        states = require(further, self.needs).to(torch.float64)
+        states = states - states.mean(1, keepdim=True)
+        kernel = states @ states.mT  # of the group's answers: Σ's own size is `dim`, theirs is G
+        ridged = kernel + self.ridge * torch.eye(rewards.shape[1], dtype=kernel.dtype, device=kernel.device)
+        bonus = torch.linalg.solve(ridged, kernel).diagonal(dim1=-2, dim2=-1)
+        right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
+        return normalised(torch.where(right, rewards + self.beta * bonus.to(rewards.dtype), rewards))
+
+
 @register("s_grpo")
 @dataclass(frozen=True, kw_only=True)
 class NoiseAware(VerifiedAdvantage):

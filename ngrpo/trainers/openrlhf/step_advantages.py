@@ -21,6 +21,7 @@ from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import require
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -113,7 +114,7 @@ class StepAdvantages:
         rewards = grouped(torch.cat([e.rewards for e in experiences]))
         if advantage is None:
             return split((rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)).expand_as(rewards))
-        further = grouped(_FURTHER[advantage.needs](self._maker, experiences)) if advantage.needs else None
+        further = grouped(_FURTHER[advantage.needs](self._maker, experiences, advantage)) if advantage.needs else None
         overlong = None
         if advantage.leaves_out_overlong:
             overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
@@ -132,7 +133,7 @@ class StepAdvantages:
         return split(advantages)
 
 
-def _counts(maker: Any, experiences: Sequence[Experience]) -> Tensor:
+def _counts(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
     if maker.visits is None:
         maker.visits = Visits()
     prompts = [prompt for experience in experiences for prompt in experience.prompts]
@@ -140,14 +141,28 @@ def _counts(maker: Any, experiences: Sequence[Experience]) -> Tensor:
     return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
 
 
-def _log_probs(maker: Any, experiences: Sequence[Experience]) -> Tensor:
+def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
     masks = [experience.action_mask.bool() for experience in experiences]
     totals = [e.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1) for e, mask in zip(experiences, masks)]
     return torch.stack([torch.cat(totals), torch.cat([mask.sum(-1) for mask in masks])], dim=-1)
 
 
+def _hidden(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Tensor:
+    """Projected by a sparse random matrix of the step: ±√(√D / dim) with probability 1 / (2 √D) each, else 0."""
+    means = torch.cat(kept_by_actors(maker, "mean_hidden", [experience.rewards for experience in experiences]))
+    size = means.shape[1]
+    draws = torch.Generator().manual_seed(trajectory_seed(maker.args.train.seed, maker.training_step))
+    uniform = torch.rand(size, advantage.dim, generator=draws)
+    signs = (uniform < 0.5 / size**0.5).float() - (uniform > 1.0 - 0.5 / size**0.5).float()
+    return means @ (signs * (size**0.5 / advantage.dim) ** 0.5)
+
+
 # What advantages need besides rewards (FURTHER), of a step's responses in the order of its experiences.
-_FURTHER: dict[str, Callable[[Any, Sequence[Experience]], Tensor]] = {"counts": _counts, "log_probs": _log_probs}
+_FURTHER: dict[str, Callable[[Any, Sequence[Experience], Any], Tensor]] = {
+    "counts": _counts,
+    "log_probs": _log_probs,
+    "hidden": _hidden,
+}
 
 _step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
 
