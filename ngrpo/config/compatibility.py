@@ -122,11 +122,8 @@ TRAINING = (
         given.KL_TERM, given.TOKENLESS_SCORE, "no token is drawn at its positions, so none has a KL term", f"set {KL} 0"
     ),
     Row(given.GSPO, given.CREDIT, "the ratio is of the whole response, so all its tokens have one advantage"),
-    *rows(
-        _RING,
-        (given.CREDIT_IN_LOSS, "it needs all logits of a response in one place", "use --ds.ring_attn_size 1"),
-        (given.BY_HIDDEN, "it needs all hidden states of a response in one place", "use --ds.ring_attn_size 1"),
-    ),
+    Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of a response in one place", "use --ds.ring_attn_size 1"),
+    Row(_RING, given.BY_HIDDEN, "it needs all hidden states of a response in one place", "use --ds.ring_attn_size 1"),
     *rows(
         given.NOISE,
         (_ASYNC, "an evaluation that runs beside the training would see noisy weights"),
