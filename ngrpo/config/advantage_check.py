@@ -58,6 +58,7 @@ def _further(advantage: Advantage, rewards: Tensor, draws: torch.Generator) -> T
     """What the advantage needs besides these rewards, at random; all zero where nothing."""
     numbers = torch.randint(1, 9, (*rewards.shape, 2), generator=draws).float()
     choices = {"counts": numbers[..., 0], "log_probs": numbers * torch.tensor([-1.0, 1.0]), "hidden": numbers}
+    choices["values"] = numbers[..., 0] / 9.0
     return choices.get(advantage.needs, torch.zeros_like(rewards))
 
 

@@ -23,7 +23,7 @@ OPENRLHF_ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grp
 _FAMILIES = {
     "best_of_k": ("pass_at_k", "pkpo"),
     "groupwise": ("copo", "group_norm", "ngrpo", "rs_grpo"),
-    "verified": ("lens", "maxrl", "nsr", "psr", "reinforce_rej", "rep_exp", "s_grpo", "w_reinforce"),
+    "verified": ("lens", "maxrl", "nsr", "psr", "reinforce_rej", "rep_exp", "s_grpo", "spo", "w_reinforce"),
 }
 registry = Registry("advantage", f"{__name__}:Advantage", __name__, "ngrpo.advantages", _FAMILIES)
 register, available = registry.register, registry.available

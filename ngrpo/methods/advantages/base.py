@@ -25,6 +25,7 @@ FURTHER = {
     "counts": "how often each answer was seen before",
     "log_probs": "the sum of each answer's log-probabilities and the number of its tokens",
     "hidden": "the projected mean of each answer's last hidden states",
+    "values": "the value of each answer's prompt, as earlier steps estimate it",
 }
 
 

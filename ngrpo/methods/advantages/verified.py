@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, VerifiedAdvantage, normalised
 from perturbations import option
@@ -155,3 +156,31 @@ class RejectUniform(VerifiedAdvantage):
         """2r − 1, the reward ±1 of the paper's Eq. 5; 0 in all-right and all-wrong groups (section 5.1)."""
         mixed = rewards.amax(-1, keepdim=True) > rewards.amin(-1, keepdim=True)
         return torch.where(mixed, 2.0 * rewards - 1.0, 0.0)
+
+
+@register("spo")
+@dataclass(frozen=True, kw_only=True)
+class SingleStream(VerifiedAdvantage):
+    """SPO: the reward less its prompt's value, of which a tracker keeps an estimate over the run."""
+
+    paper = "SPO, arXiv 2509.13232"
+    needs = "values"
+
+    rho: float = option(0.875, "ρ, the share of a prompt's earlier evidence that a step keeps", low=0.0, high=0.99)
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """r − v̂, Eq. 8, with the value before this step; :class:`Values` of step_advantages.py has the tracker."""
+        return rewards - require(further, self.needs)
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Also the estimator that needs no group, and whose advantages OpenRLHF normalises over the step, Eq. 9."""
+        return super().flags(flags) | {"--algo.advantage.estimator": "reinforce"}
+
+    def notes(self, flags: Flags) -> list[str]:
+        """Where the user's own estimator leaves out the normalisation."""
+        if flags.value("--algo.advantage.estimator") != "group_norm":
+            return []
+        return [
+            "--advantage spo is normalized over the step unless --algo.advantage.estimator group_norm is given. Leave"
+            " it out."
+        ]

@@ -53,6 +53,41 @@ class Visits:
         return [self._seen[key] - 1 for key in keys]
 
 
+class Values:
+    """SPO's value tracker: a Beta distribution of each prompt's reward, by hashes of 8 bytes."""
+
+    def __init__(self) -> None:
+        self._evidence: dict[bytes, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        """The number of different prompts."""
+        return len(self._evidence)
+
+    def __repr__(self) -> str:
+        return f"Values of {len(self)} prompts"
+
+    def visit(self, prompts: Sequence[str], rewards: Sequence[float], rho: float) -> list[float]:
+        """The value of each response's prompt before this step, v̂ = α / (α + β); then the step's rewards enter.
+
+        α ← ρ α + Σ r and β ← ρ β + Σ (1 − r), Eq. 5, once a step for all responses to a prompt. A prompt's first
+        responses start it (Algorithm 2): v̂ is their mean, α + β = 1 / (1 − ρ).
+        """
+        keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
+        by_prompt: dict[bytes, list[float]] = {}
+        for key, reward in zip(keys, rewards, strict=True):
+            by_prompt.setdefault(key, []).append(reward)
+        values = {}
+        for key, own in by_prompt.items():
+            if key in self._evidence:
+                right, wrong = self._evidence[key]
+                values[key] = right / (right + wrong)
+                self._evidence[key] = (rho * right + sum(own), rho * wrong + len(own) - sum(own))
+            else:
+                values[key] = sum(own) / len(own)
+                self._evidence[key] = (values[key] / (1.0 - rho), (1.0 - values[key]) / (1.0 - rho))
+        return [values[key] for key in keys]
+
+
 class StepAdvantages:
     """Inserts the run's advantages of one step, or exact zeros into OpenRLHF's.
 
@@ -134,7 +169,7 @@ class StepAdvantages:
 
 
 def _counts(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
-    if maker.visits is None:
+    if not isinstance(maker.visits, Visits):
         maker.visits = Visits()
     prompts = [prompt for experience in experiences for prompt in experience.prompts]
     texts = [text for experience in experiences for text in responses(maker.tokenizer, experience)]
@@ -145,6 +180,14 @@ def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> T
     masks = [experience.action_mask.bool() for experience in experiences]
     totals = [e.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1) for e, mask in zip(experiences, masks)]
     return torch.stack([torch.cat(totals), torch.cat([mask.sum(-1) for mask in masks])], dim=-1)
+
+
+def _values(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Tensor:
+    if not isinstance(maker.visits, Values):
+        maker.visits = Values()
+    prompts = [prompt for experience in experiences for prompt in experience.prompts]
+    rewards = torch.cat([experience.rewards for experience in experiences])
+    return torch.tensor(maker.visits.visit(prompts, rewards.tolist(), advantage.rho)).to(rewards)
 
 
 def _hidden(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Tensor:
@@ -162,6 +205,7 @@ _FURTHER: dict[str, Callable[[Any, Sequence[Experience], Any], Tensor]] = {
     "counts": _counts,
     "log_probs": _log_probs,
     "hidden": _hidden,
+    "values": _values,
 }
 
 _step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
