@@ -3,9 +3,9 @@
 
     python -m benchmarks.routing [TYPE …] [--dtype float32]
 
-A tiny mixture of experts with random weights is made of each type, stock vLLM rolls out with it one request at a time,
+A tiny random mixture of experts is built for each type, stock vLLM rolls out with it one request at a time,
 with every router watched, and a forward of transformers replays with its routers watched as well. Printed are, without
-a perturbation and with `neighbor` (variant `released`, rate 0.5): the share of tokens whose row was routed otherwise in
+a perturbation and with `neighbor` (variant `released`, rate 0.5): the fraction of tokens that were routed otherwise in
 some layer, and mean and largest |Δ log p| of these tokens and of the others.
 """
 

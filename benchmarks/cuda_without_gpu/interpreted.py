@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--perturbations", default=",".join(sorted(in_tree())), help="separated by commas")
     parser.add_argument("--plans", default="float32", help=f"of {', '.join(PLANS)}; or all")
-    parser.add_argument("--json", action="store_true", help="a line of JSON in place of the table")
+    parser.add_argument("--json", action="store_true", help="a line of JSON instead of the table")
     options = parser.parse_args()
     import triton
 

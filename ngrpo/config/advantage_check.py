@@ -76,27 +76,25 @@ def _group_size(advantage: Advantage) -> int:
 
 
 def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
-    where = f"{advantage.name}, {label}:"
-    check_answers(where, "formula()", partial(_answer, advantage, where), batch, prefix="", draws=_NO_DRAWS)
+    where, fix = f"{advantage.name}, {label}:", "It must accept any rewards in [0, 1]."
 
+    def answer(given: _Batch) -> Tensor:
+        advantages = answered(f"{where} formula()", lambda: advantage.compute(given.rewards, given.further), fix)
+        subject, shape = f"{where} what formula() returns", tuple(given.rewards.shape)
+        check_tensor(subject, advantages, shape, torch.float32, torch.device("cpu"))
+        broken = advantages[~torch.isfinite(advantages)].tolist()
+        may_be_equal = "Clamp before divisions: the rewards of a group may all be equal."
+        require(not broken, f"{where} formula() gives {broken[:1]}.", may_be_equal)
+        return advantages
 
-def _answer(advantage: Advantage, where: str, batch: _Batch) -> Tensor:
-    fix = "It must answer for any rewards in [0, 1]."
-    advantages = answered(f"{where} formula()", lambda: advantage.compute(batch.rewards, batch.further), fix)
-    check_tensor(
-        f"{where} what formula() returns", advantages, tuple(batch.rewards.shape), torch.float32, torch.device("cpu")
-    )
-    broken = advantages[~torch.isfinite(advantages)].tolist()
-    fix = "Clamp before divisions: the rewards of a group may all be equal."
-    require(not broken, f"{where} formula() gives {broken[:1]}.", fix)
-    return advantages
+    check_answers(where, "formula()", answer, batch, prefix="", draws=_NO_DRAWS)
 
 
 def _check_steps(advantage: Advantage) -> None:
     """Some options change over the run, so an advantage is made again for each step, in the driver."""
     for step in (0, 1, 100, 100_000):
         where = f"{advantage.name}: at_step({step})"
-        fix = "It must answer for every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
+        fix = "It must accept every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
         later = answered(where, partial(advantage.at_step, step), fix)
         require(isinstance(later, Advantage), f"{where} is a {type(later).__name__}.", fix)
 

@@ -55,7 +55,7 @@ _REWARD = flag("--reward.remote_url")
 _TOKEN = "or add --perturbation.density token"
 _OUT, _OFF = f"leave it out, {_TOKEN}", "leave it out"
 _DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
-_NARROW = "a position whose token the filter cuts stays unperturbed, so its token has another distribution"
+_NARROW = "a position stays unperturbed if the filter cuts its token, so its token has another distribution"
 _ONE_UPDATE = (
     "its noise is too narrow for a policy ratio, so each rollout is used for one update at the policy that drew it"
 )
@@ -66,6 +66,7 @@ _GROWS = "the warm-up lets the loss's weight of each token, min(π / π_rollout,
 _WHOLE = "no process has a whole parameter to add noise to"
 _OTHER_PROMPT = "the records are of another prompt than the one that is trained"
 _KEPT = "or --second_round.group kept, which takes the rewards of the trained responses alone"
+_ROOM = "give --rollout.max_new_tokens, and more than twice as much as --data.max_len"
 _PENALTY = "its penalty makes rewards outside [0, 1]"
 _NO_PENALTY = "leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo"
 _PACKED = "packing would break the alignment between picture tokens and pixels"
@@ -126,7 +127,7 @@ TRAINING = (
     Row(_RING, given.BY_HIDDEN, "it needs all hidden states of a response in one place", "use --ds.ring_attn_size 1"),
     *rows(
         given.NOISE,
-        (_ASYNC, "an evaluation that runs beside the training would see noisy weights"),
+        (_ASYNC, "an evaluation that runs during training would see noisy weights"),
         (_ZERO_3, f"under ZeRO-3 {_WHOLE}"),
         (_TENSOR, _WHOLE),
         (both(given.GSPO, given.WEIGHTS), _GSPO, _NO_WEIGHTS),
@@ -152,15 +153,23 @@ TRAINING = (
     Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {BOUNDS} 0 10"),
     *rows(
         given.SECOND_ROUND,
+        (flag("--train.agent_func_path"), "an agent reads more than its first prompt"),
+        (_PICTURES, "the changed prompt contains the pictures"),
+        (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
+    ),
+    *rows(
+        given.REPLACED,
         (_WARMUP, "its responses have a ratio to their own prompt's policy, which a changed weight would change"),
         (given.PERTURBATION, _OTHER_PROMPT),
         (given.MASK, _OTHER_PROMPT),
-        (flag("--train.agent_func_path"), "an agent's first prompt is not all that it is told"),
-        (_PICTURES, "pictures stand in the prompt that would be changed"),
-        (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
         (given.GSPO, "its ratio is of a whole response, the method's of each token"),
         (given.CREDIT_IN_LOSS, "both change the ratio of the same tokens"),
         (given.ONE_ANSWER, "one response of a group stays, and right ones take the place of others", "set it to 8"),
+    ),
+    *rows(
+        given.REFINED,
+        (given.NO_ROOM_FOR_A_DRAFT, "a prompt, a draft and a response share --data.max_len", _ROOM),
+        (given.COUNTED, "each step has prompts of its own, so no outcome would be counted twice"),
     ),
     *rows(
         given.FULL_GROUPS,
@@ -197,7 +206,7 @@ TRAINING = (
         "a divergence has an upper bound alone",
         f"give one number, {BOUNDS} 0.1",
     ),
-    Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
+    Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates during training", "run `ngrpo eval` before it"),
 )
 
 CPU_MODEL = (Row(given.HEAD_SIZE, given.hardware("cpu"), "the engine would not start", "use another model"),)
@@ -371,7 +380,7 @@ def check_model(model: str, hardware: str) -> None:
 
 
 _PAGE = """\
-# What does not go with what
+# Refused combinations
 
 `ngrpo train`, its `--dry-run`, `ngrpo compare` (each arm), vLLM's engine, verl and TRL look at this table before
 anything starts. `ngrpo list compatibility` prints it. Every pair that is not here may be combined.
@@ -382,7 +391,7 @@ def page() -> str:
     """The table in Markdown."""
     lines = [_PAGE]
     for title, listed in TABLE.items():
-        lines += [f"## {title[0].upper()}{title[1:]}", "", "| | does not go with | why | instead |"]
+        lines += [f"## {title[0].upper()}{title[1:]}", "", "| | cannot be used with | why | instead |"]
         lines += ["| --- | --- | --- | --- |"]
         lines += [f"| {row.what.name} | {row.other.name} | {row.why} | {row.fix} |" for row in listed]
         lines += [""]

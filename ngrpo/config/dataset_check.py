@@ -11,8 +11,7 @@ from ngrpo.machine.models import conversation
 from ngrpo.machine.models.conversation import PICTURES, TOOLS
 from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 DATASETS = {"--data.prompt_dataset": "--data.prompt_split", "--eval.dataset": "--eval.split"}
 """The flags of datasets, each with that of its split."""

@@ -3,7 +3,7 @@
 
 1. ``begin``, before the forward: the edits drawn after the last step are written into the embedding's override;
    positions that are computed again, after a preemption or in a further turn, get theirs from the store.
-2. ``finish``, in place of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
+2. ``finish``, instead of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
    The host knows these rows without logits, so nothing waits for the device.
 3. The draws are copied to the host while further steps run (`async_scheduling.py`), then written into the store.
 
@@ -171,7 +171,7 @@ class RolloutPerturber:
         """Does a step's work on logits (B, V) of any values, so that an engine measures its memory with it."""
         tokens = self.compile(logits)
         rows = torch.arange(len(logits), device=logits.device)
-        # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
+        # One row for all: an index finds the neighbors of one token only, and its drift is not of noise.
         scaled = logits[:1].float().repeat(len(rows), 1)
         if self._kernels.compiled:
             self._at_once = max(self._at_once, self._kernels.candidates * len(rows))
@@ -256,7 +256,7 @@ class RolloutPerturber:
         return tokens
 
     def _event(self) -> torch.cuda.Event | None:
-        """Tells when the copies made so far have arrived; None where they have."""
+        """Tells when earlier copies have arrived; None where they have."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()

@@ -149,7 +149,7 @@ class StepKernels:
             chosen, vectors = chosen[:1], vectors[:1]
             parts = {name: part[:1] for name, part in parts.items()}
         placed = chosen if count == batch else draw.tokens.index_copy_(0, gated.rows, chosen)
-        return placed, vectors, parts  # the gated rows stand in the order of the batch
+        return placed, vectors, parts  # the gated rows have the order of the batch
 
     def _edited(self, gated: Gated, tokens: _Tokens, logits: Logits) -> tuple[Tensor, dict[str, Tensor]]:
         everything = not self.compiled and len(gated.rows) == len(logits.scaled)
@@ -217,7 +217,7 @@ class StepKernels:
 
     def compile(self, logits: Tensor) -> Tensor:
         """Compiles every version of every part for logits (B, V), so that no request waits for it; tokens (B,)."""
-        # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
+        # One row for all: an index finds the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
         example = logits[:1].repeat(count, 1)
         if len(logits) > 1:  # a vocabulary that vLLM filled up: versions are for the strides; a doubled row has none

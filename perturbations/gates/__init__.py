@@ -16,7 +16,7 @@ from perturbations.step import GateStep, Positions
 class Gate(Options):
     """A gate with its options, which can close positions that the default gate left open.
 
-    Subclasses are frozen dataclasses whose fields come from :func:`perturbations.option`. They implement :meth:`plan`,
+    Subclasses are frozen dataclasses with fields from :func:`perturbations.option`. They implement :meth:`plan`,
     :meth:`open` or both.
     """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NEVER = torch.iinfo(torch.int64).max
 # Tokens of a prompt's end that are read, beyond one for each byte of the text: whitespace after it.
 _MARGIN = 32
-# Latest positions whose state is kept, so that a position drawn again finds the one before it.
+# State is kept for this many latest positions, so that a position drawn again finds the one before it.
 _POSITIONS = 8
 
 
@@ -113,7 +113,7 @@ class BoundGate:
     """A perturbation's gate in a rollout, for the trajectories of one worker: where is what is proposed fed?
 
     On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
-    select the position. On the device: the request's sampling allows the proposed token, thinking has not ended, the
+    select the position. On the device: the request's sampling allows the proposed token, thinking continues, the
     policy is uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed
     unless the token is protected or ends the thinking, or the perturbation does not act there.
     """
@@ -191,7 +191,7 @@ class BoundGate:
         return opened, fed if proposal.acts is None else fed & proposal.acts
 
     def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
-        """Whether thinking has not ended, the policy is uncertain enough and the further gate is open: (B,) bool."""
+        """Whether thinking continues, the policy is uncertain enough and the further gate is open: (B,) bool."""
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
             is_open = is_open & (step.entropy() >= self._options.entropy_min)

@@ -13,7 +13,7 @@ from perturbations import Gate, GateStep, Positions, option, register_gate
 @register_gate("first")
 @dataclass(frozen=True, kw_only=True)
 class First(Gate):
-    """Open for the first tokens of the answer only."""
+    """Open for the first tokens of the response only."""
 
     length: int = option(64, "generated positions that are open", low=1)
 
@@ -25,7 +25,7 @@ class First(Gate):
 @register_gate("bursts")
 @dataclass(frozen=True, kw_only=True)
 class Bursts(Gate):
-    """Cuts the answer into stretches of equal length and opens each one with the same probability."""
+    """Cuts the response into stretches of equal length and opens each one with the same probability."""
 
     length: int = option(8, "positions in a stretch", low=1)
     share: float = option(0.1, "probability that a stretch is open", low=0.0, high=1.0)

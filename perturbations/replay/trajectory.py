@@ -24,7 +24,7 @@ _BYTE_VALUES = np.array([1, 1 << 8, 1 << 16], dtype=np.int32)
 
 # Bytes of a trajectory's name and objects: the growth of a process (Python 3.11, numpy 2) that holds 50,000 of them.
 OVERHEAD = 1300
-# A word of this value skips so many tokens and names none.
+# A word of this value skips as many tokens and names none.
 _SKIP = 0xFFFF
 
 

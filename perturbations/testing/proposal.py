@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of answers to steps of a small synthetic model: a perturbation's, its density and module, a gate's."""
+"""Checks on steps of a small synthetic model: a perturbation's, its density and module, a gate's."""
 
 import dataclasses
 import logging
@@ -148,7 +148,7 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     fix = "Its logit is -inf. Choose a possible token, for example step.sampled or the argmax of step.logits."
     _none_of(proposal.tokens, ruled_out, f"{where} tokens", fix)
     what = f"{where} samples_text is True, but another token than the sampled one is in the text."
-    fix = "Answer with step.sampled, or leave samples_text at False: importance weights would be wrong."
+    fix = "Return step.sampled, or leave samples_text at False: importance weights would be wrong."
     require(not perturbation.samples_text or torch.equal(proposal.tokens, step.sampled), what, fix)
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     fed = realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))
@@ -282,12 +282,12 @@ def check_plan(gate: Gate) -> None:
         again = _plan(gate, every.where(part))
         for at in np.flatnonzero(whole[part] != again)[:1]:
             said = f"{whole[part][at]} of position {every.positions[part][at]} among all and {again[at]} among others"
-            fix = "Judge each position by itself, in steps of any trajectories, and keep no state between calls."
+            fix = "Judge each position alone, in steps of any trajectories, and keep no state between calls."
             raise PerturbationError(f"{gate.name}: plan() says {said}.", fix)
 
 
 def _plan(gate: Gate, positions: Positions) -> np.ndarray:
-    planned = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must answer for any positions.")
+    planned = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must accept any positions.")
     seen, shape = type(planned).__name__, positions.positions.shape
     if isinstance(planned, np.ndarray):
         seen = f"an array of {planned.dtype}, {planned.shape}"
@@ -297,7 +297,7 @@ def _plan(gate: Gate, positions: Positions) -> np.ndarray:
 
 
 def check_open(gate: Gate, label: str, step: Step) -> None:
-    """One answer per row, its own, the same each time, and without waiting for the device."""
+    """One result per row, its own, the same each time, and without waiting for the device."""
     where = f"{gate.name}, {label}:"
     seen = GateStep.of(step, torch.arange(len(step.logits)))
 
@@ -317,5 +317,5 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
             what = f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token."
             fix = "No .item(), .tolist() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where."
             raise PerturbationError(what, fix) from error
-        except Exception:  # an operation without a fake form proves nothing
+        except Exception:  # an operation without a fake form tests nothing
             return

@@ -52,7 +52,7 @@ def check_tensor(label: str, tensor: Tensor, shape: tuple[int, ...], dtype: torc
     require(tensor.device == device, f"{label} is on {tensor.device}.", fix)
 
 
-def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must answer for any logits.") -> _Answer:
+def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must accept any logits.") -> _Answer:
     """A call's result; raises :class:`PerturbationError` where it fails. ``label`` names owner and method."""
     try:
         return ask()
@@ -98,9 +98,9 @@ def check_answers(
     prefix: str = "step.",
     draws: str = STEP_DRAWS,
 ) -> _Answer:
-    """The answer to a step, which must be repeatable, each row's own, and leave step and global generators alone.
+    """The result for a step, which must be repeatable, each row's own, and leave step and global generators alone.
 
-    ``ask`` gives the answer, a tensor or a dataclass of tensors, to a dataclass of 7 rows. The others are for messages:
+    ``ask`` maps a dataclass of 7 rows to a tensor or a dataclass of tensors. The others are for messages:
     owner with step, method, what is before the names of the step's parts, how to draw.
     """
     parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}

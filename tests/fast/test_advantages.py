@@ -217,7 +217,7 @@ class TestErrors:
     def test_rewards_that_are_not_finite(self, name: str, bad: float) -> None:
         rewards = torch.zeros(3, 4)
         rewards[1, 2] = bad
-        with pytest.raises(UsageError, match=rf"prompt 1, answer 2 is {bad}"):
+        with pytest.raises(UsageError, match=rf"prompt 1, response 2 is {bad}"):
             compute(name, rewards, further=torch.zeros(3, 4, 2))
 
     @pytest.mark.parametrize(

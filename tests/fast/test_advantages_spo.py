@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ngrpo.config import parse
+from ngrpo.config import complete_flags
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.advantages import create
 from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Values, Visits
 from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
 from tests.fast.openrlhf_doubles import maker
+from tests.fast.run import run_of
 from tests.fast.test_resume import Trainer
 
 
@@ -54,7 +55,12 @@ def test_a_step_takes_off_the_value_before_it_and_goes_on_after_a_resume() -> No
 
 
 def test_openrlhf_s_estimator_needs_no_group_and_normalises() -> None:
-    flags = parse.with_preset(Flags(["--rollout.n_samples_per_prompt", "1"]), "grpo", create("spo"))
-    assert flags.value("--algo.advantage.estimator") == "reinforce" and create("spo").notes(flags) == []
-    given = Flags(["--algo.advantage.estimator", "group_norm"])
-    assert "Leave it out" in create("spo").notes(parse.with_preset(given, None, create("spo")))[0]
+    for words, told in (
+        (["--rollout.n_samples_per_prompt", "1"], ""),
+        (["--algo.advantage.estimator", "group_norm"], "out"),
+    ):
+        given = Flags(words)
+        run = run_of(preset="grpo", advantage={"name": "spo"})
+        flags = given.with_defaults(complete_flags.of_preset(given, run))
+        assert told in "".join(create("spo").notes(flags)) and bool(told) == bool(create("spo").notes(flags))
+        assert flags.value("--algo.advantage.estimator") == ("group_norm" if told else "reinforce")

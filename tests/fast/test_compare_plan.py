@@ -239,7 +239,7 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
         (["--perturbation", "none"], "--perturbations, --strategy"),
         (["--perturbations", "none", "neighbor"], "'neighbor' is one too many"),
         (["none"], "unexpected word 'none'"),
-        (["--perturbations", "none", "--stock", "yes"], "--stock yes: it stands alone"),
+        (["--perturbations", "none", "--stock", "yes"], "--stock yes: it takes no value"),
         (["--perturbatons", "none"], "Did you mean '--perturbations'"),
         (["--perturbations", "none", "--sweep", "train.seed=1,2"], "give --seeds"),
         (["--perturbations", "none", "--eval.model", "x"], "set by ngrpo compare"),

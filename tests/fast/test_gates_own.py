@@ -125,7 +125,7 @@ BROKEN = [
     (dict(plan=lambda p: p.positions), ["plan() returns an array of int64", "bool"]),
     (dict(plan=lambda p: [True] * len(p.positions)), ["plan() returns list", "numpy array of bool"]),
     (dict(plan=lambda p: np.ones(3, bool)), ["plan() returns an array of bool, (3,)"]),
-    (dict(plan=whole), ["among all", "among others", "by itself"]),
+    (dict(plan=whole), ["among all", "among others", "alone"]),
     (dict(plan=lambda p: np.random.rand(len(p.positions)) < 2), ["plan() draws from a global", "positions.uniform"]),
     (dict(plan=lambda p: p.nothing), ["plan() raises AttributeError", "any positions"]),
 ]

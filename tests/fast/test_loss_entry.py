@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngrpo.config.rules import loss_notes
 from ngrpo.config.run import RunConfig
-from ngrpo.config.run_notes import loss_notes
 from ngrpo.machine.console.catalogue import described
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages, policy_noises
@@ -84,7 +84,7 @@ def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
     if named is None:
         assert found == []
     else:
-        assert len(found) == 1 and f"so {named}, whose advantages do not sum to zero" in found[0]
+        assert len(found) == 1 and f"The advantages of {named} do not sum to zero" in found[0]
         assert found[0].startswith(f"--perturbation {run.spec['name']}")
 
 

@@ -52,7 +52,7 @@ def test_diagnosis_has_its_parts(tmp_path: Path) -> None:
     # 0.39 against 0.31: [0.36, 0.425] and [0.28, 0.345] do not meet; 0.91 and 0.93: [0.885, 0.93], [0.905, 0.95] do.
     assert "neighbor rate=0.1 beside none: more diverse (0.390 against 0.310); validity" in page.text
     assert "0.910 against 0.930, the intervals overlap" in page.text
-    assert "64 problems × 8 answers" in page.text and "gumbel: 31% of the answers end in a loop" in page.text
+    assert "64 problems × 8 responses" in page.text and "gumbel: 31% of the answers end in a loop" in page.text
 
 
 def test_training_run_has_its_parts(tmp_path: Path) -> None:

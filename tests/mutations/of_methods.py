@@ -5,8 +5,9 @@ _BEST = "test_advantages_best_of_k.py"
 _ORDER = "test_advantages_order.py"
 _RISK = "test_advantages_rs_grpo.py"
 _IN_LOSS = "test_credits_simko.py"
+_PENALTIES = "test_credits_penalties.py"
 _LADDER = "test_sampling_schedules_ladder.py"
-_SECOND_ROUNDS = "test_second_rounds.py"
+_SECOND_ROUNDS, _SECOND_ROUNDS_TRAINING = "test_second_rounds.py", "test_second_rounds_training.py"
 
 MUTATIONS = {
     ("ngrpo/methods/advantages/base.py", "test_advantages.py"): [
@@ -168,6 +169,32 @@ MUTATIONS = {
         (", sparse_grad=True", "", "a gradient of the logits' size"),
         ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
     ],
+    ("ngrpo/methods/credits/covariance.py", _PENALTIES): [
+        ("(advantages - advantages.mean())", "advantages", "covariance: the mean advantage is not taken off"),
+        ("found >= self.low", "found > self.low", "clip_cov: the lower bound itself is left out"),
+        ("found <= self.high", "found < self.high", "clip_cov: the upper bound itself is left out"),
+        ("tokens.positions[inside]", "inside", "clip_cov: the choice depends on the order of the responses"),
+        ("tokens.seeds[inside]", "0 * inside", "clip_cov: the same positions in every step"),
+        ("max(1, int(share", "max(0, int(share", "covariance: no token of a small step"),
+        ("self.beta * log_ratio.abs()", "log_ratio.abs()", "kl_cov: β is missing"),
+        ("log_ratio.abs()", "log_ratio", "kl_cov: the penalty pushes down"),
+    ],
+    ("ngrpo/methods/credits/lp_reg.py", _PENALTIES): [
+        ("largest=False", "largest=True", "lp_reg: the likeliest tokens"),
+        ("(log_probs <= threshold) & (tokens.advantages < 0.0)", "log_probs <= threshold", "lp_reg: right answers too"),
+        ("math.ceil(", "math.floor(1 + ", "lp_reg: a token too many"),
+        (" - mass.log()", "", "lp_reg: the proxy is not renormalised"),
+        ("torch.where(kept,", "torch.where(kept | True,", "lp_reg: noise is held up"),
+        ("log_probs.detach() - mass", "log_probs - mass", "lp_reg: the proxy has a gradient"),
+    ],
+    ("ngrpo/trainers/common/policy_loss.py", _PENALTIES): [
+        (
+            "self._loss(old_log_probs - scores",
+            "self._loss(log_probs - scores",
+            "the penalty is clipped, and A = 1 trained",
+        ),
+        ("alone - alone.detach()", "alone", "the logged loss has the penalty's −1"),
+    ],
     ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         ("term - term.detach()", "term", "the term moves the ratio"),
         ("attention_mask.shape[1] - 1 - action", "attention_mask.shape[1] - action", "the row after the token"),
@@ -196,6 +223,7 @@ MUTATIONS = {
         ("silent & positive", "silent", "first_token: wrong answers lose theirs though they should keep it"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_credits.py"): [
+        ("maker.training_step, place) for", "maker.training_step, 0) for", "credits: all responses have one seed"),
         (
             "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
             "torch.cat([h.flatten() for h in entropies])[: len(advantages)]",
@@ -313,6 +341,7 @@ MUTATIONS = {
         ("right if len(right) < size", "right if len(right) <= size", "no wrong answer stays"),
         ("ratio = log_probs - behavior", "ratio = behavior - log_probs", "ρ upside down"),
         (".log().to(ratio) - ratio)", ".to(ratio) - ratio)", "γ itself in the place of its logarithm"),
+        ("return prompt.rindex(end)", "return prompt.index(end)", "the draft in the first message"),
         ("return max(lengths)", "return lengths[-1]", "nonsense before the template's own system message"),
     ],
     ("ngrpo/methods/second_rounds/lope.py", _SECOND_ROUNDS): [
@@ -320,18 +349,37 @@ MUTATIONS = {
         ("at = opening(text, tokenizer)", "at = 0", "lope: before the template"),
         ("return self.most + _SEAMS", "return self.least", "lope: no room for the longest"),
     ],
+    ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS): [
+        ("best = max(reward", "best = min(reward", "igrpo: the worst draft"),
+        ("random.choice(", "min(", "igrpo: always the same of equal drafts"),
+        ("if reward == best", "", "igrpo: any draft"),
+    ],
+    ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS_TRAINING): [
+        ("        return {}", "        return super().flags(flags)", "igrpo: no KL term"),
+    ],
+    ("ngrpo/trainers/openrlhf/rollout_actor.py", "test_gap_scale.py"): [
+        (" and not second_round.drafting.get()", "", "controls follow drafts, and are lost with them"),
+    ],
     ("ngrpo/trainers/openrlhf/second_round.py", _SECOND_ROUNDS): [
+        (' - require(sampling_params.max_tokens, "a response\'s length")', "", "a refinement without room"),
+        ("max_length if method.refines else max_length", "max_length", "a draft beyond max_len"),
+        ("(second, len(first)) if", "(first, 0) if", "drafts are trained"),
+        ("    drafting.set(False)\n", "", "no control follows a refinement"),
         ("len(first) + number, np", "number, np", "an answer has the first round's place"),
         ("(list(response[name][start:end])", "(list(response[name])", "the prompt of the second round is trained"),
-        ("max_length + extra, num_samples", "max_length, num_samples", "less room for the second round's answers"),
+        ("else max_length + extra for", "else max_length for", "less room for the second round's answers"),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", _SECOND_ROUNDS): [
         ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS): [
+    ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_TRAINING): [
+        ("rewards[:, -later:]", "rewards", "right drafts count as right refinements"),
+        ("drafts.max(-1)", "rewards.max(-1)", "the best refinement as the best draft"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_TRAINING): [
         ("whole[places] = rewards[row]", "pass", "penalties are lost"),
     ],
-    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS): [
+    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS_TRAINING): [
         ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),
         (
             "torch.where(second, old_log_probs, rollout_log_probs)",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
@@ -22,16 +21,16 @@ ROUNDING = 1e-5
 
 # What an advantage may need besides rewards, (P, G, …); ngrpo/trainers/openrlhf/step_advantages.py has it measured.
 FURTHER = {
-    "counts": "how often each answer was seen before",
-    "log_probs": "the sum of each answer's log-probabilities and the number of its tokens",
-    "hidden": "the projected mean of each answer's last hidden states",
-    "values": "the value of each answer's prompt, as earlier steps estimate it",
+    "counts": "how often each response was seen before",
+    "log_probs": "the sum of each response's log-probabilities and the number of its tokens",
+    "hidden": "the projected mean of each response's last hidden states",
+    "values": "the value of each response's prompt, as earlier steps estimate it",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Options, ABC):
-    """An advantage with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """An advantage with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
@@ -83,7 +82,7 @@ class Advantage(Options, ABC):
             )
         for row, column in (~rewards.isfinite()).nonzero().tolist():
             raise UsageError(
-                f"{label} the reward of prompt {row}, answer {column} is {rewards[row, column].item()}."
+                f"{label} the reward of prompt {row}, response {column} is {rewards[row, column].item()}."
                 " Finite rewards are needed: repair the reward function."
             )
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
@@ -114,7 +113,7 @@ class Advantage(Options, ABC):
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
         added: dict[str, Default] = {"--algo.advantage.estimator": "group_norm"}
-        size = value_of(flags, "--rollout.n_samples_per_prompt")
+        size = flags.or_default("--rollout.n_samples_per_prompt")
         bound = math.ceil(self.largest(int(size))) if size.isdecimal() else 0
         if bound > 10:
             added["--reward.clip_range"] = (f"-{bound}", f"{bound}")
@@ -142,7 +141,7 @@ class VerifiedAdvantage(Advantage):
     def check_rewards(self, rewards: Tensor) -> None:
         self.refuse(
             rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)],
-            "not in [0, 1], where 1 is a correct answer. Let the reward function give those, or use --advantage"
+            "not in [0, 1], where 1 is a correct response. Let the reward function give those, or use --advantage"
             " group_norm or ngrpo.",
         )
 
@@ -151,7 +150,7 @@ class VerifiedAdvantage(Advantage):
 class AnnealedK(Advantage):
     """For objectives of the best of k responses, with a k that may change over the run."""
 
-    k: int = option(4, "answers of which the best counts", low=1)
+    k: int = option(4, "responses of which the best counts", low=1)
     k_end: int | None = option(None, "k at the end; none for the same k throughout", low=1)
     k_steps: int = option(100, "training steps from k to k_end", low=1)
     k_change: str = option("switch", "k until then and k_end from there on, or evenly", choices=("switch", "linear"))
@@ -167,18 +166,18 @@ class AnnealedK(Advantage):
         return self.k_end is not None
 
     def check_group(self, size: int) -> None:
-        """Raises ``UsageError`` where k does not fit groups of so many responses."""
+        """Raises ``UsageError`` where k does not fit groups of this size."""
         if self.k > size:
             raise UsageError(
-                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the answers to each prompt"
-                " (--rollout.n_samples_per_prompt). Lower k, or ask for more answers."
+                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the responses to each prompt"
+                " (--rollout.n_samples_per_prompt). Lower k, or ask for more responses."
             )
 
     def check_rewards(self, rewards: Tensor) -> None:
         self.check_group(rewards.shape[1])
 
     def flags(self, flags: Flags) -> dict[str, Default]:
-        size = value_of(flags, "--rollout.n_samples_per_prompt")
+        size = flags.or_default("--rollout.n_samples_per_prompt")
         for advantage in (self, self.at_step(self.k_steps)):
             if size.isdecimal():
                 advantage.check_group(int(size))

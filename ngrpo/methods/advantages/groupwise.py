@@ -23,7 +23,7 @@ class GroupNorm(Advantage):
 
     overlong: str = option(
         "keep",
-        "answers that were cut off: as any, or out of mean and deviation, with advantage 0",
+        "responses that were cut off: as any, or out of mean and deviation, with advantage 0",
         choices=("keep", "exclude"),
     )
 
@@ -39,7 +39,7 @@ class GroupNorm(Advantage):
 @register("copo")
 @dataclass(frozen=True, kw_only=True)
 class CountBonus(Advantage):
-    """COPO: a bonus of beta / sqrt(1 + N) on rarely seen (prompt, answer) outcomes, then as group_norm.
+    """COPO: a bonus of beta / sqrt(1 + N) on rarely seen (prompt, response) outcomes, then as group_norm.
 
     In a group of equal rewards β cancels in the normalisation: there the advantages depend on the counts alone.
     """
@@ -59,12 +59,12 @@ class CountBonus(Advantage):
 @register("rs_grpo")
 @dataclass(frozen=True, kw_only=True)
 class RiskSensitive(Advantage):
-    """RS-GRPO: answers count by the exponential of their reward, so that rare good ones count most."""
+    """RS-GRPO: responses count by the exponential of their reward, so that rare good ones count most."""
 
     paper = "RS-GRPO, arXiv 2509.24261"
     sums_to_zero = True
 
-    beta: float = option(2.0, "β; at 0 the reward less its group's mean, towards ∞ only the best answer", low=0.0)
+    beta: float = option(2.0, "β; at 0 the reward less its group's mean, towards ∞ only the best response", low=0.0)
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(exp(β r_i) / mean_j exp(β r_j) − 1) / β, its limit r_i − mean_j r_j at β = 0.
@@ -80,18 +80,18 @@ class RiskSensitive(Advantage):
         return (utility - mean) / (1.0 + mean) / self.beta
 
     def largest(self, size: int) -> float:
-        """That of an only right answer."""
+        """That of an only right response."""
         return size / self.beta if self.beta > 0.0 else 0.0
 
 
 @register("ngrpo")
 @dataclass(frozen=True, kw_only=True)
 class NegativeEnhanced(Advantage):
-    """NGRPO's calibration (not N-GRPO): the group is normalised with virtual best answers appended."""
+    """NGRPO's calibration (not N-GRPO): the group is normalised with virtual best responses appended."""
 
     paper = "NGRPO, arXiv 2509.18851"
 
-    n: int = option(1, "virtual answers of the maximum reward", low=1)
+    n: int = option(1, "virtual responses of the maximum reward", low=1)
     max_reward: float = option(1.0, "the maximum reward of the task")
 
     def check_rewards(self, rewards: Tensor) -> None:
@@ -106,8 +106,8 @@ class NegativeEnhanced(Advantage):
         return ROUNDING * max(1.0, abs(self.max_reward))
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
-        """(r − mean′) / (std′ + 1e-6), over the group and n virtual answers of the maximum reward."""
-        # Measured from the maximum, so that the virtual answers are 0 and an all-correct group is exactly 0.
+        """(r − mean′) / (std′ + 1e-6), over the group and n virtual responses of the maximum reward."""
+        # Measured from the maximum, so that the virtual responses are 0 and an all-correct group is exactly 0.
         below = rewards - self.max_reward
         below = torch.where(below > -self._rounding, 0.0, below)
         size = rewards.shape[1] + self.n

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages for rewards in [0, 1], where 1 is a right answer: `maxrl`, `s_grpo`, NGRPO's baselines and their kind."""
+"""Advantages for rewards in [0, 1], where 1 is right: `maxrl`, `s_grpo`, NGRPO's baselines and their kind."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from perturbations.errors import require
 @register("maxrl")
 @dataclass(frozen=True, kw_only=True)
 class MaximumLikelihood(VerifiedAdvantage):
-    """MaxRL: maximum likelihood of right answers, up to the order that a group can estimate."""
+    """MaxRL: maximum likelihood of right responses, up to the order that a group can estimate."""
 
     paper = "MaxRL, arXiv 2602.02710"
     sums_to_zero = True
@@ -24,7 +24,7 @@ class MaximumLikelihood(VerifiedAdvantage):
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(r − r̄) / r̄ with the group's mean r̄, 0 where r̄ = 0; as the paper's release has it.
 
-        For rewards 0 and 1 and a right answer's probability p, the update of a group of G is the gradient of
+        For rewards 0 and 1 and a right response's probability p, the update of a group of G is the gradient of
         −Σ_{k<G} (1 − p)^k / k, the first terms of log p. The term k = G would need the baseline of all-wrong groups.
         """
         apart = rewards - rewards[:, :1]  # equal rewards give exactly 0
@@ -32,26 +32,26 @@ class MaximumLikelihood(VerifiedAdvantage):
         return torch.where(mean > 0.0, (apart - apart.mean(-1, keepdim=True)) / mean, 0.0)
 
     def largest(self, size: int) -> float:
-        """That of an only right answer."""
+        """That of an only right response."""
         return size - 1.0
 
 
 @register("lens")
 @dataclass(frozen=True, kw_only=True)
 class ConfidentMistakes(VerifiedAdvantage):
-    """LENS: a wrong answer costs more the likelier it was, so that all-wrong groups teach too."""
+    """LENS: a wrong response costs more the likelier it was, so that all-wrong groups teach too."""
 
     paper = "LENS, arXiv 2510.08696"
     sums_to_zero = True
     needs = "log_probs"
 
-    alpha: float = option(0.25, "α, the weight of groups without a right answer", low=0.0)
+    alpha: float = option(0.25, "α, the weight of groups without a right response", low=0.0)
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
-        """group_norm of r̃ = r − (1 − r) / G · π̄ / (D − π̄); in a group without a right answer α (r̃ − mean r̃).
+        """group_norm of r̃ = r − (1 − r) / G · π̄ / (D − π̄); in a group without a right response α (r̃ − mean r̃).
 
         Section 5.1: π̄ = π(o)^(1/|o|), D = max(2 max_j π̄_j, D_imp) with D_imp = 1 / mean_j(r_j / π(o_j)), Eq. 14, where
-        an answer is right. So r̃ of wrong answers is in [−1/G, 0].
+        a response is right. So r̃ of wrong responses is in [−1/G, 0].
         """
         total, tokens = require(further, self.needs).to(torch.float64).unbind(-1)
         confidence = (total / tokens).exp()
@@ -67,7 +67,7 @@ class ConfidentMistakes(VerifiedAdvantage):
 @register("rep_exp")
 @dataclass(frozen=True, kw_only=True)
 class NovelRepresentation(VerifiedAdvantage):
-    """RepExp: a bonus for answers whose mean hidden state is new within the group, then as group_norm."""
+    """RepExp: a bonus for responses whose mean hidden state is new within the group, then as group_norm."""
 
     paper = "RepExp, arXiv 2510.11686"
     sums_to_zero = True
@@ -80,11 +80,11 @@ class NovelRepresentation(VerifiedAdvantage):
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """The normalised r + β h̄ᵀ Σ⁻¹ h̄, Σ = λ I + Σ_j h̄_j h̄_jᵀ; as the release has it.
 
-        h̄ is an answer's projected mean hidden state less the group's mean. A group without a right answer has no bonus.
+        h̄ is a response's projected mean hidden state less the group's mean. Groups without a right one have no bonus.
         """
         states = require(further, self.needs).to(torch.float64)
         states = states - states.mean(1, keepdim=True)
-        kernel = states @ states.mT  # of the group's answers: Σ's own size is `dim`, theirs is G
+        kernel = states @ states.mT  # of the group's responses: Σ's own size is `dim`, theirs is G
         ridged = kernel + self.ridge * torch.eye(rewards.shape[1], dtype=kernel.dtype, device=kernel.device)
         bonus = torch.linalg.solve(ridged, kernel).diagonal(dim1=-2, dim2=-1)
         right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
@@ -136,9 +136,9 @@ class NegativeOnly(VerifiedAdvantage):
 @register("w_reinforce")
 @dataclass(frozen=True, kw_only=True)
 class WeightedReinforce(VerifiedAdvantage):
-    """W-REINFORCE: lam * r for a correct answer, r - 1 for a wrong one."""
+    """W-REINFORCE: lam * r for a correct response, r - 1 for a wrong one."""
 
-    lam: float = option(0.1, "λ, the weight of the correct answers", low=0.0)
+    lam: float = option(0.1, "λ, the weight of the correct responses", low=0.0)
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """λ r where r = 1, else r - 1."""

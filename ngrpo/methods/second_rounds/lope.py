@@ -45,7 +45,7 @@ class LoPE(SecondRound):
         """Nonsense of a length drawn from [least, most], a line of its own at the opening of the prompt."""
         length = random.randint(self.least, self.most)
         words = [random.choice(WORDS) for _ in range(length)]
-        low, high = 1, length  # the most words of at most so many tokens, and at least one
+        low, high = 1, length  # the most words that fit into the tokens, and at least one
         while low < high:
             middle = (low + high + 1) // 2
             fits = len(tokenizer.encode(" ".join(words[:middle]), add_special_tokens=False)) <= length
@@ -57,12 +57,12 @@ class LoPE(SecondRound):
 @register("repeat")
 @dataclass(frozen=True, kw_only=True)
 class Repeat(SecondRound):
-    """Further answers to the same prompt."""
+    """Further responses to the same prompt."""
 
     paper = "a baseline of LoPE, arXiv 2605.05566"
 
-    prompts: int = option(1, "how often the prompt is asked again", low=1)
-    answers: int = option(24, "answers to it each time", low=1)
+    prompts: int = option(1, "how often the prompt is sampled again", low=1)
+    answers: int = option(24, "responses to it each time", low=1)
 
     def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
         """The given one."""

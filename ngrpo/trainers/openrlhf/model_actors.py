@@ -60,7 +60,7 @@ def reference_model_actor(plain: type) -> type:
 
 
 class _Replaying:
-    """A model actor whose forward replays; a run without a feature skips its line."""
+    """A model actor with a forward that replays; a run without a feature skips its line."""
 
     is_policy: bool
     model_attribute: str

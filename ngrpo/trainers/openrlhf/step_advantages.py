@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ngrpo.config.run import current_run
 from ngrpo.methods.advantages.base import Advantage
-from ngrpo.methods.credits.base import StepTokens
+from ngrpo.methods.credits.base import StepTokens, check_shapes
 from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
@@ -225,6 +225,18 @@ def _own(estimated: Tensor) -> Tensor:  # apart from the above, which Ray may pi
     return estimated if step is None else step.next(estimated)
 
 
+def level_equal(experiences: Sequence[Experience]) -> None:
+    """Makes a step's advantages exactly 0, in-place, where all trained tokens have the same one.
+
+    OpenRLHF's estimators without a group baseline subtract a mean over the batch. `gae` and `reinforce` then divide its
+    rounding error by a deviation of 1e-4.
+    """
+    values = torch.cat([experience.advantages[experience.action_mask.bool()] for experience in experiences])
+    if values.amin() == values.amax():
+        for experience in experiences:
+            experience.advantages = torch.zeros_like(experience.advantages)
+
+
 def advantages_of_all(
     advantage: Advantage, rewards: Tensor, advantages: Tensor, carried: Sequence[TwoRounds | None]
 ) -> Tensor:
@@ -261,7 +273,7 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
 
 
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
-    """Replaces the tokens' advantages by the run's credit, in place, for any estimator.
+    """Replaces the tokens' advantages by the run's credit, in-place, for any estimator.
 
     Returns the metrics ``credit/…`` (docs/metrics.md): over tokens with an advantage other than 0, the share that
     keeps one, and the mean size over the one before.
@@ -274,21 +286,24 @@ def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, f
     lengths = torch.cat([mask.sum(dim=-1) for mask in masks])
     order = torch.tensor([place for experience in experiences for place in experience.index]).to(lengths)
     answers = torch.arange(len(lengths)).to(lengths).repeat_interleave(lengths)
+    seeds = [trajectory_seed(maker.args.train.seed, maker.training_step, place) for place in order.tolist()]
     tokens = StepTokens(
         before,
         torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)]).to(before),
         torch.cat([e.action_log_probs[mask] for e, mask in zip(experiences, masks)]).to(before),
         answers,
         (order // maker.args.rollout.n_samples_per_prompt)[answers],
+        torch.tensor(seeds, dtype=torch.int64).to(answers)[answers],
     )
-    after = credit.formula(tokens)
-    if after.shape != before.shape:
-        raise RuntimeError(
-            f"credit {credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
-            " number for each is needed."
-        )
-    for experience, mask, part in zip(experiences, masks, after.split([int(mask.sum()) for mask in masks])):
+    after, marks = credit.formula(tokens), credit.marks(tokens)
+    check_shapes(credit, "formula", len(before), after)
+    sizes = [int(mask.sum()) for mask in masks]
+    for experience, mask, part in zip(experiences, masks, after.split(sizes)):
         experience.advantages = experience.advantages.masked_scatter(mask, part.to(experience.advantages.dtype))
+    if marks is not None:
+        check_shapes(credit, "marks", len(before), marks)
+        for experience, mask, part in zip(experiences, masks, marks.split(sizes)):
+            experience.kl = torch.zeros_like(mask).masked_scatter(mask, part)
     had = before != 0.0
     measures = {"entropy": tokens.entropies.mean().item()}
     if had.any():

@@ -166,7 +166,7 @@ class PromptStatistics:
 def diversity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
     """The diversity axis of prompts ``draws`` (N, P): (N,) in [0, 1].
 
-    The mean of the normalised edit distance and the distinct final answers, scaled so that a group of one answer is 0.
+    The mean of the normalised edit distance and the distinct final answers, scaled to 0 for a uniform group.
     """
     distinct = np.clip((stats.distinct * stats.group - 1) / (stats.group - 1), 0.0, 1.0)
     return ((stats.edit_distance + distinct) / 2)[draws].mean(axis=1)
