@@ -101,6 +101,7 @@ TRAINING = (
         given.DENSITY,
         (given.WEIGHTS, "the weights compare with log-probabilities of tokens", f"give {CORRECTION} off, {_TOKEN}"),
         (given.SCHEDULE, "the weights for its temperatures are of tokens", f"leave the schedule out, {_TOKEN}"),
+        (given.BY_LOG_PROBS, "old log-probabilities are the density's, not the tokens'", f"{_OFF}, {_TOKEN}"),
     ),
     *rows(
         given.DRAWING,
@@ -123,6 +124,7 @@ TRAINING = (
     ),
     Row(given.GSPO, given.CREDIT, "the ratio is of the whole response, so all its tokens have one advantage"),
     Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of a response in one place", "use --ds.ring_attn_size 1"),
+    Row(_RING, given.BY_HIDDEN, "it needs all hidden states of a response in one place", "use --ds.ring_attn_size 1"),
     *rows(
         given.NOISE,
         (_ASYNC, "an evaluation that runs during training would see noisy weights"),

@@ -337,8 +337,10 @@ OTHER_ESTIMATOR = Feature(
 )
 VERIFIED = part("advantage", "of right and wrong responses", lambda made: isinstance(made, VerifiedAdvantage))
 BEYOND_REWARDS = part(
-    "advantage", "that needs more than rewards", lambda made: made.counted or made.leaves_out_overlong
+    "advantage", "that needs more than rewards", lambda made: bool(made.needs) or made.leaves_out_overlong
 )
+BY_HIDDEN = part("advantage", "that compares hidden states", lambda made: made.needs == "hidden")
+BY_LOG_PROBS = part("advantage", "that weighs responses by their probability", lambda made: made.needs == "log_probs")
 CHANGING = part("advantage", "that changes over the run", lambda made: made.changes_over_run)
 
 _ATTENTION = "--ds.attn_implementation"

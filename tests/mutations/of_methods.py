@@ -25,15 +25,39 @@ MUTATIONS = {
         ("(squares / (size - 1))", "(squares / size)", "ngrpo: the deviation of a population"),
         (".sqrt() + 1e-6)", ".sqrt() + 1e-9)", "ngrpo: another epsilon"),
         ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
+        ("+ self.beta / (1.0 + seen.to(rewards.dtype)", "+ 1.0 / (1.0 + seen.to(rewards.dtype)", "copo: β is ignored"),
+        ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
+        ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
+        ("rewards + self.beta", "rewards - self.beta", "copo: the bonus punishes"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages.py"): [
         ("return rewards.clone()", "return rewards - 1.0", "psr: wrong answers count"),
         ("return rewards - 1.0", "return rewards.clone()", "nsr: correct answers count"),
         ("self.lam * rewards, rewards - 1.0", "rewards, rewards - 1.0", "w_reinforce: λ is ignored"),
         ("self.lam * rewards, rewards - 1.0", "self.lam * rewards, rewards", "w_reinforce: wrong answers do not count"),
         ("rewards >= 1.0 - ROUNDING", "rewards > 0.0", "w_reinforce: a partly correct answer counts as correct"),
-        ("+ self.beta / (1.0 + seen.to(rewards.dtype)", "+ 1.0 / (1.0 + seen.to(rewards.dtype)", "copo: β is ignored"),
-        ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
-        ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
-        ("rewards + self.beta", "rewards - self.beta", "copo: the bonus punishes"),
+        (
+            "torch.where(mixed, 2.0 * rewards",
+            "torch.where(mixed, rewards",
+            "reinforce_rej: a wrong answer has 0, not −1",
+        ),
+        (
+            "> rewards.amin(-1, keepdim=True)",
+            ">= rewards.amin(-1, keepdim=True)",
+            "reinforce_rej: uniform groups count",
+        ),
+        (
+            "((mean - self.p) / (1.0 - 2.0 * self.p))",
+            "(mean - self.p)",
+            "s_grpo: the mean without errors is not scaled",
+        ),
+        ("return (1.0 - 2.0 * self.p) * (true", "return (true", "s_grpo: the factor 1 − 2p is missing"),
+        (
+            "(true * (1.0 - true) / observed).sqrt()",
+            "(true * (1.0 - true) / observed)",
+            "s_grpo: variances, not deviations",
+        ),
+        (".clamp(0.0, 1.0)", "", "s_grpo: the root of a negative number where errors explain the group"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", "test_advantages_flags.py"): [
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
@@ -74,7 +98,7 @@ MUTATIONS = {
         (':.7f}".rstrip("0").rstrip(".")', ':.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
     ],
     ("ngrpo/methods/advantages/best_of_k.py", _ORDER): [
-        ("3 * _LARGEST * max", "_LARGEST * max", "pkpo: loo is clipped"),
+        ("3.0 * _LARGEST * max", "1.0 * _LARGEST * max", "pkpo: loo is clipped"),
         ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _ORDER): [
@@ -88,7 +112,50 @@ MUTATIONS = {
         ("(utility - mean)", "utility", "rs_grpo: 1 is not taken off"),
         ("rewards - rewards.amax(-1, keepdim=True)", "rewards * 1.0", "rs_grpo: large rewards overflow"),
         ("below - below.mean(-1, keepdim=True)", "below", "rs_grpo: no mean at β = 0"),
-        ("if largest > 10.0:", "if largest > 1e9:", "rs_grpo: a rare right answer is clipped"),
+        ("return size / self.beta if", "return self.beta if", "rs_grpo: a rare right answer is clipped"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_maxrl.py"): [
+        ("keepdim=True)) / mean, 0.0)", "keepdim=True)), 0.0)", "maxrl: not divided by the mean"),
+        ("torch.where(mean > 0.0, (apart", "torch.where(mean >= 0.0, (apart", "maxrl: 0 / 0 in all-wrong groups"),
+        ("return size - 1.0", "return 0.0", "maxrl: a rare right answer is clipped"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_lens.py"): [
+        ("confidence = (total / tokens).exp()", "confidence = total.exp()", "lens: long answers are never confident"),
+        ("(difficulty - confidence) / rewards.shape[1]", "(difficulty - confidence)", "lens: not divided by G"),
+        ("= 2.0 * confidence.amax", "= 1.5 * confidence.amax", "lens: the largest penalty is 2"),
+        ("torch.maximum(difficulty, by_sampling)", "difficulty", "lens: D_imp is left out"),
+        ("rewards * (-total).exp(), 0.0)", "rewards * (-total / tokens).exp(), 0.0)", "lens: D_imp of π̄, not π"),
+        ("self.alpha * (calibrated", "(calibrated", "lens: α is ignored"),
+        ("torch.where(rewards > 0.0, rewards * (", "torch.where(rewards > -1.0, rewards * (", "lens: 0 · ∞"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_lens.py"): [
+        (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_rep_exp.py"): [
+        ("states = states - states.mean(1, keepdim=True)", "states = states * 1.0", "rep_exp: states are not centered"),
+        ("kernel + self.ridge * torch", "kernel + torch", "rep_exp: λ is ignored"),
+        ("rewards + self.beta * bonus", "rewards + bonus", "rep_exp: β is ignored"),
+        (
+            "normalised(torch.where(right, ",
+            "normalised(torch.where(right | True, ",
+            "rep_exp: a bonus where all are wrong",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/model_actors.py", "test_advantages_rep_exp.py"): [
+        ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_rep_exp.py"): [
+        ("(size**0.5 / advantage.dim) ** 0.5", "size**0.25", "rep_exp: the projection lengthens states"),
+        ("(maker.args.train.seed, maker.training_step)", "(maker.args.train.seed)", "rep_exp: one projection for all"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_spo.py"): [
+        ("(rho * right + sum(own), rho", "(right + sum(own), rho", "spo: right answers are never forgotten"),
+        ("rho * wrong + len(own) - sum(own))", "rho * wrong + len(own))", "spo: right answers are wrong ones too"),
+        ("(values[key] / (1.0 - rho), (1.0", "(values[key], (1.0", "spo: the first evidence has no weight"),
+        ("if not isinstance(maker.visits, Values)", "if maker.visits is None", "spo: another advantage's state"),
+    ],
+    ("ngrpo/methods/advantages/base.py", "test_advantages_maxrl.py"): [
+        ("if bound > 10:", "if bound > 0:", "a clip narrower than OpenRLHF's own"),
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ngrpo.machine.storage.parameters_file import FILE
-from ngrpo.methods import credits, policy_noises, sampling_schedules
+from ngrpo.methods import advantages, credits, policy_noises, sampling_schedules
 from ngrpo.methods.sampling_schedules.base import PastStep, Run
 from ngrpo.methods.second_rounds.lope import WORDS
 from perturbations import registry
@@ -33,7 +33,7 @@ NEIGHBOR = [
     "--perturbation.variant released --second_round igrpo",
     *(f"--credit {name}" for name in sorted(credits.available())),
 ]
-NEIGHBOR += [f"--advantage {name}" for name in ("psr", "nsr", "w_reinforce", "copo", "pass_at_k", "pkpo", "rs_grpo")]
+NEIGHBOR += [f"--advantage {name}" for name in sorted({*advantages.available()} - {"group_norm", "ngrpo"})]
 RUNS = [f"--perturbation {words} --algo.kl.init_coef 0" for words in PERTURBATIONS]
 RUNS += [f"--perturbation neighbor --preset grpo {words}" for words in NEIGHBOR]
 

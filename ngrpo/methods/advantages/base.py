@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,6 +19,14 @@ from perturbations.options import Options, option
 # Rewards are sums of float32; nearer to the maximum than this counts as the maximum.
 ROUNDING = 1e-5
 
+# What an advantage may need besides rewards, (P, G, …); ngrpo/trainers/openrlhf/step_advantages.py has it measured.
+FURTHER = {
+    "counts": "how often each response was seen before",
+    "log_probs": "the sum of each response's log-probabilities and the number of its tokens",
+    "hidden": "the projected mean of each response's last hidden states",
+    "values": "the value of each response's prompt, as earlier steps estimate it",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Options, ABC):
@@ -26,18 +35,24 @@ class Advantage(Options, ABC):
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
-    # Whether it needs counts of (prompt, response) outcomes; whether each group's advantages sum to 0, whatever its
-    # rewards; and whether responses beyond the length limit are no part of their groups, and get 0.
+    # What it needs besides rewards, a name of FURTHER, where `counted = True` is "counts"; whether each group's
+    # advantages sum to 0, whatever its rewards; and whether responses beyond the length limit are no part of their
+    # groups, and get 0.
+    needs: ClassVar[str] = ""
     counted: ClassVar[bool] = False
     sums_to_zero: ClassVar[bool] = False
     leaves_out_overlong: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.counted:
+            cls.needs = "counts"
+
     @abstractmethod
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """The advantages of P groups, (P, G): each row is a function of its own row.
 
-        ``rewards``: (P, G) finite, float32 or wider. ``counts``: (P, G), how often each response's outcome was seen
-        before; None unless ``counted``.
+        ``rewards``: (P, G) finite, float32 or wider. ``further``: (P, G, …), what ``needs`` names; None where nothing.
         """
 
     def at_step(self, step: int) -> Advantage:
@@ -49,7 +64,7 @@ class Advantage(Options, ABC):
         """Whether :meth:`at_step` may give another advantage at a later step."""
         return type(self).at_step is not Advantage.at_step
 
-    def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
+    def compute(self, rewards: Tensor, further: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
         """As :meth:`formula`; ``UsageError`` for a wrong shape, or rewards that it cannot use.
 
         ``overlong``: which responses were cut off, (P, G) bool; ignored unless ``leaves_out_overlong``.
@@ -59,10 +74,11 @@ class Advantage(Options, ABC):
             raise UsageError(
                 f"{label} rewards of shape {tuple(rewards.shape)}; (P, G) is needed, a row for each prompt."
             )
-        if self.counted and (counts is None or counts.shape != rewards.shape):
+        further = further if self.needs else None
+        if self.needs and (further is None or further.shape[:2] != rewards.shape):
             raise UsageError(
-                f"{label} counts={None if counts is None else tuple(counts.shape)}; a tensor of the rewards' shape"
-                f" {tuple(rewards.shape)} is needed: how often each response was seen before."
+                f"{label} {self.needs}={None if further is None else tuple(further.shape)}; a tensor of the rewards'"
+                f" shape {tuple(rewards.shape)} is needed: {FURTHER[self.needs]}."
             )
         for row, column in (~rewards.isfinite()).nonzero().tolist():
             raise UsageError(
@@ -71,14 +87,13 @@ class Advantage(Options, ABC):
             )
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
-        counts = counts if self.counted else None
         if overlong is None or not self.leaves_out_overlong:
-            return self.formula(rewards, counts)
+            return self.formula(rewards, further)
         result, complete = torch.zeros_like(rewards), ~overlong
         left = complete.sum(-1, keepdim=True)
         for size in left[left > 0].unique().tolist():  # groups with as many responses left go together
             here = complete & (left == size)
-            of_size = None if counts is None else counts[here].view(-1, size)
+            of_size = None if further is None else further[here].view(-1, size, *further.shape[2:])
             result[here] = self.formula(rewards[here].view(-1, size), of_size).flatten().to(result)
         return result
 
@@ -90,10 +105,19 @@ class Advantage(Options, ABC):
         if len(rewards):
             raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
 
+    def largest(self, size: int) -> float:
+        """The size that an advantage can reach in a group of so many responses; 0 where OpenRLHF's clip, 10, fits."""
+        return 0.0
+
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
-        return {"--algo.advantage.estimator": "group_norm"}
+        added: dict[str, Default] = {"--algo.advantage.estimator": "group_norm"}
+        size = flags.or_default("--rollout.n_samples_per_prompt")
+        bound = math.ceil(self.largest(int(size))) if size.isdecimal() else 0
+        if bound > 10:
+            added["--reward.clip_range"] = (f"-{bound}", f"{bound}")
+        return added
 
     def notes(self, flags: Flags) -> list[str]:
         """Warnings for the user about OpenRLHF's flags."""
@@ -110,7 +134,7 @@ def normalised(rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedAdvantage(Advantage):
-    """For rewards in [0, 1] where 1 is a correct response; no group, no normalisation."""
+    """For rewards in [0, 1] where 1 is a correct response."""
 
     paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
 

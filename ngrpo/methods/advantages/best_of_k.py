@@ -8,7 +8,6 @@ from math import comb
 import torch
 from torch import Tensor
 
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, AnnealedK
 from perturbations import UsageError, option
@@ -36,7 +35,7 @@ class PassAtK(AnnealedK):
             " pkpo, which takes any rewards.",
         )
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(1 − ρ)/σ for a right response, (1 − ρ − C(N−c−1, k−1)/C(N−1, k−1))/σ for a wrong one; 0 where σ is 0.
 
         ρ = 1 − C(N−c, k)/C(N, k) with c right of N, σ = √(ρ (1 − ρ)). Combined: (c/N) A_k + (1 − c/N) A_1.
@@ -90,10 +89,9 @@ class PKPO(AnnealedK):
                 " (--rollout.n_samples_per_prompt). Lower it, or take variant=loo_minus_one."
             )
 
-    def flags(self, flags: Flags) -> dict[str, Default]:
-        """Also a clip that cuts nothing: an only right response has k times its reward, and OpenRLHF's clip is ±10."""
-        bound = str(3 * _LARGEST * max(self.k, self.k_end or 1))
-        return super().flags(flags) | {"--reward.clip_range": (f"-{bound}", bound)}
+    def largest(self, size: int) -> float:
+        """An only right response has k times its reward, and less of a baseline."""
+        return 3.0 * _LARGEST * max(self.k, self.k_end or 1)
 
     def check_rewards(self, rewards: Tensor) -> None:
         super().check_rewards(rewards)
@@ -103,7 +101,7 @@ class PKPO(AnnealedK):
             " constant.",
         )
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """s_i is the mean, over all sets of k responses, of the maximum of sets with i, times their share.
 
         loo: less k/(n−1) times the mean maximum of k others; loo_minus_one: less k/n times that of k − 1 others.

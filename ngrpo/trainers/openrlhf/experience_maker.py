@@ -20,7 +20,7 @@ from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import cut_prompts, cut_turns, refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
-from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, level_equal, share_among_tokens
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Values, Visits, level_equal, share_among_tokens
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -45,14 +45,14 @@ def experience_maker(plain: Any) -> type:
         Attributes:
             training_step: from 0, or from a checkpoint's.
             step_measures: of the current step, which the trainer takes.
-            visits: counts of outcomes, for COPO; part of a checkpoint.
+            visits: what an advantage keeps of prompts, COPO's counts or SPO's values; part of a checkpoint.
             rollout_divergence: of the latest step, for a policy noise; None if unknown.
             rollout_entropy: of the latest step, for a sampling schedule; None if unknown.
         """
 
         training_step = 0
         step_measures: Mapping[str, float] = MappingProxyType({})
-        visits: Visits | None = None
+        visits: Visits | Values | None = None
         rollout_divergence: float | None = None
         rollout_entropy: float | None = None
         gap_scale: mismatch.GapScale | None = None
