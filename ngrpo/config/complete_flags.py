@@ -25,7 +25,7 @@ _OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logge
 # Another flag that sets the same thing: where it is given, ours would override it without a word.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
 UNPREPARED = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
-"""In place of the flags of a task that could not be prepared."""
+"""Replaces the flags of a task that could not be prepared."""
 
 
 def completed(run: RunConfig) -> Flags:
@@ -56,7 +56,7 @@ def of_folder(flags: Flags, run: RunConfig) -> dict[str, Default]:
 
 
 def of_methods(flags: Flags, run: RunConfig) -> dict[str, Default]:
-    """What the methods need, save the advantage, whose flags take the place of a preset's."""
+    """What the methods need, except the advantage: its flags replace a preset's."""
     parts = [run.part(kind.name) for kind in run_level_kinds() if kind.name != "advantage"]
     defaults: dict[str, Default] = {}
     for part in parts:

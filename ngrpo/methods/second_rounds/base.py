@@ -85,7 +85,7 @@ def closing(prompt: str, tokenizer: Any) -> int:
 
     Its length where the tokenizer's chat template, if any, did not make the prompt.
     """
-    # What ends a message; else the opening of the answer, where nothing but white space does.
+    # What ends a message; else the opening of the response, where only white space does.
     for opened in (False, True) if getattr(tokenizer, "chat_template", None) else ():
         with suppress(Exception):
             message = {"role": "user", "content": _TEXT}

@@ -175,7 +175,7 @@ def compare(answer: str, text: str) -> Verdict:
     if not found:
         return Verdict(UNREADABLE)
     gold = read(rewritten(last_boxed(answer) or answer))
-    # An operation that is left to be done, as in the question's "2 + 3 * 4", is no answer where a number is asked for.
+    # An operation that is left to be done, as in the question's "2 + 3 * 4", is no answer to a question for a number.
     finished = gold is not None and not unfinished(gold.items) and [*map(_is_rational, gold.values)] == [True]
     said = read(found, finished=finished)
     if gold is None and letters(found) == letters(rewritten(answer)):
