@@ -222,7 +222,7 @@ def _compare(name: str, part: Part, found: Any, expected: Any) -> None:
     """Notes the largest differences; raises where integers differ, or floats by more than the tolerance."""
     pairs = zip(tree_flatten_with_path(found)[0], tree_flatten_with_path(expected)[0], strict=True)
     for (path, one), (_, other) in pairs:
-        if one is None is other:  # a part that changes nothing but the state
+        if one is None is other:  # a part that changes the state only
             continue
         a, b = (each.values if isinstance(each, Pretended) else each for each in (one, other))
         where = f"{name}{''.join(map(str, path))}"

@@ -220,7 +220,7 @@ class BoundGate:
         return GateStep.of(step, step.positions - first, state)
 
     def advance(self, rows: Tensor, step: Step, first: Tensor, fed: Tensor, kept: Tensor) -> None:
-        """Moves the further gate's state past B positions whose tokens are ``kept``; ``fed``: perturbed, (B,) bool."""
+        """Moves the further gate's state past B positions with ``kept`` tokens; ``fed``: perturbed, (B,) bool."""
         if self._further is None:
             return
         after, at = self._further.advance(self._seen(rows, step, first), fed), step.positions % _POSITIONS

@@ -77,7 +77,7 @@ class Swi(Gate):
     paper = "SwiReasoning, arXiv 2510.05069"
 
     window: int = option(512, "least length of a closed block, in positions", low=0)
-    max_switches: int | None = option(None, "open blocks after whose number the gate stays closed", low=1)
+    max_switches: int | None = option(None, "number of open blocks, after which the gate stays closed", low=1)
 
     def initial_state(self) -> Mapping[str, float]:
         """The block: closed or open, its length, H̄; and how many open blocks have ended."""
