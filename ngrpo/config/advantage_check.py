@@ -55,7 +55,7 @@ def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _further(advantage: Advantage, rewards: Tensor, draws: torch.Generator) -> Tensor:
-    """What the advantage needs besides these rewards, at random; all zero where nothing."""
+    """What the advantage needs in addition to these rewards, at random; zeros where nothing."""
     numbers = torch.randint(1, 9, (*rewards.shape, 2), generator=draws).float()
     choices = {"counts": numbers[..., 0], "log_probs": numbers * torch.tensor([-1.0, 1.0]), "hidden": numbers}
     choices["values"] = numbers[..., 0] / 9.0

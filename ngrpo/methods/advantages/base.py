@@ -19,7 +19,7 @@ from perturbations.options import Options, option
 # Rewards are sums of float32; nearer to the maximum than this counts as the maximum.
 ROUNDING = 1e-5
 
-# What an advantage may need besides rewards, (P, G, …); ngrpo/trainers/openrlhf/step_advantages.py has it measured.
+# What an advantage may need in addition to rewards, (P, G, …); step_advantages.py of OpenRLHF has it measured.
 FURTHER = {
     "counts": "how often each response was seen before",
     "log_probs": "the sum of each response's log-probabilities and the number of its tokens",
@@ -35,7 +35,7 @@ class Advantage(Options, ABC):
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
-    # What it needs besides rewards, a name of FURTHER, where `counted = True` is "counts"; whether each group's
+    # What it needs in addition to rewards, a name of FURTHER, where `counted = True` is "counts"; whether each group's
     # advantages sum to 0, whatever its rewards; and whether responses beyond the length limit are no part of their
     # groups, and get 0.
     needs: ClassVar[str] = ""
@@ -106,7 +106,7 @@ class Advantage(Options, ABC):
             raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
 
     def largest(self, size: int) -> float:
-        """The size that an advantage can reach in a group of so many responses; 0 where OpenRLHF's clip, 10, fits."""
+        """The size that an advantage can reach in a group of ``size`` responses; 0 where OpenRLHF's clip, 10, fits."""
         return 0.0
 
     def flags(self, flags: Flags) -> dict[str, Default]:

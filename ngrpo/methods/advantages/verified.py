@@ -67,7 +67,7 @@ class ConfidentMistakes(VerifiedAdvantage):
 @register("rep_exp")
 @dataclass(frozen=True, kw_only=True)
 class NovelRepresentation(VerifiedAdvantage):
-    """RepExp: a bonus for responses whose mean hidden state is new within the group, then as group_norm."""
+    """RepExp: a bonus for responses with a mean hidden state that is new in the group, then as group_norm."""
 
     paper = "RepExp, arXiv 2510.11686"
     sums_to_zero = True
@@ -75,7 +75,7 @@ class NovelRepresentation(VerifiedAdvantage):
 
     beta: float = option(0.01, "β, the weight of the bonus, which is in [0, 1]", low=0.0)
     ridge: float = option(0.01, "λ, added to the diagonal of the covariance", above=0.0)
-    dim: int = option(32, "numbers that a hidden state is projected to at random, anew in each step", low=1)
+    dim: int = option(32, "numbers that a hidden state is projected to at random, by a new matrix in each step", low=1)
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """The normalised r + β h̄ᵀ Σ⁻¹ h̄, Σ = λ I + Σ_j h̄_j h̄_jᵀ; as the release has it.
@@ -173,7 +173,7 @@ class SingleStream(VerifiedAdvantage):
         return rewards - require(further, self.needs)
 
     def flags(self, flags: Flags) -> dict[str, Default]:
-        """Also the estimator that needs no group, and whose advantages OpenRLHF normalises over the step, Eq. 9."""
+        """Also an estimator without groups. OpenRLHF normalises its advantages over the step, Eq. 9."""
         return super().flags(flags) | {"--algo.advantage.estimator": "reinforce"}
 
     def notes(self, flags: Flags) -> list[str]:

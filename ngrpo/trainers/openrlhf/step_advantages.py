@@ -200,7 +200,7 @@ def _hidden(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Te
     return means @ (signs * (size**0.5 / advantage.dim) ** 0.5)
 
 
-# What advantages need besides rewards (FURTHER), of a step's responses in the order of its experiences.
+# What advantages need in addition to rewards (FURTHER), of a step's responses in the order of its experiences.
 _FURTHER: dict[str, Callable[[Any, Sequence[Experience], Any], Tensor]] = {
     "counts": _counts,
     "log_probs": _log_probs,
