@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 from ngrpo.config import features as given
 from ngrpo.config.features import (
-    ASYNC,
-    BOUNDS,
     CORRECTION,
     IN_ENGINE,
-    IN_TRL,
     IN_VERL,
     KL,
     Combination,
@@ -50,7 +47,7 @@ def rows(other: Feature, *pairs: tuple[Feature, str] | tuple[Feature, str, str])
 _PICTURES, _RING = flag("--data.max_images_per_prompt", off="0"), flag("--ds.ring_attn_size", off="1")
 _TENSOR, _LORA = flag("--ds.tensor_parallel_size", off="1"), flag("--ds.lora.rank", off="0")
 _FLOAT32 = flag("--ds.param_dtype", only="fp32")
-_ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(ASYNC), sampling("correction_warmup")
+_ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(given.ASYNC), sampling("correction_warmup")
 _REWARD = flag("--reward.remote_url")
 _TOKEN = "or add --perturbation.density token"
 _OUT, _OFF = f"leave it out, {_TOKEN}", "leave it out"
@@ -82,7 +79,7 @@ TRAINING = (
         (flag("draft_model", off="0 false none"), _DRAFTED),
         (_RING, "the replay does not split records over a ring", "use --ds.ring_attn_size 1"),
         (_LORA, "OpenRLHF syncs its weights under names that vLLM does not know"),
-        (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {ASYNC})"),
+        (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {given.ASYNC})"),
     ),
     Row(
         flag("--train.enable_ema"), _ZERO_3, "the initial model would be saved as the average", "use --ds.zero_stage 2"
@@ -150,7 +147,7 @@ TRAINING = (
         Row(_WARMUP, other_than(name, needed), _GROWS, f"give {name} {needed}, or leave the warm-up out")
         for name, needed in given.TOKEN_WEIGHTS.items()
     ),
-    Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {BOUNDS} 0 10"),
+    Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {given.BOUNDS} 0 10"),
     *rows(
         given.SECOND_ROUND,
         (flag("--train.agent_func_path"), "an agent reads more than its first prompt"),
@@ -204,7 +201,7 @@ TRAINING = (
         both(given.WEIGHTS, given.DIVERGENCE),
         given.LOWER_BOUND,
         "a divergence has an upper bound alone",
-        f"give one number, {BOUNDS} 0.1",
+        f"give one number, {given.BOUNDS} 0.1",
     ),
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates during training", "run `ngrpo eval` before it"),
 )
@@ -349,8 +346,8 @@ TRL = (
             "leave the filters out, or set vllm_importance_sampling_correction=False",
         ),
     ),
-    Row(given.PARAMETERS, IN_TRL, "TRL would neither train nor send them", _WITHOUT),
-    Row(given.DENSITY, IN_TRL, "TRL's loss takes the token's log-probability", "set density='token'"),
+    Row(given.PARAMETERS, given.IN_TRL, "TRL would neither train nor send them", _WITHOUT),
+    Row(given.DENSITY, given.IN_TRL, "TRL's loss takes the token's log-probability", "set density='token'"),
 )
 
 TABLE = {

@@ -85,7 +85,7 @@ def of_rows(whole: Any, rows: Tensor) -> Any:
     return type(whole)(**parts) if dataclasses.is_dataclass(whole) else parts if isinstance(whole, Mapping) else whole
 
 
-def _parts(whole: Any) -> dict[str, Any]:
+def _parts(whole: object) -> dict[str, Any]:
     """What a dataclass or mapping holds, by name; nothing for anything else."""
     if dataclasses.is_dataclass(whole):
         return {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}

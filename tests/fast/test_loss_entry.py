@@ -50,7 +50,9 @@ def test_which_advantages_sum_to_zero(name: str) -> None:
     advantage = advantages.create(name)
     rewards = torch.tensor([[0.0] * 8, [1.0] + [0.0] * 7, [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], [1.0] * 8])
     counts = torch.arange(32.0).view(4, 8)
-    sums = advantage.compute(rewards, counts).sum(-1).abs()
+    pairs = torch.stack([-1.0 - counts, 1.0 + counts], dim=-1)
+    further = {"counts": counts, "values": counts / 32.0, "log_probs": pairs, "hidden": pairs}.get(advantage.needs)
+    sums = advantage.compute(rewards, further).sum(-1).abs()
     assert (sums.max().item() < 1e-4) == advantage.sums_to_zero, sums
 
 

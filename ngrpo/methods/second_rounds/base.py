@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a second round."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.second_rounds import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TEXT = "ngrpo-text"
 
@@ -39,7 +44,7 @@ class SecondRound(Options, ABC):
     seed: int = option(0, "seed of the prompts and of the choice among right responses", low=0)
 
     @abstractmethod
-    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
         """A prompt of the second round, at most :attr:`room` tokens longer than ``text``, the data's prompt.
 
         ``tokenizer``: the model's, of transformers; its chat template has the run's arguments. ``random``: the source
@@ -80,7 +85,7 @@ class SecondRound(Options, ABC):
         return -torch.nn.functional.softplus(torch.tensor(self.shaping).log().to(ratio) - ratio)
 
 
-def closing(prompt: str, tokenizer: Any) -> int:
+def closing(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """The index in a prompt at which the text of its last message ends.
 
     Its length where the tokenizer's chat template, if any, did not make the prompt.
@@ -90,13 +95,13 @@ def closing(prompt: str, tokenizer: Any) -> int:
         with suppress(Exception):
             message = {"role": "user", "content": _TEXT}
             text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=opened)
-            end = text.partition(_TEXT)[2]
+            end = str(text).partition(_TEXT)[2]
             if end.strip() and end in prompt:
                 return prompt.rindex(end)
     return len(prompt)
 
 
-def opening(prompt: str, tokenizer: Any) -> int:
+def opening(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """The index in a prompt at which the text of its first message (the system's or the user's) begins.
 
     0 where the tokenizer's chat template, if any, did not make the prompt.

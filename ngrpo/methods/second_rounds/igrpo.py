@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """iGRPO, Iterative Group Relative Policy Optimization: the best of several drafts is refined (arXiv 2602.09000)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.second_rounds import register
 from ngrpo.methods.second_rounds.base import SecondRound, closing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BEFORE = "An earlier attempt:"
 _AFTER = "The attempt may be wrong. Solve the problem again, and better where you can."
@@ -41,7 +46,9 @@ class IGRPO(SecondRound):
         """Always."""
         return True
 
-    def prompt(self, text: str, tokenizer: Any, random: Random, drafts: Sequence[tuple[str, float]] = ()) -> str:
+    def prompt(
+        self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random, drafts: Sequence[tuple[str, float]] = ()
+    ) -> str:
         """The prompt with the best of the drafts, a paragraph at the end of its last message."""
         best = max(reward for _, reward in drafts)
         draft = random.choice([draft for draft, reward in drafts if reward == best])

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoPE, Lorem Perturbation for Exploration: nonsense before the prompt, and its paper's baseline (arXiv 2605.05566)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ngrpo.methods.second_rounds import register
 from ngrpo.methods.second_rounds.base import SecondRound, opening
 from perturbations import UsageError, option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # The words of the printers' dummy text, which is cut out of Cicero's De finibus (45 BC).
 _TEXT = (
@@ -41,7 +46,7 @@ class LoPE(SecondRound):
         """The longest nonsense, and what its line adds."""
         return self.most + _SEAMS
 
-    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
         """Nonsense of a length drawn from [least, most], a line of its own at the opening of the prompt."""
         length = random.randint(self.least, self.most)
         words = [random.choice(WORDS) for _ in range(length)]
@@ -64,6 +69,6 @@ class Repeat(SecondRound):
     prompts: int = option(1, "how often the prompt is sampled again", low=1)
     answers: int = option(24, "responses to it each time", low=1)
 
-    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
         """The given one."""
         return text

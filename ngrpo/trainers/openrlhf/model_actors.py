@@ -92,7 +92,8 @@ class _Replaying:
             if action_densities is not None and self.is_policy:
                 self._kept = (*self._kept, ("token_log_probs", action_densities.token_log_probs(log_probs)))
             if hidden is not None:
-                means = mean_hidden(hidden, require(action_mask, "action_mask"), require(attention_mask, "mask"), model)
+                masks = require(action_mask, "action_mask"), require(attention_mask, "attention_mask")
+                means = mean_hidden(hidden, *masks, packed=getattr(model, "packing_samples", False))
                 self._kept = (*self._kept, ("mean_hidden", means))
         self._kept = (*self._kept, *(("token_entropies", part) for part in entropies))
         return log_probs
@@ -144,9 +145,8 @@ def _kept_entropies(model: Any) -> Iterator[list[Tensor]]:
         del model.forward
 
 
-def mean_hidden(hidden: LastHidden, action_mask: Tensor, attention_mask: Tensor, actor: Any) -> Tensor:
+def mean_hidden(hidden: LastHidden, action_mask: Tensor, attention_mask: Tensor, *, packed: bool) -> Tensor:
     """The mean last hidden state over each response's trained tokens, (B, D) float32 on the CPU."""
-    packed = getattr(actor, "packing_samples", False)
     shape = (1, int(attention_mask.sum())) if packed else tuple(attention_mask.shape)
     rows, sample = rows_of_tokens(action_mask, attention_mask, shape)  # the rows that chose the tokens; theirs are next
     of_response = [rows[sample == i] + 1 for i in range(len(action_mask))]

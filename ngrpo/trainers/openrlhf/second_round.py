@@ -113,7 +113,7 @@ async def in_two_rounds(
     # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
     time = arguments.get("round", f"{actor.second_rounds_asked[prompt]} here")
     random = Random(f"{method.seed} {time} {prompt}")
-    tokenizer: Any = copy(hf_tokenizer)
+    tokenizer = copy(hf_tokenizer)
     drafts: dict[str, Any] = {}
     if given := conversation.template_arguments(current_run().chat_template_kwargs):
         tokenizer.apply_chat_template = partial(hf_tokenizer.apply_chat_template, **given)

@@ -26,6 +26,8 @@ from perturbations.seeds import trajectory_seed
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
 
+    from ngrpo.methods.advantages.verified import NovelRepresentation, SingleStream
+
 
 class Visits:
     """How often each (prompt, outcome) has been seen in a run, by hashes of 8 bytes: COPO's N."""
@@ -182,7 +184,7 @@ def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> T
     return torch.stack([torch.cat(totals), torch.cat([mask.sum(-1) for mask in masks])], dim=-1)
 
 
-def _values(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Tensor:
+def _values(maker: Any, experiences: Sequence[Experience], advantage: SingleStream) -> Tensor:
     if not isinstance(maker.visits, Values):
         maker.visits = Values()
     prompts = [prompt for experience in experiences for prompt in experience.prompts]
@@ -190,7 +192,7 @@ def _values(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Te
     return torch.tensor(maker.visits.visit(prompts, rewards.tolist(), advantage.rho)).to(rewards)
 
 
-def _hidden(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Tensor:
+def _hidden(maker: Any, experiences: Sequence[Experience], advantage: NovelRepresentation) -> Tensor:
     """Projected by a sparse random matrix of the step: ±√(√D / dim) with probability 1 / (2 √D) each, else 0."""
     means = torch.cat(kept_by_actors(maker, "mean_hidden", [experience.rewards for experience in experiences]))
     size = means.shape[1]
