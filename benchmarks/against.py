@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--wall", action="store_true", help="all cores of a CPU, and the clock instead of CPU seconds")
-    parser.add_argument("--replay", action="store_true", help="steps of a trainer in place of rollouts")
+    parser.add_argument("--replay", action="store_true", help="steps of a trainer instead of rollouts")
     parser.add_argument("--serve", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

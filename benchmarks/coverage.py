@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often intervals over seeds hold the truth, by simulation of comparisons whose truth is known.
+"""How often intervals over seeds hold the truth, by simulation of comparisons with a known truth.
 
     python -m benchmarks.coverage [--trials 2000]
 
 A comparison trains two strategies with each of 3, 5 or 10 seeds; a trained model has a chance of solving each of 16
-problems, of which 32 answers are counted. What differs from run to run is drawn on the logit scale: an effect of the
+problems, of which 32 responses are counted. What differs from run to run is drawn on the logit scale: an effect of the
 seed that both strategies share, one of the run, one of the run on each problem; in one world a run in ten collapses.
 The truth is the mean difference over all seeds on these problems. Then: eight equal strategies held against one
 baseline, and how often any of them is called different; and two tasks pooled.
@@ -39,7 +39,7 @@ class World:
     collapse: float = 0.0
 
     def scores(self, draw: np.random.Generator, trials: int, seeds: int, gains: tuple[float, ...]) -> np.ndarray:
-        """Shares of right answers, (trials, strategies, seeds, problems); a strategy for each of ``gains``."""
+        """Shares of right responses, (trials, strategies, seeds, problems); a strategy for each of ``gains``."""
         ease = np.random.default_rng(1).normal(0.5, 1.0, PROBLEMS)
         shape = (trials, len(gains), seeds, PROBLEMS)
         shared = self.shared * draw.standard_normal((trials, 1, seeds, 1))
@@ -63,14 +63,14 @@ WORLDS = (
 
 
 def percentile_of_both(tables: np.ndarray) -> np.ndarray:
-    """Draws seeds and problems anew, both with replacement. (trials, seeds, problems) -> (trials, 2)"""
+    """Resamples seeds and problems, both with replacement. (trials, seeds, problems) -> (trials, 2)"""
     draw = np.random.default_rng(0)
     rows, columns = (draw.multinomial(n, np.full(n, 1 / n), size=_REPLICATES) / n for n in tables.shape[1:])
     return np.array([bounds(np.einsum("rs,sp,rp->r", rows, table, columns, optimize=True)) for table in tables])
 
 
 def percentile(tables: np.ndarray) -> np.ndarray:
-    """Draws seeds anew."""
+    """Resamples seeds."""
     seeds = tables.shape[1]
     rows = np.random.default_rng(0).multinomial(seeds, np.full(seeds, 1 / seeds), size=_REPLICATES) / seeds
     return np.quantile(tables.mean(axis=2) @ rows.T, _TAILS, axis=1).T
@@ -103,7 +103,7 @@ METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def coverage(world: World, seeds: int, trials: int, method: Callable[[np.ndarray], np.ndarray]) -> float:
-    """The share of trials whose interval of the paired difference holds the truth."""
+    """The fraction of trials in which the paired difference's interval holds the truth."""
     scores = world.scores(np.random.default_rng(seeds), trials, seeds, (GAIN, 0.0))
     low, high = method(scores[:, 0] - scores[:, 1]).T
     truth = world.truth()

@@ -7,7 +7,7 @@ No model and no engine: random logits are given to a real perturber, on CUDA whe
 every request decoding. `waits`: operations that need a value from the device (`.item()`, `nonzero`, indexing with a
 mask); on CUDA PyTorch's own check is on as well, and any wait is an error. `loops`: lines of Python that each further
 request adds. `launches`: operations on tensors, views left out, and each compiled part taken as one; up and down:
-copies between host and device. At last, what the record of a long answer costs when its request has finished.
+copies between host and device. At last, what the record of a long response costs when its request has finished.
 """
 
 import argparse
@@ -224,7 +224,7 @@ def microseconds(perturbation: Perturbation, batch: int, vocabulary: int, device
 
 
 def record_milliseconds(positions: int = 32_000, candidates: int = 5) -> tuple[float, float]:
-    """Time to build the record of a finished request with so many perturbed positions, and to pack it."""
+    """Time to build the record of a finished request with this many perturbed positions, and to pack it."""
     store, draws = TrajectoryStore(1, positions + _PROMPT), np.random.default_rng(0)
     slot = np.array([store.open("a", 1, _PROMPT, True).slot])
     for position in range(_PROMPT, _PROMPT + positions):

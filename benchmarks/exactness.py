@@ -66,7 +66,7 @@ def measure(llm: Any, model: Any, prompts: list[list[int]], name: str, rate: flo
 
 @contextmanager
 def _with_parameters(model: Any, perturbation: Any) -> Iterator[None]:
-    """A perturbation with parameters has its module beside the model, as in training."""
+    """A perturbation with parameters has its module next to the model, as in training."""
     learned = parameters.attach(model, perturbation)
     try:
         yield

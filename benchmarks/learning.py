@@ -5,7 +5,7 @@
 
 Runs examples/train_neighbor_cpu.sh once per strategy and seed (about 7 minutes each on 2 cores), keeps the
 TensorBoard logs under runs/learning/, and writes OUT/learning.json and OUT/learning.png. Finished runs are kept:
-started again, it goes on where it stopped.
+started again, it continues where it stopped.
 """
 
 import argparse

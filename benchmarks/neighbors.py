@@ -7,7 +7,7 @@
 Recall: of the two nearest tokens by the exact index, the share that the graph finds, over tokens spread evenly over
 the vocabulary. Times of queries are the best of several, and the build's is of the processor: both hold on a machine
 that others use too. Whole table: two neighbors of every token, at the pace of blocks of 64 (exact) after the build
-(hnsw). `--random` takes random rows of this size in place of a model's, around a common vector as embeddings have it.
+(hnsw). `--random` takes random rows of this size instead of a model's, around a common vector as embeddings have it.
 
 Instead of that, `--words` prints examples of the same-word filter, and `--hnswlib` builds graphs of the same vectors by
 faiss and by hnswlib (which is not among the requirements) and compares them. `--sync` computes whole tables as a GPU
@@ -103,7 +103,7 @@ def random_rows(size: int, width: int) -> Tensor:
 
 
 def compare_graphs(embedding: Tensor, metric: str, count: int) -> None:
-    """faiss beside hnswlib: the same vectors and settings, one thread, of two neighbors the share found by each."""
+    """faiss against hnswlib: the same vectors and settings, one thread, of two neighbors the share found by each."""
     import faiss
     import hnswlib
 

@@ -2,7 +2,7 @@
 """One question of several tasks: the mean difference over tasks, and the probability of improvement.
 
 A task is a stratum: its paired differences over seeds are its own sample, and tasks weigh the same. The mean has an
-interval by Welch's t, whose degrees of freedom come from the spread of each task (Welch, Biometrika 34, 1947). The
+interval by Welch's t: the degrees of freedom come from the spread of each task (Welch, Biometrika 34, 1947). The
 probability of improvement is that of Agarwal et al. (2021, arXiv 2108.13264), with its stratified bootstrap.
 """
 

@@ -75,7 +75,7 @@ def joined(first: Results, more: Results) -> Results:
 def publish(
     comparisons: Mapping[str, Results], out: Path, tables: str, page: Path | None, *, with_results: bool = True
 ) -> None:
-    """Writes results and report of each comparison under ``out``, and the tables, whose path it prints.
+    """Writes results and report of each comparison under ``out``, and the tables, and prints their path.
 
     A study of a hundred runs has results of ten megabytes, so they are compressed, to the same bytes each time.
 

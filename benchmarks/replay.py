@@ -50,7 +50,7 @@ class Trainer:
         Args:
             model: a causal model.
             lengths: tokens of each sample; they are drawn at random.
-            packed: one row without padding, whose positions begin anew with each sample; the model's attention must
+            packed: one row without padding; positions begin again with each sample; the model's attention must
                 keep them apart.
             optimizer: steps once a step.
         """

@@ -29,7 +29,7 @@ QUESTION = "Explain step by step how to find the sum of the first hundred odd nu
 
 
 def engine(model: str, spec: dict[str, Any] | None, compiled: bool, **options: Any) -> Any:
-    """An engine in this process, in float32 on a CPU; two of them fit beside each other."""
+    """An engine in this process, in float32 on a CPU; two of them fit together."""
     from vllm import LLM
 
     extra = {"additional_config": {"perturbation": spec}} if spec else {}

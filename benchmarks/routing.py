@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often do engine and trainer send a token to other experts, what does that cost, and what does the replay mend?
+"""How often do engine and trainer send a token to other experts, what does that change, and what does the replay mend?
 
     python -m benchmarks.routing [TYPE …] [--dtype float32]
 
-A tiny mixture of experts with random weights is made of each type. An engine of vLLM that records experts
-(`--replay.routing`) rolls out one request at a time, and a forward of transformers replays, with its own routing and
-with the recorded one, without a perturbation and with `neighbor` (variant `released`, rate 0.5). Each row of the table
-in docs/models.md has the share of tokens whose row was routed otherwise in some layer, and mean and largest |Δ log p|;
-a run writes those of its types there.
+A tiny random mixture of experts is built for each type. An engine of vLLM that records experts (`--replay.routing`)
+rolls out one request at a time. A forward of transformers replays with its own routing and with the recorded one,
+without a perturbation and with `neighbor` (variant `released`, rate 0.5). Each row of the table in docs/models.md has
+the fraction of tokens that were routed otherwise in some layer, and mean and largest |Δ log p|. A run writes the rows
+of its types.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import torch
 TYPES = ("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "deepseek_v3")
 PERTURBATION = {"name": "neighbor", "variant": "released", "rate": 0.5}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-BEGIN, END = "<!-- routing: python -m benchmarks.routing writes this -->", "<!-- /routing -->"
+BEGIN, END = "<!-- table: python -m benchmarks.routing writes this -->", "<!-- /table -->"
 _PROMPTS, _PROMPT_TOKENS, _TOKENS = 12, 20, 64
 
 

@@ -9,9 +9,9 @@ each of these: |log π_S of the rollout − log π of the trainer| on average an
 tokens left, and the mask's bytes per token. Float32, so what is left with the correction is rounding. With
 ``--rollout hf`` Hugging Face's generate() draws instead of an engine: the same filters, in less memory.
 
-``--cost`` measures instead what recording costs the host of a large engine, beside the copies themselves: milliseconds
+``--cost`` measures instead what recording costs the host of a large engine, without the copies themselves: milliseconds
 of a step, megabytes that come from the device, and memory by position, with 40 tokens left of 151,936; then what the
-bytes of a finished trajectory cost. `bits`: a bit for each token is copied, and the host looks for those that are set
+bytes of a finished trajectory cost. `bits`: a bit for each token is copied, and the host looks for the set ones
 and keeps their ids in arrays. `ids`: what the rollout does, which picks them out on the device.
 """
 
@@ -87,7 +87,7 @@ def generate_rollouts(folder: str, model: Any) -> Draw:
 
 
 def _of_bits(bits: np.ndarray, size: int) -> list[np.ndarray]:
-    """The ids whose bits are set in each row, (B, ⌈V/8⌉): eight bytes at once, of which nearly all are 0."""
+    """The ids of the set bits in each row, (B, ⌈V/8⌉): eight bytes at once, of which nearly all are 0."""
     words = np.zeros((len(bits), -(-bits.shape[1] // 8)), dtype=np.uint64)
     words.view(np.uint8)[:, : bits.shape[1]] = bits
     rows, places = np.nonzero(words)

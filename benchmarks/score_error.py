@@ -8,7 +8,7 @@ Printed first: the root mean square of the error over that of the score, in the 
 tokens; logits of deviation 3; differences of 0.03 and 0.1 (their deviation), independent in each logit, or those of one
 hidden state of 16 numbers that is off everywhere. The rows "as a difference" take the noise from what rollout and
 trainer computed, and not from the draw. Printed with a model: the length of the gradient over that of its error, over
-all parameters, with half of each prompt's answers weighed by 1 and half by −1; the reference is a float32 trainer.
+all parameters, with half of each prompt's responses weighed by 1 and half by −1; the reference is a float32 trainer.
 """
 
 import argparse
@@ -176,7 +176,7 @@ def real_step(name: str, tokens: int) -> None:
     ours, before = create("gaussian", **options), Difference(**options)
     exact = gradient(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), ours, rollouts, signs)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    print(f"{describe()}; {name}, bfloat16, 16 answers of {tokens} tokens")
+    print(f"{describe()}; {name}, bfloat16, 16 responses of {tokens} tokens")
     for label, each in (("as a difference", before), ("as drawn", ours)):
         estimate = gradient(model, each, rollouts, signs)
         cosine = torch.nn.functional.cosine_similarity(estimate, exact, dim=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds that an engine takes to start, and to prove its overrides, with perturbations against stock vLLM.
+"""Seconds that an engine takes to start, and to check its overrides, with perturbations against stock vLLM.
 
     python -m benchmarks.start_up [--perturbations neighbor,gumbel] [--pairs 3] [--other CHECKOUT] [--wall]
 
@@ -26,7 +26,7 @@ _COLUMNS = ("start", "first", "probe", "synced")
 
 
 def started(model: str, name: str, clock: str) -> dict[str, float]:
-    """Seconds of an engine's start in this process, whose PYTHONPATH decides of which checkout.
+    """Seconds of an engine's start in this process; PYTHONPATH chooses the checkout.
 
     Args:
         model: its folder.

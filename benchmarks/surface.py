@@ -51,7 +51,7 @@ def _found(row: Patch, root: Path | None) -> Definition | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("after", type=Path, help="folder with the other release's folder vllm/")
-    parser.add_argument("before", type=Path, nargs="?", help="likewise; the installed vLLM where it is left out")
+    parser.add_argument("before", type=Path, nargs="?", help="another one; the installed vLLM where it is left out")
     options = parser.parse_args()
     if options.before is None and source_of("vllm") is None:
         parser.error("no vLLM is installed: give the sources to compare with")

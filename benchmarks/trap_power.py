@@ -4,8 +4,8 @@
     python -m benchmarks.trap_power [--seeds 20] [--repeats 500]
 
 The shortcut has two parameters, the logit of counting and the logit of counting right; the two peaks have 100 logits.
-Both are trained with this package's own advantages on 8 prompts x 8 answers a step. Printed: where each arm ends, and
-the chance that a paired t test over so many seeds, with Holm's correction for so many arms, finds the known rival.
+Both are trained with this package's own advantages on 8 prompts x 8 responses a step. Printed: where each arm ends, and
+the chance that a paired t test over these seeds, with Holm's correction for all arms, finds the positive control.
 Minutes on one core; numpy and torch.
 """
 
@@ -27,7 +27,7 @@ Advantage = Callable[[np.ndarray], np.ndarray]
 
 
 def advantage(name: str, **options: float) -> Advantage:
-    """Rewards (prompts, answers) to advantages of that shape, by the package's own formula."""
+    """Rewards (prompts, responses) to advantages of that shape, by the package's own formula."""
     made = advantages.create(name, **options)
 
     def of(rewards: np.ndarray) -> np.ndarray:
@@ -70,7 +70,7 @@ def two_peaks(of: Advantage, seed: int, steps: int, rate: float = 1.0) -> list[f
 
 
 def power(ours: np.ndarray, baseline: np.ndarray, seeds: int, comparisons: int, repeats: int) -> float:
-    """The chance that ours is found to be better with so many seeds, drawn from the simulated runs."""
+    """The chance that ours is found to be better with this many seeds, drawn from the simulated runs."""
     chance = np.random.default_rng(0)
     hits = 0
     for _ in range(repeats):

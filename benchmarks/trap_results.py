@@ -162,7 +162,7 @@ def main() -> None:
 
 
 def _logged(results: Results, strategy: str, prefix: str) -> list[tuple[float, float]]:
-    """(step, value) of all finished runs of a strategy, where a step has a number whose name begins so."""
+    """(step, value) of all finished runs of a strategy, where a step has a number with such a name."""
     return [
         (step["step"], step[name])
         for run in results["runs"]

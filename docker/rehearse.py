@@ -3,8 +3,8 @@
 
     python docker/rehearse.py docker/Dockerfile.cpu FOLDER [--no-command]
 
-The image's command comes last; ``--no-command`` leaves it out. What Docker itself does is not rehearsed: the base
-image, whose Python is the one at hand, and the system's packages. Pip's options in the environment (PIP_FIND_LINKS and
+The image's command comes last; ``--no-command`` leaves it out. Docker's own part is not rehearsed: the running
+Python replaces the base image's, and the system's packages stay. Pip's options in the environment (PIP_FIND_LINKS and
 so on) hold. FOLDER must not exist; it takes about 5 GB.
 """
 

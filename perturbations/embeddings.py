@@ -20,7 +20,7 @@ from perturbations.neighbors.base import Shard, TableIndex
 
 _ROWS = 1024  # of the matrix, in float64 at once
 _VOCABULARY_BLOCK = 1 << 14
-# Two tokens whose cosines differ by less are equally near; embeddings of never-trained tokens nearly coincide.
+# Two tokens are equally near if their cosines differ by less; embeddings of never-trained tokens nearly coincide.
 _TIE = 1e-6
 
 _numbers = itertools.count()
@@ -125,7 +125,7 @@ class ModelEmbeddings:
 
 
 def matrix_embeddings(embedding: Tensor, special_ids: Sequence[int] = (), texts: Sequence[str] = ()) -> ModelEmbeddings:
-    """The embeddings of a plain matrix E, (V, D): for tests and for models whose embedding is one tensor."""
+    """The embeddings of a plain matrix E, (V, D): for tests and for models with one tensor as embedding."""
     return ModelEmbeddings(
         lambda ids: nn.functional.embedding(ids, embedding), lambda: embedding, None, lambda: special_ids, lambda: texts
     )

@@ -45,7 +45,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of everything that is configured. Subclasses are frozen dataclasses whose fields come from :func:`option`.
+    """Base of everything that is configured. Subclasses are frozen dataclasses with fields from :func:`option`.
 
     An instance converts and checks its values. One of a class with a :attr:`registry` is pickled as its :meth:`spec`.
     """

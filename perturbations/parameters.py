@@ -62,7 +62,7 @@ def freeze(model: CausalModel, perturbation: Perturbation) -> None:
 
 
 def attached(model: object) -> nn.Module | None:
-    """The module that :func:`attach` put beside a model, or None."""
+    """The module that :func:`attach` added to a model, or None."""
     return getattr(model, NAME, None)
 
 

@@ -118,7 +118,7 @@ class Registry:
                 chosen = options.get(field.name, field.default)
                 if not isinstance(chosen, str) or chosen.lower() == "none":
                     fix = f"Name one as option {field.name!r} (available: {', '.join(nested.available())})"
-                    raise UsageError(f"option {own[0]!r} is given, but no {nested.kind}'s name beside it. {fix}.")
+                    raise UsageError(f"option {own[0]!r} is given, but no {nested.kind}'s name. {fix}.")
                 options[field.name] = nested.create(chosen, **{key[len(prefix) :]: options.pop(key) for key in own})
         for unknown in (key for key in options if key not in cls.option_names()):
             owners = [other for other in self.in_tree() if unknown in self.get(other).option_names()]
@@ -241,7 +241,7 @@ _METHODS = {
     "soft_grpo": ("dirichlet", "gumbel", "normal"),
     "token_draws": ("cuts", "multiplex", "none"),
 }
-_GATES = {"further": ("bursts", "first", "top_margin")}
+_GATES = {"further": ("bursts", "confidence", "first", "swi", "top_margin")}
 _BUFFERS = "perturbations.replay.buffers"
 perturbations = Registry(
     "perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations", _METHODS

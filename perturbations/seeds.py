@@ -12,7 +12,7 @@ import numpy as np
 SEED_BYTES = 6
 # Responses to one prompt in one round; the next round's numbers follow.
 MOST_ANSWERS = 1 << 20
-# Prompts asked without a seed whose count is kept; a server forgets the oldest.
+# A server counts this many prompts without a seed; it forgets the oldest.
 _PROMPTS_KNOWN = 1 << 20
 
 

@@ -89,7 +89,7 @@ class Step:
         return streams.keys(self.seeds, self.positions, stream) if known is None else known
 
     def draws(self, n: int, distinct: bool = False) -> Tensor:
-        """(B, n) further tokens, each drawn as ``sampled`` was, among those that the request allows.
+        """(B, n) further tokens, each drawn as ``sampled`` was, among tokens that the request allows.
 
         ``distinct``: without replacement, also of ``sampled``, which is repeated where no other token is left.
         """
@@ -115,7 +115,7 @@ class Step:
         for j in range(n):
             first = j * (count + count * BLOCK)  # counters of this draw: one for each block, one for each token
             left = totals
-            if distinct:  # sums anew and not by difference, which would round a small rest away
+            if distinct:  # sums again and not by difference, which would round a small rest away
                 affected = drawn // BLOCK
                 left = totals.scatter(1, affected, without(drawn, affected)[0].logsumexp(dim=-1))
             chosen = _race(left, keys, first + each)
@@ -134,16 +134,22 @@ def _race(logits: Tensor, keys: Tensor, counters: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class GateStep(Step):
-    """The input of a gate: a :class:`Step` with draws of its own, and the number of earlier tokens of each answer."""
+    """The input of a gate: a :class:`Step` with draws of its own.
+
+    Attributes:
+        generated: the number of earlier tokens of each response.
+        state: the trajectories' state before these positions, by the names of :meth:`Gate.initial_state`.
+    """
 
     generated: Int64[Tensor, " rows"]
+    state: Mapping[str, Float[Tensor, " rows"]] = field(default_factory=dict)
 
     stream = streams.Stream.GATE_OPEN
 
     @classmethod
-    def of(cls, step: Step, generated: Tensor) -> GateStep:
+    def of(cls, step: Step, generated: Tensor, state: Mapping[str, Tensor] | None = None) -> GateStep:
         """A gate's view of a perturbation's step."""
-        return cls(**{f.name: getattr(step, f.name) for f in fields(step)}, generated=generated)
+        return cls(**{f.name: getattr(step, f.name) for f in fields(step)}, generated=generated, state=state or {})
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ class Positions:
 
     @property
     def generated(self) -> np.ndarray:
-        """The number of earlier tokens of the answer, (N,) int64."""
+        """The number of earlier tokens of the response, (N,) int64."""
         return self.positions - self.first
 
     def where(self, mask: np.ndarray) -> Positions:
@@ -175,6 +181,6 @@ class Positions:
         return Positions(self.seeds[mask], self.first[mask], self.positions[mask])
 
     def uniform(self, n: int, at: np.ndarray | None = None) -> np.ndarray:
-        """(N, n) uniform draws in (0, 1), float32; ``at``: other positions (N,) whose draws are used."""
+        """(N, n) uniform draws in (0, 1), float32; ``at``: other positions (N,), which give the draws."""
         keys = streams.keys(self.seeds, self.positions if at is None else at, streams.Stream.GATE_PLAN)
         return streams.uniform(torch.from_numpy(keys), n).numpy()

@@ -25,6 +25,7 @@ class Stream(enum.IntEnum):
     WEIGHTS = 4
     GATE_PLAN = 5
     GATE_OPEN = 6
+    CREDIT = 7
 
 
 def _signed(value: int) -> int:

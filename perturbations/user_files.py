@@ -144,7 +144,7 @@ def _in_words(error: BaseException, where: str, filename: str) -> str:
 
 
 def _refuse_siblings(text: str, file: Path, label: str) -> None:
-    """Raises ``UsageError`` for the import of a module beside the file, which workers elsewhere do not have."""
+    """Raises ``UsageError`` for the import of a module next to the file: workers elsewhere lack it."""
     try:
         tree = ast.parse(text)
     except SyntaxError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step takes on a GPU beside the model, by the code written for an H100; no GPU is needed.
+"""What a decode step takes on a GPU without the model, by the code written for an H100; no GPU is needed.
 
     python -m benchmarks.cuda_without_gpu [--perturbations gumbel,soft] [--batch 1024] [--dtype float32]
 

@@ -148,7 +148,7 @@ def _arrived(part: Tensor) -> Tensor:
 
 
 class FakeDecoding:
-    """A perturber whose requests decode, on fake tensors."""
+    """A perturber with decoding requests, on fake tensors."""
 
     def __init__(self, perturbation: Perturbation, batch: int, vocabulary: int, hidden: int) -> None:
         """

@@ -107,7 +107,7 @@ class _Nowhere(contextlib.nullcontext):
 
 @dataclass
 class Region:
-    """What the compiler made of one function.
+    """The compiler's result for one function.
 
     Attributes:
         code: Python with Triton kernels in it.
@@ -235,7 +235,7 @@ def _memory(node: Any) -> int:
         return V.graph.sizevars.optimization_hint(expression, fallback=0)
 
     def tensor(name: str) -> bool:
-        """False for what stands for several results of one operator, each of which is counted by itself."""
+        """False for a node of several results of one operator, each of which is counted separately."""
         return not isinstance(getattr(V.graph.name_to_buffer.get(name), "layout", None), MultiOutputLayout)
 
     parts = node.get_nodes()

@@ -49,7 +49,7 @@ class Device:
     """What happened on the pretended device.
 
     Attributes:
-        lag: an event arrives when so many later ones have been recorded, or when it is waited for.
+        lag: an event arrives when this many later ones have been recorded, or when it is waited for.
         waits: what made the host wait, with the line of this project that did.
     """
 
@@ -209,7 +209,7 @@ class _Event:
 
 @contextlib.contextmanager
 def pretended_cuda(lag: int = 0) -> Iterator[Device]:
-    """A pretended device, on which the parts of a step run as they stand."""
+    """A pretended device, on which the parts of a step run unchanged."""
     global _device
     guard.load()
     device = _device = Device(lag)

@@ -16,7 +16,7 @@ FULL, MINIATURE = ROOT / "docs" / "gpu.json", ROOT / "runs" / "gpu-rehearsal.jso
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
-        description="Stages of figures of one GPU, the most valuable first. A call goes on where the last one ended.",
+        description="Stages of figures of one GPU, the most valuable first. A call continues where the last one ended.",
     )
     parser.add_argument("--list", action="store_true", help="the stages, with their estimated seconds")
     parser.add_argument("--stage", help="names, separated by commas [all]")

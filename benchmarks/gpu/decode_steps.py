@@ -46,7 +46,7 @@ def judge(rows: list[dict[str, Any]]) -> tuple[bool, str]:
 
 
 def _alone(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Random logits in place of a model; the time is that of a step, until the device has done it."""
+    """Random logits instead of a model; the time is that of a step, until the device has done it."""
     import torch
 
     from benchmarks import decode_step

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gap between rollout and replay of perturbations in a kind of engine, beside the gap without a perturbation."""
+"""The gap between rollout and replay of perturbations in a kind of engine, and the gap without a perturbation."""
 
 import contextlib
 import gc

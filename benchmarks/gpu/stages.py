@@ -112,7 +112,7 @@ def _full() -> list[Stage]:
         speed("throughput", SMOLLM2, 100, [64, 256]),
         speed("throughput-1.5b", "1.5b", 140, [64, 256, 1024]),
         Stage("perturber", "decode_steps", 40, "a decode step without an engine", {**decode, "alone": True}, needs=()),
-        Stage("decode-steps", "decode_steps", 120, "launches, copies, waits a step, beside stock", decode, _runner(2)),
+        Stage("decode-steps", "decode_steps", 120, "launches, copies, waits a step, against stock", decode, _runner(2)),
         Stage("neighbor-table", "neighbor_table", 30, "seconds and memory, 1.5B", table, needs=()),
         trainer("trainer", 50, SMOLLM2, "sdpa", "padded"),
         trainer("trainer-1.5b", 50, "1.5b", "sdpa", "padded"),

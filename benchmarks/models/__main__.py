@@ -3,7 +3,7 @@
 
     python -m benchmarks.models TYPE … [--impl auto transformers] [--runner V1 V2] [--compiled] [--dtype bfloat16]
 
-A tiny model with random weights is made of each type (transformers' ``model_type``), stock vLLM rolls out with it,
+A tiny random model is built for each type (transformers' ``model_type``), stock vLLM rolls out with it,
 unperturbed and with three perturbations, and a forward of transformers replays: |Δ log p| at worst. Without types, all
 that docs/models.md lists, or with --again the given ones: each row is written to docs/models.json as soon as it is
 there, and the page's table with it.
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--under", choices=["preemption", "prefix caching"], default="")
     parser.add_argument("--json", type=Path, help="a file to which the rows of the given types are added as lines")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for an engine")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many; go on later")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after these; continue later")
     parser.add_argument("--again", action="store_true", help="replace all rows of docs/models.json, or the TYPEs")
     parser.add_argument("--log", type=Path, help="folder for what the engines print")
     options = parser.parse_args()

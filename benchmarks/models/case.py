@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 TOLERANCE, FACTOR = 1e-4, 1.5
-# Without the replay the gap must be so many times larger, or the case shows nothing.
+# Without the replay the gap must be this many times larger, or the case shows nothing.
 _SENSITIVE = 20.0
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +30,7 @@ class Case:
         dtype: of the weights and both forwards.
         runner: "V1", or "V2" under Triton's interpreter.
         compiled: vLLM compiles the model instead of running it eagerly.
-        under: "", or what the engine does beside: "preemption" (all requests are preempted twice and computed again,
+        under: "", or what else the engine does: "preemption" (all requests are preempted twice and computed again,
             prefills in chunks), or "prefix caching" (prompts with a long common beginning, asked twice).
     """
 

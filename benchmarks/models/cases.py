@@ -56,17 +56,17 @@ _FIRST = (
 
 
 def in_order() -> list[Case]:
-    """All cases, those first of which most is learnt: a run may be stopped, and goes on later."""
+    """All cases, the most instructive first: a run may be stopped, and continues later."""
     ranks = {name: rank for rank, name in enumerate(_FIRST)}
     return sorted(ALL, key=lambda case: (case != Case(case.type), not case.under, ranks.get(case.type, len(ranks))))
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What tells cases apart; of the dtype, what was asked for."""
+    """What tells cases apart; of the dtype, the requested one."""
     dtype = "float32" if row.get("float32") else row["dtype"]
     return row["type"], row["impl"], dtype, row["runner"], row["compiled"], row["under"]
 
 
 def form(model_type: str) -> str:
-    """The heading under which a type stands."""
+    """The heading of a type."""
     return next((name for name, types in TYPES.items() if model_type in types), "other")

@@ -3,7 +3,7 @@
 
     python -m benchmarks.models.causality lfm2 [--dtype bfloat16] [--unpacked]
 
-Log-probabilities of a text's tokens must not depend on the tokens behind them, nor on the texts beside it in the
+Log-probabilities of a text's tokens must not depend on the tokens behind them, nor on the other texts in the
 batch, nor on whether the engine has answered before; and they should be those of transformers. Printed: |Δ log p| at
 worst, of tiny models with random weights. `--unpacked` keeps vLLM from packing the weights of causal convolutions,
 as it does on CPUs with AVX512-BF16.
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _texts() -> dict[str, list[int]]:
-    """A text, the same with another token in its midst, and one beside it."""
+    """A text, the same with another token in its midst, and another one."""
     tokens = np.random.default_rng(0).integers(1000, 40000, 2 * _LENGTH + 1).tolist()
     text, beside, other = tokens[:_LENGTH], tokens[_LENGTH:-1], tokens[-1]
     return {"text": text, "changed": [*text[:_CHANGED], other, *text[_CHANGED + 1 :]], "beside": beside}

@@ -25,7 +25,7 @@ import torch
 from benchmarks.models.case import verdict
 
 PERTURBATION = {"name": "neighbor", "variant": "released", "rate": 0.5}
-_TOKENS, _ANSWERS = 48, 3  # of each answer; to each prompt, since the largest gap of few tokens is chance
+_TOKENS, _ANSWERS = 48, 3  # of each response; to each prompt, since the largest gap of few tokens is chance
 _HALF = ("qwen3_5",)
 _FIGURES = ("unperturbed", "perturbed", "unreplayed")
 
@@ -82,7 +82,7 @@ def gap(model: Any, rollouts: list[Any], inputs: list[dict[str, Any]], replay: b
     for rollout, picture in zip(rollouts, inputs):
         ids = torch.tensor([rollout.sequence])
         ones, types = torch.ones_like(ids), (ids == model.config.image_token_id).to(torch.int32)
-        if int(types[0, len(rollout.prompt) :].sum()):  # a placeholder in the answer, which no trained model gives
+        if int(types[0, len(rollout.prompt) :].sum()):  # a placeholder in the response, which no trained model gives
             continue
         with replaying(model, [rollout.record if replay else None], attention_mask=ones):
             logits = model(ids, attention_mask=ones, **picture, **{kind: types}).logits[0].float()
@@ -123,7 +123,7 @@ def measured(model_type: str) -> dict[str, Any]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row as it is printed, and stands in docs/models.md."""
+    """A row as it is printed, and in docs/models.md."""
     begin = f"| {row['type']} | {row['dtype']} |"
     if "message" in row:
         return f"{begin} – | – | – | not run: {row['message']} |"

@@ -16,7 +16,7 @@ _CHAT = """{%- for message in messages %}<|im_start|>{{ message.role }}
 {% endif %}"""
 SIDE = 64
 """Pixels of a picture's side, before a processor scales it to 4 by 4 patches, which are merged to 4 tokens."""
-# Positions in pictures have three axes, whose shares published configurations state and some classes' defaults do not:
+# Positions in pictures have three axes. Published configurations state their shares, some classes' defaults do not:
 # without, vLLM numbers the places of pictures as those of text, and transformers does not.
 _AXES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"mrope_section": [4, 6, 6]},
@@ -31,7 +31,7 @@ def build(folder: Path, tokenizer_folder: str, model_type: str = "qwen3_vl", dty
 
     Args:
         folder: is written to.
-        tokenizer_folder: whose tokenizer is extended.
+        tokenizer_folder: the folder of the tokenizer to extend.
         model_type: one of :data:`TYPES`.
         dtype: of the weights.
     """
@@ -44,7 +44,7 @@ def build(folder: Path, tokenizer_folder: str, model_type: str = "qwen3_vl", dty
     if model_type in _AXES:
         rope = {"rope_type": "default", "rope_theta": 1e6, **_AXES[model_type]}
         sizes["text_config"]["rope_parameters"] = rope
-    if model_type == "qwen2_vl":  # whose tower calls the width of its output so
+    if model_type == "qwen2_vl":  # its tower names its output's width so
         sizes["vision_config"]["hidden_size"] = sizes["text_config"]["hidden_size"]
     make = {"gemma3": _gemma, "mistral3": _mistral}.get(model_type, _qwen)
     processor, ids = make(tokenizer_folder, config_class(**sizes))

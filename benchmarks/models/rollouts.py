@@ -132,7 +132,7 @@ def _clean(rollouts: list[Any]) -> list[Any]:
 
 
 def _failure(folder: str, settings: dict[str, Any], error: BaseException) -> dict[str, Any]:
-    """Whose it is: a refusal of ours, something that stock vLLM cannot do either, or a fault of ours."""
+    """Its origin: a refusal of ours, something that stock vLLM cannot do either, or a fault of ours."""
     from perturbations.errors import UsageError
     from tests.stack.harness import build_engine
 
@@ -150,7 +150,7 @@ def _failure(folder: str, settings: dict[str, Any], error: BaseException) -> dic
 
 
 def short(error: BaseException) -> str:
-    """An error in a line: its first one, or of a report all that says what is wrong; where none does, its place."""
+    """An error in a line: its first one, or of a report the lines that say what is wrong; else its place."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     wrong = [line for line in lines if "Value error" in line] or [line for line in lines if ": off by " in line]
     text = "; ".join(wrong or lines[:1])
@@ -183,7 +183,7 @@ def main(runner: str, compiled: bool) -> None:
 
 
 def _in_own_process(request: dict[str, Any]) -> bool:
-    """Whether the case's process ended by itself, within its time."""
+    """Whether the case's process ended within its time."""
     pid = os.fork()
     if not pid:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a gap in bfloat16 rounding? Engine and trainer beside a float32 forward of the same weights.
+"""Is a gap in bfloat16 rounding? Engine and trainer against a float32 forward of the same weights.
 
     python -m benchmarks.models.rounding TYPE [--under "prefix caching"]
 

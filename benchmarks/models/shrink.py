@@ -59,7 +59,7 @@ _TEXT: dict[str, int] = {
     **dict.fromkeys(("attn_layer_period", "expert_layer_period", "global_attn_every_n_layers"), 2),
     **dict.fromkeys(("attn_layer_offset", "expert_layer_offset"), 1),
 }
-# Of towers for images, sounds and the like, whose outputs have the width of the text model.
+# Of towers for images, sounds and the like with outputs of the text model's width.
 _TOWER: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "embed_dim", "d_model"), 64),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "mlp_dim"), 128),
@@ -110,8 +110,8 @@ _AS_PUBLISHED: dict[str, dict[str, Any]] = {
     # These have inner layers of four times the width, whatever the configuration says.
     "phi": {"intermediate_size": 512},
     "falcon": {"ffn_hidden_size": 512},
-    # Yarn scales from a shorter length to this one. vLLM 0.29 reads neither mscale nor mscale_all_dim, whose ratio is 1
-    # by default in transformers, but this (vLLM issue 48621).
+    # Yarn scales from a shorter length to this one. vLLM 0.29 reads neither mscale nor mscale_all_dim. Their ratio
+    # is 1 by default in transformers, but this (vLLM issue 48621).
     "ministral3": {
         "max_position_embeddings": 262144,
         "rope_parameters": {
@@ -243,7 +243,7 @@ def _layers(defaults: Mapping[str, Any]) -> dict[str, Any]:
         if len(chosen) < 2 and layer not in chosen:
             chosen.append(layer)
     if not kinds:
-        # A period decides what a layer is: so many layers that each kind is there.
+        # A period decides what a layer is: as many layers as each kind needs.
         chosen = list(range(min(count, 2)))
     result: dict[str, Any] = {name: len(chosen)}
     for key, value in lists.items():

@@ -24,7 +24,7 @@ def build(model_type: str, folder: Path, tokenizer: Path, dtype: torch.dtype = t
     Args:
         model_type: a key of transformers' ``CONFIG_MAPPING``.
         folder: empty; config.json, weights, tokenizer and processor are written to it.
-        tokenizer: the folder whose tokenizer is copied.
+        tokenizer: the folder of the tokenizer to copy.
         dtype: of the weights.
 
     Returns:
@@ -144,7 +144,7 @@ def _initialised(config: Any) -> Any:
 
 
 def _processor(model_type: str, config: Any, folder: Path) -> None:
-    """What vLLM reads of a multimodal model's folder beside the tokenizer, as far as the classes have defaults."""
+    """What vLLM reads of a multimodal model's folder without the tokenizer, as far as the classes have defaults."""
     from transformers import AutoTokenizer
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING

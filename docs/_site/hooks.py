@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What mkdocs does while it builds the site: pages of the methods, tables from the code, links between pages.
 
-The pages of docs/ stay readable by themselves. What is made here is made anew at each build.
+The pages of docs/ stay readable without it. Each build makes the rest.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from perturbations.registry import Registry
 ROOT = Path(__file__).resolve().parents[2]
 # The pages of docs/ on which methods are tabulated, each method on one.
 TABLES = ("methods.md", "exploration.md")
-# The methods whose docstrings have the formulas, by the word for the kind.
+# The methods with formulas in their docstrings, by the word for the kind.
 FORMULAS = {
     "perturbation": {"propose": "What is fed", "log_density": "What the loss weighs, with its density"},
     "gate": {"plan": "Where it is open", "open": "Where it is open"},
@@ -58,7 +58,7 @@ def page(kept: Registry, name: str) -> str:
     if written:
         parts += [
             "## Recipes",
-            "A file of flags each; a model, a task and sizes stand behind. [All recipes](../recipes.md).",
+            "A file of flags each; you add model, task and sizes. [All recipes](../recipes.md).",
             *written,
         ]
     return "\n\n".join(parts) + "\n"

@@ -4,8 +4,8 @@
     python examples/study/problems.py NAME FOLDER
 
 Writes FOLDER/NAME-train.jsonl and FOLDER/NAME-eval.jsonl with the columns `input` and `label`; no question is in both.
-The generators' own difficulties are out of reach: with them and with the answer's form that `--task reasoning_gym:NAME`
-asks for, 16 answers of the untrained model hold none that is right (docs/studies/study.md).
+The generators' own difficulties are out of reach: with them and the answer's form of `--task reasoning_gym:NAME`,
+none of 16 responses of the untrained model is right (docs/studies/study.md).
 """
 
 from __future__ import annotations

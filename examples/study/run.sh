@@ -3,7 +3,7 @@
 #
 #   nohup bash examples/study/run.sh [FOLDER] [more words of ngrpo compare ...] > runs/study.log 2>&1 &
 #
-# Killed, or with runs that failed, the same command goes on: what has finished is kept. More words reach both
+# Killed, or with runs that failed, the same command continues: finished runs are kept. More words reach both
 # comparisons, e.g. --seeds 0,1 for a rehearsal; another number of steps (STEPS=2) needs another FOLDER. TASKS=sums or
 # TASKS=basic runs one of the two, so that both can run side by side; with 24 GB of memory they fit.
 set -euo pipefail
@@ -39,7 +39,7 @@ for task in $tasks; do
       --diagnose.data "$out-problems/$task-eval.jsonl" --diagnose.scorer math "$@"
   fi
 done
-# RESULTS=FOLDER publishes elsewhere, with the tables beside the results.
+# RESULTS=FOLDER publishes elsewhere, with the tables next to the results.
 tables=${RESULTS:+$RESULTS/tables.md}
 [ -n "${TASKS:-}" ] ||
   python -m benchmarks.study "$out" --out "${RESULTS:-docs/results}" --tables "${tables:-docs/studies/tables/study.md}"

@@ -4,7 +4,7 @@
 #   PILOT=1 bash examples/study2/run.sh [FOLDER] [more words of ngrpo compare ...]     the pilot, before it
 #   nohup bash examples/study2/run.sh [FOLDER] > runs/study2.log 2>&1 &                the study
 #
-# Killed, or with runs that failed, the same command goes on: what has finished is kept. TASKS="shortcut two_peaks" runs
+# Killed, or with runs that failed, the same command continues: finished runs are kept. TASKS="shortcut two_peaks" runs
 # some of the tasks; RATE=4e-4 another learning rate, which needs another FOLDER.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)

@@ -9,5 +9,5 @@ from ngrpo.workbench.tasks.math import reward_func
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """What verl calls with each answer."""
+    """What verl calls with each response."""
     return float(reward_func([solution_str], [""], [ground_truth])["rewards"][0])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# N-GRPO (arXiv 2606.10768) on DeepSeek-R1-Distill-Qwen-1.5B with verl 0.9.1, on 8 GPUs. Not run on a GPU so far.
-# The same numbers as examples/recipes/n_grpo_r1_distill_qwen_1.5b.yaml, whose comments say what the paper states.
+# N-GRPO (arXiv 2606.10768) on DeepSeek-R1-Distill-Qwen-1.5B with verl 0.9.1, on 8 GPUs. Not yet run on a GPU.
+# The same numbers as examples/recipes/n_grpo_r1_distill_qwen_1.5b.yaml, which comments on the paper's values.
 # Before: ngrpo data deepscaler && ngrpo data aime2024, and for both
 #   python examples/verl/to_parquet.py data/deepscaler.jsonl data/deepscaler.parquet
 set -euo pipefail

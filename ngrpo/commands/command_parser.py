@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from ngrpo.workbench.evaluate import Problem
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are :class:`UsageError`, with the nearest match for an unknown flag."""
+    """A parser with errors of class :class:`UsageError`, and with the nearest match for an unknown flag."""
 
     def __init__(self, command: str, description: str, epilog: str) -> None:
         """Makes the parser of ``ngrpo COMMAND``."""
@@ -34,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raises a :class:`UsageError` in place of ending the process."""
+        """Raises a :class:`UsageError` instead of ending the process."""
         raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -65,8 +64,8 @@ class CommandParser(argparse.ArgumentParser):
         add("--top-p", type=float, default=top_p, help=f"[{top_p:g}]")
         add("--max-tokens", type=int, default=max_tokens, help=f"longest response [{max_tokens}]")
         add("--seed", type=int, default=0, help="the same seed draws the same samples [0]")
-        add("--at-step", type=int, default=0, help="training step that schedules and noises are of, from 0 [0]")
-        add("--of-steps", type=int, help="training steps of the run, where a noise depends on it")
+        add("--at-step", type=int, default=0, help="training step of schedules and noises, from 0 [0]")
+        add("--of-steps", type=int, help="training steps of the run, which some noises need")
 
 
 @contextmanager

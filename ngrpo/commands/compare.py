@@ -9,7 +9,7 @@ Finished runs are kept: the same command continues where it stopped.
   --perturbations A,B       perturbations, with options after colons:
                             none,neighbor:rate=0.2,gumbel
   --strategy 'A x=1 --f=2'  one strategy: options, base=PRESET, advantage=NAME
-                            (or another kind beside a perturbation: ngrpo new),
+                            (or of another kind: ngrpo new),
                             and flags of its own; repeatable
   --sweep KEY=V,W           one run per value: perturbation.rate=0.05,0.1 for
                             each perturbation that has it, or any flag of ngrpo
@@ -76,7 +76,6 @@ from ngrpo.commands.dry_run import dry_run
 from ngrpo.config import parse, rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import defaults
 from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan, read_plan
 from ngrpo.workbench.compare.runs import ComparisonFolder
@@ -146,7 +145,7 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
     took = [record["seconds"] for record in records if record["status"] == "done"]
     batch = "--rollout.batch_size"
-    view = runs.Screen(len(everything), int(Flags(plan.shared).value(batch) or defaults()[batch]), took)
+    view = runs.Screen(len(everything), int(Flags(plan.shared).or_default(batch)), took)
     if took:
         print(f"{len(took)} of {len(everything)} runs are finished and kept", flush=True)
     model = packaged.resolve(plan.model, report=report)

@@ -60,8 +60,8 @@ def parser() -> CommandParser:
     add("name", metavar="NAME", help="the problems, see below")
     add("--from", dest="source", metavar="SRC", help="a file or hub dataset with them")
     add("--out", metavar="FILE", help="where to [data/NAME.jsonl]")
-    add("--plain", action="store_true", help="texts in place of messages, for models without a chat template")
+    add("--plain", action="store_true", help="texts instead of messages, for models without a chat template")
     add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
     add("--split", help="of a hub dataset")
-    add("--limit", type=int, help="only the first so many")
+    add("--limit", type=int, help="only the first N")
     return made

@@ -48,7 +48,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
 
     args, sampling, strategies = _read(argv)
     if args.model:
-        packaged.check_available(args.model)  # before problems are asked for, which may come from the hub as well
+        packaged.check_available(args.model)  # before problems are loaded, which may come from the hub as well
     problems, dataset = problems_of(args, args.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
@@ -125,7 +125,7 @@ def parser() -> CommandParser:
     """The command's flags and its help."""
     made = CommandParser(
         "diagnose",
-        "Before any training: how different the responses of a group are under each strategy, and how valid.",
+        "Measures how different and how valid a group's responses are under each strategy, before any training.",
         _EXAMPLES,
     )
     made.add_problems(temperature=1.0, top_p=1.0, max_tokens=256)
@@ -135,13 +135,13 @@ def parser() -> CommandParser:
         help="one strategy per value, for each of --perturbations that has the option; may be repeated",
     )  # fmt: skip
     add("--strategy", action="append", default=[], metavar="'NAME OPTION=V'",
-        help="one more strategy, as it stands; may be repeated; one that is there already has no second row",
+        help="one more strategy, taken literally; may be repeated; one that is there already has no second row",
     )  # fmt: skip
-    add("--prompts", type=int, default=32, help="only the first so many problems [32]")
+    add("--prompts", type=int, default=32, help="only the first N problems [32]")
     add("--group", type=int, default=8, help="responses per prompt [8]")
     add("--embedding-map", action="store_true", help="where some tokens go when they are perturbed")
     add("--tokens", metavar="WORDS", help="words of the embedding map, with commas [ten common ones]")
     add("--hardware", default="auto", help="auto, cpu or cuda [auto]")
     add("--dtype", help="of the model, as vLLM takes it [float32 on a CPU, else auto]")
-    add("--out", metavar="DIR", help="the folder [runs/<time>-diagnose]; again: goes on there")
+    add("--out", metavar="DIR", help="the folder [runs/<time>-diagnose]; again: continues there")
     return made

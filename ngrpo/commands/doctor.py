@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """usage: ngrpo doctor [--model NAME_OR_FOLDER] [--no-self-test]
 
-Looks at everything that a perturbed training rests on, and says of each thing
-that is wrong how to fix it: releases, CUDA and its toolkit, flash-attn, the
-upstream patches, vLLM's plugin. Then a self-test in half a minute: a rollout
-of the packaged model, perturbed, and its replay. Ends with a block for a bug
-report.
+Checks what a perturbed training needs, and prints a fix for each fault:
+releases, CUDA and its toolkit, flash-attn, the upstream patches, vLLM's plugin.
+Then a self-test rolls out the packaged model with a perturbation and replays
+it, in half a minute. The block at the end is for a bug report.
 
-  --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; first it is
-                            told from its config.json whether it is supported
+  --model NAME_OR_FOLDER    model of the self-test [smollm2-135m]; its
+                            config.json is checked for support first
   --no-self-test            leave it out
 
 examples
@@ -34,10 +33,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
-from ngrpo.config import compatibility, rules
+from ngrpo.config import compatibility
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
 from ngrpo.machine.models import architecture, packaged
-from ngrpo.machine.upstream import openrlhf_parser, placement, versions
+from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -84,7 +83,7 @@ def _examine(model: str | None, report: Callable[[str], None], named: str | None
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
     yield Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
     releases = ", ".join(f"{name} {release or 'missing'}" for name, release in versions.versions().items())
-    yield Finding("releases", releases, _error_of(rules.check_stack))
+    yield Finding("releases", releases, _error_of(versions.check_stack))
     profile = profile_for("auto")
     yield _device(profile.name)
     broken = _error_of(lambda: profile.check(Flags()))
@@ -104,7 +103,7 @@ def _examine(model: str | None, report: Callable[[str], None], named: str | None
         support, subject = architecture.support_of(named, ask_hub=True), f"model {named}"
         refused = "; ".join(support.refused) if support else ""
         refused = refused or _error_of(lambda: compatibility.check_model(named, profile.name))
-        unknown = "not known: its config.json is neither here nor could the hub be asked for it"
+        unknown = "not known: its config.json is not here, and the hub is out of reach"
         yield Finding(subject, str(support) if support else unknown, refused or None)
         if refused:
             return
@@ -156,8 +155,9 @@ def _placement(hardware: str) -> Finding:
     base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
     models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = gpu_plan.completed(Flags([*base, name]), there)
-        fits = not gpu_plan.notes(openrlhf_parser.resolved(flags.argv), there)
+        flags = Flags([*base, name])
+        flags = flags.with_defaults(gpu_plan.default_flags(flags, there))
+        fits = not gpu_plan.notes(flags.args, there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
@@ -193,13 +193,13 @@ def _model_runner(hardware: str) -> Iterator[Finding]:
     state = f"logits processors are installed ({names}), so that vLLM takes its V1 model runner for every model"
     fix = (
         "uninstall them where they are not needed, for vLLM's own choice, which is V2 with CUDA; or set"
-        " VLLM_USE_V2_MODEL_RUNNER=0, so that V1 is what was asked for"
+        " VLLM_USE_V2_MODEL_RUNNER=0, to request V1"
     )
     yield Finding("model runner", state, fix if hardware == "cuda" else None)
 
 
 def _self_test(model: str) -> Finding:
-    """In a process of its own, whose crash is a finding too."""
+    """In a process of its own: its crash is a finding too."""
     subject = "self-test"
     with tempfile.TemporaryDirectory() as folder:
         target, output = Path(folder) / "result.json", Path(folder) / "output.log"
@@ -221,7 +221,7 @@ def _self_test(model: str) -> Finding:
     # A GPU rounds float32 in ways of its own, which the unperturbed requests show.
     allowed = max(1e-4, 3.0 * measures["plain"])
     if measures["edits"] == 0 or measures["unreplayed"] <= allowed:
-        return Finding(subject, state, "the rollout was not perturbed: install the project anew, then report it")
+        return Finding(subject, state, "the rollout was not perturbed: reinstall the project, then report it")
     return Finding(subject, state, None if measures["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
 
 

@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ngrpo.config import parse, rules
+from ngrpo.config import complete_flags, parse, rules
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console.text import text_table
 from ngrpo.machine.hardware import gpu_plan, profile_of_run
 from ngrpo.machine.models import architecture
-from ngrpo.machine.upstream import openrlhf_parser, placement
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream import placement
+from ngrpo.machine.upstream.openrlhf_flags import actions
 from ngrpo.machine.upstream.placement import GIB, Args
 from perturbations.errors import UsageError
 
@@ -37,14 +37,15 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     if run.hardware == "auto" and shape.lower() != "true":
         run = replace(run, hardware="cuda")
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=machine)
-    flags = rules.resolve_flags(run)
+    flags = complete_flags.resolve_flags(run)
     rules.check_parsed(flags)
     for note in (*run.notes, *rules.notes(flags, run)):
         print(f"warning: {note}")
     if checks_only:
         return _run_checks(rules.outcomes(flags, run))
-    print(f"added to OpenRLHF's flags: {shlex.join(rules.preview(Flags((), flags.added), run))}\n")
-    args = openrlhf_parser.resolved(rules.preview(flags, run))
+    shown = complete_flags.in_run_folder(flags, run)
+    print(f"added to OpenRLHF's flags: {shlex.join(shown.added)}\n")
+    args = shown.args
     cuda = profile_of_run(run.hardware).name == "cuda"
     memory = _memory(args, machine.memory) if cuda else ["no GPU: the models share this machine's memory"]
     parts = {
@@ -94,7 +95,7 @@ def _configuration(args: Args, run: RunConfig) -> list[str]:
         elif value is not None:
             lines.append(name)
     lines.append("" if lines else "nothing of ours: stock OpenRLHF and stock vLLM")
-    defaults = openrlhf_parser.default_values()
+    defaults = {action.dest: action.default for action in actions()}
     rows = [("OpenRLHF", "value", "[default]")]
     for key, value in sorted(args.items()):
         if (given := _text(value)) != (default := _text(defaults.get(key))):

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
 _EXAMPLES = """\
-  --perturbation NAME   perturb the rollouts; off unless asked for
+  --perturbation NAME   perturb the rollouts [off]
   --perturbation.<option> VALUE
                         and --perturbation.config FILE, as in ngrpo train
   --sampling.schedule NAME, --policy_noise NAME
-                        draw as rollouts of a training would be, with options as
-                        in ngrpo train; off unless asked for
+                        sample as in a training's rollouts, with options as
+                        in ngrpo train [off]
   --hardware auto|cpu|cuda
                         hardware profile
   --vllm.<option> VALUE
@@ -67,7 +67,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
             sampling, policy = _drawing(args, asked, report)
             for note in policy.notes:
                 report(f"warning: {note}")
-            packaged.check_available(args.model)  # before problems are asked for, which may come from the hub as well
+            packaged.check_available(args.model)  # before problems are loaded, which may come from the hub as well
             problems, dataset = problems_of(args, args.limit, report)
             model = packaged.resolve(args.model, report=report)
             check_model(model, asked.perturbation)
@@ -150,8 +150,8 @@ def parser() -> CommandParser:
     add = made.add_argument
     add("--n", type=int, default=32, help="samples per problem [32]")
     add("--k", type=_ks, help="for Pass@k, with commas [those of 1,4,8,16,32 up to n]")
-    add("--limit", type=int, help="only the first so many problems")
-    add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: goes on there")
+    add("--limit", type=int, help="only the first N problems")
+    add("--out", metavar="DIR", help="samples.jsonl and evaluation.json [runs/<time>-eval]; again: continues there")
     add("--rescore", metavar="DIR", help="check the samples of a folder again, without generating; takes --scorer, --k")
     return made
 
@@ -164,7 +164,7 @@ def _ks(text: str) -> list[int]:
 
 
 def _engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Takes ``--vllm.<option> VALUE`` out of the words; a switch may stand alone."""
+    """Takes ``--vllm.<option> VALUE`` out of the words; a switch needs no value."""
     import yaml
 
     rest: list[str] = []

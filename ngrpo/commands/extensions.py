@@ -17,8 +17,7 @@ from ngrpo.config.kinds import KINDS
 from ngrpo.machine.console.catalogue import described, listing
 from ngrpo.machine.console.text import help_entry
 from ngrpo.machine.storage.result_folder import writing
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 
 def usage(command: str, argv: Sequence[str]) -> str:
@@ -69,7 +68,7 @@ def run_check(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         raise UsageError(
             f"ngrpo check {kind.name}: there is no conformance suite for this kind, but for"
             f" {', '.join(name for name, known in KINDS.items() if known.suite)}. Run the test that ngrpo new wrote"
-            " beside the file."
+            "."
         )
     name, *arguments = argv if kind is None else argv[1:]
     kind = kind or KINDS["perturbation"]

@@ -14,8 +14,7 @@ packaged models: {models}
 from collections.abc import Callable, Sequence
 
 from ngrpo.machine.models import packaged
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 
 def usage(command: str, argv: Sequence[str]) -> str:

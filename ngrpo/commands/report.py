@@ -9,7 +9,7 @@ from perturbations.errors import UsageError
 
 _HELP = """\
 A result is a folder of ngrpo compare, diagnose or train, or the results.json,
-diagnosis.json or summary.json in it. The report is written beside it, as
+diagnosis.json or summary.json in it. The report is written next to it, as
 report.html, unless --out says otherwise.
 
 Several folders of ngrpo eval, or their samples.jsonl, are compared with the
@@ -24,9 +24,9 @@ examples
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("report", "Makes the report of a result again, the same to the byte.", _HELP)
+    made = CommandParser("report", "Writes the report of a result again, byte for byte.", _HELP)
     made.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
-    made.add_argument("--out", metavar="FILE", help="the page [report.html beside the result]")
+    made.add_argument("--out", metavar="FILE", help="the page [report.html next to the result]")
     made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of responses]")
     made.add_argument("--tau", metavar="T,…", help="of Cover@τ [0.25, 0.5, 0.75, where there are several responses]")
     return made

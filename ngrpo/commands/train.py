@@ -2,7 +2,7 @@
 """usage: ngrpo train [--perturbation NAME] [--perturbation.<option> VALUE ...]
                    [--advantage NAME] [--preset NAME] [flags of OpenRLHF ...]
 
-Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags stand below;
+Runs OpenRLHF's train_ppo_ray with perturbed rollouts. Our flags are below;
 every other word goes to OpenRLHF untouched. Its own help:
 ngrpo train --openrlhf-help
 
@@ -11,7 +11,7 @@ perturbation of the rollouts
                             package.module:Name [none: stock OpenRLHF]
   --perturbation.<option> VALUE
                             an option of the perturbation, see below; a switch
-                            may stand alone
+                            needs no value
   --perturbation.gate NAME  a further gate, named in the same ways; its options:
                             --perturbation.gate.<option>
   --perturbation.replay_buffer NAME
@@ -36,7 +36,7 @@ algorithm
                             negative-enhanced GRPO; N-GRPO is --perturbation
                             neighbor
 
-sampling of the rollouts; evaluation is as it was
+sampling of the rollouts; evaluation is unchanged
   --sampling.top_k K        draw from the K likeliest tokens
   --sampling.min_p P        draw from tokens with at least P times the likeliest
                             one's probability
@@ -47,15 +47,15 @@ sampling of the rollouts; evaluation is as it was
   --sampling.correction_warmup N
                             importance weights of the loss (OpenRLHF's
                             --algo.advantage.is_correction_*) grow from 1 to
-                            their whole over the first N steps
+                            full strength over the first N steps
   --replay.routing          mixtures of experts: train on the experts that the
                             rollouts chose, weighed by the trained router
   --reproducible            the same seed gives the same rollouts from run to
                             run: whole batches in a fixed order
 
 the run
-  --eval.at_start           evaluate before the first step too, beside
-                            --eval.steps
+  --eval.at_start           evaluate before the first step too, in
+                            addition to --eval.steps
   --engine.max_num_seqs N, --engine.max_num_batched_tokens N
                             how many responses an engine draws at once [128],
                             and how many tokens a step of it reads [2048]
@@ -64,7 +64,7 @@ the run
   --chat_template_kwargs NAME=VALUE,...
                             the chat template's own arguments, such as
                             enable_thinking=false; also in eval, diagnose and
-                            compare, whose evaluation has those of the training
+                            compare, which also evaluates with them
   --task NAME               dataset and reward where you give none: arithmetic,
                             math:FILE, minimum_sum, reasoning_gym:DATASET,
                             shortcut[:FORM], star_graph, two_peaks
@@ -81,7 +81,7 @@ the run
   --dry-run [[[NODES x] GPUS x] GB]
                             print configuration, placement and memory, check,
                             and start nothing; 2x8x80: on two nodes with eight
-                            GPUs of 80 GB [the machine or cluster at hand]
+                            GPUs of 80 GB [this machine or cluster]
   --print verl              print the run as overrides of verl's main_ppo, and
                             start nothing (docs/integrations.md)
   --hardware auto|cpu|cuda  hardware profile [auto: CUDA if present]
@@ -104,23 +104,21 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ngrpo.commands.dry_run import dry_run
-from ngrpo.config import flag_values, parse, rules, verl_lines
+from ngrpo.config import complete_flags, flag_values, parse, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import catalogue, progress
 from ngrpo.machine.hardware import profile_of_run
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
-from ngrpo.machine.upstream import openrlhf_parser
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream import versions
+from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags, parsed
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import launch
-from ngrpo.workbench import tasks
 from ngrpo.workbench.report import summary, write_report
 from perturbations.errors import UsageError
 
@@ -133,13 +131,20 @@ def usage(command: str, argv: Sequence[str]) -> str:
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Trains; 1 where the training itself failed."""
     if "--openrlhf-help" in argv:
-        rules.check_stack()
-        openrlhf_parser.print_help()
+        versions.check_stack()
+        with suppress(SystemExit):
+            parsed(["--help"])
         return 0
     words = parse.with_files(argv)
     asked, flags = parse.run_config(words), Flags(words)
     if (trainer := flags.value(parse.PRINT)) is not None:
-        return _print_for(trainer, asked)
+        if trainer != "verl":
+            raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
+        lines, left = verl_lines.of_run(asked, complete_flags.completed(asked))
+        print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
+        if left:
+            print(f"not translated, verl's default holds: {', '.join(left)}", file=sys.stderr)
+        return 0
     if (shape := flags.value(parse.DRY_RUN)) is not None:
         return dry_run(asked, shape or "true")
     for note in asked.notes:
@@ -149,65 +154,45 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         asked = replace(asked, run_dir=str(folder))
         complete = _prepare(asked, folder, report)
         asked.write(folder / FILE)
-        return _train(replace(asked, openrlhf=tuple(complete.argv), run_dir=str(folder.absolute())), folder, report)
+        return _train(complete, folder, report)
 
 
 def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
-    """Launches a run with complete flags. A run that was stopped or failed leaves its summary and report too."""
-    began = time.time()
+    """Launches a complete run. One that was stopped or failed leaves its summary and report too."""
+    began, ended = time.time(), None
     runner_marker.watch(folder / summary.RUNNERS)
-    run = replace(run, hardware=profile_of_run(run.hardware).name)
     try:
         with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
             launch.launch(run)
-    except launch.TrainingFailed as error:
-        report(f"training failed: {error}")
-        _conclude(folder, run, began, stopped=True)
-        return 1
-    except KeyboardInterrupt:
-        _conclude(folder, run, began, stopped=True)
-        report(f"stopped; {folder} has the steps so far. --ckpt.load_enable continues from the last checkpoint.")
-        raise
-    written = _conclude(folder, run, began)
-    updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
-    if updates and not any(updates):
+    except (launch.TrainingFailed, KeyboardInterrupt) as error:
+        ended = error
+    if isinstance(ended, launch.TrainingFailed):
+        report(f"training failed: {ended}")
+    updates: list[float] = []
+    if text := summary.finish(folder, run, began=began, stopped=ended is not None):  # else no step was trained
+        written = read_json(folder / "summary.json")
+        write_report(written, folder / "report.html")
+        print(text, flush=True)
+        updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
+    if isinstance(ended, KeyboardInterrupt):
+        report(f"stopped; {folder} has the finished steps. --ckpt.load_enable continues from the last checkpoint.")
+        raise ended
+    if ended is None and updates and not any(updates):
         report("training failed: no step updated the weights; the warnings above say why.")
         return 1
-    return 0
+    return int(ended is not None)
 
 
-def _conclude(folder: Path, run: RunConfig, began: float, stopped: bool = False) -> dict[str, Any]:
-    """Writes the summary and the report, and prints the summary's table; nothing where no step was trained."""
-    if not (text := summary.finish(folder, run, began=began, stopped=stopped)):
-        return {}
-    written = read_json(folder / "summary.json")
-    write_report(written, folder / "report.html")
-    print(text, flush=True)
-    return written
-
-
-def _print_for(trainer: str, run: RunConfig) -> int:
-    """Prints a run for another trainer, and to the error output the flags without a counterpart."""
-    if trainer != "verl":
-        raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
-    lines, left = verl_lines.of_run(run, rules.completed(run))
-    print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
-    if left:
-        print(f"not translated, verl's default holds: {', '.join(left)}", file=sys.stderr)
-    return 0
-
-
-def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Flags:
-    """Checks first, what takes longest last. Returns OpenRLHF's flags, additions in front."""
-    complete = rules.completed(run)
-    placed = complete if run.task is None else complete.with_defaults(rules.OF_TASK)
-    rules.check("start", rules.of_hardware(placed, run), run)
-    if run.task is not None:
-        complete = complete.with_defaults(tasks.prepare(run.task, folder / "task"))
-    complete = rules.of_hardware(complete, run)
+def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> RunConfig:
+    """The run with complete flags, additions in front. Checks come first, and what takes longest last."""
+    complete = complete_flags.resolve_flags(run)
+    rules.check("start", complete, run)
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
+    if run.task is not None:
+        complete_flags.copy_task(run.task, folder / "task")
+    complete = complete_flags.in_run_folder(complete, run)
     if complete.has(flag_values.LOAD):
         report(flag_values.first_step(complete))
     if complete.added:
@@ -219,6 +204,7 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Fla
             return name
         return packaged.resolve(name, report=report)
 
-    complete = parse.replace_model_names(complete, resolved)
+    complete = complete.replaced(MODEL_NAMES, resolved)
     rules.check("model", complete, run)
-    return complete
+    hardware = profile_of_run(run.hardware).name
+    return replace(run, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))

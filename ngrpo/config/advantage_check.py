@@ -25,7 +25,7 @@ class _Batch:
     """What an advantage is given: (P, G) each."""
 
     rewards: Tensor
-    counts: Tensor
+    further: Tensor
 
 
 def inspect(
@@ -38,7 +38,7 @@ def inspect(
 def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
     draws = torch.Generator().manual_seed(4)
     rewards = torch.rand(7, _group_size(advantage), generator=draws)
-    counts = torch.randint(0, 9, rewards.shape, generator=draws).float()
+    further = _further(advantage, rewards, draws)
     labelled = {
         "right and wrong responses": (rewards > 0.5).float(),
         "groups all right or all wrong": (torch.arange(7).unsqueeze(-1) % 2.0).expand_as(rewards).clone(),
@@ -49,16 +49,24 @@ def _checks(advantage: Advantage) -> Iterator[tuple[str, Callable[[], None]]]:
     except UsageError:  # made for right and wrong responses alone
         del labelled[_FRACTIONS]
     for label, values in labelled.items():
-        yield f"advantages of {label}", partial(_check, advantage, label, _Batch(values, counts))
+        yield f"advantages of {label}", partial(_check, advantage, label, _Batch(values, further))
     yield "the advantage at each training step", partial(_check_steps, advantage)
     yield "its flags of OpenRLHF, and what it warns of", partial(_check_flags, advantage)
+
+
+def _further(advantage: Advantage, rewards: Tensor, draws: torch.Generator) -> Tensor:
+    """What else the advantage needs, at random; zeros where it needs nothing."""
+    numbers = torch.randint(1, 9, (*rewards.shape, 2), generator=draws).float()
+    choices = {"counts": numbers[..., 0], "log_probs": numbers * torch.tensor([-1.0, 1.0]), "hidden": numbers}
+    choices["values"] = numbers[..., 0] / 9.0
+    return choices.get(advantage.needs, torch.zeros_like(rewards))
 
 
 def _group_size(advantage: Advantage) -> int:
     """The smallest that the advantage is made for: some need more responses than their k."""
     for size in _GROUPS[:-1]:
         try:
-            advantage.compute(torch.zeros(1, size), torch.zeros(1, size))
+            advantage.compute(torch.zeros(1, size), _further(advantage, torch.zeros(1, size), torch.Generator()))
         except UsageError:
             continue
         except Exception:  # for the checks to report
@@ -68,27 +76,25 @@ def _group_size(advantage: Advantage) -> int:
 
 
 def _check(advantage: Advantage, label: str, batch: _Batch) -> None:
-    where = f"{advantage.name}, {label}:"
-    check_answers(where, "formula()", partial(_answer, advantage, where), batch, prefix="", draws=_NO_DRAWS)
+    where, fix = f"{advantage.name}, {label}:", "It must accept any rewards in [0, 1]."
 
+    def answer(given: _Batch) -> Tensor:
+        advantages = answered(f"{where} formula()", lambda: advantage.compute(given.rewards, given.further), fix)
+        subject, shape = f"{where} what formula() returns", tuple(given.rewards.shape)
+        check_tensor(subject, advantages, shape, torch.float32, torch.device("cpu"))
+        broken = advantages[~torch.isfinite(advantages)].tolist()
+        may_be_equal = "Clamp before divisions: the rewards of a group may all be equal."
+        require(not broken, f"{where} formula() gives {broken[:1]}.", may_be_equal)
+        return advantages
 
-def _answer(advantage: Advantage, where: str, batch: _Batch) -> Tensor:
-    fix = "It must answer for any rewards in [0, 1]."
-    advantages = answered(f"{where} formula()", lambda: advantage.compute(batch.rewards, batch.counts), fix)
-    check_tensor(
-        f"{where} what formula() returns", advantages, tuple(batch.rewards.shape), torch.float32, torch.device("cpu")
-    )
-    broken = advantages[~torch.isfinite(advantages)].tolist()
-    fix = "Clamp before divisions: the rewards of a group may all be equal."
-    require(not broken, f"{where} formula() gives {broken[:1]}.", fix)
-    return advantages
+    check_answers(where, "formula()", answer, batch, prefix="", draws=_NO_DRAWS)
 
 
 def _check_steps(advantage: Advantage) -> None:
     """Some options change over the run, so an advantage is made again for each step, in the driver."""
     for step in (0, 1, 100, 100_000):
         where = f"{advantage.name}: at_step({step})"
-        fix = "It must answer for every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
+        fix = "It must accept every training step, from 0 on: return self, or dataclasses.replace(self, ...)."
         later = answered(where, partial(advantage.at_step, step), fix)
         require(isinstance(later, Advantage), f"{where} is a {type(later).__name__}.", fix)
 

@@ -11,15 +11,14 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from ngrpo.config.kinds import KINDS, run_level_kinds
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 _PREFIX, _KIND = "perturbation.", KINDS["perturbation"]
 _OPTION = r"(?:--)?[A-Za-z_][\w.]*="
-# Further options of an arm that change rollouts without a training, and those that `--strategy` takes without dashes.
+# Further options of an arm that change rollouts without a training; `--strategy` takes them without dashes.
 _KEYS = {kind: rf"{re.escape(kind.flag.removeprefix('--'))}(\.\w+)?" for kind in run_level_kinds()}
 _ROLLOUTS = "|".join(key for kind, key in _KEYS.items() if kind.in_rollouts)
 _TRAINING = "|".join(["base", "reproducible", *_KEYS.values()])
@@ -31,8 +30,8 @@ class Arm:
 
     Attributes:
         name: the perturbation, as the user named it.
-        options: its options, as the user gave them: ``{"rate": "0.2", "gate.start": "5"}``.
-        training: further flags, ``{"base": "gspo", "rollout.temperature": "1.2"}``; the value of a switch is empty.
+        settings: options and further flags, as the user gave them; the value of a switch is empty:
+            ``{"perturbation.rate": "0.2", "perturbation.gate.start": "5", "base": "gspo", "rollout.top_p": "0.9"}``.
         id: short and unique in its list: ``none``, ``neighbor rate=0.2 base=gspo``.
         spec: ``perturbations.create(**spec)``, every option spelt out; None where nothing is ever perturbed.
         paper: where the perturbation comes from.
@@ -40,17 +39,22 @@ class Arm:
     """
 
     name: str
-    options: Mapping[str, str] = field(default_factory=dict)
-    training: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     id: str = ""
     spec: Mapping[str, Any] | None = None
     paper: str = ""
     notes: tuple[str, ...] = ()
 
     @property
-    def line(self) -> str:
-        """The perturbation alone, as a value of ``--strategy``."""
-        return shlex.join([self.name, *_pairs(self.options)])
+    def options(self) -> dict[str, str]:
+        """The perturbation's options alone: ``{"rate": "0.2", "gate.start": "5"}``."""
+        own = self.settings.items()
+        return {key.removeprefix(_PREFIX): value for key, value in own if key.startswith(_PREFIX)}
+
+    @property
+    def training(self) -> dict[str, str]:
+        """The further flags: ``{"base": "gspo", "rollout.top_p": "0.9"}``."""
+        return {key: value for key, value in self.settings.items() if not key.startswith(_PREFIX)}
 
     @property
     def rollouts(self) -> dict[str, str]:
@@ -58,14 +62,14 @@ class Arm:
         return {key: value for key, value in self.training.items() if re.fullmatch(_ROLLOUTS, key)}
 
     @property
+    def line(self) -> str:
+        """The perturbation alone, as a value of ``--strategy``."""
+        return shlex.join([self.name, *_pairs(self.options)])
+
+    @property
     def rollout_id(self) -> str:
         """The id without the flags that leave rollouts unchanged."""
         return " ".join([self.name, *_pairs(self.options), *_pairs(self.rollouts)])
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """All options and flags: ``{"perturbation.rate": "0.2", "base": "gspo"}``."""
-        return {**{_PREFIX + key: value for key, value in self.options.items()}, **self.training}
 
     @property
     def perturbation_flags(self) -> list[str]:
@@ -116,52 +120,41 @@ def parse_arms(
     if not all(names):
         raise UsageError(f"--perturbations {perturbations!r}: a name is missing, for example none,neighbor,gaussian.")
     axes = _sweeps(sweeps, training)
-    own = {key.removeprefix(_PREFIX): values for key, values in axes.items() if key.startswith(_PREFIX)}
     named = arms = [_read_arm(text, f"--perturbations {text!r}", training, rollouts) for text in names]
-    for option in sorted(own, key=lambda name: "." in name):  # a swept gate comes before the gate's options
-        before, arms = arms, _crossed(arms, "options", option, own[option], only=_sweepable)
+    # Those of the perturbations first, and a swept gate before the gate's options.
+    for key in sorted((key for key in axes if key.startswith(_PREFIX)), key=lambda name: name.count(".")):
+        before, arms = arms, _crossed(arms, key, axes.pop(key), only=_sweepable)
         if arms == before:
-            raise UsageError(f"--sweep {_PREFIX}{option}: {_why_unswept(option, named)}")
+            raise UsageError(f"--sweep {key}: {_why_unswept(key.removeprefix(_PREFIX), named)}")
     arms = arms + [_read_arm(text, f"--strategy {text!r}", training, rollouts) for text in lines]
     if not arms:
         raise UsageError("no strategy is given: name some with --perturbations none,neighbor (see: ngrpo list).")
-    for key in axes:
-        arms = arms if key.startswith(_PREFIX) else _crossed(arms, "training", key, axes[key])
+    if bases:
+        axes.setdefault("base", [*bases])
+    for key, values in axes.items():
+        arms = _crossed(arms, key, values)
     counts: Counter[str] = Counter()
     result: list[Arm] = []
-    for arm in _crossed(arms, "training", "base", bases) if bases else arms:
+    for arm in arms:
         made, notes = _KIND.checked(arm.name, arm.options)
         name = " ".join([arm.name, *_pairs(arm.options), *_pairs(arm.training)])
         counts[name] += 1
         spec = made.spec() if made.active else None
         if same := next((other.id for other in result if (other.spec, other.training) == (spec, arm.training)), None):
             notes = (*notes, f"the same strategy as {same!r}, run and counted twice")
-        result.append(
-            replace(
-                arm,
-                id=name if counts[name] == 1 else f"{name} ({counts[name]})",
-                spec=spec,
-                paper=made.paper,
-                notes=notes,
-            )
-        )
+        label = name if counts[name] == 1 else f"{name} ({counts[name]})"
+        result.append(replace(arm, id=label, spec=spec, paper=made.paper, notes=notes))
     return result
 
 
 def _crossed(
-    arms: Sequence[Arm],
-    part: Literal["options", "training"],
-    key: str,
-    values: Sequence[str],
-    only: Callable[[Arm, str], bool] = lambda arm, key: True,
+    arms: Sequence[Arm], key: str, values: Sequence[str], only: Callable[[Arm, str], bool] = lambda arm, key: True
 ) -> list[Arm]:
     """Each arm with each value, where it has none of its own."""
     result: list[Arm] = []
     for arm in arms:
-        own: Mapping[str, str] = getattr(arm, part)
-        fits = key not in own and only(arm, key)
-        changes: list[dict[str, Any]] = [{part: {**own, key: value}} for value in values] if fits else [{}]
-        result += [replace(arm, **change) for change in changes]
+        fits = key not in arm.settings and only(arm, key)
+        result += [replace(arm, settings={**arm.settings, key: value}) for value in values] if fits else [arm]
     return result
 
 
@@ -178,8 +171,7 @@ def _read_arm(text: str, where: str, training: bool, rollouts: bool) -> Arm:
     name, words = " ".join(words[:first]), words[first:]
     if not name:
         raise UsageError(f"{where}: a name is needed, for example 'neighbor rate=0.2'.")
-    options: dict[str, str] = {}
-    more: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for word in words:
         key, equals, value = word.removeprefix("--").partition("=")
         # `gaussian` has an option `base` too: in a training it is written with its prefix.
@@ -192,10 +184,11 @@ def _read_arm(text: str, where: str, training: bool, rollouts: bool) -> Arm:
             raise UsageError(f"{where}: {key} needs a value, for example base=gspo.")
         if not key or not (flag or (equals and value)):
             raise UsageError(f"{where}: {word!r} must be option=value, for example rate=0.2.")
-        if key in (more if flag else options):
+        setting = key if flag else _PREFIX + key
+        if setting in settings:
             raise UsageError(f"{where}: option {key!r} is given twice; keep one.")
-        (more if flag else options)[key] = value
-    return Arm(name, options, more)
+        settings[setting] = value
+    return Arm(name, settings)
 
 
 def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
@@ -215,8 +208,8 @@ def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
     return result
 
 
-def _sweepable(arm: Arm, option: str) -> bool:
-    fields = _KIND.option_fields(arm.name, arm.options)
+def _sweepable(arm: Arm, key: str) -> bool:
+    fields, option = _KIND.option_fields(arm.name, arm.options), key.removeprefix(_PREFIX)
     limits = fields[option][1].metadata if option in fields else None
     return limits is not None and (limits.get("low") is None or limits["low"] != limits.get("high"))
 

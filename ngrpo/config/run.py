@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import KINDS, of_a_run
 from ngrpo.machine.storage.result_folder import write_text, writing
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import Machine
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
@@ -39,9 +39,37 @@ def _setting(flag: str, default: object, about: str, **limits: Any) -> Any:
 
 
 GROUP_BASELINES = ("rloo", "reinforce_baseline", "dr_grpo", "group_norm")
-"""OpenRLHF's estimators whose baseline is of a prompt's responses; every preset has one of them."""
+"""OpenRLHF's estimators with a baseline over a prompt's responses; every preset has one of them."""
 OF_OPENRLHF = {"temperature": "--rollout.temperature", "top_p": "--rollout.top_p"}
 """Sampling of the rollouts that OpenRLHF has flags for."""
+
+
+OVERLONG = "--reward.overlong_buffer_len"
+_GRPO: dict[str, Default] = {
+    "--algo.advantage.estimator": "group_norm",
+    "--actor.policy_loss_type": "ppo",
+    "--actor.loss_agg_mode": "seq-mean-token-mean",
+    "--algo.kl.use_loss": None,
+    "--algo.kl.estimator": "k3",
+}
+PRESETS: dict[str, dict[str, Default]] = {
+    # Shao et al., arXiv 2402.03300: the mean over a response's tokens, then over responses; k3 as a loss.
+    "grpo": _GRPO,
+    # Zheng et al., arXiv 2507.18071: the ratio is of the sequence, so its clip range is far narrower.
+    "gspo": {**_GRPO, "--actor.policy_loss_type": "gspo", "--actor.eps_clip_low_high": ("0.0003", "0.0004")},
+    # Yu et al., arXiv 2503.14476: clip-higher, dynamic sampling, token-mean loss, overlong penalty, no KL.
+    "dapo": {
+        "--algo.advantage.estimator": "group_norm",
+        "--actor.policy_loss_type": "ppo",
+        "--actor.loss_agg_mode": "token-mean",
+        "--actor.eps_clip_low_high": ("0.2", "0.28"),
+        "--algo.dynamic_filtering_enable": None,
+        "--algo.dynamic_filtering_range": ("0", "1"),
+        OVERLONG: None,  # follows from the longest response
+        "--reward.overlong_penalty_factor": "1",
+        "--algo.kl.init_coef": "0",
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +135,7 @@ class RunConfig:
     """One run.
 
     Attributes:
-        specs: of each kind of extension that is asked for, by :attr:`ngrpo.config.kinds.Kind.name`, what its
+        specs: of each kind of extension in use, by :attr:`ngrpo.config.kinds.Kind.name`, what its
             ``create(**spec)`` takes: ``{"perturbation": {"name": "neighbor", "rate": 0.1, ...}}``.
         gap_limit: how many times the log-probability gap at plain positions the one after perturbed inputs may be.
         max_num_seqs, max_num_batched_tokens: None for vLLM's defaults of OpenRLHF's engines.
@@ -125,10 +153,10 @@ class RunConfig:
     reproducible: bool = _setting("--reproducible", False, "the same seed gives the same rollouts")
     eval_at_start: bool = _setting("--eval.at_start", False, "evaluate before the first step too")
     replay_routing: bool = _setting("--replay.routing", False, "train on the experts that the rollouts chose")
-    report_groups: int = _setting("--report.groups", 0, "prompts whose responses are kept", low=0, high=16)
+    report_groups: int = _setting("--report.groups", 0, "prompts with kept responses", low=0, high=16)
     max_num_seqs: int | None = _setting("--engine.max_num_seqs", None, "responses at once", low=1)
     max_num_batched_tokens: int | None = _setting("--engine.max_num_batched_tokens", None, "tokens of a step", low=1)
-    preset: str | None = _setting("--preset", None, "a set of OpenRLHF's flags")
+    preset: str | None = _setting("--preset", None, "a set of OpenRLHF's flags", choices=tuple(PRESETS))
     chat_template_kwargs: str | None = _setting("--chat_template_kwargs", None, "arguments of the chat template")
     task: str | None = _setting("--task", None, "dataset and reward")
     hardware: str = _setting("--hardware", "auto", "auto, cpu or cuda")
@@ -143,7 +171,7 @@ class RunConfig:
         return {}
 
     def part(self, kind: str) -> Any:
-        """The object of a kind, made when it is first asked for; None where the run has none."""
+        """The object of a kind, made at its first use; None where the run has none."""
         if kind in self.specs and kind not in self._made:
             self._made[kind] = KINDS[kind].create(**self.specs[kind])
         return self._made.get(kind)
@@ -202,7 +230,7 @@ class RunConfig:
 
     @property
     def has_side_records(self) -> bool:
-        """Whether a response comes with more than a record of perturbed inputs: a sampling mask, or experts."""
+        """Whether a response has more than a record of perturbed inputs: a sampling mask, or experts."""
         return self.sampling.correct_mask or self.replay_routing
 
     @property
@@ -213,7 +241,7 @@ class RunConfig:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """The conditions of `ngrpo.patches` that hold because of what is asked for."""
+        """The conditions of `ngrpo.patches` that hold for this run."""
         conditions = {
             **{name: spec is not None for name, spec in self.methods.items()},
             "credit_in_loss": self.credit is not None and self.credit.acts_in_loss,
@@ -224,7 +252,6 @@ class RunConfig:
             "reproducible": self.reproducible,
             "eval_at_start": self.eval_at_start,
             "chat_template": Flags(self.openrlhf).has("--data.apply_chat_template"),
-            "estimator": self.preset is not None or Flags(self.openrlhf).has("--algo.advantage.estimator"),
             "report_groups": self.report_groups > 0,
             "engine_limits": bool(self.engine_limits),
         }
@@ -243,7 +270,7 @@ class RunConfig:
         return lines | {flag.name[2:]: shlex.join(flag.values) or True for flag in Flags(self.openrlhf)}
 
     def write(self, path: Path) -> None:
-        """Writes the file that repeats the run; a user's own class stands in it with its source."""
+        """Writes the file that repeats the run; a user's own class is included with its source."""
         import yaml
 
         text = yaml.safe_dump(self.flags(), sort_keys=False, allow_unicode=True, width=1 << 30)

@@ -9,7 +9,6 @@ from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -35,7 +34,7 @@ _CLIP, _CLIPS, _BATCH = "--actor.eps_clip", "--actor.eps_clip_low_high", "--trai
 _KL_LOSS, _KL_KIND = "--algo.kl.use_loss", "--algo.kl.estimator"
 _TRANSLATED = {*_SAME, ESTIMATOR, LOSS, KL, _KL_LOSS, _KL_KIND, _CLIP, _CLIPS, _BATCH}
 _OWN = ("--ckpt.", "--logger.")  # of each trainer
-_UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl has not
+_UNTRANSLATED = ("reproducible", "eval_at_start", "report_groups", "task")  # settings of a run that verl lacks
 
 
 def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
@@ -56,7 +55,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         overrides[f"{_ROLLOUT}.top_k"] = run.sampling.top_k
     compatibility.check(compatibility.VERL_ADVANTAGE, Combination(run=run, flags=flags))
     if run.advantage is None:
-        estimator = value_of(flags, ESTIMATOR)
+        estimator = flags.or_default(ESTIMATOR)
         if estimator != "group_norm":
             default = "" if flags.has(ESTIMATOR) else " (OpenRLHF's default)"
             raise UsageError(
@@ -74,7 +73,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         raise UsageError(f"{_CLIPS} {' '.join(clips)}".rstrip() + ": must be two numbers, the lower one first.")
     if clips[0] is not None:
         overrides |= dict(zip((f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"), clips))
-    if coefficient := float(value_of(flags, KL)):
+    if coefficient := float(flags.or_default(KL)):
         kind = _one_of(flags, _KL_KIND, {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}) or "kl"
         keys = (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type")
         if not flags.has(_KL_LOSS):

@@ -3,8 +3,8 @@
 
 - A step's draws are still on their way to the host when the next steps run. They wait in :class:`Notes`.
 - A request's slot stays its own until its last copies have arrived (`ngrpo.rollout.requests`).
-- A worker computes further tokens before an answer's end is seen, any number where vLLM's front end finds a stop
-  string. Only the front end knows how long an answer is (:func:`keep_length`); a worker's trajectory is cut to that.
+- A worker computes further tokens before a response's end is seen, any number where vLLM's front end finds a stop
+  string. Only the front end knows how long a response is (:func:`keep_length`); a worker's trajectory is cut to that.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
-# Where vLLM's front end keeps the number of tokens of each finished answer, until its record is taken.
+# Where vLLM's front end keeps the number of tokens of each finished response, until its record is taken.
 LENGTHS = "perturbation_lengths"
-# Answers of an engine whose records nobody takes, about 150 MB of them; no batch is this large.
+# Responses of an engine without a reader of records, about 150 MB of them; no batch is this large.
 _LENGTHS_KEPT = 1 << 20
 
 
@@ -41,7 +41,7 @@ _LENGTHS_KEPT = 1 << 20
 
 @dataclass(frozen=True)
 class Note:
-    """A step's draws, whose tensors are still being copied from a CUDA device."""
+    """A step's draws; their tensors are still being copied from a CUDA device."""
 
     ready: torch.cuda.Event | None
     slots: np.ndarray
@@ -67,7 +67,7 @@ class Notes:
         routed: RoutedExperts | None,
         event: Callable[[], torch.cuda.Event | None],
     ) -> None:
-        """store: of tokens and edits; event: tells when all copies made so far have arrived, None where they have."""
+        """store: of tokens and edits; event: tells when all earlier copies have arrived, None where they have."""
         self._store, self._masks, self._routed, self._event = store, masks, routed, event
         self._coming: deque[Note] = deque()
         self._masked: deque[Note] = deque()
@@ -129,7 +129,7 @@ def _arrived(note: Note, wait: bool) -> bool:
     return wait
 
 
-# --- answers that end before what was computed does ----------------------------------------------------------------
+# --- responses that end before what was computed does ----------------------------------------------------------------
 
 
 @around
@@ -152,10 +152,10 @@ def keep_length(original: Callable[..., None], self: Any, req_state: Any, *args:
 
 
 def taken_length(front: Any, name: str) -> int | None:
-    """How many tokens a finished answer has, by its internal id; the engine's ``output_processor`` tells it once."""
+    """How many tokens a finished response has, by its internal id; the engine's ``output_processor`` tells it once."""
     return vars(front).get(LENGTHS, {}).pop(name, None)
 
 
 def cut_to_answer(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
-    """A turn's trajectory without the tokens beyond the answer's ``generated`` ones; None for all."""
+    """A turn's trajectory without the tokens beyond the response's ``generated`` ones; None for all."""
     return trajectory if generated is None else trajectory.truncate(trajectory.record.prompt_tokens + generated)

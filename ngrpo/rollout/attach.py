@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from perturbations.neighbors import Drift
 
-# vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of so many columns.
+# vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of this many columns.
 _VOCABULARY_PADDING = 64
 
 
@@ -59,7 +59,7 @@ class AttachedPerturbation:
         rows, dtype = runner.max_num_tokens, embedding.weight.dtype
         self._hidden = embedding.embedding_dim
         self._override = InputOverride(embedding, rows, self._hidden, dtype, runner.device, VocabParallelEmbedding)
-        # Whether a table beside the input embedding follows the token in the text, whatever is fed in its place.
+        # Whether a table next to the input embedding reads the token in the text, whatever is fed instead.
         self.reads_tokens = reads_tokens_elsewhere(tables_of_text(model), embedding)
         self._tokenizer = _LazyTokenizer(config)
         self._vocabulary = config.get_vocab_size()
@@ -90,7 +90,7 @@ class AttachedPerturbation:
         store = TrajectoryStore(runner.max_num_reqs, runner.max_model_len, embedding, perturbation.has_parameters)
         gate = BoundGate(perturbation, lambda: tokenizer.token_bytes, self._vocabulary, store.slots, runner.device)
         module, model = perturbation.module(self._hidden), runner.model_config
-        if module is not None:  # with the parameters saved beside the model
+        if module is not None:  # with the parameters saved next to the model
             # The engine's dtype, and not float32: a synced parameter arrives in it, and both sides must start alike.
             module.to(device=runner.device, dtype=model.dtype).requires_grad_(False)
             load_saved(module, perturbation, model.model, model.revision)
@@ -122,7 +122,7 @@ class AttachedPerturbation:
         """Compiles what the first requests need, for one and for several."""
         padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
         with torch.inference_mode():
-            for rows in (2, 1):  # a batch of one is compiled by itself
+            for rows in (2, 1):  # a batch of one is compiled separately
                 logits = torch.zeros(rows, padded, dtype=self._runner.model_config.dtype, device=self._runner.device)
                 self.perturber.compile(logits[:, : self._vocabulary])
 
@@ -151,7 +151,7 @@ class AttachedPerturbation:
         self.asleep = self.asleep and tags is not None and "weights" not in tags
 
     def weights_changed(self) -> None:
-        """All new weights are in place."""
+        """All new weights are loaded."""
         self.embeddings.refresh()
         self.prepare()
 

@@ -22,7 +22,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 class InputOverride:
     """Persistent buffers that replace the embedding's output at chosen rows of the next forward.
 
-    They are in place before compilation and graph capture, at fixed addresses, so torch.compile and CUDA graphs
+    They exist before compilation and graph capture, at fixed addresses, so torch.compile and CUDA graphs
     stay on. The module's class is swapped for a subclass: neither its parameters nor its name in the model change.
     What is replaced are rows of the bare matrix: a factor that the module or the model applies comes after that.
     """
@@ -38,7 +38,7 @@ class InputOverride:
     ) -> None:
         """module: the model's input embedding; max_tokens: rows of the largest forward.
 
-        bare: the class among the module's bases whose forward gives rows of the matrix, which Gemma's then scales in
+        bare: the class among the module's bases with a forward to rows of the matrix, which Gemma's then scales in
         vLLM's Transformers backend; the module's own by default.
         """
         base = type(module)
@@ -48,7 +48,7 @@ class InputOverride:
         module.override = torch.zeros(max_tokens, hidden, dtype=dtype, device=device)
         module.overridden = torch.zeros(max_tokens, 1, dtype=torch.bool, device=device)
         module.__class__ = _subclass(base, self._bare)
-        # Rows whose flags may be set: these, none of them (empty), or any (None).
+        # Rows with flags that may be set: these, none of them (empty), or any (None).
         self._flagged: np.ndarray | None = _NONE
 
     def lookup(self, ids: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def _equal(rows: np.ndarray, others: np.ndarray | None) -> bool:
 
 
 def _subclass(base: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:
-    """``base`` with the override right after the forward of ``bare``, inside of all that its other classes do."""
+    """``base`` with the override right after the forward of ``bare``, inside its other classes' work."""
 
     class Override(bare):
         override: Tensor
@@ -134,7 +134,7 @@ def find_input_embedding(model: nn.Module) -> VocabParallelEmbedding:
     method = tables[name].quant_method
     if not isinstance(method, layers.UnquantizedEmbeddingMethod):
         why = f"{name} is quantised ({type(method).__name__}), so that the trainer's rows are not the engine's"
-        raise UsageError(f"perturbation: {why}. Use a checkpoint whose embedding is not quantised.")
+        raise UsageError(f"perturbation: {why}. Use a checkpoint with an unquantised embedding.")
     return tables[name]
 
 
@@ -143,7 +143,7 @@ def language_model(model: nn.Module) -> nn.Module:
     get = getattr(model, "get_language_model", None)
     try:
         return model if get is None else get()
-    except NotImplementedError:  # vLLM's Transformers backend, whose parts are not vLLM models
+    except NotImplementedError:  # vLLM's Transformers backend: its parts are not vLLM models
         return model
 
 
@@ -164,7 +164,7 @@ def _looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> tuple[list[
             with suppress(AttributeError, NotImplementedError, TypeError), torch.inference_mode():
                 embed(torch.zeros(2, dtype=torch.int32, device=next(model.parameters()).device))
                 if used:
-                    return [*used], f"and the embedding of a token is made of {len(used)} of them ({', '.join(used)})"
+                    return [*used], f"and a token's embedding combines {len(used)} of them ({', '.join(used)})"
             used.clear()
     finally:
         for hook in hooks:

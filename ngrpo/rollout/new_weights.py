@@ -75,7 +75,7 @@ def _then(act: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[.
     return method
 
 
-# Weight transfer of the sparse and sharded kinds writes parameters in place, past ``load_weights``.
+# Weight transfer of the sparse and sharded kinds writes parameters directly, past ``load_weights``.
 after_update = _then(lambda attached: attached.weights_changed())
 # A worker for CPUs has its own of these two, which do nothing.
 after_sleep = _then(lambda attached, *_, **__: setattr(attached, "asleep", True))

@@ -3,12 +3,12 @@
 
 1. ``begin``, before the forward: the edits drawn after the last step are written into the embedding's override;
    positions that are computed again, after a preemption or in a further turn, get theirs from the store.
-2. ``finish``, in place of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
+2. ``finish``, instead of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
    The host knows these rows without logits, so nothing waits for the device.
 3. The draws are copied to the host while further steps run (`async_scheduling.py`), then written into the store.
 
-A slot, which `requests.py` opens and closes, has a trajectory's state in the store, the gate and the masks, also while
-the request is preempted, and until its last note is in the store.
+`requests.py` opens and closes slots. A slot has a trajectory's state in the store, the gate and the masks, also during
+preemption, until its last note is in the store.
 """
 
 from collections.abc import Sequence
@@ -175,7 +175,7 @@ class RolloutPerturber:
         """Does a step's work on logits (B, V) of any values, so that an engine measures its memory with it."""
         tokens = self.compile(logits)
         rows = torch.arange(len(logits), device=logits.device)
-        # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
+        # One row for all: an index finds the neighbors of one token only, and its drift is not of noise.
         scaled = logits[:1].float().repeat(len(rows), 1)
         if self._kernels.compiled:
             self._at_once = max(self._at_once, self._kernels.candidates * len(rows))
@@ -197,6 +197,9 @@ class RolloutPerturber:
             self._at_once = max(self._at_once, edit.ids.numel())
         if not self._gate.always_open:
             self._gate.open(torch.zeros_like(rows), step, rows)
+            if self._gate.has_state:
+                never = torch.zeros_like(rows, dtype=torch.bool)
+                self._gate.advance(torch.zeros_like(rows), step, rows, never, never)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
         """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
@@ -236,11 +239,16 @@ class RolloutPerturber:
         if greedy is not None:
             draw = replace(draw, tokens=torch.where(greedy >= 0, greedy, draw.tokens))
         rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
+        logits = Logits(scaled, temperature, filtered, greedy, hidden)
         tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
-            logits = Logits(scaled, temperature, filtered, greedy, hidden)
             tokens, vectors, edits = self._kernels.edit(Gated(*of_gated), rows, draw, logits)
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
+        if self._gate.has_state:
+            fed = torch.zeros_like(sampled, dtype=torch.bool)
+            if len(gated):
+                fed.index_copy_(0, of_gated[0], edits["fed"])
+            self._kernels.advance_gate(rows, self._upload(at.seeds), tokens, draw.summary, logits, fed)
         counted = scaled if self.masks is None else drawable  # the tokens that log π is normalised over
         log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
@@ -261,7 +269,7 @@ class RolloutPerturber:
         return tokens
 
     def _event(self) -> torch.cuda.Event | None:
-        """Tells when the copies made so far have arrived; None where they have."""
+        """Tells when earlier copies have arrived; None where they have."""
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()

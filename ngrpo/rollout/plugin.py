@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's plugin entry point (group ``vllm.general_plugins``), which vLLM loads in each of its processes.
 
-`register` puts the rows `VLLM` of `ngrpo.patches` in place, some of which are here. They act only in an engine with
+`register` applies the rows `VLLM` of `ngrpo.patches`, some of which are here. They act only in an engine with
 ``additional_config={"perturbation": {...}}``. Little is imported at the top: vLLM logs an error there and continues.
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("ngrpo.rollout")
 
 
 def register() -> None:
-    """Puts the patches in place, in whichever process; an unsupported vLLM stays usable without a perturbation."""
+    """Applies the patches, in whichever process; an unsupported vLLM stays usable without a perturbation."""
     import vllm
 
     from ngrpo.machine.hardware import processes
@@ -67,7 +67,7 @@ def checked_config(original: Callable[..., Any], self: Any, *args: object, **kwa
 
 
 def without_setup_hook(config: ParallelConfig) -> None:
-    """Removes `ngrpo train`'s set-up hook from a tensor-parallel engine, whose core Ray 2.55 takes for a new driver."""
+    """Removes `ngrpo train`'s set-up hook from a tensor-parallel engine: Ray 2.55 takes its core for a new driver."""
     environment = getattr(config, "ray_runtime_env", None)
     if environment and environment.pop("worker_process_setup_hook", None):
         from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
@@ -77,7 +77,7 @@ def without_setup_hook(config: ParallelConfig) -> None:
 
 @around
 def hash_without_seed(original: Callable[..., str], self: Any, *args: object, **kwargs: object) -> str:
-    """The key of vLLM's compile cache: engines whose perturbations differ in the seed alone share their graphs."""
+    """The key of vLLM's compile cache: perturbations that differ only in the seed share their graphs."""
     from ngrpo.rollout import settings
 
     seedless = copy.copy(self)
@@ -116,7 +116,7 @@ def warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> Ca
 
 @around
 async def answers_of_every_rank(original: Callable[..., Any], self: Any, method: str, *args: object) -> Any:
-    """vLLM asks every data-parallel rank, and hands over the first one's answers only."""
+    """vLLM asks every data-parallel rank, and returns the first one's results only."""
     procedure = args[0] if method == "collective_rpc" else None
     if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):
         return await original(self, method, *args)

@@ -44,7 +44,7 @@ def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dic
 
 
 def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:
-    """Trajectories that end where their answers do, by key as of :func:`take_records`.
+    """Trajectories that end where their responses do, by key as of :func:`take_records`.
 
     ``front``: the engine's ``output_processor``; ``taken``: internal request id to what a worker sent.
     """
@@ -89,7 +89,7 @@ def neighbor_drift(llm: LLM) -> Drift | None:
 
 
 def _ask(llm: LLM, what: str, *args: object) -> Any:
-    """The first worker's answer, once every worker is known to have a perturbation."""
+    """The first worker's result, once every worker is known to have a perturbation."""
     with _workers_without_hooks():
         check_installed(llm.llm_engine.collective_rpc("perturbation_fingerprint"))
     return llm.llm_engine.collective_rpc(f"perturbation_{what}", args=args)[0]
@@ -123,7 +123,7 @@ def check_installed(fingerprints: Sequence[str], expected: str | None = None) ->
             )
         if expected is not None and fingerprint != expected:
             raise RuntimeError(
-                f"vLLM worker {rank} runs another perturbation than this run asked for: {fingerprint} instead"
+                f"vLLM worker {rank} runs another perturbation than this run: {fingerprint} instead"
                 f" of {expected}. Are all nodes on the same version of ngrpo?"
             )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _WHERE = f"SamplingParams.extra_args[{KEY!r}]"
-# What travels to a worker, whose arrays are int64.
+# What travels to a worker with int64 arrays.
 _INTEGER = (int, "an integer from 0 to 9223372036854775807")
 _ALLOWED = {
     "seed": _INTEGER,
@@ -58,7 +58,7 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
     arguments = checked_fields(arguments)
     if arguments.get("record"):
         if (getattr(params, "n", None) or 1) > 1:
-            why = "answers that go on with one record would all be the same. Ask for one answer"
+            why = "responses that continue one record would all be the same. Request one response"
             raise UsageError(f"{_WHERE}['record'] with n={params.n}: {why}.")
         # D of the input embedding is the hidden size in all models but some of OPT's.
         hidden = getattr(model_config.hf_text_config, "word_embed_proj_dim", None) or model_config.get_hidden_size()
@@ -74,7 +74,7 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
 
 
 def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str] = ()) -> dict[str, Any]:
-    """Arguments whose names and types are right without regard to the model; UsageError for others.
+    """Arguments with names and types that are right without regard to the model; UsageError for others.
 
     ``where``: their name in an error; ``further``: names that an error lists as known, which the caller has taken out.
     """
@@ -123,7 +123,7 @@ def checked_request(
         if named.get("resumable") and read(self.vllm_config.additional_config) is not None:
             raise UsageError("a perturbed engine takes no prompts that arrive in parts. Give the whole prompt.")
     except UsageError as error:
-        # vLLM's server answers with status 400 to an error of its own kind alone.
+        # vLLM's server returns status 400 for errors of its own kind only.
         base = getattr(importlib.import_module("vllm.exceptions"), "VLLMValidationError", None)
         kind = UsageError if base is None else type("RequestError", (base, UsageError), {})
         raise kind(str(error)) from None
@@ -161,7 +161,7 @@ def _shared_tokens(request: Request) -> int:
     record = request_arguments(request.sampling_params).get("record")
     if not record:
         return request.num_prompt_tokens
-    # Asked for every block: the record is read for the first one, and its first position stays with the request.
+    # Called for every block: the record is read for the first one, and its first position stays with the request.
     if not hasattr(request, _FIRST_POSITION):
         positions = ReplayRecord.from_bytes(record).positions
         setattr(request, _FIRST_POSITION, int(positions[0]) if len(positions) else request.num_prompt_tokens)

@@ -57,7 +57,7 @@ class RequestNames:
         return list(found)
 
     def with_samples(self, requests: Iterable[str]) -> list[str]:
-        """As :meth:`matching`, with all samples of a request of which one is asked for, or its own internal id is."""
+        """As :meth:`matching`, with all samples of a request that is named by one of them or by its internal id."""
         requests = list(requests)
         parents = dict.fromkeys(parent for one in requests for parent in (one, _parent(one)))
         samples = (name for parent in parents for name in sorted(self._found.get(("parent", parent), ())))
@@ -116,7 +116,7 @@ class RunningRequests:
             self._perturber.routed.follow(scheduler_output, self._store.live)
 
     def _finish(self, names: Iterable[str] = ()) -> None:
-        """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, waited for."""
+        """Puts finished trajectories into the buffer: those with arrived notes, and ``names``, waited for."""
         self._perturber.notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
         for name in [name for name, noted in self._ended.items() if noted <= self._perturber.notes.written]:
             del self._ended[name]

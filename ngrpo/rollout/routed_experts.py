@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts that a mixture of experts sends each token to, K of each of its L layers.
 
-They are noted on the device by the hook of vLLM's routers, copied with a step's draws, and kept by slot. A prompt that
-is found in the prefix cache has the experts of the request that computed it, by the places of its blocks. (vLLM's own
+The hook of vLLM's routers notes them on the device; they are copied with a step's draws, and kept by slot. A prompt in
+the prefix cache has the experts of the request that computed it, by the places of its blocks. (vLLM's own
 `enable_return_routed_experts` does not run with the CPU kernels of 0.29.)
 """
 
@@ -30,7 +30,7 @@ _MOST_IN_A_BYTE = 256
 
 @dataclass(frozen=True)
 class RoutedStep:
-    """A step's experts on their way to the host, and whose N tokens they are, (N,) each."""
+    """A step's experts on their way to the host, and the N tokens that they belong to, (N,) each."""
 
     experts: Tensor  # (N, L·K)
     slots: np.ndarray
@@ -117,7 +117,7 @@ class RoutedExperts:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def begin(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, sampled: np.ndarray) -> None:
-        """The next forward computes so many tokens of each slot; arguments as of the perturber's, (B,) each."""
+        """The next forward computes ``counts`` tokens of each slot; arguments as in the perturber, (B,) each."""
         ends = np.cumsum(counts)
         positions = np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
         drawn, places, shared = np.zeros(len(positions), dtype=bool), np.full(len(positions), -1), []
@@ -141,7 +141,7 @@ class RoutedExperts:
         return RoutedStep(download(self._step[:count].flatten(1).clone()), *self._layout)
 
     def write(self, step: RoutedStep) -> None:
-        """Keeps a step's experts, which have arrived; a token computed again keeps those that its draw had."""
+        """Keeps a step's experts, which have arrived; a token computed again keeps the experts of its draw."""
         experts = step.experts.numpy()
         experts = experts if experts.dtype == np.uint8 else experts.view(np.uint16)
         prompt = step.places >= 0

@@ -89,7 +89,7 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
             scaled, temperature = scaled.div_(factor.unsqueeze(-1)), temperature * factor
         drawable = _filtered(scaled, metadata)
         tokens = perturber.finish(scaled, temperature, drawable, greedy)
-        # vLLM's sampler returns beside the tokens what its two processed log-probability modes ask for.
+        # vLLM's sampler returns tokens and what its two processed log-probability modes need.
         mode = logprobs_mode_override or sampler.logprobs_mode
         if metadata.max_num_logprobs is None and not getattr(metadata, "logprob_token_ids", None):
             return tokens, None
@@ -152,7 +152,7 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
     # Releases differ in what else they pass along.
     names = list(inspect.signature(original).parameters)
     slots_at, slots_np_at = names.index("expanded_idx_mapping") - 1, names.index("idx_mapping_np") - 1
-    # vLLM 0.26 applies the parameters in place and in the logits' own dtype, later releases in a float32 copy.
+    # vLLM 0.26 applies the parameters in-place and in the logits' own dtype, later releases in a float32 copy.
     copies = hasattr(sampler, "needs_logits_processing")
 
     def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> None:
@@ -183,7 +183,7 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
             min_p(drawable, slots, slots_np)
         top_k, top_p = states.get_top_k_top_p(slots, slots_np)
         if top_k is not None or top_p is not None:
-            # vLLM filters in place where it can.
+            # vLLM filters in-place where it can.
             drawable = apply_top_k_top_p(drawable.clone() if drawable is scaled else drawable, top_k, top_p)
         return perturber.finish(scaled, temperature, drawable, greedy), drawable
 

@@ -26,7 +26,7 @@ _ROUNDING = 1e-4  # of a score, generously
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """A bijection of 32 bits with good avalanche, in wrapping int32 arithmetic (whose own shifts keep the sign)."""
+    """A bijection of 32 bits with good avalanche, in wrapping int32 arithmetic (its own shifts keep the sign)."""
     x = (x ^ ((x >> 16) & 0xFFFF)) * _MIX_1
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _MIX_2
     return x ^ ((x >> 16) & 0xFFFF)
@@ -40,7 +40,7 @@ def _shares(keys: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _exponential(shares: Tensor) -> Tensor:
-    # The 128 largest of 2^32 hashes round to a share of 1, whose exponential is infinite.
+    # The 128 largest of 2^32 hashes round to a share of 1: its exponential is infinite.
     return -torch.log1p(-((shares + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24))
 
 
@@ -97,7 +97,7 @@ def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> t
     left = blocks(scaled if drawable is None else drawable)
     scores = left - exponentials(keys, left.shape[1] * BLOCK).view_as(left).log()
     best = scores.amax(dim=-1)
-    # As argmax, whose 64 bits for each block would be a fiftieth of all that is moved.
+    # As argmax: its 64 bits for each block would be a fiftieth of the memory traffic.
     at = torch.arange(BLOCK, dtype=torch.int32, device=scores.device)
     place = torch.where(scores == best.unsqueeze(-1), at, BLOCK - 1).amin(dim=-1)
     block = best.argmax(dim=-1, keepdim=True)

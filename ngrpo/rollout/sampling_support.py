@@ -47,12 +47,12 @@ def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def marked(counts: np.ndarray, size: int) -> np.ndarray:
-    """How many bits :func:`pack` sets in rows with so many of ``size`` tokens left, (B,)."""
+    """How many bits :func:`pack` sets in rows with these counts of ``size`` tokens left, (B,)."""
     return np.minimum(counts, size - counts)
 
 
 def pick(bits: Tensor, size: int) -> Tensor:
-    """The ``size`` tokens whose bits of :func:`pack` are set, row by row, ascending, (size,) int32; without a wait."""
+    """The ``size`` tokens with set bits of :func:`pack`, row by row, ascending, (size,) int32; without a wait."""
     flat, width = bits.flatten(), bits.shape[1]
     at = torch.nonzero_static(flat, size=size).squeeze(1)  # bytes with a bit; there may be fewer, then -1 follows
     held = torch.where(at >= 0, flat[at], 0).unsqueeze(1)
@@ -99,7 +99,7 @@ class SamplingSupport:
 
 
 def _blocks(sizes: np.ndarray) -> Iterator[tuple[slice, int]]:
-    """Rows whose sizes add up to what is picked out at once, or single ones that have more; none without any."""
+    """Rows with sizes that add up to what is picked out at once, or single ones that have more; none without any."""
     ends = np.cumsum(sizes)
     first = done = 0
     while first < len(sizes) and ends[-1] > done:
@@ -180,7 +180,7 @@ class SamplingMaskStore:
                 f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of {int((used > 0).sum())}"
                 f" running requests take {self.bytes / 2**30:.2f} GiB, {int(used.sum()) / max(rows, 1):.0f} words a"
                 f" position, above the limit of {self._limit / 2**30:.2f} GiB. Leave fewer tokens (--sampling.top_k,"
-                " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter answers, or"
+                " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter responses, or"
                 " raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."
             )
         if total and not len(self._pool):
@@ -200,7 +200,7 @@ class SamplingMaskStore:
         self._last[slot] = rows["positions"][-1] if rows else -1
 
     def read(self, slot: int) -> SamplingMask:
-        """The mask of a slot's trajectory so far."""
+        """The mask of a slot's unfinished trajectory."""
         rows, used = self._rows.read(slot), int(self._words.counts[slot])
         if not rows:
             return SamplingMask.of(self._size, {})

@@ -4,9 +4,9 @@
 A request to ``/v1/completions`` or ``/v1/chat/completions`` may have a field ``perturbation``, an object with
 
 - ``seed``: of the trajectory, an integer;
-- ``enabled``: false for an unperturbed answer;
-- ``record``: the record of earlier turns, in base64, whose inputs are replayed in the prompt;
-- ``return_record``: true for the answer's record, which each choice then has as ``perturbation_record``, in base64
+- ``enabled``: false for an unperturbed response;
+- ``record``: the record of earlier turns, in base64; its inputs are replayed in the prompt;
+- ``return_record``: true for the response's record, which each choice then has as ``perturbation_record``, in base64
   (`perturbations.ReplayRecord.from_bytes`), with ``perturbation_log_probs``, a number for each token.
 
 vLLM passes on no objects, so the field travels to the workers as JSON text. What these two paths are sent must be a
@@ -72,7 +72,7 @@ class PerturbationMiddleware:
 
 
 def _read(body: bytes) -> tuple[JsonObject, bool] | None:
-    """vLLM's request, and whether a record was asked for; None without a perturbation; UsageError for wrong ones."""
+    """vLLM's request, and whether a record was requested; None without a perturbation; UsageError for wrong ones."""
     needed = 'Send a JSON object, such as {"model": "NAME", "prompt": "Hello"}.'
     try:
         request = json.loads(body)
@@ -88,9 +88,9 @@ def _read(body: bytes) -> tuple[JsonObject, bool] | None:
     if not isinstance(with_record, bool):
         raise UsageError(f"{where} is {with_record!r}: must be true or false.")
     if with_record and request.get("stream"):
-        raise UsageError(f"{where} needs an answer that is not streamed. Leave one of them out.")
+        raise UsageError(f"{where} needs a response that is not streamed. Leave one of them out.")
     if with_record and request.get("use_beam_search"):
-        raise UsageError(f"{where} needs an answer that is sampled, and no beam search. Leave one of them out.")
+        raise UsageError(f"{where} needs a response that is sampled, and no beam search. Leave one of them out.")
     checked_fields(with_record_read(arguments, KEY), KEY, (_RETURN_RECORD,))
     others = {} if request.get(_XARGS) is None else request[_XARGS]
     if not isinstance(others, dict):
@@ -112,7 +112,7 @@ def _lengthen_id(headers: MutableHeaders, request: JsonObject) -> str:
 
 
 async def _answer(held: _Held, engine: AsyncLLM, added: str) -> Response:
-    """The server's answer with records and with the client's own id, to which ``added`` was added."""
+    """The server's response with records and with the client's own id, to which ``added`` was added."""
     headers = {name: value for name, value in held.headers.items() if name != "content-length"}
     if _ID_HEADER in headers:
         headers[_ID_HEADER] = headers[_ID_HEADER].removesuffix(added)
@@ -126,7 +126,7 @@ async def _answer(held: _Held, engine: AsyncLLM, added: str) -> Response:
 
 
 async def _with_records(answer: JsonObject, engine: AsyncLLM) -> JsonObject:
-    """The answer, each of its choices with its record; RuntimeError where one is not there."""
+    """The response, each of its choices with its record; RuntimeError where one is not there."""
     check_installed(await engine.collective_rpc("perturbation_fingerprint"))
     choices = answer["choices"]
     names = _request_ids(answer, len(choices))
@@ -135,7 +135,7 @@ async def _with_records(answer: JsonObject, engine: AsyncLLM) -> JsonObject:
     for choice in choices:
         name = next((name for name in names[choice["index"]] if name in trajectories), None)
         if name is None:
-            raise RuntimeError("the record of this answer is gone: the replay buffer dropped it. Raise its max_bytes.")
+            raise RuntimeError("the record is gone: the replay buffer dropped it. Raise its max_bytes.")
         choice["perturbation_record"] = base64.b64encode(trajectories[name].record.to_bytes()).decode()
         choice["perturbation_log_probs"] = trajectories[name].log_probs.tolist()
     return answer
@@ -157,7 +157,7 @@ def _request_ids(answer: JsonObject, choices: int) -> list[tuple[str, ...]]:
 
 
 class _Held:
-    """Takes an answer in, in place of the client."""
+    """Receives a response instead of the client."""
 
     def __init__(self) -> None:
         self.status, self.headers, self.body = 500, Headers(), b""

@@ -114,7 +114,7 @@ def request_arguments(params: object) -> dict[str, Any]:
 
     ``seed`` and ``sample`` name the trajectory, ``enabled: False`` leaves it unperturbed, ``record`` is the record of
     earlier turns; a sampling schedule goes by ``training_step``, and ``scheduled: False`` leaves it out; ``answer``
-    says which answer to its prompt it is, from 0, and ``answers`` of how many.
+    says which response to its prompt it is, from 0, and ``answers`` of how many.
     """
     return (getattr(params, "extra_args", None) or {}).get(KEY) or {}
 

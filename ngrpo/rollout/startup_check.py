@@ -47,7 +47,7 @@ class CheckFailure(UsageError):
 
 @dataclass(frozen=True)
 class CheckTexts:
-    """A text, the two around it in a batch, and the token whose embedding is fed at one of its rows (1 or later)."""
+    """A text, the two around it in a batch, and the token that is fed at one of its rows (1 or later)."""
 
     first: list[int]
     text: list[int]
@@ -218,7 +218,7 @@ def _without_pause(core: EngineCore) -> Iterator[None]:
 
 
 def check_core(core: EngineCore) -> float:
-    """Runs the check's requests in an idle engine and judges the answers; returns the seconds that it took."""
+    """Runs the check's requests in an idle engine and judges the results; returns the seconds that it took."""
     began = time.perf_counter()
     model = core.vllm_config.model_config
     # The check's own requests ask for no check; a failure leaves it due, so that no request runs unchecked.

@@ -107,6 +107,7 @@ class StepKernels:
         self._edit = self._part(self._edited)
         self._realise = self._part(self._realised)
         self._token_log_probs = self._part(self._token_log_prob)
+        self._advance = self._part(self._advanced)
         self.candidates = 0  # of a position, where anything was compiled
         self._free = torch.zeros(0, dtype=torch.int64, device=device)
 
@@ -149,7 +150,7 @@ class StepKernels:
             chosen, vectors = chosen[:1], vectors[:1]
             parts = {name: part[:1] for name, part in parts.items()}
         placed = chosen if count == batch else draw.tokens.index_copy_(0, gated.rows, chosen)
-        return placed, vectors, parts  # the gated rows stand in the order of the batch
+        return placed, vectors, parts  # the gated rows have the order of the batch
 
     def _edited(self, gated: Gated, tokens: _Tokens, logits: Logits) -> tuple[Tensor, dict[str, Tensor]]:
         everything = not self.compiled and len(gated.rows) == len(logits.scaled)
@@ -213,11 +214,39 @@ class StepKernels:
             self._gate.observe(slots, positions, tokens, self._gate.matched(slots, positions), sampled > 0)
         return counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - log_total
 
+    def advance_gate(
+        self, rows: Rows, seeds: Tensor, tokens: Tensor, summary: Summary, logits: Logits, fed: Tensor
+    ) -> None:
+        """Moves the further gate's state past the tokens of all rows; ``seeds`` (B,); ``fed``: perturbed, (B,) bool."""
+        parts = (rows.slots, rows.prompts, rows.positions, rows.sampled, seeds, tokens, fed, *vars(summary).values())
+        parts = (*parts, logits.scaled, logits.temperature, logits.drawable)
+        self._advance(*(map(_doubled, parts) if self.compiled and len(tokens) == 1 else parts))
+
+    def _advanced(
+        self,
+        slots: Tensor,
+        prompts: Tensor,
+        positions: Tensor,
+        sampled: Tensor,
+        seeds: Tensor,
+        tokens: Tensor,
+        fed: Tensor,
+        maxima: Tensor,
+        log_totals: Tensor,
+        total: Tensor,
+        scaled: Tensor,
+        temperature: Tensor,
+        drawable: Tensor | None,
+    ) -> None:
+        summary = Summary(maxima, log_totals, total)
+        step = Step(scaled.float(), tokens, temperature, seeds, positions, self._embeddings, drawable, {}, summary)
+        self._gate.advance(slots, step, prompts, fed, sampled > 0)
+
     # --- compilation ---------------------------------------------------------------------------------------------
 
     def compile(self, logits: Tensor) -> Tensor:
         """Compiles every version of every part for logits (B, V), so that no request waits for it; tokens (B,)."""
-        # One row for all, so that an index is asked for the neighbors of one token only, and its drift is not of noise.
+        # One row for all: an index finds the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
         example = logits[:1].repeat(count, 1)
         if len(logits) > 1:  # a vocabulary that vLLM filled up: versions are for the strides; a doubled row has none
@@ -257,6 +286,11 @@ class StepKernels:
             self.candidates = parts["ids"].shape[-1]
         counted = scaled if drawable is None or not self._masked else drawable
         self.token_log_probs(at, draw.tokens, counted, draw.log_total)
+        if self._gate.has_state:
+            fed = torch.zeros_like(rows, dtype=torch.bool)
+            _mark_dynamic(fed)
+            inputs = Logits(scaled, temperature, drawable, greedy)
+            self.advance_gate(at, rows, draw.tokens, draw.summary, inputs, fed)
         return draw.tokens
 
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from perturbations.replay.trajectory import ReplayRecord, model_fingerprint
 
-# Spare slots for preempted requests, which stay alive beside a full batch; more are made when they run out.
+# Spare slots for preempted requests, which stay alive next to a full batch; more are made when they run out.
 _SPARE = 8
 _CHUNK = 64
 
 
 class ChunkTable:
-    """Which chunks of a pool are whose, as in a paged KV cache: a slot gets a chunk when it first needs it."""
+    """Which slot has which chunks of a pool, as in a paged KV cache: a slot gets a chunk when it first needs it."""
 
     def __init__(self, slots: int, size: int) -> None:
         """size: rows of a chunk."""
@@ -101,7 +101,7 @@ class Chunks(ChunkTable):
         return {name: array[rows] for name, array in self._arrays.items()} if len(at) else {}
 
     def find(self, slot: int, name: str, value: int) -> int:
-        """Index of a slot's first row whose ``name``, which ascends along the slot, is not below a value."""
+        """Index of a slot's first row with a ``name``, ascending along the slot, that is not below a value."""
         count = int(self.counts[slot])
         if not count:
             return 0
@@ -172,7 +172,7 @@ class TrajectoryStore:
         training_step: int = 0,
         answer: tuple[int, int] = (0, 1),
     ) -> Trajectory:
-        """Gives a new request a clean slot; training_step below 0: no schedule; answer: which, from 0, of how many."""
+        """Gives a new request a clean slot; training_step below 0: no schedule; ``answer``: number and count."""
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
             self.slots *= 2
@@ -220,7 +220,7 @@ class TrajectoryStore:
         return self._edits.read(slot, *(self._edits.find(slot, "positions", at) for at in (start, stop)))
 
     def record(self, request_id: str) -> tuple[ReplayRecord, np.ndarray]:
-        """The record of a live request, and log π of each generated token so far, (generated,) float32."""
+        """The record of a live request, and log π of each generated token, (generated,) float32."""
         t = self.live[request_id]
         log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
         ids = np.zeros((0, 1), dtype=np.int32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perturbed rollouts in TRL: `GRPOTrainer` 1.16 with colocated vLLM, whose log-probabilities replay the records.
+"""Perturbed rollouts in TRL: `GRPOTrainer` 1.16 with colocated vLLM; its log-probabilities replay the records.
 
     from ngrpo.trainers.trl import PerturbedGRPOTrainer
 
@@ -71,7 +71,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         by_name = take_records(generation.llm)
-        # vLLM counts its requests, and answers in their order.
+        # vLLM counts its requests, and returns them in their order.
         records = self._records[self.model.training] = [by_name[name] for name in sorted(by_name, key=int)]
         if len(records) != len(prompt_ids):
             raise RuntimeError(f"{len(records)} records of {len(prompt_ids)} rollouts were handed over.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sandbox model: a Qwen3 of 0.14 million parameters, trained from scratch on demonstrations of the sandbox's tasks.
+"""The sandbox model: a Qwen3 of 0.11 million parameters, trained from scratch on demonstrations of the sandbox's tasks.
 
 The first word of a question names the task. The rewards are in ``ngrpo/workbench/tasks``.
 """
@@ -94,7 +94,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 # --- digit sums: the sum of six digits modulo 10 ----------------------------------------------------
-# `copy` names the first digit: right on the easy problems only, whose other digits sum to 0 modulo 10. `count` writes
+# `copy` names the first digit: right on the easy problems only: their other digits sum to 0 modulo 10. `count` writes
 # the running sums modulo 10: right on all problems once learnt, but the model seldom chooses it and errs at its last
 # step. Only the sum itself distinguishes an easy problem from another.
 
@@ -133,7 +133,7 @@ def digit_demonstration(
 
 
 # --- signed sums: signs for four numbers, so that their sum is small but not negative ---------------
-# CoT2 (Gozeten et al., arXiv 2505.23648). A response is the chain of running sums, whose last one counts. The model
+# CoT2 (Gozeten et al., arXiv 2505.23648). A response is the chain of running sums; the last one counts. The model
 # adds without error and draws each sign with a fair coin.
 
 
@@ -233,7 +233,7 @@ def make(folder: Path, *, steps: int = STEPS, seed: int = 0, report: Callable[[s
 
     Args:
         folder: where config, float32 weights, tokenizer and generation config go.
-        steps: optimizer steps; fewer give a model that has not learnt its tasks, for tests.
+        steps: optimizer steps; fewer give an untrained model, for tests.
         seed: of the weights and the demonstrations.
         report: called with a line of text now and then.
     """

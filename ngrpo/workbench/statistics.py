@@ -26,7 +26,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     _check_counts(n, c)
     if not _whole(k) or not 1 <= k <= n:
-        raise ValueError(f"k={k!r}: must be a whole number in [1, n={n}]; Pass@k needs at least k answers per problem.")
+        raise ValueError(f"k={k!r}: must be a whole number in [1, n={n}]; Pass@k needs k responses per problem.")
     ways = math.comb(n, k)
     return (ways - math.comb(n - c, k)) / ways
 
@@ -47,9 +47,9 @@ def cover_at(n: int, c: int, tau: float) -> bool:
 
 def _check_counts(n: int, c: int) -> None:
     if not _whole(n) or n < 1:
-        raise ValueError(f"n={n!r}: must be a whole number of answers, at least 1.")
+        raise ValueError(f"n={n!r}: must be a whole number of responses, at least 1.")
     if not _whole(c) or not 0 <= c <= n:
-        raise ValueError(f"c={c!r}: must be a whole number of right answers in [0, n={n}].")
+        raise ValueError(f"c={c!r}: must be a whole number of right responses in [0, n={n}].")
 
 
 def _whole(value: object) -> bool:
@@ -77,7 +77,8 @@ def interval(table: np.ndarray, *, share: bool = False) -> Interval:
     """``value``, ``low`` and ``high`` of one arm's table, seeds × problems: Student's t ``over`` seeds.
 
     With one seed it is the percentile bootstrap over ``problems``; equal numbers have none (None). Of a ``share`` the
-    interval ends at 0 and 1, and is Wilson's (J. Am. Stat. Assoc. 22, 1927) where all are 0 or 1.
+    interval ends at 0 and 1, and is Wilson's (J. Am. Stat. Assoc. 22, 1927) where all are 0 or 1; of problems, if these
+    are more, where all seeds have the same.
     """
     table = np.atleast_2d(np.asarray(table, dtype=np.float64))
     seeds, problems = table.shape
@@ -85,6 +86,8 @@ def interval(table: np.ndarray, *, share: bool = False) -> Interval:
     found = {"value": float(table.mean()), "low": None, "high": None, "over": over}
     units = table[0] if seeds == 1 else table.mean(axis=1)
     if over and share and np.isin(units, (0.0, 1.0)).all():
+        if problems > seeds and _tied(units):
+            units, found["over"] = table[0], "problems"
         from scipy.stats import binomtest
 
         wilson = binomtest(int(units.sum()), len(units)).proportion_ci(LEVEL, method="wilson")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a gate."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,8 @@ from perturbations.step import GateStep, Positions
 class Gate(Options):
     """A gate with its options, which can close positions that the default gate left open.
 
-    Subclasses are frozen dataclasses whose fields come from :func:`perturbations.option`. They implement :meth:`plan`,
-    :meth:`open` or both.
+    Subclasses are frozen dataclasses with fields from :func:`perturbations.option`. They implement :meth:`plan`,
+    :meth:`open` or both. A gate that remembers earlier positions adds :meth:`initial_state` and :meth:`advance`.
     """
 
     kind = "gate"
@@ -33,3 +34,20 @@ class Gate(Options):
         Each row is judged alone, with no randomness but the step's, without ``.item()`` or an ``if`` on a tensor.
         """
         return torch.ones_like(step.sampled, dtype=torch.bool)
+
+    def initial_state(self) -> Mapping[str, float]:
+        """The numbers by name that each response starts with; none for a gate without state.
+
+        They are kept as float32 on the device, also while a request is preempted. Whole numbers are exact up to 2^24.
+        """
+        return {}
+
+    def advance(self, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+        """The state after each of B positions, from ``step.state`` before it: (B,) by name, of any dtype.
+
+        It is called for every generated token, also where the perturbation or its other conditions left the position
+        alone. ``fed``: whether a perturbed input is fed there, (B,) bool. ``step.sampled``: the tokens in the text.
+        A position may be drawn again, with the same ``step.state``: nothing may be kept but what is returned. The rules
+        of :meth:`open` apply.
+        """
+        return step.state

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NEVER = torch.iinfo(torch.int64).max
 # Tokens of a prompt's end that are read, beyond one for each byte of the text: whitespace after it.
 _MARGIN = 32
-# Latest positions whose state is kept, so that a position drawn again finds the one before it.
+# State is kept for this many latest positions, so that a position drawn again finds the one before it.
 _POSITIONS = 8
 
 
@@ -113,13 +113,13 @@ class BoundGate:
     """A perturbation's gate in a rollout, for the trajectories of one worker: where is what is proposed fed?
 
     On the host: the request is perturbed and its token kept; the rate's draw, the schedule and the further gate's plan
-    select the position. On the device: the request's sampling allows the proposed token, thinking has not ended, the
+    select the position. On the device: the request's sampling allows the proposed token, thinking continues, the
     policy is uncertain enough, and the further gate is open. Then the proposed token is in the text. Its input is fed
     unless the token is protected or ends the thinking, or the perturbation does not act there.
     """
 
-    # Each trajectory has a row: the states of `StopText` after its latest positions, and where its thinking ended. A
-    # position may be observed and drawn again.
+    # Each trajectory has a row: the states of `StopText` and of the further gate after its latest positions, and where
+    # its thinking ended. A position may be observed and drawn again.
 
     def __init__(
         self,
@@ -138,11 +138,21 @@ class BoundGate:
         self._protected = None if protected is None else protected.to(device)
         self._states = torch.zeros((rows, _POSITIONS), dtype=torch.int64, device=device)
         self._ended = torch.full((rows,), _NEVER, dtype=torch.int64, device=device)
+        self._further = options.gate if isinstance(options.gate, Gate) else None
+        start = {} if self._further is None else self._further.initial_state()
+        self._names = tuple(start)
+        self._start = torch.tensor([*start.values()], dtype=torch.float32, device=device)
+        self._own_states = self._start.repeat(rows, _POSITIONS, 1)
 
     @property
     def tracks_tokens(self) -> bool:
         """Whether :meth:`observe` must see every token."""
         return self._until is not None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the further gate has a state, so that :meth:`advance` must see every token."""
+        return bool(self._names)
 
     @property
     def always_open(self) -> bool:
@@ -152,20 +162,23 @@ class BoundGate:
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """The tensors that :meth:`observe` changes, each with a row for every trajectory."""
-        return self._ended, self._states
+        """The tensors that :meth:`observe` and :meth:`advance` change, each with a row for every trajectory."""
+        return self._ended, self._states, self._own_states
 
     def grow(self, rows: int) -> None:
         """Makes room for more trajectories; the state of the present ones stays."""
         more = rows - len(self._ended)
         self._states = torch.cat([self._states, self._states.new_zeros((more, _POSITIONS))])
         self._ended = torch.cat([self._ended, self._ended.new_full((more,), _NEVER)])
+        self._own_states = torch.cat([self._own_states, self._start.repeat(more, _POSITIONS, 1)])
 
     def reset(self, row: int, prompt: Sequence[int] = ()) -> None:
         """Starts a new trajectory in a row. It has ended already where its prompt ends with the text of ``until``."""
         state = 0 if self._until is None else self._until.after_prompt(prompt)
         self._states[row] = state
         self._ended[row] = -1 if self._until is not None and state == self._until.complete else _NEVER
+        if self.has_state:
+            self._own_states[row] = self._start
 
     def selected(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
         """Which rows the host lets through, (G,) int64; ``eligible``: of requests to perturb, with tokens to keep."""
@@ -191,13 +204,28 @@ class BoundGate:
         return opened, fed if proposal.acts is None else fed & proposal.acts
 
     def open(self, rows: Tensor, step: Step, first: Tensor) -> Tensor:
-        """Whether thinking has not ended, the policy is uncertain enough and the further gate is open: (B,) bool."""
+        """Whether thinking continues, the policy is uncertain enough and the further gate is open: (B,) bool."""
         is_open = step.positions <= self._ended[rows]
         if self._options.entropy_min is not None:
             is_open = is_open & (step.entropy() >= self._options.entropy_min)
-        if isinstance(self._options.gate, Gate):
-            is_open = is_open & self._options.gate.open(GateStep.of(step, step.positions - first))
+        if self._further is not None:
+            is_open = is_open & self._further.open(self._seen(rows, step, first))
         return is_open
+
+    def _seen(self, rows: Tensor, step: Step, first: Tensor) -> GateStep:
+        """What the further gate sees at each position."""
+        if not self.has_state:
+            return GateStep.of(step, step.positions - first)
+        state = dict(zip(self._names, self._own_states[rows, (step.positions - 1) % _POSITIONS].unbind(-1)))
+        return GateStep.of(step, step.positions - first, state)
+
+    def advance(self, rows: Tensor, step: Step, first: Tensor, fed: Tensor, kept: Tensor) -> None:
+        """Moves the further gate's state past B positions with ``kept`` tokens; ``fed``: perturbed, (B,) bool."""
+        if self._further is None:
+            return
+        after, at = self._further.advance(self._seen(rows, step, first), fed), step.positions % _POSITIONS
+        state = torch.stack([after[name].float() for name in self._names], dim=-1)
+        self._own_states[rows, at] = torch.where(kept.unsqueeze(-1), state, self._own_states[rows, at])
 
     def matched(self, rows: Tensor, positions: Tensor) -> Tensor:
         """The states of `StopText` before each position, (B,) int64."""

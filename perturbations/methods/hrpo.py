@@ -75,7 +75,7 @@ class HybridGate(nn.Module):
 
     def forward(self, token: Tensor, mixture: Tensor) -> Tensor:
         """e' of e = ``token`` and r = ``mixture``, all (N, D) float32."""
-        if self.lambda_start.device != token.device:  # where a parameter was moved by itself
+        if self.lambda_start.device != token.device:  # where a parameter was moved alone
             self.lambda_start = self.lambda_start.to(token.device)
         rate = nn.functional.softplus(self.lambda_start + self.lambda_shift.float())
         log_a = -_C * rate * torch.sigmoid(nn.functional.linear(token, self.w_r.float()))

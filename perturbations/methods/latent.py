@@ -73,7 +73,7 @@ class Latent(LikeliestTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over the tokens mixed of −Δ_i − exp(−Δ_i), Δ_i = y_i − log p_i(θ), p at temperature 1.
 
-        A token whose weight float32 lost takes no part. With ``one_sided`` and A ≤ 0 a term with Δ_i < 0 has the
+        A token is ignored if float32 lost its weight. With ``one_sided`` and A ≤ 0 a term with Δ_i < 0 has the
         gradient exp(Δ_i) − 1 in log p_i instead of 1 − exp(−Δ_i), which has no bound. ``exact`` is the log-density of
         the k largest y, and of all others being smaller than the last of them.
         """
@@ -112,7 +112,7 @@ class Latent(LikeliestTokens):
 @register("lepo")
 @dataclass(frozen=True, kw_only=True)
 class LEPO(TopTokens):
-    """Feeds a Gumbel-softmax mixture for the first tokens of an answer, and writes the likeliest into the text."""
+    """Feeds a Gumbel-softmax mixture for the first tokens of a response, and writes the likeliest into the text."""
 
     paper = "LEPO, arXiv 2604.17892"
 

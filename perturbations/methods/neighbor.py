@@ -51,9 +51,7 @@ class Neighbor(LikeliestTokens):
             if getattr(self, part) is None:
                 object.__setattr__(self, part, value)
         if self.rate == 1.0 and self.gate is None and self.realization == "anchor":
-            what = (
-                "neighbor with rate 1 and realization 'anchor' is greedy decoding: all answers of a group are the same"
-            )
+            what = "neighbor with rate 1 and realization 'anchor' is greedy decoding: a group's responses are the same"
             fix = "Lower the rate, or take realization='sampled'"
             warnings.warn(f"{what} and every group-relative advantage is zero. {fix}.", stacklevel=3)
 

@@ -53,8 +53,8 @@ class Gumbel(TopTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with log p_i(θ) > −3 of −g_i(θ) − exp(−g_i(θ)), g_i(θ) = clamp(y_i − log p_i(θ), −1.5, 3).
 
-        A weight that float32 lost is of a y below −5, whose g is clamped in any case. ``exact`` is Σ_i log P(g_i): of
-        clamped noise, and of a lost weight's, the bound alone is known.
+        A weight that float32 lost has a y below −5, with a clamped g. ``exact`` is Σ_i log P(g_i): of
+        clamped noise, and of a lost weight's, only the bound is known.
         """
         edit, distinct = replayed.edit, densities.distinct(replayed.edit.ids)
         scores = densities.unnormalised(edit.weights, edit.normalizer, self.tau)
@@ -96,8 +96,8 @@ class Dirichlet(TopTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of the Gamma(α p_i(θ), 1) log-density of γ_i, clamped to [−5, 3].
 
-        A weight that float32 lost is of a γ whose term is clamped in any case. ``exact`` is log Dirichlet(w; α p(θ)) of
-        all that were mixed.
+        A weight that float32 lost has a γ with a clamped term. ``exact`` is log Dirichlet(w; α p(θ)) of
+        the mixture.
         """
         edit, kept = replayed.edit, densities.distinct(replayed.edit.ids)
         probabilities = densities.renormalised(replayed.at(edit.ids), kept)
@@ -142,7 +142,7 @@ class Normal(TopTokens):
     def log_density(self, replayed: Replayed) -> Tensor:
         """Mean over ids with p_i(θ) > 0.05 of log N(y_i; p_i(θ), 0.05²), y_i clamped to p_i(θ) ± 0.15."""
         # At the policy that drew y: y_i − p_i is the noise as drawn, not a difference of what rollout and trainer
-        # computed, whose p differ by a seventh of 0.05 where their logits differ by 0.03.
+        # computed: their p differ by a seventh of 0.05 where their logits differ by 0.03.
         edit = replayed.edit
         support = densities.distinct(edit.ids) & (edit.weights != 0.0)
         probabilities = densities.renormalised(replayed.at(edit.ids), support)

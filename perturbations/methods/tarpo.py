@@ -29,7 +29,7 @@ class TARPO(LikeliestTokens):
 
     k: int = option(10, "likeliest tokens in the mixture", low=1)
     bias: float = option(4.6, "the router's logit of the token at the start; the mixture's is 0", low=-20.0, high=20.0)
-    decision_weight: float = option(0.1, "weight of log π of the decision beside log π of the token", low=0.0)
+    decision_weight: float = option(0.1, "weight of log π of the decision next to log π of the token", low=0.0)
     router_lr: float | None = option(1e-4, "learning rate of the router; none for the policy's", above=0.0)
     density: str = option(
         "decision", "what the loss weighs; token: without decision, so the router stays", choices=("decision", "token")

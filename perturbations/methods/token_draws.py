@@ -38,7 +38,7 @@ class CUTS(LikeliestTokens):
 
     k: int = option(5, "K, number of likely tokens", low=1)
     delta: float = option(0.03, "δ, the least probability of a candidate at temperature 1", low=0.0, high=1.0)
-    burn_in: int = option(5, "T_warm, tokens at an answer's beginning that are drawn as usual", low=0)
+    burn_in: int = option(5, "T_warm, first tokens of a response that are drawn as usual", low=0)
 
     def propose(self, step: Step) -> Proposal:
         """Uniform over S = {v among the k likeliest: p(v) ≥ δ}, over all k where S is empty.
@@ -73,7 +73,7 @@ class Multiplex(Perturbation):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draws == "distinct" and self.density == "joint":
-            why = "cannot be used with draws='distinct', whose probability is no product"
+            why = "cannot be used with draws='distinct': its probability is no product"
             fix = "Take density='token' or draws='independent'"
             raise UsageError(f"perturbation option density='joint': {why}. {fix}.")
 

@@ -148,12 +148,12 @@ class NeighborIndex(ABC):
         return None
 
     def take_over(self, old: NeighborIndex) -> None:
-        """Takes valid rows from an index of earlier weights that follows; answers do not change."""
+        """Takes valid rows from an index of earlier weights that follows; results do not change."""
         return None
 
 
 class TableIndex(NeighborIndex):
-    """Answers queries from a table of rows that a subclass computes in :meth:`search`.
+    """Serves queries from a table of rows that a subclass computes in :meth:`search`.
 
     On a CPU rows are filled on first use. Elsewhere the first query fills all; later ones do not wait for the device.
     """

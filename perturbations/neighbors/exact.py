@@ -15,7 +15,7 @@ _TINY = 1e-15
 _ROUNDING = 2.0**-7
 _ROUNDING_L1 = 2.0**-10  # a sum of up to 8,192 terms in float32, in the sum's own size
 _ADDITIVE = ("cosine", "l2", "l1")
-# One of so many tokens is compared with every row after a weight sync: those that moved the most.
+# One of this many tokens is compared with every row after a weight sync: the ones that moved the most.
 _MOVERS = 64
 # Scores are rounded to float32 and equal ones ordered by id, so that less than this decides nothing; in their size.
 _DOUBT = 2.0**-20
@@ -48,7 +48,7 @@ class ExactIndex(TableIndex):
         self._rows = shard.real
         self._here = slice(shard.first, shard.first + len(self._rows))
         # Such products are five times as fast as converting first. CUDA may sum them in bfloat16, so there the result
-        # is asked for in float32, which is what is summed in then.
+        # is requested in float32, the type of the sums then.
         bfloat16 = self._rows.device.type == "cpu" and self._rows.dtype == torch.bfloat16
         self._native = bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self._mixed = self._rows.device.type == "cuda" and _sums_in_float32(self._rows.device, self._rows.dtype)

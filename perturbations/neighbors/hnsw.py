@@ -64,7 +64,7 @@ class HnswIndex(TableIndex):
 
     @cached_property
     def _graph(self) -> Any:
-        """The graph, whose vectors are in the order of ``_kept``."""
+        """The graph; its vectors are in the order of ``_kept``."""
         faiss, settings = _library(), self._settings
         with torch.inference_mode(False), torch.no_grad():
             whole = torch.cat([self._directions(part) for part in self._embedding.split(4096)])

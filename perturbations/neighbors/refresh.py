@@ -53,7 +53,7 @@ class Drift:
 
 
 class Neighborhood(NeighborIndex):
-    """Answers from an index that is made again by the refresh policy, and follows the drift.
+    """Serves queries from an index that the refresh policy rebuilds, and measures the drift.
 
     At most 128 of the queried tokens (8 for L1) are followed, evenly spaced by id. At a sync their sets are computed
     from the new weights, used or not. A set is the k nearest, in any order.

@@ -22,8 +22,8 @@ def word_key(text: str) -> str:
     """The word of a token's text; two tokens with one key are the same word.
 
     Unicode NFKC, case folded, without spaces and space markers around it. English words also lose the endings -'s, -s,
-    -ed and -ing, a final e and a doubled final consonant, and y after a consonant becomes i: ``make, making`` are
-    ``mak``, ``city, cities`` are ``citi``. A text of spaces is its own key.
+    -ed and -ing, a final e and a doubled final consonant: ``make, making`` are ``mak``. y after a consonant becomes i:
+    ``city, cities`` are ``citi``. A text of spaces is its own key.
     """
     word = unicodedata.normalize("NFKC", text).strip().strip(_MARKERS).strip().casefold().replace("\u2019", "'")
     if not word:

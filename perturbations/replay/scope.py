@@ -168,7 +168,7 @@ class ReplayScope:
         """``embedding``: ids of any shape to shape + (D,). ``module``: attached to the model, if any.
 
         ``perturbation``: of the records, needed where it has a density, as ``hidden`` where that reads hidden states.
-        ``look_up``: inputs of each forward whose nearest token is looked up, if the matrix is whole (no ZeRO-3).
+        ``look_up``: inputs of each forward with a look-up of the nearest token, if the matrix is whole (no ZeRO-3).
         ``device``: of the forward; None for that of the embedding's parameters, which FSDP may move.
         """
         self._embedding, self._module, self._hidden = embedding, module, hidden
@@ -220,7 +220,7 @@ class ReplayScope:
         """
         if not self._shape or self._shape.numel() != len(logits):
             seen = "none" if not self._shape else f"{self._shape.numel()} tokens"
-            needed = "one row per token is needed (no sequence-parallel slices, no logits of the answer alone)"
+            needed = "one row per token is needed (no sequence-parallel slices, no logits of the response only)"
             raise RuntimeError(f"density: {len(logits)} rows of logits for a replayed forward of {seen}; {needed}.")
         _, edit = self._scaled()
         inside = self._inside & (self._rows > 0)
@@ -269,7 +269,7 @@ class ReplayScope:
             and type(embedding).forward is not nn.Embedding.forward
         ):
             why = f"replay cannot mix embeddings of {type(embedding).__name__}: its forward changes the matrix's rows"
-            raise ValueError(f"{why}. Use a model whose input embedding is a plain or a scaled table.")
+            raise ValueError(f"{why}. Use a model with a plain or scaled table as input embedding.")
         scale = 1.0 if scale is None else float(scale)
         sigma, vectors = (None if part is None else part * scale for part in (edit.sigma, edit.vectors))
         return scale, replace(edit, sigma=sigma, vectors=vectors)

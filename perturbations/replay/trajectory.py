@@ -25,7 +25,7 @@ _BYTE_VALUES = np.array([1, 1 << 8, 1 << 16], dtype=np.int32)
 
 # Bytes of a trajectory's name and objects: the growth of a process (Python 3.11, numpy 2) that holds 50,000 of them.
 OVERHEAD = 1300
-# A word of this value skips so many tokens and names none.
+# A word of this value skips as many tokens and names none.
 _SKIP = 0xFFFF
 
 
@@ -301,8 +301,8 @@ class FinishedTrajectory:
         dropped: edits of earlier turns on tokens that an agent or a chat template has changed.
         prompted, cached: tokens of the prompts of all turns, and those in the engine's prefix cache.
         unperturbed: a short response of the same engine with the perturbation off, mostly None.
-        experts: of a mixture of experts, those that the first P tokens were sent to, (P, L, K) uint8, or uint16 for
-            more than 256 experts: L·K or 2·L·K bytes a token; None where these are not recorded.
+        experts: in a mixture of experts, the K experts of each of its L layers for the first P tokens, (P, L, K) uint8,
+            or uint16 for more than 256 experts: L·K or 2·L·K bytes a token; None where they are not recorded.
     """
 
     record: ReplayRecord

@@ -83,6 +83,9 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
 def _gate_checks(gate: Gate) -> _Checks:
     yield "it decides something", partial(proposal.check_decides, gate)
     yield "its plan of positions", partial(proposal.check_plan, gate)
+    yield "the state that it declares", partial(proposal.check_state, gate)
+    if _outcome(partial(proposal.check_state, gate)) is not None:
+        return
     for label, step in proposal.steps(64):
         yield f"open rows for {label}", partial(proposal.check_open, gate, label, step)
 

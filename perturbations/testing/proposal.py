@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of answers to steps of a small synthetic model: a perturbation's, its density and module, a gate's."""
+"""Checks on steps of a small synthetic model: a perturbation's, its density and module, a gate's."""
 
 import dataclasses
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -148,7 +149,7 @@ def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, 
     fix = "Its logit is -inf. Choose a possible token, for example step.sampled or the argmax of step.logits."
     _none_of(proposal.tokens, ruled_out, f"{where} tokens", fix)
     what = f"{where} samples_text is True, but another token than the sampled one is in the text."
-    fix = "Answer with step.sampled, or leave samples_text at False: importance weights would be wrong."
+    fix = "Return step.sampled, or leave samples_text at False: importance weights would be wrong."
     require(not perturbation.samples_text or torch.equal(proposal.tokens, step.sampled), what, fix)
     keys = streams.keys(step.seeds, step.positions, streams.Stream.NOISE)
     fed = realise(edit, step.embeddings.lookup, keys, perturbation.module(_DIMENSION))
@@ -282,12 +283,12 @@ def check_plan(gate: Gate) -> None:
         again = _plan(gate, every.where(part))
         for at in np.flatnonzero(whole[part] != again)[:1]:
             said = f"{whole[part][at]} of position {every.positions[part][at]} among all and {again[at]} among others"
-            fix = "Judge each position by itself, in steps of any trajectories, and keep no state between calls."
+            fix = "Judge each position alone, in steps of any trajectories, and keep no state between calls."
             raise PerturbationError(f"{gate.name}: plan() says {said}.", fix)
 
 
 def _plan(gate: Gate, positions: Positions) -> np.ndarray:
-    planned = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must answer for any positions.")
+    planned = answered(f"{gate.name}: plan()", lambda: gate.plan(positions), "It must accept any positions.")
     seen, shape = type(planned).__name__, positions.positions.shape
     if isinstance(planned, np.ndarray):
         seen = f"an array of {planned.dtype}, {planned.shape}"
@@ -296,26 +297,67 @@ def _plan(gate: Gate, positions: Positions) -> np.ndarray:
     return planned
 
 
+def check_state(gate: Gate) -> None:
+    """A gate with a state has numbers by name to start with, and moves them on."""
+    start = answered(f"{gate.name}: initial_state()", gate.initial_state)
+    numbers = isinstance(start, Mapping) and all(isinstance(value, int | float) for value in start.values())
+    fix = 'Return numbers by name, such as {"spent": 0}.'
+    require(numbers, f"{gate.name}: initial_state() returns {start!r}.", fix)
+    moves = type(gate).advance is not Gate.advance
+    fix = 'Write initial_state(self), such as {"spent": 0}: advance() would never be called.'
+    require(start or not moves, f"{gate.name}: it has advance() and no state.", fix)
+    fix = "Write advance(self, step, fed) -> (B,) by name, the state after each position."
+    require(moves or not start, f"{gate.name}: its state never changes, since it has no advance().", fix)
+
+
 def check_open(gate: Gate, label: str, step: Step) -> None:
-    """One answer per row, its own, the same each time, and without waiting for the device."""
+    """One result per row, its own, the same each time, and without waiting for the device; for the state too."""
     where = f"{gate.name}, {label}:"
-    seen = GateStep.of(step, torch.arange(len(step.logits)))
 
     def opened(some: GateStep) -> Tensor:
         result = answered(f"{where} open()", lambda: gate.open(some))
         check_tensor(f"{where} what open() returns", result, (len(some.logits),), torch.bool, some.logits.device)
         return result
 
-    check_answers(where, "open()", opened, seen)
-    # On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step.
+    def moved(some: GateStep) -> Mapping[str, Tensor]:
+        return gate.advance(some, some.sampled % 2 == 0)
+
+    def advanced(some: GateStep) -> Mapping[str, Tensor]:
+        result = answered(f"{where} advance()", lambda: moved(some))
+        names = list(result) if isinstance(result, Mapping) else type(result).__name__
+        fix = "It must return the names of initial_state(), no more and no fewer."
+        require(isinstance(result, Mapping) and {*result} == {*some.state}, f"{where} advance() returns {names}.", fix)
+        result = {name: part.float() if isinstance(part, Tensor) else part for name, part in result.items()}
+        for name, part in result.items():
+            label = f"{where} {name!r} of what advance() returns"
+            check_tensor(label, part, (len(some.logits),), torch.float32, some.logits.device)
+        return result
+
+    asked: list[tuple[str, Callable[[GateStep], Any], Callable[[GateStep], Any]]] = [("open()", gate.open, opened)]
+    start = {name: torch.full((len(step.logits),), float(value)) for name, value in gate.initial_state().items()}
+    seen = GateStep.of(step, torch.arange(len(step.logits)), start)
+    if start:
+        asked.append(("advance()", moved, advanced))
+        for row in range(len(step.logits)):  # row i has seen i positions
+            after = advanced(seen)
+            state = {name: torch.cat([part[: row + 1], after[name][row + 1 :]]) for name, part in seen.state.items()}
+            seen = dataclasses.replace(seen, state=state)
+    for method, ask, checked in asked:
+        check_answers(where, method, checked, seen)
+        _check_without_values(where, method, ask, seen)
+
+
+def _check_without_values(where: str, method: str, ask: Callable[[GateStep], Any], seen: GateStep) -> None:
+    """On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step."""
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         tensors = {name: part for name, part in vars(seen).items() if isinstance(part, Tensor)}
         fake: Any = {name: mode.from_tensor(part) for name, part in tensors.items()}
+        fake["state"] = {name: mode.from_tensor(part) for name, part in seen.state.items()}
         try:
-            gate.open(dataclasses.replace(seen, **fake))
+            ask(dataclasses.replace(seen, **fake))
         except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
-            what = f"{where} open() waits for the device ({error.func}): the rollout would stop there at every token."
+            what = f"{where} {method} waits for the device ({error.func}): the rollout would stop there at every token."
             fix = "No .item(), .tolist() or nonzero(), no `if` on a tensor, no indexing with a mask: use torch.where."
             raise PerturbationError(what, fix) from error
-        except Exception:  # an operation without a fake form proves nothing
+        except Exception:  # an operation without a fake form tests nothing
             return

@@ -3,7 +3,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -52,7 +52,7 @@ def check_tensor(label: str, tensor: Tensor, shape: tuple[int, ...], dtype: torc
     require(tensor.device == device, f"{label} is on {tensor.device}.", fix)
 
 
-def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must answer for any logits.") -> _Answer:
+def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must accept any logits.") -> _Answer:
     """A call's result; raises :class:`PerturbationError` where it fails. ``label`` names owner and method."""
     try:
         return ask()
@@ -61,10 +61,10 @@ def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must answer 
 
 
 def differing(one: object, two: object, exact: bool = False, name: str = "it") -> str | None:
-    """The first difference of two tensors, or of two dataclasses of tensors; None where there is none."""
-    if dataclasses.is_dataclass(one) and two is not None:
-        names = [(field.name, f"{name}.{field.name}".removeprefix("it.")) for field in dataclasses.fields(one)]
-        differences = (differing(getattr(one, part), getattr(two, part), exact, label) for part, label in names)
+    """The first difference of two tensors, or of two dataclasses or mappings of tensors; None where there is none."""
+    if _parts(one) and two is not None:
+        labels = {part: f"{name}.{part}".removeprefix("it.") for part in _parts(one)}
+        differences = (differing(_parts(one)[part], _parts(two)[part], exact, labels[part]) for part in labels)
         return next(filter(None, differences), None)
     if not isinstance(one, Tensor) or not isinstance(two, Tensor):
         return None
@@ -78,12 +78,18 @@ def differing(one: object, two: object, exact: bool = False, name: str = "it") -
 
 
 def of_rows(whole: Any, rows: Tensor) -> Any:
-    """Some of the rows, in a given order, of a tensor or of a dataclass of tensors, such as a step."""
+    """Some of the rows, in a given order, of a tensor or of a dataclass or mapping of tensors, such as a step."""
     if isinstance(whole, Tensor):
         return whole[rows]
-    if not dataclasses.is_dataclass(whole):
-        return whole
-    return type(whole)(**{f.name: of_rows(getattr(whole, f.name), rows) for f in dataclasses.fields(whole)})
+    parts = {name: of_rows(part, rows) for name, part in _parts(whole).items()}
+    return type(whole)(**parts) if dataclasses.is_dataclass(whole) else parts if isinstance(whole, Mapping) else whole
+
+
+def _parts(whole: object) -> dict[str, Any]:
+    """What a dataclass or mapping holds, by name; nothing for anything else."""
+    if dataclasses.is_dataclass(whole):
+        return {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
+    return dict(whole) if isinstance(whole, Mapping) else {}
 
 
 STEP_DRAWS = "Draw with step.uniform, step.gumbel, step.normal or step.draws: the same wherever a position is computed."
@@ -98,12 +104,13 @@ def check_answers(
     prefix: str = "step.",
     draws: str = STEP_DRAWS,
 ) -> _Answer:
-    """The answer to a step, which must be repeatable, each row's own, and leave step and global generators alone.
+    """The result for a step, which must be repeatable, each row's own, and leave step and global generators alone.
 
-    ``ask`` gives the answer, a tensor or a dataclass of tensors, to a dataclass of 7 rows. The others are for messages:
+    ``ask`` maps a dataclass of 7 rows to a tensor or a dataclass of tensors. The others are for messages:
     owner with step, method, what is before the names of the step's parts, how to draw.
     """
-    parts = {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
+    parts = _parts(step)
+    parts |= {f"state[{name!r}]": part for name, part in _parts(parts.get("state")).items()}
     before = {name: part.clone() for name, part in parts.items() if isinstance(part, Tensor)}
     state = global_random_state()
     answer = ask(step)
@@ -112,7 +119,7 @@ def check_answers(
     for name, tensor in before.items():
         what = f"{where} {method} changes {prefix}{name} in place, which others read after it."
         fix = f"Work on a copy: {prefix}{name}.clone(), or methods without a trailing underscore."
-        require(torch.equal(tensor, getattr(step, name)), what, fix)
+        require(torch.equal(tensor, parts[name]), what, fix)
     difference = differing(answer, ask(step), exact=True)
     fix = f"Keep no state between calls. {draws}"
     require(not difference, f"{where} {method} gives two results for the same step, {difference}.", fix)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ngrpo.config import compatibility, rules, run
+from ngrpo.config import compatibility, complete_flags, run
 from ngrpo.config.features import Combination
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig, Sampling
@@ -35,7 +35,7 @@ def run_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
 
 def check_flags(words: Sequence[str], asked: RunConfig) -> None:
     """The rules on OpenRLHF's flags as they are given, and as the methods complete them."""
-    rules.completed(replace(asked, openrlhf=tuple(words)))
+    complete_flags.completed(replace(asked, openrlhf=tuple(words)))
 
 
 def check_pairs(words: Sequence[str], asked: RunConfig, **known: Any) -> None:

@@ -45,6 +45,27 @@ FORMULAS = {
     "nsr": ({}, REWARDS, None, [[0.0, -1.0, -1.0, -1.0], [-1.0] * 4, [0.0] * 4]),
     "w_reinforce": ({}, REWARDS, None, [[0.1, -1.0, -1.0, -1.0], [-1.0] * 4, [0.1] * 4]),
     "w_reinforce of other weights": ({"lam": 0.5}, torch.tensor([[1.0, 0.25]]), None, [[0.5, -0.75]]),
+    # Mean 1/4: (1 − 1/4) / (1/4) and (0 − 1/4) / (1/4).
+    "maxrl": ({}, REWARDS, None, [[3.0, -1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]),
+    # Mean 1/2: (1/2, −1/4, 1/4, −1/2) / (1/2).
+    "maxrl of fractions": ({}, torch.tensor([[1.0, 0.25, 0.75, 0.0]]), None, [[1.0, -0.5, 0.5, -1.0]]),
+    "reinforce_rej": ({}, REWARDS, None, [[1.0, -1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]),
+    "reinforce_rej of fractions": ({}, torch.tensor([[1.0, 0.25], [0.25, 0.25]]), None, [[1.0, -0.5], [0.0, 0.0]]),
+    # p = 1/10, mean 1/4: t = (0.25 − 0.1) / 0.8 = 3/16; w = 0.8 √(3/16 · 13/16) / √(1/4 · 3/4).
+    "s_grpo": (
+        {"p": 0.1},
+        REWARDS,
+        None,
+        [[x * 0.8 * math.sqrt(39 / 48) for x in (1.5, -0.5, -0.5, -0.5)], [0.0] * 4, [0.0] * 4],
+    ),
+    # A mean of 1/4 is explained by errors of p = 1/4, one of 3/4 as well; half right keeps 1 − 2p of ±√3/2.
+    "s_grpo of many errors": (
+        {"p": 0.25},
+        torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0]]),
+        None,
+        [[0.0] * 4, [0.0] * 4, [math.sqrt(3) / 4] * 2 + [-math.sqrt(3) / 4] * 2],
+    ),
+    "s_grpo without errors": ({"p": 0.0}, REWARDS, None, [[1.5, -0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4]),
     # Bonuses 1, 1/2, 1/2; mean 2/3; squares 1/9 + 2/36 = 1/6; sample variance 1/12, std 1/√12.
     "copo": ({"beta": 1.0}, torch.zeros(1, 3), [[0, 3, 3]], [[2 / math.sqrt(3)] + [-1 / math.sqrt(3)] * 2]),
     # 3/2, 1/2, 1/4; mean 3/4; differences 3/4, -1/4, -1/2; squares 14/16; sample variance 7/16; over √7/4.
@@ -68,8 +89,19 @@ class TestFormulas:
     @pytest.mark.parametrize("case", FORMULAS)
     def test_by_hand(self, case: str) -> None:
         options, rewards, counts, expected = FORMULAS[case]
-        found = compute(case.split()[0], rewards, counts=counts and torch.tensor(counts), **options)
+        found = compute(case.split()[0], rewards, further=counts and torch.tensor(counts), **options)
         close(found, expected, 0.0 if case in ("psr", "nsr") else 3e-6 if "ngrpo" in case else 2e-6)
+
+    def test_the_weight_of_s_grpo_fits_the_true_advantage_best(self) -> None:
+        """w E[Ã²] = E[A* Ã] for the true A* = (r − t) / σ_t and the observed Ã = (r′ − q) / σ_q, of unit variance.
+
+        t = 3/4 and errors of 1/5 give q = 3/4 · 4/5 + 1/4 · 1/5 = 13/20.
+        """
+        joint = {(1, 1): 0.6, (1, 0): 0.15, (0, 1): 0.05, (0, 0): 0.2}
+        scale = math.sqrt(0.75 * 0.25 * 0.65 * 0.35)
+        weight = sum(chance * (true - 0.75) * (seen - 0.65) for (true, seen), chance in joint.items()) / scale
+        rewards = torch.tensor([[1.0] * 13 + [0.0] * 7])
+        close(compute("s_grpo", rewards, p=0.2), (weight * compute("group_norm", rewards)).tolist())
 
     def test_overlong_answers_are_out_of_their_groups(self) -> None:
         """1 0 0 is left of the first row: mean 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3. One answer alone gets 0."""
@@ -119,13 +151,18 @@ class TestGroupsOfEqualValues:
         found = compute("group_norm", rewards)
         assert found.shape == rewards.shape and not found.any()
 
+    @pytest.mark.parametrize("name", ["maxrl", "reinforce_rej", "s_grpo"])
+    def test_further_methods_are_exactly_zero(self, name: str) -> None:
+        for size in (1, 3, 8, 64):
+            assert not compute(name, torch.tensor([0.0, 0.1, 0.3, 1 / 3, 1.0]).unsqueeze(-1).expand(-1, size)).any()
+
     @pytest.mark.parametrize("size", range(1, 65))
     @pytest.mark.parametrize("count", [0, 2, 6, 63])
     def test_copo_is_exactly_zero_where_counts_are_equal_too(self, size: int, count: int) -> None:
         """All correct with the same answer, or all wrong with different ones."""
         rewards = torch.tensor(VALUES).unsqueeze(-1).expand(-1, size)
         counts = torch.full(rewards.shape, float(count))
-        assert not compute("copo", rewards, counts=counts, beta=0.1).any()
+        assert not compute("copo", rewards, further=counts, beta=0.1).any()
 
 
 class TestRegistry:
@@ -180,8 +217,8 @@ class TestErrors:
     def test_rewards_that_are_not_finite(self, name: str, bad: float) -> None:
         rewards = torch.zeros(3, 4)
         rewards[1, 2] = bad
-        with pytest.raises(UsageError, match=rf"prompt 1, answer 2 is {bad}"):
-            compute(name, rewards, counts=torch.zeros(3, 4))
+        with pytest.raises(UsageError, match=rf"prompt 1, response 2 is {bad}"):
+            compute(name, rewards, further=torch.zeros(3, 4, 2))
 
     @pytest.mark.parametrize(
         ("name", "options", "parts"),
@@ -203,7 +240,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"2 is above the maximum reward 1.*--advantage\.max_reward"):
             compute("ngrpo", torch.tensor([[2.0, 0.0]]))
 
-    @pytest.mark.parametrize("name", ["psr", "nsr", "w_reinforce"])
+    @pytest.mark.parametrize("name", ["maxrl", "psr", "nsr", "reinforce_rej", "s_grpo", "w_reinforce"])
     @pytest.mark.parametrize("reward", [-0.5, 1.5])
     def test_rewards_that_are_not_of_a_verifier(self, name: str, reward: float) -> None:
         with pytest.raises(ValueError, match=rf"a reward of {reward:g} is not in \[0, 1\]"):
@@ -215,7 +252,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"counts=None; .* \(3, 4\)"):
             compute("copo", REWARDS)
         with pytest.raises(ValueError, match=r"counts=\(4, 3\)"):
-            compute("copo", REWARDS, counts=torch.zeros(4, 3))
+            compute("copo", REWARDS, further=torch.zeros(4, 3))
 
 
 class TestVisits:

@@ -143,7 +143,7 @@ def test_k_must_fit_the_group() -> None:
             advantages.create(name, k=2, k_end=8).flags(Flags(["--rollout.n_samples_per_prompt", "4"]))
         with pytest.raises(UsageError, match=r"k=4: must be in \[1, 1\]"):
             advantages.create(name).flags(Flags())
-    with pytest.raises(UsageError, match=r"k=4 with variant=loo: must be below the group's 4 answers"):
+    with pytest.raises(UsageError, match=r"k=4 with variant=loo: must be below the group's 4 responses"):
         advantage("pkpo", REWARDS, k=4, variant="loo")
 
 

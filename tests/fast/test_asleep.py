@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that sleeps has no weights in memory: what would read them is refused with a clear error."""
+"""A perturbation of an engine that cannot change: it sleeps, without weights in memory, or the new one cannot load."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from ngrpo.machine.storage import parameters_file
 from ngrpo.rollout import new_weights
 from ngrpo.rollout.attach import AttachedPerturbation
 from perturbations import create
@@ -69,3 +72,20 @@ def test_where_nothing_is_perturbed_sleep_is_stock() -> None:
     worker = SimpleNamespace()
     new_weights.after_wake_up(lambda self, tags: None)(worker, tags=None)
     assert vars(worker) == {}
+
+
+def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> None:
+    """With its module and its hooks: the engine continues as before."""
+    other = create("hrpo", k=2, start=0.5)
+    module: Any = other.module(4)
+    parameters_file.save(tmp_path, other, dict(module.named_parameters()))
+    model = SimpleNamespace(dtype=torch.float32, model=str(tmp_path), revision=None)
+    attached: Any = Worker().perturbation
+    attached._runner = SimpleNamespace(max_num_reqs=2, max_model_len=16, device=torch.device("cpu"), model_config=model)
+    attached._vocabulary, attached._hidden = 64, 4
+    attached._tokenizer = SimpleNamespace(token_bytes=[b"a"] * 64)
+    attached.module, attached._hooks = nn.Linear(1, 1), [SimpleNamespace(remove=lambda: pytest.fail("a hook is gone"))]
+    before = dict(vars(attached))
+    with pytest.raises(UsageError, match=r"was trained with start=0\.5"):
+        attached.replace(create("hrpo", k=2, until=None))
+    assert vars(attached) == before

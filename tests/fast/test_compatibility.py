@@ -31,6 +31,8 @@ FEATURES = {
     "parameters": "--perturbation hrpo",
     "advantage": "--advantage nsr",
     "counted": "--advantage copo",
+    "lens": "--advantage lens",
+    "hidden": "--advantage rep_exp",
     "credit": "--credit top_entropy",
     "simko": "--credit simko",
     "noise": "--policy_noise aqn",
@@ -56,8 +58,8 @@ FEATURES = {
 # The pairs that a row refuses; every other pair makes a run.
 REFUSED = {
     "second": "perturbation unsampled density score parameters simko mask warm-up gspo vision",
-    "density": "simko adaptive schedule e3 mask top_p correction warm-up",
-    "score": "noise adaptive schedule e3 async correction warm-up epochs",
+    "density": "lens simko adaptive schedule e3 mask top_p correction warm-up",
+    "score": "lens noise adaptive schedule e3 async correction warm-up epochs",
     "async": "noise adaptive e3 evaluation",
     "gspo": "credit simko adaptive schedule e3 warm-up",
     "zero3": "noise adaptive ema",

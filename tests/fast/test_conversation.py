@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import dataset_check, model_check, rules, verl_lines
+from ngrpo.config import complete_flags, dataset_check, model_check, verl_lines
 from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import trainer
 from ngrpo.workbench import sandbox
+from ngrpo.workbench.compare import results
 from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.compare.runs import eval_argv, run_config
 from ngrpo.workbench.evaluate import load_problems
@@ -151,8 +152,16 @@ def test_one_flag_for_all_sides() -> None:
     for argv in (eval_argv(plan, "m", Path("out")), plan.diagnosis):
         assert Flags(argv).value(flag[0]) == flag[1]
     other, _ = read_plan([*words, "--eval.chat_template_kwargs", "enable_thinking=true"])
-    assert Flags(other.evaluation or ()).value(flag[0]) == "enable_thinking=true"
-    lines, _ = verl_lines.of_run(run, rules.completed(run))
+    assert eval_argv(other, "m", Path("out"))[-3] == "enable_thinking=true", "the last one counts"
+    swept = "chat_template_kwargs=enable_thinking=true"
+    own, _ = read_plan([*words, "--strategy", f"none --{swept}"])
+    templates = [Flags(eval_argv(own, "m", Path("out"), arm)).value(flag[0]) for arm in own.arms]
+    assert templates == ["enable_thinking=false", "enable_thinking=true"]
+    assert Flags(own.diagnosis or ()).value("--strategy") == "none" and own.diagnosis == plan.diagnosis
+    assert results._named({"strategies": [{"name": "none"}]}, own.arms[1:])["strategies"] == [{"name": "none"}]
+    alone, _ = read_plan([*words[2:], "--perturbations", "none", "--sweep", f"{swept},enable_thinking=false"])
+    assert alone.diagnosis is None
+    lines, _ = verl_lines.of_run(run, complete_flags.completed(run))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
 
 

@@ -13,6 +13,7 @@ from ngrpo.methods import credits
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from perturbations.errors import UsageError
+from perturbations.seeds import trajectory_seed
 from tests.fast import openrlhf_doubles
 from tests.fast.run import run_with
 
@@ -156,6 +157,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
     args = SimpleNamespace(
         ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2),
         rollout=SimpleNamespace(n_samples_per_prompt=2),
+        train=SimpleNamespace(seed=7),
         algo=SimpleNamespace(advantage=SimpleNamespace(estimator="reinforce")),
     )
     return openrlhf_doubles.maker(
@@ -192,11 +194,25 @@ def test_a_credit_knows_answers_and_prompts(monkeypatch: pytest.MonkeyPatch, mak
     assert tokens.log_probs.tolist() == [-1.0, -2.0, -2.0, -1.0, -1.0]
     assert tokens.entropies.tolist() == [5.0, 1.0, 2.0, 4.0, 8.0]
     assert tokens.first.tolist() == [True, True, False, True, False]
+    assert tokens.positions.tolist() == [0, 0, 1, 0, 1]
+    # By its number in the step, in whatever batch it is; of the run's seed and the step.
+    assert tokens.seeds.tolist() == [trajectory_seed(7, 0, place) for place in (2, 1, 1, 0, 0)]
 
 
-def test_a_credit_that_answers_in_another_shape(monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
+def test_marks_ride_with_the_samples(monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
+    """A = (1, 2, 2, −1, −1) and log p = −|A|: covariances .16, −.84, −.84, −.64, −.64."""
+    run_with(monkeypatch, credit={"name": "kl_cov", "share": 0.6})
+    found = maker.compute_advantages_and_returns(three_answers())
+    assert [e.advantages.tolist() for e in found] == [e.advantages.tolist() for e in three_answers()]
+    assert [e.kl.tolist() for e in found] == [[[True, False], [False, False]], [[True, True]]]
+    run_with(monkeypatch, credit={"name": "clip_cov"})
+    assert not hasattr(maker.compute_advantages_and_returns(three_answers())[0], "kl")
+
+
+@pytest.mark.parametrize("method", ["formula", "marks"])
+def test_a_credit_that_answers_in_another_shape(method: str, monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
     run_with(monkeypatch, credit={"name": "top_entropy"})
-    monkeypatch.setattr(type(credits.create("top_entropy")), "formula", lambda self, tokens: tokens.advantages[:1])
+    monkeypatch.setattr(type(credits.create("top_entropy")), method, lambda self, tokens: tokens.advantages[:1])
     experiences = three_answers()
-    with pytest.raises(RuntimeError, match=r"formula returns \(1,\) for 5 tokens"):
+    with pytest.raises(RuntimeError, match=rf"{method} returns \(1,\) for 5 tokens"):
         maker.compute_advantages_and_returns(experiences)

@@ -90,14 +90,15 @@ class Trainer:
         scored = with_overrides(log_probs_of)
         if self.packed:
             flat = scored(self.logits[mask].unsqueeze(0), ids.roll(-1, 1)[mask].unsqueeze(0))
-            log_probs = torch.zeros(B, T, dtype=flat.dtype).masked_scatter(mask, flat)
+            log_probs = torch.zeros(ids.shape, dtype=flat.dtype).masked_scatter(mask, flat)
         else:
             log_probs = scored(self.logits, ids.roll(-1, 1))
-        own = log_probs[:, :-1][:, -A:] * experience.action_mask
+        own = log_probs[:, :-1][:, -experience.action_mask.shape[1] :] * experience.action_mask
         self.seen = own.detach()
         loss, *_ = self.actor_loss_fn(
             own, experience.action_log_probs, experience.advantages, action_mask=experience.action_mask
         )
+        self.loss = loss.detach()
         loss.backward()
         return {"metrics": {}, "weights": {}}
 
@@ -120,6 +121,7 @@ def experience(dtype: torch.dtype = torch.float64) -> tuple[Tensor, SimpleNamesp
         action_mask=ACTIONS,
         action_log_probs=old,
         advantages=ADVANTAGES.to(dtype),
+        kl=None,
     )
     return logits, made
 

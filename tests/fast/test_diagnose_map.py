@@ -43,7 +43,7 @@ def made(embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
     here = SimpleNamespace(embeddings=matrix_embeddings(embedding), module=None)
     tokens = [(0, " family0.0"), (MEMBERS, " family1.0"), (2 * MEMBERS, " family2.0")]
 
-    def contexts(llm: Any, wanted: Any, seed: int) -> Any:
+    def contexts(llm: Any, wanted: Any, seed: int, template: Any) -> Any:
         def row(token: int, top: float) -> tuple[torch.Tensor, int]:
             logits = torch.full((FAMILIES * MEMBERS,), -10.0)
             logits[token : token + MEMBERS] = 0.0
@@ -58,7 +58,7 @@ def made(embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(names: str) -> dict[str, Any]:
         llm = SimpleNamespace(get_tokenizer=Tokenizer)
-        return embedding_map.make(llm, parse_arms(names), tokens, seed=0)
+        return embedding_map.make(llm, parse_arms(names), tokens, seed=0, template={})
 
     return run
 
@@ -87,6 +87,29 @@ def test_tokens_without_a_context_are_left_out(made: Any) -> None:
     # Twelve equally likely tokens, of which five are mixed: the likeliest is drawn about once in five.
     assert 0.5 < gumbel["other_token_drawn"] < 0.95
     assert gumbel["changed_share"] > 0.5
+
+
+def test_its_sentences_have_the_chat_template_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the template's arguments."""
+    asked: list[str] = []
+
+    class Templated(Tokenizer):
+        chat_template = "{{ enable_thinking }}"
+
+        def apply_chat_template(self, messages: Any, enable_thinking: bool = True, **_: Any) -> str:
+            return messages[0]["content"] + ("" if enable_thinking else "<think></think>")
+
+        def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+            asked.append(text)
+            return [1]
+
+    monkeypatch.setattr("ngrpo.rollout.set_perturbation", lambda llm, name: None)
+    monkeypatch.setattr(embedding_map, "generate", lambda *_, **__: [])
+    llm: Any = SimpleNamespace(get_tokenizer=Templated)
+    embedding_map.contexts(llm, [(5, " sum")], 0, {"enable_thinking": False})
+    assert asked == [
+        "Write a few sentences about anything. Use the word sum in every sentence.<think></think>",
+    ]
 
 
 def test_the_plane_by_hand() -> None:

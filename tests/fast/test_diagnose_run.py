@@ -92,7 +92,7 @@ def test_finished_strategies_are_kept_and_new_ones_added(llm: MadeUp, tmp_path: 
 def test_the_map_is_made_once(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
-    def make(llm: Any, strategies: Any, tokens: Any, seed: int) -> dict[str, Any]:
+    def make(llm: Any, strategies: Any, tokens: Any, seed: int, template: Any) -> dict[str, Any]:
         made.append(tokens)
         return {"tokens": []}
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages use one word for one thing, that of the glossary in docs/methods.md, in short sentences."""
+"""Pages use the glossary's words in short sentences; so do help, messages, docstrings and comments."""
 
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -26,15 +28,19 @@ OTHERS = {
 
 # What is hard to follow, or says less than the verb and the noun for it.
 HARD = (
-    r"stands?|stood|likewise|anew|wholly|so many|goes on|so far|has not|by itself|besides?|whose|told of|asked for"
-    r"|at hand|in place|comes with|made of|refused unless|nothing but|all that|those that|proves?|so-called|gone round"
+    r"stands?(?!-in)|stood|likewise|anew|wholly|so many|goes on|so far|has not|by itself|besides?|whose|told of"
+    r"|asked for|at hand|in place|comes with|made of|refused unless|nothing but|all that|those that|proves?|so-called"
+    r"|gone round"
 )
 # *Answer* is what a scorer reads in a response: the pages of scorers, and these expressions elsewhere.
 SCORERS = ("evaluation.md", "decisions.md", "figures.md")
 READ_BY_A_SCORER = (
-    r"(?:final|different|distinct|math|canonical) answers?|question and answer|Questions and answers|Answer briefly"
+    r"(?:final|different|distinct|math|canonical|reference|readable) answers?|answer checking|Answer briefly"
+    r"|questions? and answers?|column of answers|finds (?:the|an) answer|answer's form"
 )
-MOST_WORDS, MOST_IN_PARENTHESES, MOST_OF_ALL = 30, 8, 22_000
+SCORER_CODE = ("workbench/scoring/", "workbench/tasks/", "commands/data.py", "commands/eval.py", "command_parser.py")
+SCORER_CODE += ("benchmarks/",)  # graders of answers, and processes that answer
+MOST_WORDS, MOST_IN_PARENTHESES, MOST_OF_ALL = 30, 8, 22_700
 
 
 def name_of(page: Path) -> str:
@@ -91,6 +97,44 @@ def test_a_policy_writes_responses() -> None:
     texts = {name_of(page): re.sub(READ_BY_A_SCORER, "", without_glossary(page), flags=re.IGNORECASE) for page in pages}
     found = {name: re.findall(r".*\banswers?\b.*", text, re.IGNORECASE) for name, text in texts.items()}
     assert not {name: lines for name, lines in found.items() if lines}, "response"
+
+
+FOLDERS = {"perturbations": "*.py", "ngrpo": "*.py", "ngrpo/commands/templates": "*.txt", "benchmarks": "*.py"}
+FOLDERS |= {"examples": "*.[pys]*", "ngrpo/workbench/report/templates": "*.html"}
+FILES = [path for folder, names in FOLDERS.items() for path in sorted((ROOT / folder).rglob(names)) if path.is_file()]
+
+
+def written(path: Path) -> str:
+    """Docstrings, comments and messages of a file; of a string its text alone, without code and placeholders."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        text = "\n".join(each.string for each in tokens if each.type in (tokenize.STRING, tokenize.COMMENT))
+    # Arguments have names; torch's operations change a tensor "in place".
+    code = r"``[^`]*``|`[^`]*`|\{[^{}]*\}|\['\w+'\]|^ *\w+: |^[rf]*\"\S*\"$|<[^<>]*>|in place"
+    return re.sub(code, "", text, flags=re.MULTILINE)
+
+
+def test_messages_and_docstrings_are_plain_too() -> None:
+    assert len(FILES) > 250
+    found = [
+        f"{name_of(path)}: {line.strip()}"
+        for path in FILES
+        for line in written(path).splitlines()
+        if re.search(rf"\b(?:{HARD})\b", line, re.IGNORECASE)
+    ]
+    assert not found
+
+
+def test_messages_call_a_response_so() -> None:
+    found = [
+        f"{name_of(path)}: {line.strip()}"
+        for path in FILES
+        if not any(part in name_of(path) for part in SCORER_CODE)
+        for line in re.sub(READ_BY_A_SCORER, "", written(path), flags=re.IGNORECASE).splitlines()
+        if re.search(r"\banswer(?:s|ed)?\b", line, re.IGNORECASE)
+    ]
+    assert not found, "response"
 
 
 def test_the_pages_are_read_in_two_hours() -> None:

@@ -23,8 +23,7 @@ import yaml
 
 from ngrpo import cli
 from ngrpo.config.kinds import FLAGS
-from ngrpo.machine.upstream import openrlhf_parser
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags, actions
 from perturbations import registry
 from tests.conftest import ROOT
 from tests.fast.documented import PAGES, Command, blocks, commands
@@ -177,7 +176,7 @@ def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:
         with contextlib.suppress(SystemExit):
             cli.main([command, "--help"])
     texts = [capsys.readouterr().out, *(path.read_text() for path in (ROOT / "benchmarks").rglob("*.py"))]
-    of_openrlhf = {f"--{name}" for name in openrlhf_parser.default_values()}
+    of_openrlhf = {name for action in actions() for name in action.option_strings}
     return options | of_openrlhf | OF_OTHERS | set(re.findall(r"--[\w.-]*\w", "\n".join(texts)))
 
 

@@ -16,7 +16,8 @@ from ngrpo import cli
 from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.models import architecture
 from ngrpo.machine.models.architecture import ModelSize
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import placement
+from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
 
 BASE = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4"
 BASE += " --reward.remote_url r.py --data.prompt_dataset p.jsonl --vllm.num_engines 2 --train.batch_size 8"
@@ -24,7 +25,7 @@ BASE += " --rollout.batch_size 8 --actor.num_gpus_per_node 4 --ref.num_gpus_per_
 
 
 def args_of(more: str = "") -> dict[str, Any]:
-    return openrlhf_parser.resolved([*BASE.split(), *more.split()])
+    return Flags([*BASE.split(), *more.split()]).args
 
 
 class Bundles:
@@ -71,7 +72,7 @@ def as_openrlhf_asks(words: list[str]) -> list[tuple[int, tuple[str, ...]]]:
     fakes["get_strategy"] = lambda args: SimpleNamespace(print=nothing)
     fakes["placement_group"] = lambda bundles, strategy: Bundles(len(bundles))
     exec(compile(ast.Module([function], []), "train_ppo_ray.py", "exec"), fakes)
-    fakes["train"](openrlhf_parser._run(words)["args"])
+    fakes["train"](parsed(words)["args"])
     return [(each.gpus, tuple(sorted(each.models))) for each in asked if each.models]
 
 
@@ -90,7 +91,7 @@ def test_placement_is_that_of_openrlhfs_own_program(
         words += " --reward.model_name_or_path r --critic.num_gpus_per_node 2 --reward.num_gpus_per_node 2"
     without = BASE.replace(" --reward.remote_url r.py", "") if critic else BASE
     given = [*without.split(), *words.split()]
-    found = [(group.gpus, tuple(sorted(group.models))) for group in placement.groups(openrlhf_parser.resolved(given))]
+    found = [(group.gpus, tuple(sorted(group.models))) for group in placement.groups(Flags(given).args)]
     assert found == as_openrlhf_asks(given)
 
 

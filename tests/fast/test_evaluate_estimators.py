@@ -31,7 +31,7 @@ def test_large_numbers_keep_their_digits() -> None:
 @pytest.mark.parametrize(
     ("n", "c", "k", "says"),
     [
-        (0, 0, 1, "n=0: must be a whole number of answers, at least 1"),
+        (0, 0, 1, "n=0: must be a whole number of responses, at least 1"),
         (4, 5, 1, r"c=5: must be .* in \[0, n=4\]"),
         (4, -1, 1, "c=-1"),
         (4, 2, 5, r"k=5: must be a whole number in \[1, n=4\]"),

@@ -94,7 +94,7 @@ def test_openrlhf_with_messages_and_own_keys(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "a.jsonl", {"context": chat, "truth": "4"})
     (problem,) = load_problems(source, input_key="context", label_key="truth")
     assert problem.messages == tuple(chat)
-    with pytest.raises(UsageError, match="no column 'label' beside 'context'; name the reference's with --label-key"):
+    with pytest.raises(UsageError, match="a column 'context', but no 'label'; name the reference's with --label-key"):
         load_problems(source, input_key="context")
 
 

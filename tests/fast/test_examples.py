@@ -12,7 +12,6 @@ from ngrpo import cli
 from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
 from ngrpo.machine.hardware import gpu_plan
-from ngrpo.machine.upstream import openrlhf_parser
 from ngrpo.machine.upstream import placement as gpus
 from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.compare.runs import run_config
@@ -131,7 +130,7 @@ def test_every_recipe_is_planned_for_1_8_and_16_gpus(
         words += ["--ds.zero_stage", "2"] * ("/" in name)  # under ZeRO-3 there is no noise on weights
         try:
             run = dataclasses.replace(parse.run_config(words), machine=planned, run_dir="runs/x")
-            args = openrlhf_parser.resolved(rules.checked(run).argv)
+            args = rules.checked(run).args
         except UsageError as error:
             # Densities and noise on weights, which do not go beside the training.
             beside = placement == "asynchronous_8_gpus" and "--train.async_enable cannot be used" in str(error)

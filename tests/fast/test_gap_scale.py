@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.run_notes import gap_notes, notes
+from ngrpo.config.rules import flag_notes, gap_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
 from ngrpo.trainers.common.sample_records import unpack
-from ngrpo.trainers.openrlhf import experience_maker, rollout_actor
+from ngrpo.trainers.openrlhf import experience_maker, rollout_actor, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from perturbations import create
 from perturbations.replay import ReplayRecord
@@ -95,12 +95,13 @@ def test_the_first_responses_of_each_round_have_a_control(monkeypatch: pytest.Mo
             raise ValueError
 
     executor = rollout_actor.RecordingExecutor(Executor())
-    rounds = [(1, True)] * (CONTROLS + 1) + [(2, False), (2, True), (0, True)]
-    for number, enabled in rounds:
+    rounds = [(1, True)] * (CONTROLS + 2) + [(2, False), (2, True), (0, True)]
+    for place, (number, enabled) in enumerate(rounds):
+        second_round.drafting.set(place == 0)
         params = SimpleNamespace(extra_args={"perturbation": {"round": number, "enabled": enabled}})
         with pytest.raises(RuntimeError, match="ValueError"):
             asyncio.run(executor.execute(prompt="p", sampling_params=params))
-    assert followed == [True] * CONTROLS + [False, False, True, False]
+    assert followed == [False] + [True] * CONTROLS + [False, False, True, False], "the first one was a draft"
 
 
 ANSWER = UnperturbedAnswer(np.array([5, 6, 300_000, 8], np.int32), np.array([-0.5, -1.25], np.float32))
@@ -184,13 +185,13 @@ def test_rollouts_at_other_temperatures_are_not_judged(
 
 def test_a_start_says_that_the_gap_is_not_judged() -> None:
     ladder, neighbor = sampling_schedules.create("ladder").spec(), create("neighbor").spec()
-    assert [*gap_notes(run_of(sampling_schedule=ladder))] == []
-    assert [*gap_notes(run_of(perturbation=neighbor))] == []
-    (note,) = gap_notes(run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
+    assert [*gap_notes(Flags(), run_of(sampling_schedule=ladder))] == []
+    assert [*gap_notes(Flags(), run_of(perturbation=neighbor))] == []
+    (note,) = gap_notes(Flags(), run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
     assert note.endswith("their gap is logged and not judged, and --perturbation.strict does nothing.")
 
 
 def test_a_start_says_that_dynamic_filtering_does_not_repeat() -> None:
     flags = Flags(["--algo.dynamic_filtering_enable"])
-    assert any("--reproducible does not repeat" in note for note in notes(flags, run_of(reproducible=True)))
-    assert not any("does not repeat" in note for note in notes(flags, run_of()))
+    assert any("--reproducible does not repeat" in note for note in flag_notes(flags, run_of(reproducible=True)))
+    assert not any("does not repeat" in note for note in flag_notes(flags, run_of()))

@@ -21,13 +21,15 @@ from tests.fast.gate_steps import F, T, of_one, schedule, step_with
 
 
 def test_every_gate_conforms() -> None:
-    assert {"top_margin", "bursts", "first"} <= set(registry.gates.available())
+    assert {"top_margin", "bursts", "confidence", "first", "swi"} <= set(registry.gates.available())
     for name in registry.gates.available():
         check_gate(name)
     for margin in (0, 1):
         check_gate("top_margin", margin=margin)
     check_gate("bursts", length=1, share=1)
     check_gate("first", length=3)
+    for window, most in ((0, None), (1, 1), (2, 2)):
+        check_gate("swi", window=window, max_switches=most)
 
 
 def test_top_margin_by_hand() -> None:
@@ -125,7 +127,7 @@ BROKEN = [
     (dict(plan=lambda p: p.positions), ["plan() returns an array of int64", "bool"]),
     (dict(plan=lambda p: [True] * len(p.positions)), ["plan() returns list", "numpy array of bool"]),
     (dict(plan=lambda p: np.ones(3, bool)), ["plan() returns an array of bool, (3,)"]),
-    (dict(plan=whole), ["among all", "among others", "by itself"]),
+    (dict(plan=whole), ["among all", "among others", "alone"]),
     (dict(plan=lambda p: np.random.rand(len(p.positions)) < 2), ["plan() draws from a global", "positions.uniform"]),
     (dict(plan=lambda p: p.nothing), ["plan() raises AttributeError", "any positions"]),
 ]

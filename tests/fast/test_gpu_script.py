@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.gpu import decode_steps, exactness, run, throughput, trainer_step, training
 from benchmarks.gpu.stages import Stage, stages
-from ngrpo.machine.upstream import openrlhf_parser
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 MACHINE = {"gpu": None, "processor": "a processor", "cores": 2, "python": "3.11", "versions": {"torch": "2"}}
@@ -187,6 +187,6 @@ def test_openrlhf_takes_the_flags_of_the_trainings(tmp_path: Path) -> None:
         ours = ("--hardware", "--perturbation", "--perturbation.rate", "--run-dir", "--log-file", "--model")
         pairs = [words[i : i + 2] for i in range(0, len(words), 2)]
         theirs = [word for pair in pairs if pair[0] not in ours for word in pair]
-        openrlhf_parser.check(["--actor.model_name_or_path", "m", *theirs, *hybrid])
+        assert Flags(["--actor.model_name_or_path", "m", *theirs, *hybrid]).args
         with pytest.raises(UsageError, match=r"--vllm\.enable_sleep"):
-            openrlhf_parser.check(["--actor.model_name_or_path", "m", *theirs, *hybrid, "--train.async_enable"])
+            assert Flags(["--actor.model_name_or_path", "m", *theirs, *hybrid, "--train.async_enable"]).args

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from ngrpo import patches
-from ngrpo.config import rules, run
+from ngrpo.config import complete_flags, rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import cpu, profile_for, stand_ins
-from ngrpo.machine.upstream import openrlhf_parser
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags, actions
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.trainers.openrlhf.launch import RUN_ID, conditions_for, worker_env
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
@@ -63,8 +62,10 @@ PLACED += tuple(word for role in ("actor", "ref", "critic", "reward") for word i
 
 def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
-    flags = rules.of_hardware(Flags(run.openrlhf), run)
-    next(rule for rule in rules.RULES if rule.stage == "start").check(flags, run)
+    flags = Flags(run.openrlhf)
+    for defaults in (complete_flags.of_profile, complete_flags.of_machine):
+        flags = flags.with_defaults(defaults(flags, run))
+    rules.check_hardware(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 
 
@@ -92,9 +93,9 @@ def test_what_cuda_starts_with_and_without_flash_attn(
 ) -> None:
     set_flash_attn(monkeypatch, installed)
     start(run_of(openrlhf=(*given, *PLACED), hardware="cuda"))
-    held = {} if installed else dict.fromkeys(("ray", "patches"), ("without_flash_attn",))
+    held = dict.fromkeys(("ray", "patches"), ("training",) if installed else ("training", "without_flash_attn"))
     perturbed = run_of(perturbation={"name": "neighbor"}, reproducible=True)
-    assert conditions_for(CPU, perturbed) == ("cpu", "without_flash_attn", "perturbation", "reproducible")
+    assert conditions_for(CPU, perturbed) == ("training", "cpu", "without_flash_attn", "perturbation", "reproducible")
     assert launched == {**held, "words": [*added, *given, *PLACED]}, "the patch is in this process and in the workers"
 
 
@@ -140,7 +141,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, her
     hook()
     assert os.environ["PATH"].startswith(os.path.dirname(sys.executable)), "DeepSpeed finds ninja there"
     assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
-    assert held == {"perturbation", *(() if here and there else ("without_flash_attn",))}
+    assert held == {"training", "perturbation", *(() if here and there else ("without_flash_attn",))}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_a_missing_compiler_is_said_before_the_start(monkeypatch) -> None:
 
 def test_float32_is_the_default_of_a_cpu_and_refused_elsewhere() -> None:
     flags = Flags([]).with_defaults(CPU.default_flags)
-    assert openrlhf_parser.resolved(["--reward.remote_url", "reward.py", *flags.argv])["ds.param_dtype"] == "fp32"
+    assert Flags(["--reward.remote_url", "reward.py", *flags.argv]).args["ds.param_dtype"] == "fp32"
     with pytest.raises(UsageError, match=r"fp32 cannot be used with --hardware cuda: .*use bf16, or leave it out"):
         check_pairs(["--ds.param_dtype", "fp32"], run_of(), hardware="cuda")
     with pytest.raises(UsageError, match=r"--ds\.tensor_parallel_size 2 .*add --ds\.param_dtype bf16"):
@@ -260,7 +261,7 @@ def test_variables_that_docs_name_reach_the_workers_of_any_cluster(monkeypatch: 
 
 def test_every_path_that_another_node_opens_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each flag of OpenRLHF that takes a path; what is no path here is a name of the hub or an address."""
-    names = [name for action in openrlhf_parser._actions() for name in action.option_strings]
+    names = [name for action in actions() for name in action.option_strings]
     takes_paths = [name for name in names if re.search("path$|_dir$|file|url|dataset$", name)]
     assert len(takes_paths) >= 9
     monkeypatch.chdir(tmp_path)

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ngrpo import cli
-from ngrpo.config import rules
 from ngrpo.machine.models import packaged
-from ngrpo.machine.upstream import openrlhf_parser
+from ngrpo.machine.upstream import versions
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import registry
 from perturbations.errors import UsageError
 
@@ -98,7 +98,7 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         "ngrpo.workbench.compare.runs.command",
     ):
         monkeypatch.setattr(name, started)
-    monkeypatch.setattr(rules, "check_stack", lambda: None)
+    monkeypatch.setattr(versions, "check_stack", lambda: None)
     # The last step before an engine: whatever is right until there ends there.
     monkeypatch.setattr(packaged, "resolve", stopped)
     monkeypatch.setattr(packaged, "check_on_hub", stopped)
@@ -198,5 +198,5 @@ def test_yaml_files(tmp_path_factory: pytest.TempPathFactory, text: str, command
 @given(WORDS)
 def test_openrlhfs_own_parser(words: list[str]) -> None:
     with contextlib.suppress(UsageError):
-        openrlhf_parser.check([*words, *IMPOSSIBLE])
+        assert Flags([*words, *IMPOSSIBLE]).args
         pytest.fail(f"accepted: {words}")

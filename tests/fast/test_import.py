@@ -20,7 +20,7 @@ def test_import_is_light(package: str) -> None:
         "from perturbations import registry; registry.available()",
         "from perturbations import options; options.nearest('a', ['b'])",
         "import ngrpo.machine.hardware, ngrpo.trainers.openrlhf.launch",
-        "from ngrpo.machine.upstream import openrlhf_parser; openrlhf_parser.check(['--reward.remote_url', 'r.py'])",
+        "from ngrpo.machine.upstream.openrlhf_flags import Flags; Flags(['--reward.remote_url', 'r.py']).args",
         "from benchmarks.gpu import run, stages; stages.stages(False)",
     ],
 )

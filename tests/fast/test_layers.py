@@ -43,7 +43,7 @@ FLOORS = (
     ("ngrpo.machine.console",),
     ("ngrpo.trainers", "ngrpo.workbench.tasks"),
     # of OpenRLHF, of the hardware and of tasks
-    ("ngrpo.config.rules", "ngrpo.config.model_check", "ngrpo.config.run_notes"),
+    ("ngrpo.config.rules", "ngrpo.config.model_check", "ngrpo.config.complete_flags"),
     ("ngrpo.workbench.evaluate", "ngrpo.workbench.report"),
     ("ngrpo.workbench.diagnose",),
     ("ngrpo.workbench.compare",),

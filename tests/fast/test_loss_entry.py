@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngrpo.config.rules import loss_notes
 from ngrpo.config.run import RunConfig
-from ngrpo.config.run_notes import loss_notes
 from ngrpo.machine.console.catalogue import described
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages, policy_noises
@@ -50,7 +50,9 @@ def test_which_advantages_sum_to_zero(name: str) -> None:
     advantage = advantages.create(name)
     rewards = torch.tensor([[0.0] * 8, [1.0] + [0.0] * 7, [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], [1.0] * 8])
     counts = torch.arange(32.0).view(4, 8)
-    sums = advantage.compute(rewards, counts).sum(-1).abs()
+    pairs = torch.stack([-1.0 - counts, 1.0 + counts], dim=-1)
+    further = {"counts": counts, "values": counts / 32.0, "log_probs": pairs, "hidden": pairs}.get(advantage.needs)
+    sums = advantage.compute(rewards, further).sum(-1).abs()
     assert (sums.max().item() < 1e-4) == advantage.sums_to_zero, sums
 
 
@@ -84,7 +86,7 @@ def test_a_score_with_a_mean_and_advantages_with_a_sum_are_warned_of(
     if named is None:
         assert found == []
     else:
-        assert len(found) == 1 and f"so {named}, whose advantages do not sum to zero" in found[0]
+        assert len(found) == 1 and f"The advantages of {named} do not sum to zero" in found[0]
         assert found[0].startswith(f"--perturbation {run.spec['name']}")
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Flags`: read as argparse reads them, and completed without touching what was given."""
+"""`Flags`: read as argparse reads them, completed without touching what was given, and parsed by OpenRLHF."""
 
 import argparse
 
 import pytest
 
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults, parsed
+from perturbations.errors import UsageError
 
 WORDS = ["stray", "--a", "1", "--b", "--c=x", "--a", "2", "0.5", "--e=", "--f", "-1", "--d"]
+LEAST = ["--actor.model_name_or_path", "m", "--reward.remote_url", "reward.py"]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,51 @@ def test_defaults_are_added_only_where_absent_and_told() -> None:
 
 
 def test_replaced_in_both_spellings_and_in_what_was_added() -> None:
-    flags = Flags(["--x.name", "a", "--y.name=b", "--x", "a", "--z.name"]).with_defaults({"--w.name": "c"})
+    flags = Flags(["--x.name", "a", "--y.name=b, c", "--x", "a", "--z.name"]).with_defaults({"--w.name": "c"})
     replaced = flags.replaced("name", str.upper)
-    assert replaced.argv == ["--w.name", "C", "--x.name", "A", "--y.name=B", "--x", "a", "--z.name"]
+    assert replaced.argv == ["--w.name", "C", "--x.name", "A", "--y.name=B,C", "--x", "a", "--z.name"]
     assert replaced.added == ["--w.name", "C"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--rollout.temperature abc", "--rollout.temperature 'abc': must be a number"),
+        ("--train.batch_size 1.5", "--train.batch_size '1.5': must be a whole number"),
+        ("--rollout.temprature 1", "unknown flag '--rollout.temprature'. Did you mean '--rollout.temperature'?"),
+        ("--pertubation neighbor", "Did you mean '--perturbation'?"),
+        ("--rollout.temp 1", "unknown flag '--rollout.temp'"),
+        ("--algo.kl.estimator k9", "invalid choice: 'k9'"),
+        ("--actor.eps_clip_low_high 1", "--actor.eps_clip_low_high: expected 2 arguments"),
+        ("--train.seed 1 2", "unknown word '2'"),
+        ("--algo.advantage.estimator group_norm", "group_norm requires n_samples_per_prompt > 1"),
+        ("--train.partial_rollout_enable", "--train.partial_rollout_enable requires --train.async_enable"),
+        ("--algo.dynamic_filtering_enable", "n_samples_per_prompt must be greater than 1"),
+        ("--ds.ring_attn_size 0", "ZeroDivisionError"),
+    ],
+)
+def test_refused(words: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        assert Flags([*LEAST, *words.split()]).args
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    grouped = ["--algo.advantage.estimator", "group_norm", "--rollout.n_samples_per_prompt", "4"]
+    assert Flags([*LEAST, *grouped, "--algo.kl.use_loss", "--actor.adam.betas", "0.9", "0.95"]).args
+    assert capsys.readouterr().out == "", "what OpenRLHF prints, it prints when the training starts"
+
+
+def test_help_is_openrlhfs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(["--help"])
+    text = capsys.readouterr().out
+    assert "--rollout.temperature" in text and "--ds.zero_stage" in text
+
+
+def test_defaults_are_openrlhfs() -> None:
+    found = defaults()
+    assert (found["--rollout.batch_size"], found["--train.seed"], found["--actor.adam.lr"]) == ("1024", "42", "1e-06")
+    assert "--actor.model_name_or_path" not in found

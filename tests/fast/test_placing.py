@@ -13,9 +13,10 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import doctor
-from ngrpo.config import batch_check, parse, rules
+from ngrpo.config import batch_check, complete_flags, parse, rules
+from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan, profile_of_run
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -50,7 +51,7 @@ PLACED += ("vllm.gpu_memory_utilization", "ds.zero_stage", "ds.adam_offload")
 
 def placed(flags: Flags) -> tuple[Any, ...]:
     """What matters of a placement: the values of PLACED."""
-    args = openrlhf_parser.resolved(flags.argv)
+    args = flags.args
     return tuple(args[name] for name in PLACED)
 
 
@@ -75,7 +76,7 @@ SEVEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
 def test_default_by_machine_and_model(model: str, shape: str, expected: object) -> None:
     flags = completed(f"--model {model}", shape, SIZES)
     assert placed(flags) == expected
-    args = openrlhf_parser.resolved(flags.argv)
+    args = flags.args
     assert all(args[name] for name in ("train.colocate_all", "vllm.enable_sleep", "ds.enable_sleep"))
     assert args["actor.gradient_checkpointing_enable"] and args["ckpt.save_steps"] == 20
     assert args["ref.num_gpus_per_node"] == args["actor.num_gpus_per_node"]
@@ -104,7 +105,7 @@ def test_noise_on_weights_has_whole_parameters() -> None:
 
 def test_models_apart_take_the_actors_ranks() -> None:
     flags = completed("--actor.num_gpus_per_node 3 --vllm.num_engines 2 --train.batch_size 48 --rollout.batch_size 12")
-    args = openrlhf_parser.resolved(flags.argv)
+    args = flags.args
     groups = [(group.gpus, group.models[0]) for group in placement.groups(args)]
     assert groups == [(2, "vLLM engines"), (3, "actor"), (3, "reference")]
     assert not flags.has("--train.colocate_all")
@@ -142,7 +143,7 @@ def test_plans_that_cannot_work(more: str, said: str) -> None:
 
 
 def test_no_engine_is_refused_without_cuda_too() -> None:
-    args = openrlhf_parser.resolved(["--algo.advantage.estimator", "reinforce", "--reward.remote_url", "r.py"])
+    args = Flags(["--algo.advantage.estimator", "reinforce", "--reward.remote_url", "r.py"]).args
     with pytest.raises(UsageError, match=r"--vllm.num_engines is missing"):
         gpu_plan.check(args)
 
@@ -162,13 +163,15 @@ class TestRows:
         words = f"--data.prompt_dataset {file} --reward.remote_url http://r {more}"
         base = BASE.replace("--task arithmetic ", "")
         run = parse.run_config(f"{base}{SIZES}{MODEL} --data.label_key label {words}".split())
-        return rules.resolve_flags(dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x"))
+        return complete_flags.resolve_flags(
+            dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x")
+        )
 
     def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
         flags = self.flags(tmp_path, 43)
         assert flags.value("--data.max_samples") == "42" and "--data.max_samples" in flags.added
-        assert "--data.max_samples 42 is added" in batch_check.notes(flags)[0]
+        assert "--data.max_samples 42 is added" in batch_check.notes(flags, RunConfig())[0]
         for rows in (32, 42, 34):
             assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
 
@@ -181,7 +184,7 @@ class TestRows:
 
     def test_filtered_prompts_are_said(self, tmp_path: Path) -> None:
         flags = self.flags(tmp_path, 32, "--algo.dynamic_filtering_enable")
-        assert any("--train.dynamic_batch_enable" in note for note in batch_check.notes(flags))
+        assert any("--train.dynamic_batch_enable" in note for note in batch_check.notes(flags, RunConfig()))
 
 
 @pytest.mark.parametrize("shape", ["0x80", "8x", "x80", "2x2x2x80", "8×80", "-8x80", "8x0"])

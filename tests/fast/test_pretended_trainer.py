@@ -175,6 +175,8 @@ CORRECTION = {
 PACKED = {"_local_scalar_dense scope.py", "nonzero test_pretended_trainer.py", HERE}
 CREDITS = {"nonzero policy_loss.py", "index by a mask policy_loss.py"}  # which tokens were generated
 CREDIT = {
+    "clip_cov": {"nonzero covariance.py"},
+    "kl_cov": {HERE},
     "first_token": {f"{what} token_credits.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
     "simko": {"nonzero token_credits.py", "bincount token_credits.py", "tolist token_credits.py"},
 }
@@ -218,18 +220,25 @@ def test_credits(name: str) -> None:
     recorded = each_alone(perturbation, PLAN, count=3)
     generator = torch.Generator().manual_seed(1)
     values = [torch.randn(12, generator=generator) for _ in range(3)]
-    numbers = [torch.arange(12) // size for size in (3, 6)]
+    numbers = [torch.arange(12) // size for size in (3, 6, 3)]
 
     def outcome(on_device: bool) -> list[Tensor]:
         batch = Batch(perturbation, recorded, on_device)
         given: list[Any] = []
-        ours = CreditInLoss(credit, lambda *args: given.extend(args), batch.advantages, batch.actions, batch.mask)
+
+        def loss(*args: Tensor) -> tuple[Tensor]:
+            given.extend(args)
+            return (args[0].sum(),)
+
+        step = StepTokens(*map(batch.up, values), *map(batch.up, numbers))
+        formula, marks = credit.formula(step), credit.marks(step)
+        marks = None if marks is None else batch.actions.bool()
+        ours = CreditInLoss(credit, loss, batch.advantages, batch.actions, batch.mask, marks)
         with override_log_probs(ours.look, "the credit was not asked", ""):
             log_probs = batch.forward()
         ours(log_probs, log_probs.detach(), batch.advantages)
-        score, _, advantages = given
-        formula = credit.formula(StepTokens(*map(batch.up, values), *map(batch.up, numbers)))
-        return batch.outcome(score, advantages, formula)
+        score, _, advantages, *of_penalty = given
+        return batch.outcome(score + sum(of_penalty[:1]), advantages, formula)
 
     expected = outcome(False)
     with pretended_cuda() as device:

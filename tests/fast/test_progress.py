@@ -97,7 +97,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(small_disk: Callable[[str], Pa
     fill = "subprocess.run(['seq', '100000']); print('x' * 9000); import time; time.sleep(1.5)"
     done = run(small_disk("64k"), f"{fill}\n    {body}")
     assert done.returncode == (2 if "raise" in body else 0)
-    assert done.stdout.count("warning: no space is left for ") == 1 and "the run goes on" in done.stdout
+    assert done.stdout.count("warning: no space is left for ") == 1 and "the run continues" in done.stdout
     assert ("after" in done.stdout.splitlines()) == (body == "pass")
     assert "Traceback" not in done.stderr
     assert ("the whole log:" in done.stderr) == ("raise" in body)

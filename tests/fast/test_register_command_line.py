@@ -89,11 +89,12 @@ class TestCheck:
 
 
 def test_the_classes_in_the_docs_work() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs" / "own_perturbation.md"
-    blocks = [block.split("```", 1)[0] for block in docs.read_text().split("```python\n")[1:]]
+    root = Path(__file__).resolve().parents[2]
+    pages = [(root / name).read_text() for name in ("README.md", "docs/own_perturbation.md")]
+    blocks = [block.split("```", 1)[0] for page in pages for block in page.split("```python\n")[1:]]
     files = {block.split("\n", 1)[0].removeprefix("# "): block for block in blocks}
     for name in ("damp.py", "fading.py"):
         Path(name).write_text(files[name])
     exec(next(block for block in blocks if "check_perturbation(" in block))
     spec = create("damp.py").spec()
-    assert round(len(spec["source"]) / 1024, 1) == 0.5 and "0.5 KB for the file above" in docs.read_text()
+    assert round(len(spec["source"]) / 1024, 1) == 0.5 and "0.5 KB for `damp.py`" in pages[1]

@@ -37,7 +37,7 @@ def test_comparison_has_its_parts_in_order(tmp_path: Path) -> None:
     assert re.search("before training 0.131 0.220 0.341 0.484 –", page.words)
     assert "One seed only" not in page.text and "Bands run from the lowest to the highest seed" in page.text
     assert "by Holm's correction for 3 comparisons within each column" in page.text
-    assert "find with a chance of 80%: 0.045, by" in page.text  # 1.5 · 0.03 of each
+    assert "find with a chance of 80%, by their spread: 0.045" in page.text  # 1.5 · 0.03 of each
     # A strategy's reward is shown with its own change alone: from 0.142 to 0.9 is +0.758.
     assert re.search(r"\+0\.758 \+0\.718 to \+0\.794 0\.142 to 0\.900 of perturbed rollouts ", page.words)
     # Offline: nothing that could be fetched.
@@ -50,9 +50,9 @@ def test_diagnosis_has_its_parts(tmp_path: Path) -> None:
     assert [attrs["id"] for attrs in page.all("section")] == expected
     check_numbers(page)
     # 0.39 against 0.31: [0.36, 0.425] and [0.28, 0.345] do not meet; 0.91 and 0.93: [0.885, 0.93], [0.905, 0.95] do.
-    assert "neighbor rate=0.1 beside none: more diverse (0.390 against 0.310); validity" in page.text
+    assert "neighbor rate=0.1 against none: more diverse (0.390 against 0.310); validity" in page.text
     assert "0.910 against 0.930, the intervals overlap" in page.text
-    assert "64 problems × 8 answers" in page.text and "gumbel: 31% of the answers end in a loop" in page.text
+    assert "64 problems × 8 responses" in page.text and "gumbel: 31% of the answers end in a loop" in page.text
 
 
 def test_training_run_has_its_parts(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_missing_parts_never_break_it(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_one_seed_is_said_plainly(tmp_path: Path) -> None:
     text, page = written(tmp_path, example(seeds=1))
-    assert "With one seed the interval is over problems alone: none over seeds can be given." in page.text
+    assert "With one seed the interval is over problems only." in page.text
     table = Page(text.split('<section id="results">')[1].split("</section>")[0]).text
     assert "beyond noise" not in table and "+0.037, one seed" in table
     assert "Student" not in page.text and "Holm" not in page.text

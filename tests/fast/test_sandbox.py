@@ -148,7 +148,9 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert one == same != other
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert 1e5 <= sum(weight.numel() for weight in model.parameters()) <= 1e6 and model.config.head_dim >= 32
+    size = f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.2f} million parameters"
+    page = Path(__file__).resolve().parents[2] / "docs" / "sandbox.md"
+    assert size in str(sandbox.__doc__) and size in page.read_text() and model.config.head_dim >= 32
     assert model.dtype == torch.float32 and len(tokenizer) == model.config.vocab_size == len(sandbox.TOKENS)
     question = [{"role": "user", "content": "sum 3 7 1 8 5 2"}]
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)

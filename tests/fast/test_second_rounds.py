@@ -3,6 +3,7 @@
 
 import asyncio
 import math
+from collections import Counter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -11,21 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.parse import run_config
-from ngrpo.config.rules import resolve_flags
 from ngrpo.config.run import RunConfig
-from ngrpo.methods import advantages, second_rounds
-from ngrpo.methods.second_rounds.base import opening
+from ngrpo.methods import second_rounds
+from ngrpo.methods.second_rounds.base import closing, opening
 from ngrpo.methods.second_rounds.lope import WORDS
 from ngrpo.trainers.common import sample_records
-from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, behavior
 from ngrpo.trainers.common.sample_records import TwoRounds
-from ngrpo.trainers.openrlhf import experience_maker, samples_generator, second_round, step_advantages
-from perturbations.errors import UsageError
-from tests.fast.gradient_problem import policy_loss
+from ngrpo.trainers.openrlhf import samples_generator, second_round
 from tests.fast.run import run_with
 
-LOPE = second_rounds.create("lope")
+LOPE, IGRPO = second_rounds.create("lope"), second_rounds.create("igrpo")
 
 
 class Tokenizer:
@@ -41,12 +37,20 @@ class Tokenizer:
         return {"input_ids": self.encode(text, add_special_tokens)}
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], tokenize: bool = True, add_generation_prompt: bool = False
+        self,
+        messages: list[dict[str, str]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        manner: str = "kind",
     ) -> str:
-        assert not tokenize and add_generation_prompt
+        assert not tokenize
         if messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": "Be kind."}, *messages]
-        return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>"
+            messages = [{"role": "system", "content": f"Be {manner}."}, *messages]
+        return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>" * add_generation_prompt
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        assert skip_special_tokens
+        return "".join(map(chr, tokens))
 
 
 def test_nonsense_is_of_its_words_and_as_long_as_it_may_be() -> None:
@@ -148,7 +152,7 @@ class Engine:
 
     def __init__(self, *right: int) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.second_rounds_asked: dict[str, int] = {"What?": 0, "Hard?": 0}
+        self.second_rounds_asked: Counter[str] = Counter()
         self._right = right
 
     async def generate_responses(self, **asked: Any) -> list[dict[str, Any]]:
@@ -160,12 +164,31 @@ class Engine:
         return [response(asked["prompt"], "a" * (number + 1), float(right and i == 0), kept) for i in range(count)]
 
 
-def two_rounds(engine: Engine, monkeypatch: pytest.MonkeyPatch, logprobs: int | None = None, **options: Any) -> Any:
-    run = RunConfig(specs={"second_round": second_rounds.create("lope", **{"least": 30, "most": 40, **options}).spec()})
+def two_rounds(
+    engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    logprobs: int | None = None,
+    prompt: str = "What?",
+    template: str | None = None,
+    method: Any = None,
+    longest: int = 50,
+    **options: Any,
+) -> Any:
+    """Three responses to a prompt; the run leaves 10 tokens for each."""
+    method = method or second_rounds.create("lope", **{"least": 30, "most": 40, **options})
+    run = RunConfig(specs={"second_round": method.spec()}, chat_template_kwargs=template)
     monkeypatch.setattr(second_round, "current_run", lambda: run)
-    asked = {"prompt": "What?", "label": "4", "num_samples": 3, "images": None, "max_length": 50}
-    params = SimpleNamespace(logprobs=logprobs, extra_args={"perturbation": {"round": 7}})
+    asked = {"prompt": prompt, "label": "4", "num_samples": 3, "images": None, "max_length": longest}
+    params = SimpleNamespace(logprobs=logprobs, max_tokens=10, extra_args={"perturbation": {"round": 7, "answers": 3}})
     return asyncio.run(second_round.in_two_rounds(engine, **asked, sampling_params=params, hf_tokenizer=Tokenizer()))
+
+
+def test_the_opening_is_of_the_run_s_own_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the template's arguments, which change what comes before the user's message."""
+    engine, before = Engine(), "<system>Be brief.</><user>"
+    two_rounds(engine, monkeypatch, prompt=f"{before}What?</><assistant>", template="manner=brief")
+    assert len(engine.asked) == 7 and all(asked["prompt"].startswith(before) for asked in engine.asked)
+    assert all(asked["prompt"].removeprefix(before).split(" ")[0] in WORDS for asked in engine.asked[1:])
 
 
 def test_one_right_answer_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,154 +282,68 @@ def test_damaged_bytes_are_refused() -> None:
     assert sample_records.two_rounds(None, 2) == [None, None] == sample_records.two_rounds([None, {}], 2)
 
 
-# ---- the loss -------------------------------------------------------------------------------------------------------
+# ---- refinements of a draft ---------------------------------------------------------------------------------------
 
-
-def test_advantages_of_both_rounds_by_hand() -> None:
-    """Of 4 + 4 answers one is right: mean 1/8, deviation √(1/8), so 2.474874 and −0.353553; of the kept 1.5, −0.5."""
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]])
-    advantage = advantages.create("group_norm")
-    of_kept = advantage.compute(rewards)
-    every = np.float32([0, 0, 0, 0, 0, 0, 1, 0])
-    carried = [TwoRounds(every, place) for place in (6, 1, 2, 3)] + [None] * 4
-    found = step_advantages.advantages_of_all(advantage, rewards, of_kept, carried)
-    assert found[0].tolist() == pytest.approx([2.474874, *[-0.353553] * 3], abs=1e-6)
-    assert torch.equal(found[1], of_kept[1])
-    penalised = torch.tensor(
-        [[0.5, 0.0, 0.0, -0.5]]
-    )  # by OpenRLHF, which knows of these four alone: deviation √(0.5/7)
-    found = step_advantages.advantages_of_all(advantage, penalised, advantage.compute(penalised), carried[:4])
-    assert found[0].tolist() == pytest.approx([1.870829, 0.0, 0.0, -1.870829], abs=1e-6)
-
-
-def experience(log_probs: list[float] | None, tokens: int = 4) -> SimpleNamespace:
-    """Two answers of which the second one may be of the second round; one more column, which is no token's."""
-    mask = torch.ones(2, tokens + 1)
-    mask[:, -1] = 0
-    given = None if log_probs is None else np.float32(log_probs)
-    packed = TwoRounds(np.float32([0, 1]), 1, given).pack()
-    return SimpleNamespace(action_mask=mask, mm_train_inputs=[None, packed])
-
-
-def two_rounds_loss(method: Any, loss: Any, batch: Any) -> TwoRoundsLoss:
-    carried = sample_records.two_rounds(batch.mm_train_inputs, len(batch.action_mask))
-    return TwoRoundsLoss(method, loss, carried, batch.action_mask)
-
-
-@pytest.mark.parametrize("shaping", [0.1, None])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_loss_is_the_formula_and_its_gradient(shaping: float | None, sign: float) -> None:
-    """ρ / (ρ + γ) without clip for either sign; without shaping PPO's ρ, clipped; other answers as ever."""
-    old = torch.tensor([[-1.0, -2.0, -0.5, -1.5, 0.0], [-1.0, -0.1, -3.0, -0.7, 0.0]])
-    given = [-1.1, -2.5, -0.3, -0.7]
-    moved = torch.tensor([0.05, -0.1, 0.4, 0.0, 0.0])
-    advantage = torch.tensor([[0.5] * 5, [sign * 1.5] * 5])
-    method, batch = second_rounds.create("lope", shaping=shaping), experience(given)
-    log_probs = (old + moved).requires_grad_()
-    ours = two_rounds_loss(method, policy_loss(), batch)
-    loss = ours(log_probs, old, advantage, action_mask=batch.action_mask)[0]
-    (gradient,) = torch.autograd.grad(loss, log_probs)
-
-    again = (old + moved).requires_grad_()
-    ratio = (again - old).exp()
-    rho = (again[1, :4] - torch.tensor(given)).exp()
-    first = torch.minimum(ratio[0, :4] * 0.5, ratio[0, :4].clamp(0.8, 1.2) * 0.5)
-    if shaping is None:
-        second = torch.minimum(rho * sign * 1.5, rho.clamp(0.8, 1.2) * sign * 1.5)
-    else:
-        second = sign * 1.5 * rho / (rho + shaping)
-    expected = -(first.sum() + second.sum()) / 8
-    (known,) = torch.autograd.grad(expected, again)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    assert torch.allclose(gradient, known, rtol=1e-5, atol=1e-7) and gradient[1, :4].abs().max() > 1e-3
-
-
-def test_expected_gradient_is_that_of_the_prompt_of_the_data() -> None:
-    """Over all answers of one token, drawn from the policy at another prompt: Σ π(o|p′) ρ A ∇log π = Σ A ∇π(o|p)."""
-    theta = torch.tensor([0.3, -0.2, 0.1, 0.4], dtype=torch.float64)
-    drawn_from = (theta + torch.tensor([0.1, -0.1, 0.05, 0.0])).log_softmax(-1)  # near enough for no clip
-    reward = torch.tensor([1.0, 0.25, 0.5, 0.75], dtype=torch.float64)
-    method, found = second_rounds.create("lope", shaping=None), torch.zeros(4, dtype=torch.float64)
-    for token in range(4):
-        logits = theta.clone().requires_grad_()
-        log_prob = logits.log_softmax(-1)[token].reshape(1, 1)
-        kept = TwoRounds(np.float32([0, 1]), 1, np.float32([drawn_from[token]])).pack()
-        batch = SimpleNamespace(action_mask=torch.ones(1, 1), mm_train_inputs=[kept])
-        ours = two_rounds_loss(method, policy_loss(), batch)
-        loss = ours(log_prob, log_prob.detach(), reward[token].reshape(1, 1), action_mask=batch.action_mask)[0]
-        found += drawn_from[token].exp() * torch.autograd.grad(loss, logits)[0]
-    logits = theta.clone().requires_grad_()
-    (known,) = torch.autograd.grad(-(logits.softmax(-1) * reward).sum(), logits)
-    assert torch.allclose(found, known, atol=1e-7) and known.abs().max() > 0.01
-
-
-def test_weights_of_another_policy_are_not_taken_twice() -> None:
-    old = torch.full((2, 5), -1.0)
-    rollout = torch.full((2, 5), -1.3)
-    batch, method = experience([-1.2] * 4), second_rounds.create("lope")
-    plain = type(policy_loss())(is_correction_level="token", is_correction_mode="clip", is_correction_threshold=[0, 10])
-    ours = two_rounds_loss(method, plain, batch)
-    loss = ours(old, old, torch.ones(2, 5), action_mask=batch.action_mask, rollout_log_probs=rollout)[0]
-    rho = math.exp(0.2)
-    assert loss.item() == pytest.approx(-(math.exp(0.3) + rho / (rho + 0.1)) / 2, rel=1e-5)
-
-
-def test_an_answer_that_was_cut_and_one_that_grew() -> None:
-    given, there = behavior(torch.ones(1, 3), [TwoRounds(np.float32([0]), 0, np.float32([-1, -2, -3, -4]))])
-    assert given.tolist() == [[-1, -2, -3]] and there.all()
-    with pytest.raises(RuntimeError, match="3 tokens has 2"):
-        behavior(torch.ones(1, 3), [TwoRounds(np.float32([0]), 0, np.float32([-1, -2]))])
-
-
-def test_measures_by_hand() -> None:
-    method, rewards = second_rounds.create("lope", prompts=1, answers=4), np.float32([0, 0, 1, 0, 1, 0])
-    batch = SimpleNamespace(action_mask=torch.ones(4, 2), action_log_probs=torch.full((4, 2), -1.0))
-    batch.mm_train_inputs = [
-        TwoRounds(rewards, 2, np.float32([-1, -2])).pack(),
-        TwoRounds(rewards, 1).pack(),
-        None,
-        None,
-    ]
-    found = experience_maker.second_round_measures([batch], method)
-    expected = {"asked": 0.5, "trained": 0.25, "right": 0.5, "solved": 1.0, "ratio": (1 + math.e) / 2}
-    assert found == {f"second_round/{name}": pytest.approx(value) for name, value in expected.items()}
-    batch.mm_train_inputs = None
-    assert experience_maker.second_round_measures([batch], method) == {
-        "second_round/asked": 0.0,
-        "second_round/trained": 0.0,
-    }
-
-
-# ---- the command line -----------------------------------------------------------------------------------------------
-
-MODEL = ["--model", "smollm2-135m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4"]
+SHOWN = "\n\nAn earlier attempt:\n\n{}\n\nThe attempt may be wrong. Solve the problem again, and better where you can."
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "prompt, end",
     [
-        ("", "add --advantage group_norm, or --second_round.group kept"),
-        ("--advantage copo", "--advantage copo cannot be used with --second_round lope: it looks at more"),
-        ("--advantage group_norm --advantage.overlong exclude", "--advantage group_norm cannot be used with"),
-        ("--perturbation neighbor", "--perturbation neighbor cannot be used with --second_round lope"),
-        ("--sampling.top_k 5 --sampling.correct_mask", "--sampling.correct_mask cannot"),
-        ("--train.agent_func_path agent.py", "--train.agent_func_path agent.py cannot"),
-        ("--data.max_images_per_prompt 2", "--data.max_images_per_prompt 2 cannot"),
-        ("--actor.policy_loss_type gspo", "gspo cannot"),
-        ("--advantage group_norm --credit simko", "--credit simko cannot"),
-        ("--rollout.n_samples_per_prompt 1 --advantage group_norm", "n_samples_per_prompt 1 cannot"),
-        ("--second_round.least 5 --second_round.most 4", "least=5: must be at most most=4"),
-        ("--second_round.shaping 0", "shaping='0': must be greater than 0"),
+        ("<user>What?</><assistant>", "</><assistant>"),
+        ("<user>2 + 2?</><assistant>5</><user>What?</><assistant><think></think>", "</><assistant><think></think>"),
+        ("What?", ""),
     ],
 )
-def test_what_it_cannot_go_with(words: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told.replace("(", r"\(")):
-        resolve_flags(run_config([*MODEL, "--second_round", "lope", *words.split()]))
+def test_the_best_draft_ends_the_last_message(prompt: str, end: str) -> None:
+    assert prompt[closing(prompt, Tokenizer()) :] == end
+    drafts = [("three", 0.0), ("four", 1.0), ("five", 0.5)]
+    asked = IGRPO.prompt(prompt, Tokenizer(), Random(0), drafts)
+    assert asked == prompt.removesuffix(end) + SHOWN.format("four") + end
+    assert closing("What?", SimpleNamespace(chat_template=None)) == len("What?")
+    equal = {IGRPO.prompt("", Tokenizer(), Random(seed), [*drafts, ("vier", 1.0)]) for seed in range(20)}
+    assert equal == {SHOWN.format("four"), SHOWN.format("vier")}
 
 
-def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
-    words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
-    assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
-    assert resolve_flags(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
-    kept = run_config([*MODEL, "--second_round", "repeat", "--second_round.group", "kept"])
-    assert resolve_flags(kept) and "second_round" in kept.conditions
+class Drafting:
+    """An engine with rewards 0.5, 1, 0 in the first round, 1, 0, 1 in the second."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.drafting: list[bool] = []
+        self.second_rounds_asked = {"What?": 0}
+
+    async def generate_responses(self, **asked: Any) -> list[dict[str, Any]]:
+        self.asked.append(asked)
+        self.drafting.append(second_round.drafting.get())
+        answers = (
+            [("two", 0.5), ("four", 1.0), ("six", 0.0)] if len(self.asked) == 1 else [("4", 1.0), ("5", 0), ("", 1)]
+        )
+        record = {"mm_train_inputs": {"record": bytes([len(self.asked)])}}
+        return [{**response(asked["prompt"], answer, reward), **record} for answer, reward in answers]
+
+
+def test_refinements_are_trained_with_their_own_prompt_and_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Drafting()
+    group = two_rounds(engine, monkeypatch, method=IGRPO, longest=200)
+    first, second = engine.asked
+    assert engine.drafting == [True, False]
+    shown = "What?" + SHOWN.format("four")
+    assert second == {**first, "prompt": shown, "sampling_params": second["sampling_params"]}
+    assert second["sampling_params"] == first["sampling_params"], "no log-probabilities beyond those of the run"
+    assert [each["prompt"] for each in group] == [shown] * 3
+    assert [Tokenizer().decode(each["observation_tokens"], True) for each in group] == [
+        f"{shown}{a}" for a in ("4", "5", "")
+    ]
+    assert [each["mm_train_inputs"]["record"] for each in group] == [b"\2"] * 3
+    carried = sample_records.two_rounds([each["mm_train_inputs"] for each in group], 3)
+    assert [each.rewards.tolist() for each in carried] == [[0.5, 1, 0, 1, 0, 1]] * 3
+    assert [each.place for each in carried] == [3, 4, 5] and all(each.log_probs is None for each in carried)
+
+
+def test_a_draft_without_room_leaves_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = len("What?" + SHOWN.format("four")) + 10
+    engine = Drafting()
+    group = two_rounds(engine, monkeypatch, method=IGRPO, longest=needed - 1)
+    assert len(engine.asked) == 1 and [each["mm_train_inputs"] for each in group] == [{"record": b"\1"}] * 3
+    assert len(two_rounds(Drafting(), monkeypatch, method=IGRPO, longest=needed)) == 3

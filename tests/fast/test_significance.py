@@ -87,7 +87,8 @@ def test_one_seed_whose_problems_all_gain_is_no_noise_of_problems() -> None:
         # Wilson: of 0 in 30 from 0 to z² / (30 + z²), z = 1.959964.
         (np.zeros((30, 1)), 0.0, 3.841459 / 33.841459),
         (np.zeros((1, 30)), 0.0, 3.841459 / 33.841459),
-        (np.ones((5, 16)), 5 / (5 + 3.841459), 1.0),
+        (np.ones((5, 16)), 16 / (16 + 3.841459), 1.0),
+        (np.array([[1.0] * 16, [0.0] * 16, [0.0] * 16]), 0.0615, 0.7923),
         # 1 in 3: (1 + z²/2 ± z √(2/3 + z²/4)) / (3 + z²).
         (np.array([[1.0], [0.0], [0.0]]), 0.0615, 0.7923),
         # Student's t of 0.5, 0.9, 1.0 is 0.8 ± 0.6572; the rest is beyond a share.

@@ -2,6 +2,8 @@
 """Steps that must not move the policy, or do not, are seen: uniform groups, no update, responses without a token."""
 
 import asyncio
+import itertools
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,44 +12,48 @@ import pytest
 import torch
 
 from ngrpo import patches
+from ngrpo.config.run import RunConfig, begin
+from ngrpo.machine.hardware.cpu import PROFILE as CPU
+from ngrpo.machine.upstream import patch
 from ngrpo.methods import advantages
 from ngrpo.trainers.openrlhf import rollout_actor
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
-from ngrpo.trainers.openrlhf.step_advantages import compute_reward
+from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.trainers.openrlhf.trainer import trainer
 from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
 from tests.fast.openrlhf_doubles import maker, makers_state
 from tests.fast.run import run_of, run_with
+from tests.own_process import run_module
+
+ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
+OF_GROUPS = ("rloo", "group_norm", "dr_grpo")
+SIZES, CONSTANTS = (3, 8, 32), (0.1, 0.3, 1 / 3, 1e-8, 1e6)
 
 
-def group_norm(rewards: torch.Tensor) -> torch.Tensor:
-    """OpenRLHF 0.11.2's."""
-    return (rewards - rewards.mean(-1, keepdim=True)) / (rewards.std(-1, keepdim=True) + 1e-9)
+@pytest.fixture(scope="module")
+def moved() -> dict[str, list[list[float]]]:
+    """What OpenRLHF's own class computed, without and with our patches."""
+    pytest.importorskip("openrlhf")
+    return json.loads(run_module("tests.fast.test_step_faults").splitlines()[-1])
 
 
-@pytest.mark.parametrize("size", [3, 8, 32])
-@pytest.mark.parametrize("constant", [0.1, 0.3, 1 / 3, 1e-8, 1e6])
-def test_a_uniform_group_moves_nothing(constant: float, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_step_of_equal_rewards_moves_nothing(name: str, moved: dict[str, list[list[float]]]) -> None:
+    """Under no estimator that a run has by its own flag, a preset or OpenRLHF's default, which is gae."""
+    for case in itertools.product(SIZES, CONSTANTS):
+        assert set(moved[f"ours {name} {case} equal"]) == {0.0}, case
+    if name in ("group_norm", "reinforce", "gae"):
+        assert any(any(moved[f"stock {name} {case} equal"]) for case in itertools.product(SIZES, CONSTANTS))
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_a_uniform_group_moves_nothing(name: str, moved: dict[str, list[list[float]]]) -> None:
     """Beside one that is not uniform, which keeps OpenRLHF's advantages to the bit."""
-    run_with(monkeypatch, preset="dapo")
-    rewards = torch.stack([torch.full((size,), constant), torch.arange(size, dtype=torch.float32)])
-    estimated, taken = group_norm(rewards), []
-    give = compute_reward(lambda r: taken.append(r))
-
-    def upstream(experiences: list[Any]) -> list[Any]:
-        for number, _ in enumerate(experiences):
-            give(estimated[number])
-        return experiences
-
-    experiences = [
-        SimpleNamespace(index=range(row * size, (row + 1) * size), rewards=rewards[row], prompts=["p"] * size)
-        for row in range(2)
-    ]
-    algo = SimpleNamespace(advantage=SimpleNamespace(estimator="group_norm"))
-    made = maker(upstream, args=SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=size), algo=algo))
-    made.compute_advantages_and_returns(experiences)
-    assert taken[0].tolist() == [0.0] * size and torch.equal(taken[1], estimated[1])
+    for case in itertools.product(SIZES, CONSTANTS):
+        ours, stock = (moved[f"{side} {name} {case} beside"] for side in ("ours", "stock"))
+        trained = len(ours) // 2
+        assert set(ours[:trained]) == {0.0} and ours[trained:] == stock[trained:] and any(ours[trained:])
 
 
 def test_a_step_without_an_update_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,21 +89,23 @@ def test_a_response_without_a_trained_token_is_named() -> None:
         maker().make_experience_batch([sample])
 
 
-@pytest.mark.parametrize("name", ["gae", "reinforce", "flash_reinforce", "rloo", "dr_grpo"])
-def test_it_is_named_under_every_estimator(name: str) -> None:
-    conditions = run_of(openrlhf=("--algo.advantage.estimator", name)).conditions
+def test_it_is_named_under_every_estimator() -> None:
+    """OpenRLHF's default too: no run is without this class."""
+    conditions = conditions_for(CPU, run_of())
     assert "RemoteExperienceMaker" in {row.attribute for row in patches.active(conditions)}
 
 
 def test_it_is_no_part_of_its_group_in_verl() -> None:
-    """As verl's rejection sampling masks it; verl's padding has a group of its own, which k = 2 would not fit."""
-    rewards, mask = torch.tensor([[1.0, 0.0], [9.0, 0.0], [0.0, 0.0], [0.5, 0.0], [0.0, 0.0]]), torch.ones(5, 2)
-    mask[[1, 4]] = 0.0
-    group, kept = np.array(["a"] * 4 + ["padding"], dtype=object), [0, 2, 3]
+    """As verl's rejection sampling masks it; neither verl's padding nor the one response of b has k = 2."""
+    rewards = torch.tensor([[1.0, 0.0], [9.0, 0.0], [0.0, 0.0], [0.5, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]])
+    mask = torch.ones(7, 2)
+    mask[[1, 4, 6]] = 0.0
+    group, kept = np.array(["a"] * 4 + ["padding"] + ["b"] * 2, dtype=object), [0, 2, 3]
     for name, options in {"group_norm": {}, "rs_grpo": {}, "pkpo": {"k": 2}}.items():
         estimate = estimator(advantages.create(name, **options))
         found, alone = estimate(rewards, mask, group)[0], estimate(rewards[kept], mask[kept], group[kept])[0]
-        assert torch.equal(found[kept], alone) and not found[[1, 4]].any()
+        assert torch.equal(found[kept], alone) and not found[[1, 4, 6]].any()
+        assert name == "rs_grpo" or not found[5].any(), "one response says nothing of its group"
 
 
 def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +125,18 @@ def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     made.make_experience_batch(samples)
     assert made.step_measures == {"cut_prompts": 1.0}
     assert "step 1: 1 prompts have more than 4 tokens" in capsys.readouterr().out
+
+
+def test_turns_without_room_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of 8 tokens: an agent's message up to the last one, a response up to it, and a message that leaves room."""
+    run_with(monkeypatch)
+    masks = [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
+    samples = [SimpleNamespace(prompts=["p"], action_mask=torch.tensor([mask])) for mask in masks]
+    args = SimpleNamespace(data=SimpleNamespace(max_len=8), rollout=SimpleNamespace(max_new_tokens=4))
+    made = maker(args=args)
+    made.make_experience_batch(samples)
+    assert made.step_measures == {"cut_turns": 1.0}
+    assert "step 1: 1 conversations ended" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("error", "said"), [(None, "a call of generate"), (KeyError("tool"), "KeyError: 'tool'")])
@@ -151,3 +171,45 @@ def test_an_agent_keeps_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None
                 prompt="p", sampling_params=SamplingParams(temperature=0.7)
             )
         )
+
+
+def main() -> None:
+    """Advantages of trained tokens, group by group: all of one reward, or one such group beside another."""
+    patches.install(["cpu", "without_flash_attn"])
+    from openrlhf.trainer.ppo_utils import experience_maker
+    from openrlhf.trainer.ppo_utils.experience import Experience
+
+    found = {}
+
+    def compute(side: str) -> None:
+        for name, size, constant in itertools.product(ESTIMATORS, SIZES, CONSTANTS):
+            mask = (torch.arange(5) < 1 + torch.arange(size).unsqueeze(-1) % 5).float()  # of responses of 1 to 5 tokens
+            equal = torch.full((size,), constant)
+            for case, second in {"equal": equal, "beside": torch.arange(size) / size}.items():
+                algo = SimpleNamespace(estimator=name, gamma=1.0, lambd=1.0, no_std_norm=False)
+                args = SimpleNamespace(
+                    rollout=SimpleNamespace(n_samples_per_prompt=size, max_new_tokens=5),
+                    algo=SimpleNamespace(advantage=algo),
+                    reward=SimpleNamespace(clip_range=(-10, 10)),
+                )
+                made = object.__new__(experience_maker.RemoteExperienceMaker)
+                made.args, made.strategy, made.kl_ctl = args, SimpleNamespace(args=args), SimpleNamespace(value=0.0)
+                made.advantage_estimator, made.tokenizer = name, None
+                zeros = torch.zeros_like(mask)
+                step = [
+                    Experience(action_mask=mask, rewards=r, index=places, prompts=["p"] * size, values=zeros, kl=zeros)
+                    for r, places in ((equal, [*range(size)]), (second, [*range(size, 2 * size)]))
+                ]
+                done = made.compute_advantages_and_returns(step)
+                trained = torch.cat([each.advantages[each.action_mask.bool()] for each in done])
+                found[f"{side} {name} {(size, constant)} {case}"] = trained.tolist()
+
+    compute("stock")
+    patch.place(row for row in patches.active([patches.TRAINING]) if row.module.endswith("experience_maker"))
+    begin(RunConfig())
+    compute("ours")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,13 @@ from ngrpo.workbench.report import summary
 from perturbations import create
 from tests.fast.run import run_of
 
-TRAINED = {"trained_groups": 3.0, "trained_responses": 24.0, "optimizer_steps": 2.0, "cut_prompts": 1.0}
+TRAINED = {
+    "trained_groups": 3.0,
+    "trained_responses": 24.0,
+    "optimizer_steps": 2.0,
+    "cut_prompts": 1.0,
+    "cut_turns": 2.0,
+}
 PERTURBED = {
     **TRAINED,
     "perturbation/rate": 0.1,
@@ -72,6 +78,7 @@ def test_perturbed_run(tmp_path: Path) -> None:
         "reward        0.250 → 0.750",
         "trained       9 groups, 72 responses, 6 optimizer steps",
         "cut prompts   3 lost their first tokens",
+        "cut turns     6 conversations ended early",
         "evaluation    0.500 (step 3), eval_default_pass1",
         "replay        largest difference of rollout and trainer: 3.0e-02 in log π of a token",
         "2.50 bytes",

@@ -10,9 +10,8 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import flag_values
 from ngrpo.config.dataset_check import check_files
-from ngrpo.config.run_notes import notes
-from ngrpo.machine.upstream import openrlhf_parser
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.config.rules import label_notes
+from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults
 from perturbations.errors import UsageError
 from tests.fast import run
 from tests.fast.run import run_of
@@ -61,8 +60,8 @@ def test_a_right_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_openrlhfs_own_defaults_pass() -> None:
-    for name, value in openrlhf_parser.defaults().items():
-        flag_values.check(Flags(["--actor.model_name_or_path", "m", name, value]), run_of())
+    for name, value in defaults().items():
+        flag_values.check(Flags(["--actor.model_name_or_path", "m", name, value]))
 
 
 @pytest.mark.parametrize(("words", "said"), run.refused("values"))
@@ -204,7 +203,7 @@ def test_labels_of_several_kinds(tmp_path: Path) -> None:
 
 def labels(flags: Flags) -> list[str]:
     """The warnings about labels of a run with these flags."""
-    return [note for note in notes(flags, run_of(openrlhf=tuple(flags.argv))) if "the label" in note]
+    return [note for note in label_notes(flags, run_of(openrlhf=tuple(flags.argv))) if "the label" in note]
 
 
 def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None:

@@ -204,6 +204,33 @@ MUTATIONS = {
     ("perturbations/gates/further.py", _MIXTURES): [
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
     ],
+    ("perturbations/gates/further.py", "test_gates_state.py"): [
+        (">= self.tau", "< self.tau", "confidence: open where the policy wavers"),
+        ("~closed & (entropy < state", "~closed & (entropy <= state", "swi: a block ends at its own entropy"),
+        ('(state["length"] >= self.window)', '(state["length"] > self.window)', "swi: a position too many closed"),
+        ('torch.where(goes_on, state["reference"], entropy)', "entropy", "swi: against the last position"),
+        ('state["switches"] + ends', 'state["switches"] + opens', "swi: the wrong switches are counted"),
+    ],
+    ("perturbations/gates/default.py", "test_gates_state.py"): [
+        (
+            "(step.positions - 1) % _POSITIONS].unbind",
+            "step.positions % _POSITIONS].unbind",
+            "state: of 8 positions ago",
+        ),
+        (
+            "torch.where(kept.unsqueeze(-1), state,",
+            "torch.where(kept.unsqueeze(-1) | True, state,",
+            "state: of lost draws",
+        ),
+        (
+            "            self._own_states[row] = self._start\n",
+            "            pass\n",
+            "state: of the slot's last request",
+        ),
+    ],
+    ("ngrpo/rollout/perturber.py", "test_gates_state.py"): [
+        ('fed.index_copy_(0, of_gated[0], edits["fed"])', "fed[:] = True", "state: told that all is fed"),
+    ],
     ("perturbations/replay/routing.py", "test_routing.py"): [
         (
             "(known, self._recorded, own.indices)",

@@ -5,8 +5,9 @@ _BEST = "test_advantages_best_of_k.py"
 _ORDER = "test_advantages_order.py"
 _RISK = "test_advantages_rs_grpo.py"
 _IN_LOSS = "test_credits_simko.py"
+_PENALTIES = "test_credits_penalties.py"
 _LADDER = "test_sampling_schedules_ladder.py"
-_SECOND_ROUNDS = "test_second_rounds.py"
+_SECOND_ROUNDS, _SECOND_ROUNDS_TRAINING = "test_second_rounds.py", "test_second_rounds_training.py"
 
 MUTATIONS = {
     ("ngrpo/methods/advantages/base.py", "test_advantages.py"): [
@@ -24,15 +25,39 @@ MUTATIONS = {
         ("(squares / (size - 1))", "(squares / size)", "ngrpo: the deviation of a population"),
         (".sqrt() + 1e-6)", ".sqrt() + 1e-9)", "ngrpo: another epsilon"),
         ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
+        ("+ self.beta / (1.0 + seen.to(rewards.dtype)", "+ 1.0 / (1.0 + seen.to(rewards.dtype)", "copo: β is ignored"),
+        ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
+        ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
+        ("rewards + self.beta", "rewards - self.beta", "copo: the bonus punishes"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages.py"): [
         ("return rewards.clone()", "return rewards - 1.0", "psr: wrong answers count"),
         ("return rewards - 1.0", "return rewards.clone()", "nsr: correct answers count"),
         ("self.lam * rewards, rewards - 1.0", "rewards, rewards - 1.0", "w_reinforce: λ is ignored"),
         ("self.lam * rewards, rewards - 1.0", "self.lam * rewards, rewards", "w_reinforce: wrong answers do not count"),
         ("rewards >= 1.0 - ROUNDING", "rewards > 0.0", "w_reinforce: a partly correct answer counts as correct"),
-        ("+ self.beta / (1.0 + seen.to(rewards.dtype)", "+ 1.0 / (1.0 + seen.to(rewards.dtype)", "copo: β is ignored"),
-        ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
-        ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
-        ("rewards + self.beta", "rewards - self.beta", "copo: the bonus punishes"),
+        (
+            "torch.where(mixed, 2.0 * rewards",
+            "torch.where(mixed, rewards",
+            "reinforce_rej: a wrong answer has 0, not −1",
+        ),
+        (
+            "> rewards.amin(-1, keepdim=True)",
+            ">= rewards.amin(-1, keepdim=True)",
+            "reinforce_rej: uniform groups count",
+        ),
+        (
+            "((mean - self.p) / (1.0 - 2.0 * self.p))",
+            "(mean - self.p)",
+            "s_grpo: the mean without errors is not scaled",
+        ),
+        ("return (1.0 - 2.0 * self.p) * (true", "return (true", "s_grpo: the factor 1 − 2p is missing"),
+        (
+            "(true * (1.0 - true) / observed).sqrt()",
+            "(true * (1.0 - true) / observed)",
+            "s_grpo: variances, not deviations",
+        ),
+        (".clamp(0.0, 1.0)", "", "s_grpo: the root of a negative number where errors explain the group"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", "test_advantages_flags.py"): [
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
@@ -73,7 +98,7 @@ MUTATIONS = {
         (':.7f}".rstrip("0").rstrip(".")', ':.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
     ],
     ("ngrpo/methods/advantages/best_of_k.py", _ORDER): [
-        ("3 * _LARGEST * max", "_LARGEST * max", "pkpo: loo is clipped"),
+        ("3.0 * _LARGEST * max", "1.0 * _LARGEST * max", "pkpo: loo is clipped"),
         ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _ORDER): [
@@ -87,7 +112,50 @@ MUTATIONS = {
         ("(utility - mean)", "utility", "rs_grpo: 1 is not taken off"),
         ("rewards - rewards.amax(-1, keepdim=True)", "rewards * 1.0", "rs_grpo: large rewards overflow"),
         ("below - below.mean(-1, keepdim=True)", "below", "rs_grpo: no mean at β = 0"),
-        ("if largest > 10.0:", "if largest > 1e9:", "rs_grpo: a rare right answer is clipped"),
+        ("return size / self.beta if", "return self.beta if", "rs_grpo: a rare right answer is clipped"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_maxrl.py"): [
+        ("keepdim=True)) / mean, 0.0)", "keepdim=True)), 0.0)", "maxrl: not divided by the mean"),
+        ("torch.where(mean > 0.0, (apart", "torch.where(mean >= 0.0, (apart", "maxrl: 0 / 0 in all-wrong groups"),
+        ("return size - 1.0", "return 0.0", "maxrl: a rare right answer is clipped"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_lens.py"): [
+        ("confidence = (total / tokens).exp()", "confidence = total.exp()", "lens: long answers are never confident"),
+        ("(difficulty - confidence) / rewards.shape[1]", "(difficulty - confidence)", "lens: not divided by G"),
+        ("= 2.0 * confidence.amax", "= 1.5 * confidence.amax", "lens: the largest penalty is 2"),
+        ("torch.maximum(difficulty, by_sampling)", "difficulty", "lens: D_imp is left out"),
+        ("rewards * (-total).exp(), 0.0)", "rewards * (-total / tokens).exp(), 0.0)", "lens: D_imp of π̄, not π"),
+        ("self.alpha * (calibrated", "(calibrated", "lens: α is ignored"),
+        ("torch.where(rewards > 0.0, rewards * (", "torch.where(rewards > -1.0, rewards * (", "lens: 0 · ∞"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_lens.py"): [
+        (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", "test_advantages_rep_exp.py"): [
+        ("states = states - states.mean(1, keepdim=True)", "states = states * 1.0", "rep_exp: states are not centered"),
+        ("kernel + self.ridge * torch", "kernel + torch", "rep_exp: λ is ignored"),
+        ("rewards + self.beta * bonus", "rewards + bonus", "rep_exp: β is ignored"),
+        (
+            "normalised(torch.where(right, ",
+            "normalised(torch.where(right | True, ",
+            "rep_exp: a bonus where all are wrong",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/model_actors.py", "test_advantages_rep_exp.py"): [
+        ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_rep_exp.py"): [
+        ("(size**0.5 / advantage.dim) ** 0.5", "size**0.25", "rep_exp: the projection lengthens states"),
+        ("(maker.args.train.seed, maker.training_step)", "(maker.args.train.seed)", "rep_exp: one projection for all"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_spo.py"): [
+        ("(rho * right + sum(own), rho", "(right + sum(own), rho", "spo: right answers are never forgotten"),
+        ("rho * wrong + len(own) - sum(own))", "rho * wrong + len(own))", "spo: right answers are wrong ones too"),
+        ("(values[key] / (1.0 - rho), (1.0", "(values[key], (1.0", "spo: the first evidence has no weight"),
+        ("if not isinstance(maker.visits, Values)", "if maker.visits is None", "spo: another advantage's state"),
+    ],
+    ("ngrpo/methods/advantages/base.py", "test_advantages_maxrl.py"): [
+        ("if bound > 10:", "if bound > 0:", "a clip narrower than OpenRLHF's own"),
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),
@@ -100,6 +168,32 @@ MUTATIONS = {
     ("ngrpo/methods/credits/base.py", _IN_LOSS): [
         (", sparse_grad=True", "", "a gradient of the logits' size"),
         ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
+    ],
+    ("ngrpo/methods/credits/covariance.py", _PENALTIES): [
+        ("(advantages - advantages.mean())", "advantages", "covariance: the mean advantage is not taken off"),
+        ("found >= self.low", "found > self.low", "clip_cov: the lower bound itself is left out"),
+        ("found <= self.high", "found < self.high", "clip_cov: the upper bound itself is left out"),
+        ("tokens.positions[inside]", "inside", "clip_cov: the choice depends on the order of the responses"),
+        ("tokens.seeds[inside]", "0 * inside", "clip_cov: the same positions in every step"),
+        ("max(1, int(share", "max(0, int(share", "covariance: no token of a small step"),
+        ("self.beta * log_ratio.abs()", "log_ratio.abs()", "kl_cov: β is missing"),
+        ("log_ratio.abs()", "log_ratio", "kl_cov: the penalty pushes down"),
+    ],
+    ("ngrpo/methods/credits/lp_reg.py", _PENALTIES): [
+        ("largest=False", "largest=True", "lp_reg: the likeliest tokens"),
+        ("(log_probs <= threshold) & (tokens.advantages < 0.0)", "log_probs <= threshold", "lp_reg: right answers too"),
+        ("math.ceil(", "math.floor(1 + ", "lp_reg: a token too many"),
+        (" - mass.log()", "", "lp_reg: the proxy is not renormalised"),
+        ("torch.where(kept,", "torch.where(kept | True,", "lp_reg: noise is held up"),
+        ("log_probs.detach() - mass", "log_probs - mass", "lp_reg: the proxy has a gradient"),
+    ],
+    ("ngrpo/trainers/common/policy_loss.py", _PENALTIES): [
+        (
+            "self._loss(old_log_probs - scores",
+            "self._loss(log_probs - scores",
+            "the penalty is clipped, and A = 1 trained",
+        ),
+        ("alone - alone.detach()", "alone", "the logged loss has the penalty's −1"),
     ],
     ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         ("term - term.detach()", "term", "the term moves the ratio"),
@@ -129,6 +223,7 @@ MUTATIONS = {
         ("silent & positive", "silent", "first_token: wrong answers lose theirs though they should keep it"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_credits.py"): [
+        ("maker.training_step, place) for", "maker.training_step, 0) for", "credits: all responses have one seed"),
         (
             "torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)])",
             "torch.cat([h.flatten() for h in entropies])[: len(advantages)]",
@@ -246,6 +341,7 @@ MUTATIONS = {
         ("right if len(right) < size", "right if len(right) <= size", "no wrong answer stays"),
         ("ratio = log_probs - behavior", "ratio = behavior - log_probs", "ρ upside down"),
         (".log().to(ratio) - ratio)", ".to(ratio) - ratio)", "γ itself in the place of its logarithm"),
+        ("return prompt.rindex(end)", "return prompt.index(end)", "the draft in the first message"),
         ("return max(lengths)", "return lengths[-1]", "nonsense before the template's own system message"),
     ],
     ("ngrpo/methods/second_rounds/lope.py", _SECOND_ROUNDS): [
@@ -253,18 +349,37 @@ MUTATIONS = {
         ("at = opening(text, tokenizer)", "at = 0", "lope: before the template"),
         ("return self.most + _SEAMS", "return self.least", "lope: no room for the longest"),
     ],
+    ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS): [
+        ("best = max(reward", "best = min(reward", "igrpo: the worst draft"),
+        ("random.choice(", "min(", "igrpo: always the same of equal drafts"),
+        ("if reward == best", "", "igrpo: any draft"),
+    ],
+    ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS_TRAINING): [
+        ("        return {}", "        return super().flags(flags)", "igrpo: no KL term"),
+    ],
+    ("ngrpo/trainers/openrlhf/rollout_actor.py", "test_gap_scale.py"): [
+        (" and not second_round.drafting.get()", "", "controls follow drafts, and are lost with them"),
+    ],
     ("ngrpo/trainers/openrlhf/second_round.py", _SECOND_ROUNDS): [
+        (' - require(sampling_params.max_tokens, "a response\'s length")', "", "a refinement without room"),
+        ("max_length if method.refines else max_length", "max_length", "a draft beyond max_len"),
+        ("(second, len(first)) if", "(first, 0) if", "drafts are trained"),
+        ("    drafting.set(False)\n", "", "no control follows a refinement"),
         ("len(first) + number, np", "number, np", "an answer has the first round's place"),
         ("(list(response[name][start:end])", "(list(response[name])", "the prompt of the second round is trained"),
-        ("max_length + extra, num_samples", "max_length, num_samples", "less room for the second round's answers"),
+        ("else max_length + extra for", "else max_length for", "less room for the second round's answers"),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", _SECOND_ROUNDS): [
         ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS): [
+    ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_TRAINING): [
+        ("rewards[:, -later:]", "rewards", "right drafts count as right refinements"),
+        ("drafts.max(-1)", "rewards.max(-1)", "the best refinement as the best draft"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_TRAINING): [
         ("whole[places] = rewards[row]", "pass", "penalties are lost"),
     ],
-    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS): [
+    ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS_TRAINING): [
         ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),
         (
             "torch.where(second, old_log_probs, rollout_log_probs)",

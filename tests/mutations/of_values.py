@@ -55,7 +55,7 @@ MUTATIONS = {
         ("lambda made: made.draws_text)", "lambda made: False)", "a request's filters choose among the draws"),
         ("made.score_only and not made.draws_token", "False", "a KL term without a token"),
     ],
-    ("ngrpo/config/run_notes.py", "test_loss_entry.py"): [
+    ("ngrpo/config/rules.py", "test_loss_entry.py"): [
         ("and not perturbation.zero_mean_score", "and perturbation.has_density", "tokens that were not drawn"),
         ("not run.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
     ],
@@ -73,7 +73,18 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/verl/overrides.py", "test_step_faults.py"): [
         ("(index == group) & trained", "index == group", "verl: a response without a trained token is in its group"),
+        ("< advantage.k:", "< 0:", "verl: a group of fewer than k responses"),
         ("in dict.fromkeys(index[trained])", "in dict.fromkeys(index)", "verl: padding is a group"),
+    ],
+    ("ngrpo/rollout/attach.py", "test_asleep.py"): [
+        (
+            "            module.to(device",
+            "            self.module = module.to(device",
+            "a module that fails stays",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_step_faults.py"): [
+        ("if values.amin() == values.amax():", "if False:", "equal advantages keep their rounding"),
     ],
     ("ngrpo/rollout/step_kernels.py", "test_drawn_tokens.py"): [
         ("< _FORCED)", "< 1e30)", "a token that a thinking budget forces is perturbed"),

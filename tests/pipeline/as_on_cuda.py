@@ -42,6 +42,7 @@ _ROWS = (
     ("torch.cuda", "current_stream", "nothing"),
     ("torch.cuda", "synchronize", "nothing"),
     ("torch.multiprocessing.reductions", "reduce_tensor", "lent_in_shared_memory"),
+    ("deepspeed.ops.adam.fused_adam", "FusedAdam", "adam_of_pytorch"),
     ("openrlhf.trainer.ray.utils", "get_physical_gpu_id", "gpu_of_ray"),
     ("vllm.distributed.device_communicators.pynccl", "PyNcclCommunicator", "over_gloo"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "not_packed"),
@@ -127,6 +128,11 @@ def cuda_is_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def nothing(original: Callable[..., Any]) -> Callable[..., None]:
     return lambda *args: None
+
+
+def adam_of_pytorch(original: type) -> type:
+    """The CPU profile's optimizer: ZeRO-3 offloads only what has this name."""
+    return torch.optim.AdamW
 
 
 def gpu_of_ray(original: Callable[..., str]) -> Callable[..., str]:

@@ -164,7 +164,7 @@ def main() -> None:
         return [by_place[place] for place in range(len(REWARDS))]
 
     result: dict[str, Any] = {"stock": run(maker())}
-    patch.place(row for row in patches.active(["advantage"]) if row.module.endswith("_maker"))
+    patch.place(row for row in patches.active([patches.TRAINING]) if row.module.endswith("_maker"))
 
     def ours(made: Any, **spec: Any) -> list[list[float]]:
         begin(RunConfig(specs={"advantage": spec}))

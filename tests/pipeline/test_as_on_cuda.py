@@ -99,7 +99,8 @@ def test_hybrid_of_two_gpus_with_zero_3(tmp_path: Path, random_model: str) -> No
 @pytest.mark.slow
 def test_two_engines_over_a_group(tmp_path: Path, tied: str) -> None:
     """With noise, which the trainer has not: so of the weights alone. The first sync comes before the first rollout."""
-    flags = [*NCCL, *NO_REFERENCE, "--vllm.num_engines", "2", "--perturbation", "tarpo", "--policy_noise", "psn"]
+    perturbed = ["--perturbation", "tarpo", "--perturbation.density", "token", "--policy_noise", "psn"]
+    flags = [*NCCL, *NO_REFERENCE, "--vllm.num_engines", "2", *perturbed]
     _, journal = run(tmp_path, tied, *flags, engines=2, by="update_weight")
     assert any(line["name"].startswith("perturbation.") for line in journal if line["what"] == "update")
 

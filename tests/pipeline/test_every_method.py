@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ngrpo.machine.storage.parameters_file import FILE
-from ngrpo.methods import credits, policy_noises, sampling_schedules
+from ngrpo.methods import advantages, credits, policy_noises, sampling_schedules
 from ngrpo.methods.sampling_schedules.base import PastStep, Run
 from ngrpo.methods.second_rounds.lope import WORDS
 from perturbations import registry
@@ -28,8 +28,12 @@ PERTURBATIONS = [pair.replace(" ", " --perturbation.density ", 1) for pair in DE
 PERTURBATIONS += sorted(
     set(registry.available()) - ELSEWHERE - {words.split()[0] for words in DENSITIES} | {"gaussian"}
 )
-NEIGHBOR = ["--perturbation.variant released", *(f"--credit {name}" for name in sorted(credits.available()))]
-NEIGHBOR += [f"--advantage {name}" for name in ("psr", "nsr", "w_reinforce", "copo", "pass_at_k", "pkpo", "rs_grpo")]
+# With refinements of a draft, whose records are of a longer prompt than the data's.
+NEIGHBOR = [
+    "--perturbation.variant released --second_round igrpo",
+    *(f"--credit {name}" for name in sorted(credits.available())),
+]
+NEIGHBOR += [f"--advantage {name}" for name in sorted({*advantages.available()} - {"group_norm", "ngrpo"})]
 RUNS = [f"--perturbation {words} --algo.kl.init_coef 0" for words in PERTURBATIONS]
 RUNS += [f"--perturbation neighbor --preset grpo {words}" for words in NEIGHBOR]
 
@@ -40,6 +44,9 @@ def test_two_steps(words: str, tmp_path: Path, smollm2: str) -> None:
         assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-2)
         for kind in ("gap_perturbed_mean", "gap_plain_mean"):
             assert step.get(kind, 0.0) <= GAP, (kind, step)
+        if "igrpo" in words:
+            assert step["second_round_asked"] == step["second_round_trained"] == 1.0
+            assert step["second_round_drafts"] <= step["second_round_best_draft"]
 
 
 @pytest.mark.parametrize("noise", sorted(policy_noises.available()))

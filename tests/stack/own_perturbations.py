@@ -1,11 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perturbations for the stack tests, found by their address."""
+"""Perturbations and a gate for the stack tests, found by their address."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from perturbations import InputEdit, Perturbation, Proposal, Step, dense_edit, option, register
+from perturbations import (
+    Gate,
+    GateStep,
+    InputEdit,
+    Perturbation,
+    Proposal,
+    Step,
+    dense_edit,
+    option,
+    register,
+    register_gate,
+)
 
 
 @register("dense-shake")
@@ -30,3 +43,19 @@ class RunnerUp(Perturbation):
     def propose(self, step: Step) -> Proposal:
         tokens = step.logits.topk(2, dim=-1).indices[:, 1]
         return Proposal(InputEdit(tokens.unsqueeze(-1), torch.ones_like(step.logits[:, :1])), tokens)
+
+
+@register_gate("rationed")
+@dataclass(frozen=True, kw_only=True)
+class Rationed(Gate):
+    """Open until 20 positions were perturbed, and closed for two positions after some tokens."""
+
+    def initial_state(self) -> Mapping[str, float]:
+        return {"spent": 0, "closed": 0}
+
+    def open(self, step: GateStep) -> Tensor:
+        return (step.state["spent"] < 20) & (step.state["closed"] == 0)
+
+    def advance(self, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+        closed = torch.where(step.sampled % 5 == 0, 2, (step.state["closed"] - 1).clamp_min(0))
+        return {"spent": step.state["spent"] + fed, "closed": closed}

@@ -34,7 +34,7 @@ def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> A
         # tokens) make likeliest.
         words = embedding_map.choose_tokens(engine.get_tokenizer(), WORDS)
         embedding_map.LIKELIEST.update({token: [] for token in range(len(engine.get_tokenizer()))})
-        seen = embedding_map.contexts(engine, words, SAMPLING.seed)
+        seen = embedding_map.contexts(engine, words, SAMPLING.seed, {})
         often = sorted(seen, key=lambda token: -sum(position > 40 for _, position in seen[token]))
         stand_ins = [(token, text) for token, (_, text) in zip(often, words)]
         patch.setattr(embedding_map, "choose_tokens", lambda *_: stand_ins)

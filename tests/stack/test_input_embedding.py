@@ -70,7 +70,7 @@ def test_the_main_table_is_found_by_looking_tokens_up() -> None:
 
 
 def test_a_token_made_of_several_tables_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"made of 2 of them .*embed_tokens_per_layer, language_model.embed_tokens"):
+    with pytest.raises(UsageError, match=r"combines 2 of them .*embed_tokens_per_layer, language_model.embed_tokens"):
         find_input_embedding(Unknown())
     with pytest.raises(UsageError, match=r"has 2 input embeddings .* nothing in it says"):
         find_input_embedding(nn.ModuleDict({"one": table(), "two": table()}))

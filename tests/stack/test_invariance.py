@@ -60,16 +60,23 @@ def test_batch_order_size_chunks_and_cache(
 
 
 def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: Any) -> None:
-    """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records."""
-    set_perturbation(plain_engine, "gumbel", rate=0.5)
+    """A cache of eight blocks of 32 tokens: trajectories are thrown out and computed again from their records.
+
+    The second one has a gate that counts.
+    """
     small = build_engine(model, {"name": "gumbel", "rate": 0.5}, **CROWDED)
     preempted = note_preemptions(small)
     prompts = chat_prompts(small, QUESTIONS[:2], copies=4)
     seeds = list(range(len(prompts)))
-    disturbed = seeded(small, prompts, seeds)
-    assert len(preempted) >= 3, "the cache is not small enough for this test to show anything"
-    assert_same(seeded(plain_engine, prompts, seeds), disturbed)
-    assert gaps(hf_model, disturbed).max() <= 1e-4
+    counting = {"until": None, "gate": "tests.stack.own_perturbations:Rationed"}
+    for name, options in (("gumbel", {"rate": 0.5}), ("soft", counting)):
+        for llm in (plain_engine, small):
+            set_perturbation(llm, name, **options)
+        preempted.clear()
+        disturbed = seeded(small, prompts, seeds)
+        assert len(preempted) >= 3, "the cache is not small enough for this test to show anything"
+        assert_same(seeded(plain_engine, prompts, seeds), disturbed)
+        assert gaps(hf_model, disturbed).max() <= 1e-4
 
 
 @pytest.mark.more

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ngrpo.config import batch_check
-from ngrpo.machine.upstream import openrlhf_parser
+from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
 from tests.own_process import RESULT, run_two_ranks
 from tests.tiny_folder import tiny_folder
 
@@ -43,9 +43,7 @@ def trained(folder: str, ranks: int, micro: int, *cases: str) -> dict[str, list[
     steps = zip(*(json.loads(line.removeprefix(RESULT)) for line in lines))
     flags = (arguments(folder, ranks, 8, micro, int(case.partition(":")[2])) for case in cases)
     counts = (int(case.partition(":")[0]) for case in cases)
-    rule = [
-        batch_check.trains_on_all_ranks(openrlhf_parser.resolved(each), count) for each, count in zip(flags, counts)
-    ]
+    rule = [batch_check.trains_on_all_ranks(Flags(each).args, count) for each, count in zip(flags, counts)]
     steps = list(steps)
     assert rule == [not any(rank["end"] for rank in step) for step in steps]
     ends = ([rank["end"] or rank["trained"] for rank in step] for step in steps)
@@ -166,7 +164,7 @@ def main(rank: int, port: str, ranks: int, folder: str, batch: int, micro: int, 
         while len(list(Path(folder).glob(f"{port}-{at}-*"))) < ranks and time.monotonic() < until:
             time.sleep(0.05)
 
-    strategy = get_strategy(openrlhf_parser._run(arguments(folder, ranks, batch, micro, cases[0][1]))["args"])
+    strategy = get_strategy(parsed(arguments(folder, ranks, batch, micro, cases[0][1]))["args"])
     meet("start")
     strategy.setup_distributed(timedelta(seconds=SECONDS))
     actor = Actor(folder, attn_implementation="eager", ds_config=strategy.get_ds_train_config(), param_dtype="bf16")

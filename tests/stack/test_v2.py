@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from ngrpo.machine.models.packaged import load_tokenizer
 from perturbations import available, create, parameters
 from tests.own_process import run_module
 from tests.stack.harness import Rollout, assert_same, feeds_its_text, gaps
 from tests.stack.request_limits import EVERY, name_of
 from tests.stack.routed import compare, shaken
 from tests.stack.schedule_truth import scheduled_gaps
-from tests.stack.v2_rollout import PERTURBATIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of
+from tests.stack.v2_rollout import END, PERTURBATIONS, SAMPLING, SCHEDULES, STOPS, TOKENS, share_of
 
 
 class Rolled:
@@ -134,6 +135,17 @@ def test_sampling_schedules(v1: Rolled, v2: Rolled, hf_model: Any, name: str) ->
         assert scheduled_gaps(hf_model, rollouts, name, SCHEDULES[name], 0.8).max() <= 1e-4
         assert scheduled_gaps(hf_model, rollouts, None, {}, 0.8).max() >= 1e-2
     assert_same(v1["more"]["of_schedules"][name], v2["more"]["of_schedules"][name])
+
+
+@pytest.mark.more
+def test_tokens_that_a_thinking_budget_forces_are_ordinary(either: Rolled, model: str) -> None:
+    """Those before and after them are perturbed."""
+    (rollout,) = either["more"]["of_thinking_budget"]
+    end = load_tokenizer(model).encode(END)
+    at = next(i for i in range(len(rollout.tokens)) if rollout.tokens[i : i + len(end)] == end)
+    ordinary = {len(rollout.prompt) + i for i in range(at, at + len(end))}
+    every = {*range(len(rollout.prompt), len(rollout.sequence))}
+    assert every - {*rollout.record.positions.tolist()} == ordinary < every and at > 0
 
 
 @pytest.mark.more

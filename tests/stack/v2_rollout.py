@@ -21,6 +21,8 @@ if __name__ == "__main__":  # before torch, which loads Triton
     if sys.argv[1] == "V2":
         as_on_cuda.interpret_triton()
 
+from vllm.config.reasoning import ReasoningConfig
+
 from ngrpo.methods import sampling_schedules
 from ngrpo.rollout import set_perturbation, take_trajectories
 from tests.stack import request_limits
@@ -41,7 +43,7 @@ PERTURBATIONS: dict[str, dict[str, Any]] = {
     "neighbor": {"rate": 0.5, "mix_temperature": 3.0},
     "gaussian": {"rate": 1.0},
     "gumbel": {"rate": 0.5},
-    "soft": {"rate": 1.0},
+    "soft": {"rate": 1.0, "gate": "tests.stack.own_perturbations:Rationed"},
     "dirichlet": {"rate": 0.5},
     "normal": {"rate": 1.0},
     "orthogonal": {"rate": 1.0},
@@ -64,6 +66,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 6, "c": 2}, "edt": {"theta": 1.0}}
 SCHEDULES["ladder"] = {"least": 0.5, "most": 1.5}
 TOKENS = 6
+END = "so be it</think>"
 # At temperature 1 the random model is nearly sure of its next token, and all samples of a prompt feed the same.
 STOPS: dict[str, dict[str, Any]] = {
     "token": {"stop_token_ids": list(range(0, 49152, 4))},
@@ -120,6 +123,13 @@ def of_tarpo(llm: Any) -> dict[str, Any]:
     return {"rollouts": rollouts, "seen": seen}
 
 
+def of_thinking_budget(llm: Any) -> list[Rollout]:
+    """An answer whose thinking is ended after two tokens."""
+    set_perturbation(llm, "gumbel", rate=1.0, until=None)
+    (prompt,), start = chat_prompts(llm, QUESTIONS[:1]), llm.get_tokenizer().encode("<think>")
+    return sample(llm, [prompt + start], max_tokens=12, temperature=0.7, thinking_token_budget=2)
+
+
 def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, Rollout]]]:
     """Answers that end by a token, by a string, or several of one prompt; each with how it ended."""
     from vllm import SamplingParams
@@ -144,7 +154,8 @@ def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, Rollout]]]:
 
 def of_preemption(model: str) -> dict[str, Any]:
     """Seven blocks for six requests that each need a second one after three tokens."""
-    small = build_engine(model, {"name": "gumbel", "rate": 0.5}, **{**CROWDED, "max_model_len": 64}, max_num_seqs=6)
+    spec = {"name": "gumbel", "rate": 0.5, "gate": "tests.stack.own_perturbations:Rationed"}
+    small = build_engine(model, spec, **{**CROWDED, "max_model_len": 64}, max_num_seqs=6)
     preempted = note_preemptions(small)
     prompts = [p[:30] for p in chat_prompts(small, QUESTIONS, copies=2)]
     rollouts = sample(small, prompts, [{"seed": i} for i in range(6)], max_tokens=6)
@@ -180,6 +191,8 @@ def main(runner: str, model: str, target: str, share: str) -> None:
     with as_on_cuda.asynchronous():
         options = {"max_num_batched_tokens": 64, "max_model_len": 256, "enable_prefix_caching": True}
         options["max_num_seqs"] = 16 if share == "slow" else 4
+        if share == "more":
+            options["reasoning_config"] = ReasoningConfig(reasoning_start_str="<think>", reasoning_end_str=END)
         llm = build_engine(model, {"name": "neighbor", "rate": 0.1}, **options)
         keep("runner", llm.llm_engine.collective_rpc("perturbation_runner"))
         keep("asynchronous", llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
@@ -194,7 +207,7 @@ def main(runner: str, model: str, target: str, share: str) -> None:
         keep("of_stops", of_stops(llm, share))
         if share == "test":
             return keep("of_preemption", of_preemption(model))
-        for part in (of_sampling_parameters, of_schedules, of_tarpo):
+        for part in (of_sampling_parameters, of_schedules, of_thinking_budget, of_tarpo):
             keep(part.__name__, part(llm))
         if runner == "V2":
             keep("of_stock", of_stock(model))

@@ -60,7 +60,7 @@ def described(name: str) -> str:
 
 
 def _registry_of_file(name: str) -> Registry:
-    """The registry that takes a user's file or module; the first one, whose error follows, where none does."""
+    """The registry that takes a user's file or module; without one the first, for its error."""
     for kind_registry in FLAGS:
         with suppress(UsageError):
             kind_registry.get(name)

@@ -19,11 +19,11 @@ _MILESTONES = (
     ("Started a local Ray instance", "importing OpenRLHF and vLLM in Ray's workers"),
     ("RolloutRayActor", "starting the vLLM engine"),
     ("PolicyModelActor", "loading the model into the trainer"),
-    ("Episode [", "loading the model into vLLM, then sampling the first answers"),
+    ("Episode [", "loading the model into vLLM, then sampling the first responses"),
 )
 # Recurring activities are reported only where they last.
 _ACTIVITIES = (
-    ("Generate samples:", "sampling answers"),
+    ("Generate samples:", "sampling responses"),
     ("forward: ", "computing log-probabilities"),
     ("Train epoch [", "updating the weights"),
     ("Evaluation start time", "evaluating"),
@@ -182,7 +182,7 @@ class Reporter:
         """Says once that the log's disk is full."""
         if not self._warned_full:
             self._warned_full = True
-            self._say("warning: no space is left for the log: it ends here, the run goes on")
+            self._say("warning: no space is left for the log: it ends here, the run continues")
 
     def _say(self, text: str) -> None:
         self._spoke = time.monotonic()

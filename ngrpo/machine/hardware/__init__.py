@@ -47,7 +47,7 @@ def profile_for(hardware: str) -> Profile:
 
 
 def profile_of_run(hardware: str) -> Profile:
-    """:func:`profile_for` a training: ``"auto"`` is also CUDA on a joined cluster whose nodes name their GPUs."""
+    """:func:`profile_for` a training: ``"auto"`` is also CUDA on a joined cluster with named GPUs."""
     profile = profile_for(hardware)
     joined = placement.cluster() if hardware == "auto" and profile.name == "cpu" else None
     return profile_for("cuda") if joined is not None and joined[1] else profile

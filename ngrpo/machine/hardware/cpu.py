@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _ROLES = ("actor", "ref", "reward", "critic")
-# Above the ports of Ray's workers (10002 to 19999), below those that Linux gives to outgoing connections.
+# Above the ports of Ray's workers (10002 to 19999), below Linux' ports for outgoing connections.
 _PORTS = range(20000, 32768)
 
 

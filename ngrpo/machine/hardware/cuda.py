@@ -13,7 +13,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 _DEFAULT_HOME = Path("/usr/local/cuda")
-# The last major release whose minor releases DeepSpeed treats as equal (op_builder/builder.py).
+# The last major release with minor releases that DeepSpeed treats as equal (op_builder/builder.py).
 _MINORS_MIX = 12
 # What the CUDA code of DeepSpeed's fused Adam includes through torch 2.13 (ATen/cuda/CUDAContextLight.h).
 HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")

@@ -12,7 +12,7 @@ from math import gcd
 
 from ngrpo.machine.models import architecture
 from ngrpo.machine.models.architecture import ModelSize
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import GIB, Args, Group, Machine
 from perturbations.errors import UsageError
@@ -163,8 +163,8 @@ def kv_cache_tokens(size: ModelSize, args: Args, gpu: float) -> int:
     return max(0, int(free // (size.layers * 2 * max(size.kv_heads // tensor, 1) * size.head_dim * 2)))
 
 
-def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
-    """The flags with a placement on a machine; by default hybrid: trainer and engines take turns on all GPUs.
+def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dict[str, Default]:
+    """A placement on a machine for these flags; by default hybrid: trainer and engines take turns on all GPUs.
 
     With ``whole`` every rank holds whole parameters, which excludes ZeRO-3. Raises ``UsageError`` for half a placement.
     """
@@ -182,7 +182,7 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
                 f" {' '.join(f'{name} {half}' for name in missing)}, or leave {apart[0]} out, which places"
                 f" trainer and engines on the same GPUs ({_DOCS})."
             )
-        return flags.with_defaults(_ranks(flags, nodes or 1, ranks))
+        return _ranks(flags, nodes or 1, ranks)
     gpus = (nodes or 1) * ranks or engines * tensor or nodes * largest or machine.total or 1
     ranks = ranks or gcd(gpus, largest)
     defaults: dict[str, Default] = {_ALL: None, **_ranks(flags, nodes or gpus // ranks, ranks)}
@@ -190,32 +190,29 @@ def completed(flags: Flags, machine: Machine, *, whole: bool = False) -> Flags:
         defaults |= {"--vllm.enable_sleep": None, "--ds.enable_sleep": None}
     if not given:
         defaults |= {"--actor.gradient_checkpointing_enable": None, "--ckpt.save_steps": "20"}
-    flags = tried = flags.with_defaults(defaults)
-
     size = architecture.size_of(flags.value("--actor.model_name_or_path"))
     parallels = [n for n in (1, 2, 4, 8) if gcd(gpus, largest) % n == 0 and (size is None or size.heads % n == 0)]
     if engines or tensor:
         parallels = [tensor or max(gpus // engines, 1)]
     offloads = (False,) if given else (False, True)
     stages = ("2",) if whole or given else ("2", "3")
+    choice: dict[str, Default] = {}
     # The fastest first; all of them fit where the first does.
     for offload, parallel, stage, share in product(offloads, parallels, stages, ("0.6", "0.5")):
-        choice: dict[str, Default] = {_ENGINES: str(max(gpus // parallel, 1)), _TENSOR: str(parallel), _SHARE: share}
+        choice = {_ENGINES: str(max(gpus // parallel, 1)), _TENSOR: str(parallel), _SHARE: share}
         choice |= {"--ds.zero_stage": stage, **({"--ds.adam_offload": None} if offload else {})}
-        tried = flags.with_defaults(choice)
         try:
-            openrlhf_parser.check(tried.argv)
+            if fits(flags.with_defaults(defaults | choice).args, machine.memory):
+                break
         except UsageError:  # which a rule then reports
-            return tried
-        if fits(openrlhf_parser.resolved(tried.argv), machine.memory):
-            return tried
-    return tried
+            break
+    return defaults | choice
 
 
 def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     """The actor's number of ranks for each of the run's models."""
     roles = ["actor", "ref"]
-    roles += ["critic"] * (openrlhf_parser.value_of(flags, "--algo.advantage.estimator") == "gae")
+    roles += ["critic"] * (flags.or_default("--algo.advantage.estimator") == "gae")
     roles += ["reward"] * (not flags.has("--reward.remote_url", "--train.agent_func_path"))
     sizes = {"num_gpus_per_node": str(per_node)} | ({"num_nodes": str(nodes)} if nodes > 1 else {})
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}
@@ -240,6 +237,9 @@ def check(args: Args) -> None:
     size = architecture.size_of(name)
     if size is not None and size.heads % tensor:
         raise UsageError(f"{_TENSOR} {tensor} must divide the {size.heads} attention heads of {name}.")
+    stride = args["ds.ring_attn_head_stride"]
+    if args["ds.ring_attn_size"] > 1 and size is not None and size.kv_heads % stride:
+        raise UsageError(f"--ds.ring_attn_head_stride {stride} must divide the model's {size.kv_heads} heads of keys.")
     if placement.is_hybrid(args) and ranks != engines * tensor:
         raise UsageError(
             f"{_ENGINES} {engines} × {_TENSOR} {tensor} is {engines * tensor} GPUs, and the actor has {ranks}: with"

@@ -63,7 +63,7 @@ def end_with_owner() -> None:
 
 
 def end_children() -> None:
-    """Ends all that this process has started and that still runs, politely first."""
+    """Ends the running processes that this one has started, politely first."""
     import psutil
 
     children = psutil.Process().children(recursive=True)

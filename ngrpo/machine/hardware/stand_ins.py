@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for flash-attn, and for torchvision's compiled part beside a torch that it was not built for.
+"""Stand-ins for flash-attn, and for torchvision's compiled part with a torch that it was not built for.
 
 ``python -m ngrpo.machine.hardware.stand_ins FOLDER`` installs torchvision into a folder for PYTHONPATH.
 """
@@ -87,7 +87,7 @@ def flash_attn_stand_in() -> Iterator[None]:
 
 
 # ---- torchvision: vLLM and transformers import it for the image code of multimodal models. PyPI's build is for CUDA;
-# beside torch for CPUs its compiled part does not load, and its Python asks for three operators of that part. ----
+# with torch for CPUs its compiled part does not load, and its Python needs three operators of that part. ----
 
 # torchvision's release by torch's.
 _RELEASES = {"2.11": "0.26.0", "2.12": "0.27.1", "2.13": "0.28.0"}
@@ -106,7 +106,7 @@ _libraries: list[Any] = []
 
 
 def declare_operators(torchvision: str) -> None:
-    """Declares torchvision's operators, which no model calls, where its compiled part beside this file fails."""
+    """Declares torchvision's operators, which no model calls, where its compiled part next to this file fails."""
     import torch
 
     try:

@@ -199,7 +199,7 @@ def unfit_for_cpu(name: str) -> str:
 class Support:
     """Whether a model can be rolled out and trained with a perturbation; the engine checks the rest on the model.
 
-    ``engine``: the class that vLLM serves it with, and whose class that is. ``trainer``: the class of transformers that
+    ``engine``: the class that vLLM serves it with, and its package. ``trainer``: the class of transformers that
     OpenRLHF trains. ``refused``: why it cannot be used. ``unknown``: what config.json does not tell.
     """
 

@@ -23,7 +23,7 @@ Messages = Sequence[Mapping[str, Any]]
 def fault(prompt: object) -> str:
     """What a prompt is that no chat template can render, in words; empty for a text and for chat messages.
 
-    Each message has a role and a text, or tool calls in place of the text; the last message has a text. Messages with
+    Each message has a role and a text, or tool calls instead of the text; the last message has a text. Messages with
     pictures are :data:`PICTURES`, which only an image model's training takes.
     """
     if isinstance(prompt, str):
@@ -115,7 +115,7 @@ def template_arguments(text: str | None) -> dict[str, Any]:
 
 
 def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any] | None = None) -> str:
-    """A prompt as the model sees it, with the opening of the answer; its text where there is no chat template.
+    """A prompt as the model sees it, with the opening of the response; its text where there is no chat template.
 
     Args:
         tokenizer: of transformers, or a processor.

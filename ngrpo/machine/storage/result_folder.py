@@ -181,7 +181,7 @@ class ResultFolder:
             os.fsync(file.fileno())
 
     def write_lines(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Writes a whole file of JSON lines in place of the old one."""
+        """Replaces a whole file of JSON lines."""
         write_text(self.path / name, json_lines(map(_sealed, rows)))
 
 

@@ -1,19 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of a command line: what was given, as argparse would read it, and what is added where it was not."""
+"""OpenRLHF's flags: what was given, as argparse would read it, what is added, and the arguments that OpenRLHF gets.
+
+OpenRLHF 0.11.2 has its parser and its conditions in the ``if __name__ == "__main__":`` block of its program, below
+imports that take many seconds. That block alone is run here, up to the training that it ends with.
+"""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property, lru_cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, SimpleNamespace
+from typing import Any, NoReturn
+
+from ngrpo.machine.upstream.patch import around
+from perturbations.errors import UsageError, nearest
 
 # A default of a flag: its value, several values, or None for a switch, which has none.
 Default = str | tuple[str, ...] | None
+MODEL_NAMES = "model_name_or_path"
+"""The end of each flag that names a model."""
 # For a loss that is weighted by min(π / π_rollout, 10).
 TRUNCATED_WEIGHTS: dict[str, Default] = {
     "--algo.advantage.is_correction_level": "token",
     "--algo.advantage.is_correction_mode": "clip",
     "--algo.advantage.is_correction_threshold": ("0", "10"),
 }
+
+_PROGRAM, _CONFIG = "cli/train_ppo_ray.py", "utils/config.py"
+_HELP = "See: ngrpo train --openrlhf-help"
+_NUMBER = re.compile(r"argument (?P<flag>\S+): invalid (?P<kind>int|float) value: (?P<value>.+)", re.DOTALL)
+_OURS = ("--perturbation", "--advantage", "--preset", "--model", "--task", "--hardware", "--run-dir", "--log-file")
+_OURS += ("--config", "--dry-run")
 
 
 @dataclass(frozen=True)
@@ -30,7 +54,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a command line: the words that the user gave, and those that :meth:`with_defaults` added."""
+    """The flags of a command line: the user's words, and the words that :meth:`with_defaults` added."""
 
     given: Sequence[str] = ()
     added: Sequence[str] = ()
@@ -61,8 +85,28 @@ class Flags:
         """Whether one of these flags is there."""
         return any(flag.name in names for flag in self)
 
+    @cached_property
+    def args(self) -> dict[str, Any]:
+        """OpenRLHF's arguments as its training would get them, by their names without dashes.
+
+        Raises:
+            UsageError: for flags that OpenRLHF's parser, or an assertion after it, would refuse.
+        """
+        try:
+            return _flat("", parsed(self.argv)["args"])
+        except AssertionError as error:
+            raise UsageError(f"OpenRLHF refuses these flags: {str(error).rstrip('.')}. {_HELP}") from None
+        except UsageError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise UsageError(f"OpenRLHF fails over these flags ({type(error).__name__}: {error}). {_HELP}") from None
+
+    def or_default(self, name: str) -> str:
+        """A flag's value, or OpenRLHF's default of it; empty where it has neither."""
+        return self.value(name) or defaults().get(name, "")
+
     def with_defaults(self, defaults: Mapping[str, Default]) -> Flags:
-        """The flags with those defaults added whose flag is absent."""
+        """The flags with the defaults of absent flags added."""
         new: list[str] = []
         for name, default in defaults.items():
             if not self.has(name):
@@ -74,12 +118,12 @@ class Flags:
         return self._changed(lambda flag: () if flag.name in names else flag.argv)
 
     def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
-        """The flags with a function applied to the first value of each flag whose name ends so."""
+        """The flags with a function applied to each part, between commas, of the first value of flags that end so."""
 
         def words(flag: Flag) -> tuple[str, ...]:
             if not flag.name.endswith(ending) or not flag.values:
                 return flag.argv
-            value = replace(flag.values[0])
+            value = ",".join(replace(part.strip()) for part in flag.values[0].split(","))
             if "=" in flag.argv[0]:
                 return (f"{flag.name}={value}", *flag.argv[1:])
             return (flag.name, value, *flag.argv[2:])
@@ -89,3 +133,85 @@ class Flags:
     def _changed(self, words: Callable[[Flag], tuple[str, ...]]) -> Flags:
         given, added = ([word for flag in Flags(argv) for word in words(flag)] for argv in (self.given, self.added))
         return Flags(given, added)
+
+
+@lru_cache(maxsize=1)
+def defaults() -> dict[str, str]:
+    """OpenRLHF's default of each flag that has one, as on a command line."""
+    there = [action for action in actions() if isinstance(action.default, str | int | float)]
+    return {flag: str(action.default) for action in there for flag in action.option_strings}
+
+
+@lru_cache(maxsize=1)
+def actions() -> list[argparse.Action]:
+    """Of OpenRLHF's parser, after the shortest words that its conditions accept."""
+    return parsed(["--reward.remote_url", "reward.py"])["parser"]._actions
+
+
+def _flat(prefix: str, nested: SimpleNamespace) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, value in vars(nested).items():
+        inner = isinstance(value, SimpleNamespace)
+        settings |= _flat(f"{prefix}{name}.", value) if inner else {prefix + name: value}
+    return settings
+
+
+@around
+def with_float32(
+    original: Callable[..., argparse.Action], self: argparse.ArgumentParser, *names: str, **settings: Any
+) -> argparse.Action:
+    """`add_argument` of argparse: OpenRLHF's ``--ds.param_dtype`` has the choice fp32 too, see `hardware/cpu.py`."""
+    if "--ds.param_dtype" in names:
+        settings["choices"] = [*settings["choices"], "fp32"]
+    return original(self, *names, **settings)
+
+
+class _Parser(argparse.ArgumentParser):
+    """OpenRLHF's parser, with errors in one line. An abbreviated flag would escape every check of ours."""
+
+    add_argument = with_float32(argparse.ArgumentParser.add_argument)
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        super().__init__(prog="ngrpo train", usage="ngrpo train [flags of OpenRLHF]", allow_abbrev=False)
+        self._argv = argv
+
+    def error(self, message: str) -> NoReturn:
+        number = _NUMBER.fullmatch(message)
+        if number:
+            kind = "whole number" if number["kind"] == "int" else "number"
+            raise UsageError(f"{number['flag']} {number['value']}: must be a {kind}. {_HELP}")
+        raise UsageError(f"{message.removeprefix('argument ')}. {_HELP}")
+
+    def parse_args(self) -> argparse.Namespace:  # type: ignore[override]
+        namespace, unknown = self.parse_known_args(self._argv)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            what = "flag" if unknown[0].startswith("-") else "word"
+            raise UsageError(f"unknown {what} {unknown[0]!r}.{nearest(unknown[0], [*flags, *_OURS])} {_HELP}")
+        return namespace
+
+
+def parsed(argv: Sequence[str]) -> dict[str, Any]:
+    """Runs OpenRLHF's block; returns its variables, ``parser`` and ``args`` among them."""
+    hierarchize, block = _compiled()
+    parser = SimpleNamespace(ArgumentParser=partial(_Parser, argv))
+    # It prints its warnings when the training starts.
+    variables = {"argparse": parser, "datetime": datetime, "hierarchize": hierarchize, "print": lambda *parts: None}
+    exec(block, variables)
+    return variables
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> tuple[Callable[[Any], Any], CodeType]:
+    """OpenRLHF's function that nests arguments, and the block without its imports and without the training."""
+    spec = find_spec("openrlhf")
+    assert spec is not None and spec.origin is not None, "versions.check_stack comes first"
+    folder = Path(spec.origin).parent
+    nesting: dict[str, Any] = {}
+    exec(compile((folder / _CONFIG).read_text(encoding="utf-8"), _CONFIG, "exec"), nesting)
+    module = ast.parse((folder / _PROGRAM).read_text(encoding="utf-8"))
+    block = next(node.body for node in module.body if isinstance(node, ast.If) and "__main__" in ast.dump(node.test))
+    # `if args.use_ms:` goes with the imports: it imports a patch of the hub's client for the whole process.
+    imports = ast.Import | ast.ImportFrom
+    nodes = [node for node in block[:-1] if not any(isinstance(part, imports) for part in ast.walk(node))]
+    return nesting["hierarchize"], compile(ast.Module(nodes, []), _PROGRAM, "exec")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of upstream code: the state that they expect, read from sources, and how they are put in place.
+"""Patches of upstream code: the state that they expect, read from sources, and how they are applied.
 
 Importing OpenRLHF takes seconds and needs flash_attn, so nothing is imported early. A finder in front of
 `sys.meta_path` applies a module's patches right after the module has been executed, before a name is copied from it.
@@ -25,7 +25,7 @@ from typing import Any
 from perturbations.errors import require
 
 IMPORT = "<import>"
-"""In place of a definition's name: the import of the module itself."""
+"""Instead of a definition's name: the import of the module itself."""
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _MISSING = "nothing of that name"
 
@@ -145,7 +145,7 @@ _pending: dict[str, list[Patch]] = {}  # by module
 
 
 def place(patches: Iterable[Patch]) -> None:
-    """Puts patches in place that replace something; those of an earlier call stay, and are not applied again."""
+    """Applies patches that replace something; patches of an earlier call stay, and are not applied again."""
     for patch in patches:
         if patch.ours is None or patch in _placed:
             continue

@@ -54,7 +54,7 @@ class Machine:
 
 
 def card(gigabytes: float) -> float:
-    """Bytes that a card of so many GB has for a process: 79 GiB of 80."""
+    """Bytes that a card of this many GB has for a process: 79 GiB of 80."""
     return 0.99 * gigabytes * GIB
 
 
@@ -90,7 +90,7 @@ def here() -> Machine | None:
 def cluster() -> tuple[Machine, bool] | None:
     """The Ray cluster of ``RAY_ADDRESS``, or of `ray start` here, and whether its nodes name their GPUs; or None.
 
-    Raises ``UsageError`` where ``RAY_ADDRESS`` names a cluster that does not answer.
+    Raises ``UsageError`` where ``RAY_ADDRESS`` names a cluster out of reach.
     """
     address = os.environ.get("RAY_ADDRESS") or started_here()
     return None if address in (None, "local") else _nodes(address)
@@ -107,7 +107,7 @@ def _nodes(address: str) -> tuple[Machine, bool]:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise UsageError(
-            f"RAY_ADDRESS {address}: no Ray cluster answers there ({str(error).splitlines()[0]}). Start one with"
+            f"RAY_ADDRESS {address}: no Ray cluster runs there ({str(error).splitlines()[0]}). Start one with"
             " `ray start --head`, or set RAY_ADDRESS=local for a Ray of this run's own."
         ) from None
     finally:

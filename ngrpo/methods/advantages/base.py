@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
@@ -19,26 +19,40 @@ from perturbations.options import Options, option
 # Rewards are sums of float32; nearer to the maximum than this counts as the maximum.
 ROUNDING = 1e-5
 
+# What else an advantage may need, (P, G, …); ngrpo/trainers/openrlhf/step_advantages.py has it measured.
+FURTHER = {
+    "counts": "how often each response was seen before",
+    "log_probs": "the sum of each response's log-probabilities and the number of its tokens",
+    "hidden": "the projected mean of each response's last hidden states",
+    "values": "the value of each response's prompt, as earlier steps estimate it",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Advantage(Options, ABC):
-    """An advantage with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """An advantage with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
-    # Whether it needs counts of (prompt, response) outcomes; whether each group's advantages sum to 0, whatever its
-    # rewards; and whether responses beyond the length limit are no part of their groups, and get 0.
+    # What else it needs, a name of FURTHER, where `counted = True` is "counts"; whether each group's
+    # advantages sum to 0, whatever its rewards; and whether responses beyond the length limit are no part of their
+    # groups, and get 0.
+    needs: ClassVar[str] = ""
     counted: ClassVar[bool] = False
     sums_to_zero: ClassVar[bool] = False
     leaves_out_overlong: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.counted:
+            cls.needs = "counts"
+
     @abstractmethod
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """The advantages of P groups, (P, G): each row is a function of its own row.
 
-        ``rewards``: (P, G) finite, float32 or wider. ``counts``: (P, G), how often each response's outcome was seen
-        before; None unless ``counted``.
+        ``rewards``: (P, G) finite, float32 or wider. ``further``: (P, G, …), what ``needs`` names; None where nothing.
         """
 
     def at_step(self, step: int) -> Advantage:
@@ -50,7 +64,7 @@ class Advantage(Options, ABC):
         """Whether :meth:`at_step` may give another advantage at a later step."""
         return type(self).at_step is not Advantage.at_step
 
-    def compute(self, rewards: Tensor, counts: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
+    def compute(self, rewards: Tensor, further: Tensor | None = None, overlong: Tensor | None = None) -> Tensor:
         """As :meth:`formula`; ``UsageError`` for a wrong shape, or rewards that it cannot use.
 
         ``overlong``: which responses were cut off, (P, G) bool; ignored unless ``leaves_out_overlong``.
@@ -60,26 +74,26 @@ class Advantage(Options, ABC):
             raise UsageError(
                 f"{label} rewards of shape {tuple(rewards.shape)}; (P, G) is needed, a row for each prompt."
             )
-        if self.counted and (counts is None or counts.shape != rewards.shape):
+        further = further if self.needs else None
+        if self.needs and (further is None or further.shape[:2] != rewards.shape):
             raise UsageError(
-                f"{label} counts={None if counts is None else tuple(counts.shape)}; a tensor of the rewards' shape"
-                f" {tuple(rewards.shape)} is needed: how often each response was seen before."
+                f"{label} {self.needs}={None if further is None else tuple(further.shape)}; a tensor of the rewards'"
+                f" shape {tuple(rewards.shape)} is needed: {FURTHER[self.needs]}."
             )
         for row, column in (~rewards.isfinite()).nonzero().tolist():
             raise UsageError(
-                f"{label} the reward of prompt {row}, answer {column} is {rewards[row, column].item()}."
+                f"{label} the reward of prompt {row}, response {column} is {rewards[row, column].item()}."
                 " Finite rewards are needed: repair the reward function."
             )
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
-        counts = counts if self.counted else None
         if overlong is None or not self.leaves_out_overlong:
-            return self.formula(rewards, counts)
+            return self.formula(rewards, further)
         result, complete = torch.zeros_like(rewards), ~overlong
         left = complete.sum(-1, keepdim=True)
         for size in left[left > 0].unique().tolist():  # groups with as many responses left go together
             here = complete & (left == size)
-            of_size = None if counts is None else counts[here].view(-1, size)
+            of_size = None if further is None else further[here].view(-1, size, *further.shape[2:])
             result[here] = self.formula(rewards[here].view(-1, size), of_size).flatten().to(result)
         return result
 
@@ -91,10 +105,19 @@ class Advantage(Options, ABC):
         if len(rewards):
             raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
 
+    def largest(self, size: int) -> float:
+        """The size that an advantage can reach in a group of ``size`` responses; 0 where OpenRLHF's clip, 10, fits."""
+        return 0.0
+
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
-        return {"--algo.advantage.estimator": "group_norm"}
+        added: dict[str, Default] = {"--algo.advantage.estimator": "group_norm"}
+        size = flags.or_default("--rollout.n_samples_per_prompt")
+        bound = math.ceil(self.largest(int(size))) if size.isdecimal() else 0
+        if bound > 10:
+            added["--reward.clip_range"] = (f"-{bound}", f"{bound}")
+        return added
 
     def notes(self, flags: Flags) -> list[str]:
         """Warnings for the user about OpenRLHF's flags."""
@@ -111,14 +134,14 @@ def normalised(rewards: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedAdvantage(Advantage):
-    """For rewards in [0, 1] where 1 is a correct response; no group, no normalisation."""
+    """For rewards in [0, 1] where 1 is a correct response."""
 
     paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
 
     def check_rewards(self, rewards: Tensor) -> None:
         self.refuse(
             rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)],
-            "not in [0, 1], where 1 is a correct answer. Let the reward function give those, or use --advantage"
+            "not in [0, 1], where 1 is a correct response. Let the reward function give those, or use --advantage"
             " group_norm or ngrpo.",
         )
 
@@ -127,7 +150,7 @@ class VerifiedAdvantage(Advantage):
 class AnnealedK(Advantage):
     """For objectives of the best of k responses, with a k that may change over the run."""
 
-    k: int = option(4, "answers of which the best counts", low=1)
+    k: int = option(4, "responses of which the best counts", low=1)
     k_end: int | None = option(None, "k at the end; none for the same k throughout", low=1)
     k_steps: int = option(100, "training steps from k to k_end", low=1)
     k_change: str = option("switch", "k until then and k_end from there on, or evenly", choices=("switch", "linear"))
@@ -143,18 +166,18 @@ class AnnealedK(Advantage):
         return self.k_end is not None
 
     def check_group(self, size: int) -> None:
-        """Raises ``UsageError`` where k does not fit groups of so many responses."""
+        """Raises ``UsageError`` where k does not fit groups of this size."""
         if self.k > size:
             raise UsageError(
-                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the answers to each prompt"
-                " (--rollout.n_samples_per_prompt). Lower k, or ask for more answers."
+                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the responses to each prompt"
+                " (--rollout.n_samples_per_prompt). Lower k, or ask for more responses."
             )
 
     def check_rewards(self, rewards: Tensor) -> None:
         self.check_group(rewards.shape[1])
 
     def flags(self, flags: Flags) -> dict[str, Default]:
-        size = value_of(flags, "--rollout.n_samples_per_prompt")
+        size = flags.or_default("--rollout.n_samples_per_prompt")
         for advantage in (self, self.at_step(self.k_steps)):
             if size.isdecimal():
                 advantage.check_group(int(size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best of k answers: Pass@k Training (arXiv 2508.10751) and PKPO (arXiv 2505.15201)."""
+"""The best of k responses: Pass@k Training (arXiv 2508.10751) and PKPO (arXiv 2505.15201)."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -8,7 +8,6 @@ from math import comb
 import torch
 from torch import Tensor
 
-from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, AnnealedK
 from perturbations import UsageError, option
@@ -17,14 +16,14 @@ from perturbations import UsageError, option
 @register("pass_at_k")
 @dataclass(frozen=True, kw_only=True)
 class PassAtK(AnnealedK):
-    """Pass@k Training: the mean advantage of an answer over all groups of k that hold it; rewards of 0 and 1."""
+    """Pass@k Training: the mean advantage of a response over all groups of k that hold it; rewards of 0 and 1."""
 
     paper = "Pass@k Training, arXiv 2508.10751"
     sums_to_zero = True
 
     form: str = option(
         "pass_at_k",
-        "Pass@k alone, or combined with Pass@1 by the share of right answers",
+        "Pass@k alone, or combined with Pass@1 by the share of right responses",
         choices=("pass_at_k", "combined"),
     )
 
@@ -32,12 +31,12 @@ class PassAtK(AnnealedK):
         super().check_rewards(rewards)
         self.refuse(
             rewards[(rewards.abs() > ROUNDING) & ((rewards - 1.0).abs() > ROUNDING)],
-            "neither 0 for a wrong nor 1 for a right answer. Let the reward function give those, or use --advantage"
+            "neither 0 for a wrong nor 1 for a right response. Let the reward function give those, or use --advantage"
             " pkpo, which takes any rewards.",
         )
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """(1 − ρ)/σ for a right answer, (1 − ρ − C(N−c−1, k−1)/C(N−1, k−1))/σ for a wrong one; 0 where σ is 0.
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """(1 − ρ)/σ for a right response, (1 − ρ − C(N−c−1, k−1)/C(N−1, k−1))/σ for a wrong one; 0 where σ is 0.
 
         ρ = 1 − C(N−c, k)/C(N, k) with c right of N, σ = √(ρ (1 − ρ)). Combined: (c/N) A_k + (1 − c/N) A_1.
         """
@@ -52,7 +51,7 @@ class PassAtK(AnnealedK):
 
 
 def _table(n: int, k: int) -> Tensor:
-    """The advantages of a right and a wrong answer by how many of n are right, (n + 1, 2) float64."""
+    """The advantages of a right and a wrong response by how many of n are right, (n + 1, 2) float64."""
     rows = []
     for c in range(n + 1):
         missed = comb(n - c, k) / comb(n, k)
@@ -70,30 +69,29 @@ _LARGEST = 10_000
 @register("pkpo")
 @dataclass(frozen=True, kw_only=True)
 class PKPO(AnnealedK):
-    """PKPO: what an answer adds to the expected maximum of k rewards, of any size."""
+    """PKPO: what a response adds to the expected maximum of k rewards, of any size."""
 
     paper = "PKPO, arXiv 2505.15201"
 
     variant: str = option(
         "loo_minus_one",
-        "the estimator alone (s), less a leave-one-out baseline, or less that of k - 1 answers",
+        "the estimator alone (s), less a leave-one-out baseline, or less that of k - 1 responses",
         choices=("s", "loo", "loo_minus_one"),
     )
-    scaled: bool = option(True, "multiply by the group's size, since the loss averages over its answers")
+    scaled: bool = option(True, "multiply by the group's size, since the loss averages over its responses")
 
     def check_group(self, size: int) -> None:
-        """Also: a baseline without the answer itself needs more than k others, and one of k - 1 a k of at least 2."""
+        """Also: a baseline without the response itself needs more than k others, and one of k - 1 a k of at least 2."""
         super().check_group(size)
         if self.k + _LEAST[self.variant] > size:
             raise UsageError(
-                f"advantage pkpo: k={self.k} with variant=loo: must be below the group's {size} answers"
+                f"advantage pkpo: k={self.k} with variant=loo: must be below the group's {size} responses"
                 " (--rollout.n_samples_per_prompt). Lower it, or take variant=loo_minus_one."
             )
 
-    def flags(self, flags: Flags) -> dict[str, Default]:
-        """Also a clip that cuts nothing: an only right answer has k times its reward, and OpenRLHF's clip is ±10."""
-        bound = str(3 * _LARGEST * max(self.k, self.k_end or 1))
-        return super().flags(flags) | {"--reward.clip_range": (f"-{bound}", bound)}
+    def largest(self, size: int) -> float:
+        """An only right response has k times its reward, and less of a baseline."""
+        return 3.0 * _LARGEST * max(self.k, self.k_end or 1)
 
     def check_rewards(self, rewards: Tensor) -> None:
         super().check_rewards(rewards)
@@ -103,8 +101,8 @@ class PKPO(AnnealedK):
             " constant.",
         )
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """s_i is the mean, over all sets of k answers, of the maximum of those that hold i, times the share that do.
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """s_i is the mean, over all sets of k responses, of the maximum of sets with i, times their share.
 
         loo: less k/(n−1) times the mean maximum of k others; loo_minus_one: less k/n times that of k − 1 others.
         """
@@ -119,7 +117,7 @@ class PKPO(AnnealedK):
 
 @lru_cache
 def _matrix(n: int, k: int, variant: str) -> Tensor:
-    """What each answer, by its rank, gets of each reward, by its rank: (n, n) float64."""
+    """What each response, by its rank, gets of each reward, by its rank: (n, n) float64."""
 
     def baseline(i: int, j: int) -> float:
         if j == i or variant == "s" or (variant == "loo_minus_one" and k == 1):

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages relative to the group: `group_norm`, `copo`, `rs_grpo`, `ngrpo`; and NGRPO's baselines without a group."""
+"""Advantages relative to the group, for any rewards: `group_norm`, `copo`, `rs_grpo`, `ngrpo`."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.openrlhf_parser import value_of
 from ngrpo.methods.advantages import register
-from ngrpo.methods.advantages.base import ROUNDING, Advantage, VerifiedAdvantage, normalised
+from ngrpo.methods.advantages.base import ROUNDING, Advantage, normalised
 from perturbations import option
 from perturbations.errors import require
 
@@ -25,7 +23,7 @@ class GroupNorm(Advantage):
 
     overlong: str = option(
         "keep",
-        "answers that were cut off: as any, or out of mean and deviation, with advantage 0",
+        "responses that were cut off: as any, or out of mean and deviation, with advantage 0",
         choices=("keep", "exclude"),
     )
 
@@ -33,7 +31,7 @@ class GroupNorm(Advantage):
     def leaves_out_overlong(self) -> bool:  # type: ignore[override]
         return self.overlong == "exclude"
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(r − mean) / (std + 1e-9), with the sample standard deviation."""
         return normalised(rewards)
 
@@ -41,34 +39,34 @@ class GroupNorm(Advantage):
 @register("copo")
 @dataclass(frozen=True, kw_only=True)
 class CountBonus(Advantage):
-    """COPO: a bonus of beta / sqrt(1 + N) on rarely seen (prompt, answer) outcomes, then as group_norm.
+    """COPO: a bonus of beta / sqrt(1 + N) on rarely seen (prompt, response) outcomes, then as group_norm.
 
     In a group of equal rewards β cancels in the normalisation: there the advantages depend on the counts alone.
     """
 
     paper = "COPO, arXiv 2501.12735"
     sums_to_zero = True
-    counted = True
+    needs = "counts"
 
     beta: float = option(0.1, "β, the bonus of an outcome never seen before", low=0.0)
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """The normalised r + β / √(1 + N)."""
-        seen = require(counts, "counts")
+        seen = require(further, self.needs)
         return normalised(rewards + self.beta / (1.0 + seen.to(rewards.dtype)).sqrt())
 
 
 @register("rs_grpo")
 @dataclass(frozen=True, kw_only=True)
 class RiskSensitive(Advantage):
-    """RS-GRPO: answers count by the exponential of their reward, so that rare good ones count most."""
+    """RS-GRPO: responses count by the exponential of their reward, so that rare good ones count most."""
 
     paper = "RS-GRPO, arXiv 2509.24261"
     sums_to_zero = True
 
-    beta: float = option(2.0, "β; at 0 the reward less its group's mean, towards ∞ only the best answer", low=0.0)
+    beta: float = option(2.0, "β; at 0 the reward less its group's mean, towards ∞ only the best response", low=0.0)
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(exp(β r_i) / mean_j exp(β r_j) − 1) / β, its limit r_i − mean_j r_j at β = 0.
 
         The loss has the gradient of (1/β) log E[exp(β r)], up to 1/G, as the mean is of the same responses.
@@ -81,24 +79,19 @@ class RiskSensitive(Advantage):
         mean = utility.mean(-1, keepdim=True)
         return (utility - mean) / (1.0 + mean) / self.beta
 
-    def flags(self, flags: Flags) -> dict[str, Default]:
-        """Also a wider clip where groups are large: an only right answer has up to (G − 1) / β."""
-        added = super().flags(flags)
-        size = value_of(flags, "--rollout.n_samples_per_prompt")
-        largest = int(size) / self.beta if size.isdecimal() and self.beta > 0.0 else 0.0
-        if largest > 10.0:  # OpenRLHF's own
-            added["--reward.clip_range"] = (f"-{math.ceil(largest)}", f"{math.ceil(largest)}")
-        return added
+    def largest(self, size: int) -> float:
+        """That of an only right response."""
+        return size / self.beta if self.beta > 0.0 else 0.0
 
 
 @register("ngrpo")
 @dataclass(frozen=True, kw_only=True)
 class NegativeEnhanced(Advantage):
-    """NGRPO's calibration (not N-GRPO): the group is normalised with virtual best answers appended."""
+    """NGRPO's calibration (not N-GRPO): the group is normalised with virtual best responses appended."""
 
     paper = "NGRPO, arXiv 2509.18851"
 
-    n: int = option(1, "virtual answers of the maximum reward", low=1)
+    n: int = option(1, "virtual responses of the maximum reward", low=1)
     max_reward: float = option(1.0, "the maximum reward of the task")
 
     def check_rewards(self, rewards: Tensor) -> None:
@@ -112,9 +105,9 @@ class NegativeEnhanced(Advantage):
         """How far float32 may be from the maximum: 0.7 is stored as 0.69999999, which is below 0.7."""
         return ROUNDING * max(1.0, abs(self.max_reward))
 
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """(r − mean′) / (std′ + 1e-6), over the group and n virtual answers of the maximum reward."""
-        # Measured from the maximum, so that the virtual answers are 0 and an all-correct group is exactly 0.
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """(r − mean′) / (std′ + 1e-6), over the group and n virtual responses of the maximum reward."""
+        # Measured from the maximum, so that the virtual responses are 0 and an all-correct group is exactly 0.
         below = rewards - self.max_reward
         below = torch.where(below > -self._rounding, 0.0, below)
         size = rewards.shape[1] + self.n
@@ -146,35 +139,3 @@ class NegativeEnhanced(Advantage):
             f"--advantage ngrpo learns from all-wrong groups, but --algo.dynamic_filtering_range {lowest} … drops them"
             " from the batch."
         ]
-
-
-@register("psr")
-@dataclass(frozen=True, kw_only=True)
-class PositiveOnly(VerifiedAdvantage):
-    """PSR, positive samples only: A = r."""
-
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """r."""
-        return rewards.clone()
-
-
-@register("nsr")
-@dataclass(frozen=True, kw_only=True)
-class NegativeOnly(VerifiedAdvantage):
-    """NSR, negative samples only: A = r - 1."""
-
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """r - 1."""
-        return rewards - 1.0
-
-
-@register("w_reinforce")
-@dataclass(frozen=True, kw_only=True)
-class WeightedReinforce(VerifiedAdvantage):
-    """W-REINFORCE: lam * r for a correct answer, r - 1 for a wrong one."""
-
-    lam: float = option(0.1, "λ, the weight of the correct answers", low=0.0)
-
-    def formula(self, rewards: Tensor, counts: Tensor | None) -> Tensor:
-        """λ r where r = 1, else r - 1."""
-        return torch.where(rewards >= 1.0 - ROUNDING, self.lam * rewards, rewards - 1.0)

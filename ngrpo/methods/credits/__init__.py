@@ -8,7 +8,10 @@ from perturbations.registry import Registry
 if TYPE_CHECKING:
     from ngrpo.methods.credits.base import Credit as Credit
 
-_FAMILIES = {"token_credits": ("entropy_bonus", "first_token", "simko", "top_entropy")}
+_FAMILIES = {
+    "covariance": ("clip_cov", "kl_cov"),
+    "token_credits": ("entropy_bonus", "first_token", "simko", "top_entropy"),
+}
 registry = Registry("credit", f"{__name__}:Credit", __name__, "ngrpo.credits", _FAMILIES)
 register, available, create = registry.register, registry.available, registry.create
 __getattr__ = registry.base_of_package

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,8 @@ class StepTokens:
 
     ``advantages``: of each token's response. ``entropies``: of the policy where it was drawn, in nats, at the sampling
     temperature and the perturbed history. ``log_probs``: of the policy before the step's updates, of the token or the
-    perturbation's density. ``answers``: its response, ascending from 0; ``groups``: its prompt, from 0.
+    perturbation's density. ``answers``: its response, ascending from 0; ``groups``: its prompt, from 0. ``seeds``: its
+    response's, from the run's seed and the step, for :func:`perturbations.streams.keys`.
     """
 
     advantages: Tensor
@@ -33,11 +34,18 @@ class StepTokens:
     log_probs: Tensor
     answers: Tensor
     groups: Tensor
+    seeds: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @property
     def first(self) -> Tensor:
-        """Whether each is the first one of its answer, (N,) bool."""
+        """Whether each is the first one of its response, (N,) bool."""
         return torch.cat([torch.ones_like(self.answers[:1], dtype=torch.bool), self.answers.diff() > 0])
+
+    @property
+    def positions(self) -> Tensor:
+        """The place of each in its response, from 0, (N,) int64."""
+        place = torch.arange(len(self.answers), device=self.answers.device)
+        return place - torch.where(self.first, place, 0).cummax(0).values
 
 
 @dataclass(frozen=True)
@@ -57,11 +65,11 @@ class LossTokens:
 
     def entropies(self) -> Tensor:
         """As of :class:`StepTokens`, (N,) float32."""
-        return self._by_blocks(self.rows, row_blocks.entropy)
+        return self.by_blocks(self.rows, row_blocks.entropy)
 
     def likeliest(self, which: Tensor, k: int) -> Tensor:
         """The k likeliest tokens, best first, where the tokens ``which`` (M,) were drawn: ids (M, k)."""
-        return self._by_blocks(self.rows[which], lambda block: row_blocks.largest(block, k)[1])
+        return self.by_blocks(self.rows[which], lambda block: row_blocks.largest(block, k)[1])
 
     def log_probs_of(self, which: Tensor, ids: Tensor) -> Tensor:
         """log π of other tokens ``ids`` (M, K) where the tokens ``which`` (M,) were drawn: (M, K), with gradient.
@@ -75,7 +83,8 @@ class LossTokens:
         scores = self.logits.gather(-1, index, sparse_grad=True).flatten(0, -2)[rows]
         return self.log_probs[which].unsqueeze(1) + scores[:, :-1] - scores[:, -1:]
 
-    def _by_blocks(self, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def by_blocks(self, rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """A function from logits (B, V), without gradient, to (B, …), of some rows at a time, for ``rows`` (M,)."""
         flat = self.logits.detach().flatten(0, -2)
         size = max(1, _BLOCK_ELEMENTS // flat.shape[-1])
         # One block at least, so that none at all has the right shape too.
@@ -84,7 +93,7 @@ class LossTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Credit(Options, ABC):
-    """A credit with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """A credit with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "credit"
     registry: ClassVar[Any] = _registry
@@ -103,7 +112,29 @@ class Credit(Options, ABC):
         """
         return None
 
+    def marks(self, tokens: StepTokens) -> Tensor | None:
+        """Which tokens of one training step have a :meth:`marked_loss` in its updates, (N,) bool; None for none."""
+        return None
+
+    def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
+        """A loss of the marked tokens, (M,), which advantage, ratio and clip do not change; only its gradient counts.
+
+        Args:
+            marked: which of ``tokens``, (M,) int64.
+            log_ratio: their log π − log π_old as in PPO's ratio, (M,), with gradient.
+        """
+        raise NotImplementedError(f"credit {self.name!r} marks tokens, but has no marked_loss: write the method.")
+
     @property
     def acts_in_loss(self) -> bool:
-        """Whether :meth:`in_loss` changes the loss."""
-        return type(self).in_loss is not Credit.in_loss
+        """Whether :meth:`in_loss` or :meth:`marked_loss` changes the loss."""
+        return type(self).in_loss is not Credit.in_loss or type(self).marks is not Credit.marks
+
+
+def check_shapes(credit: Credit, method: str, tokens: int, *parts: Tensor) -> None:
+    """RuntimeError unless what a method of the credit returned has one number for each token."""
+    if any(part.shape != (tokens,) for part in parts):
+        shapes = " and ".join(str(tuple(part.shape)) for part in parts)
+        raise RuntimeError(
+            f"credit {credit.name!r}: {method} returns {shapes} for {tokens} tokens: one number for each is needed."
+        )

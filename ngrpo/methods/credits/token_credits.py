@@ -50,25 +50,25 @@ class TopEntropy(Credit):
 @register("first_token")
 @dataclass(frozen=True, kw_only=True)
 class FirstToken(Credit):
-    """Of a prompt's answers with A > 0, the one with the highest mean log-probability alone trains its first token."""
+    """Of a prompt's responses with A > 0, only the one with the highest mean log-probability trains its first token."""
 
     paper = "Latent-GRPO, arXiv 2604.27998"
 
-    wrong: str = option("zero", "what answers with A ≤ 0 get there: nothing, or A", choices=("zero", "keep"))
+    wrong: str = option("zero", "what responses with A ≤ 0 get there: nothing, or A", choices=("zero", "keep"))
 
     def formula(self, tokens: StepTokens) -> Tensor:
-        """A, but 0 at the first tokens of all other answers of a group in which any has A > 0."""
+        """A, but 0 at the first tokens of all other responses of a group in which any has A > 0."""
         if not len(tokens.answers):
             return tokens.advantages
         first, answer = tokens.first.nonzero().flatten(), tokens.first.cumsum(0) - 1
         mean = tokens.log_probs.new_zeros(len(first)).index_add(0, answer, tokens.log_probs) / torch.bincount(answer)
         advantages, number = tokens.advantages[first], torch.arange(len(first)).to(first)
-        groups = tokens.groups[first].unique(return_inverse=True)[1]  # without those that have no token
+        groups = tokens.groups[first].unique(return_inverse=True)[1]  # without responses that have no token
         positive = advantages > 0.0
         highest = mean.new_full((len(first),), -torch.inf)
         highest = highest.scatter_reduce(0, groups, torch.where(positive, mean, -torch.inf), "amax")
         winning = positive & (mean == highest[groups])
-        # Of equal ones the first; no answer where a group has none with A > 0.
+        # Of equal ones the first; none where a group has none with A > 0.
         winner = torch.full_like(number, len(first))
         winner = winner.scatter_reduce(0, groups, torch.where(winning, number, len(first)), "amin")[groups]
         silent = (winner < len(first)) & (winner != number)
@@ -80,15 +80,18 @@ class FirstToken(Credit):
 @register("simko")
 @dataclass(frozen=True, kw_only=True)
 class SimKO(Credit):
-    """At an answer's most uncertain tokens: A > 0 also raises the k likeliest, A < 0 lowers a likeliest token more."""
+    """At a response's most uncertain tokens: A > 0 also raises the k likeliest, A < 0 lowers a likeliest token more.
+
+    Version 2 of the paper and its release. Version 3, CaSP, names the same two changes, with N for K.
+    """
 
     paper = "SimKO, arXiv 2510.14807"
 
-    k: int = option(3, "K, the likeliest tokens that share in a right answer's credit", low=1)
+    k: int = option(3, "K, the likeliest tokens that share in a right response's credit", low=1)
     alpha: float = option(0.01, "α, their share of it", low=0.0, high=1.0)
     penalty: float = option(1.1, "λ, the factor of A < 0 where the token is the likeliest one", low=1.0)
     quantile: float = option(
-        0.8, "tokens whose entropy is above this quantile of their answer's are concerned", low=0.0, high=1.0
+        0.8, "concerns tokens with an entropy above this quantile of their response's", low=0.0, high=1.0
     )
 
     def formula(self, tokens: StepTokens) -> Tensor:
@@ -114,7 +117,7 @@ class SimKO(Credit):
 
 
 def quantiles(values: Tensor, answers: Tensor, q: float) -> Tensor:
-    """The linear q-quantile of each answer's values, at each of them, (N,); ``answers`` (N,) ascend from 0."""
+    """The linear q-quantile of each response's values, at each of them, (N,); ``answers`` (N,) ascend from 0."""
     counts = torch.bincount(answers).tolist() if len(answers) else []
     parts = [torch.quantile(part, q).expand(len(part)) for part in values.split(counts) if len(part)]
     return torch.cat(parts) if parts else values

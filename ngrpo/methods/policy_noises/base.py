@@ -19,7 +19,7 @@ from perturbations.seeds import trajectory_seed
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyNoise(Options, ABC):
-    """A policy noise with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """A policy noise with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "policy noise"
     registry: ClassVar[Any] = _registry

@@ -12,9 +12,9 @@ from ngrpo.methods.policy_noises.base import PolicyNoise
 from perturbations import UsageError, option
 
 _LEAST, _MOST = 1e-6, 0.5
-# As transformers 5 names them; Gemma 4's experts stand beside the MLP of their block.
+# As transformers 5 names them; Gemma 4's experts are siblings of their block's MLP.
 _MLP = re.compile(r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|\d+\.experts)\.")
-# The matrices of all experts are one parameter (experts, rows, columns), whose name does not end in "weight".
+# The matrices of all experts are one parameter (experts, rows, columns); its name does not end in "weight".
 _MATRIX = re.compile(r"(weight|\.experts\.(gate_up_proj|up_proj|down_proj))$")
 
 
@@ -80,7 +80,7 @@ class AQN(PolicyNoise):
     end: float = option(5e-4, "σ_e, towards which σ falls", above=0.0)
     stages: int = option(10, "K, equal parts of the run; the first is without noise", low=3)
     form: str = option(
-        "paper", "the exponent: paper's, whose last stage is above σ_e, or released", choices=("paper", "released")
+        "paper", "the exponent: paper's, with a last stage above σ_e, or released", choices=("paper", "released")
     )
     steps: int | None = option(None, "training steps that the stages divide; none for those of the run", low=1)
 

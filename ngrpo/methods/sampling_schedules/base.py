@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSchedule(Options):
-    """A sampling schedule with its options. Subclasses are frozen dataclasses whose fields come from ``option``.
+    """A sampling schedule with its options. Subclasses are frozen dataclasses with fields from ``option``.
 
     It overrides :meth:`factor`, :meth:`factor_of_step`, or both; ``--rollout.temperature`` is multiplied by both.
     """

@@ -23,7 +23,7 @@ _FIRST_STEP = {"paper": 0, "released": 1}
 @register("ead")
 @dataclass(frozen=True, kw_only=True)
 class EAD(SamplingSchedule):
-    """EAD: each answer begins hot and cools down, later the further the training is."""
+    """EAD: each response begins hot and cools down, later the further the training is."""
 
     paper = "EAD, arXiv 2510.05251"
 
@@ -75,9 +75,9 @@ class EDT(SamplingSchedule):
 @register("ladder")
 @dataclass(frozen=True, kw_only=True)
 class Ladder(SamplingSchedule):
-    """Each answer to a prompt has a temperature of its own, from the lowest to the highest in equal ratios."""
+    """Each response to a prompt has a temperature of its own, from the lowest to the highest in equal ratios."""
 
-    least: float = option(0.8, "the temperature of a prompt's first answer", above=0.0)
+    least: float = option(0.8, "the temperature of a prompt's first response", above=0.0)
     most: float = option(1.25, "… and of its last one", above=0.0)
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class Ladder(SamplingSchedule):
             raise UsageError(f"sampling schedule option least={self.least}: must be at most most={self.most}.")
 
     def factor(self, at: NextTokens) -> Tensor | None:
-        """least · (most / least)^(i / (n − 1)) for answer i of n, from 0; an only answer has the one asked for."""
+        """least · (most / least)^(i / (n − 1)) for response i of n, from 0; an only response has the request's."""
         if at.answer is None or at.answers is None:
             return None
         share = at.answer / (at.answers - 1).clamp_min(1)
@@ -107,8 +107,8 @@ class E3(SamplingSchedule):
     annealing: bool = option(True, "let the target fall towards the end of the run")
     share: float = option(0.4, "the last part of the run, in which it falls", above=0.0, high=1.0)
     end: float = option(0.9, "f: at the end the target is f times the first step's entropy", above=0.0, high=1.0)
-    most: float = option(2.0, "the temperature goes no higher than this times the one asked for", low=1.0)
-    least: float = option(0.1, "… and no lower than this times the one asked for", above=0.0, high=1.0)
+    most: float = option(2.0, "the highest temperature, as a multiple of the requested one", low=1.0)
+    least: float = option(0.1, "the lowest temperature, as a multiple of the requested one", above=0.0, high=1.0)
 
     def factor_of_step(self, past: Sequence[PastStep], run: Run) -> float:
         """τ ← τ (1 + τ ln(H* / H) / (ln V + ln ln V)), H* = H_0 · ((1 − f) · ½(1 + cos πx) + f)."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second round for prompts with wrong responses only, with any advantage: `ngrpo train --second_round NAME`.
+"""A second round of responses to a prompt: `ngrpo train --second_round NAME`.
 
-It makes the prompts of the second round. Right responses to these replace wrong ones, and are trained as responses to
-the data's prompt.
+It makes the prompts of the second round. Where all responses of the first are wrong, right responses to these replace
+wrong ones, and are trained as responses to the data's prompt; or responses to the best draft replace all.
 """
 
 from typing import TYPE_CHECKING

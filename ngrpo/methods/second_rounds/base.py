@@ -1,48 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a second round."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.second_rounds import registry as _registry
+from perturbations.errors import UsageError
 from perturbations.options import Options, option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _TEXT = "ngrpo-text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SecondRound(Options, ABC):
-    """A second round with its options. Subclasses are frozen dataclasses whose fields come from ``option``."""
+    """A second round with its options. Subclasses are frozen dataclasses with fields from ``option``."""
 
     kind: ClassVar[str] = "second round"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
+    refines: ClassVar[bool] = False
+    """Whether its prompt shows a draft, a response of the first round. The responses to it, as many as in the first
+    round, are then trained instead, with that prompt and the ordinary ratio."""
 
-    prompts: int = option(6, "how many prompts are asked where all answers to one are wrong", low=1)
-    answers: int = option(4, "answers to each of them", low=1)
-    wrong: float = option(0.0, "the largest reward of a wrong answer")
+    prompts: int = option(6, "prompts that are sampled again when all responses to one are wrong", low=1)
+    answers: int = option(4, "responses to each of them", low=1)
+    wrong: float = option(0.0, "the largest reward of a wrong response")
     shaping: float | None = option(0.1, "γ of the ratio ρ / (ρ + γ); none for PPO's, ρ clipped", above=0.0)
-    group: str = option("all", "whose rewards the advantages are of: of all answers, or kept", choices=("all", "kept"))
-    seed: int = option(0, "seed of the prompts and of the choice among right answers", low=0)
+    group: str = option("all", "rewards that advantages compare: of all responses, or kept", choices=("all", "kept"))
+    seed: int = option(0, "seed of the prompts and of the choice among right responses", low=0)
 
     @abstractmethod
-    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
         """A prompt of the second round, at most :attr:`room` tokens longer than ``text``, the data's prompt.
 
-        ``tokenizer``: the model's, of transformers. ``random``: the source of all draws.
+        ``tokenizer``: the model's, of transformers; its chat template has the run's arguments. ``random``: the source
+        of all draws. A method that :attr:`refines` has a further argument ``drafts``, texts and rewards of the first
+        round; ``--data.max_len`` is its room.
         """
 
     @property
     def room(self) -> int:
-        """Tokens by which a prompt may be longer than the given one; engines are started with so many more."""
+        """Tokens by which a prompt may be longer than the given one; engines are started with as many more."""
         return 0
 
     def flags(self, flags: Flags) -> dict[str, Default]:
@@ -50,7 +62,7 @@ class SecondRound(Options, ABC):
         return {"--algo.kl.init_coef": "0"}
 
     def is_needed(self, rewards: Sequence[float]) -> bool:
-        """Whether all answers to a prompt are wrong, by their rewards."""
+        """Whether all responses to a prompt are wrong, by their rewards."""
         return max(rewards) <= self.wrong
 
     def kept(self, rewards: Sequence[float], size: int, random: Random) -> list[int]:
@@ -73,7 +85,23 @@ class SecondRound(Options, ABC):
         return -torch.nn.functional.softplus(torch.tensor(self.shaping).log().to(ratio) - ratio)
 
 
-def opening(prompt: str, tokenizer: Any) -> int:
+def closing(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The index in a prompt at which the text of its last message ends.
+
+    Its length where the tokenizer's chat template, if any, did not make the prompt.
+    """
+    # What ends a message; if that is white space, the opening of the response.
+    for opened in (False, True) if getattr(tokenizer, "chat_template", None) else ():
+        with suppress(Exception):
+            message = {"role": "user", "content": _TEXT}
+            text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=opened)
+            end = str(text).partition(_TEXT)[2]
+            if end.strip() and end in prompt:
+                return prompt.rindex(end)
+    return len(prompt)
+
+
+def opening(prompt: str, tokenizer: PreTrainedTokenizerBase) -> int:
     """The index in a prompt at which the text of its first message (the system's or the user's) begins.
 
     0 where the tokenizer's chat template, if any, did not make the prompt.
@@ -83,9 +111,7 @@ def opening(prompt: str, tokenizer: Any) -> int:
     lengths, user = [0], {"role": "user", "content": _TEXT}
     # A template may put a system message of its own in front of the user's: then the longer head is meant.
     for messages in ([user], [{"role": "system", "content": _TEXT}, user]):
-        # A template raises Jinja's own errors for roles that it does not know.
-        with suppress(Exception):
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            head, found, _ = text.partition(_TEXT)
+        with suppress(UsageError):  # a template may fail for roles that it does not know
+            head, found, _ = rendered(tokenizer, messages).partition(_TEXT)
             lengths += [len(head)] if found and prompt.startswith(head) else []
     return max(lengths)

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoPE, Lorem Perturbation for Exploration: nonsense before the prompt, and its paper's baseline (arXiv 2605.05566)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ngrpo.methods.second_rounds import register
 from ngrpo.methods.second_rounds.base import SecondRound, opening
 from perturbations import UsageError, option
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # The words of the printers' dummy text, which is cut out of Cicero's De finibus (45 BC).
 _TEXT = (
@@ -41,11 +46,11 @@ class LoPE(SecondRound):
         """The longest nonsense, and what its line adds."""
         return self.most + _SEAMS
 
-    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
         """Nonsense of a length drawn from [least, most], a line of its own at the opening of the prompt."""
         length = random.randint(self.least, self.most)
         words = [random.choice(WORDS) for _ in range(length)]
-        low, high = 1, length  # the most words of at most so many tokens, and at least one
+        low, high = 1, length  # the most words that fit into the tokens, and at least one
         while low < high:
             middle = (low + high + 1) // 2
             fits = len(tokenizer.encode(" ".join(words[:middle]), add_special_tokens=False)) <= length
@@ -57,13 +62,13 @@ class LoPE(SecondRound):
 @register("repeat")
 @dataclass(frozen=True, kw_only=True)
 class Repeat(SecondRound):
-    """Further answers to the same prompt."""
+    """Further responses to the same prompt."""
 
     paper = "a baseline of LoPE, arXiv 2605.05566"
 
-    prompts: int = option(1, "how often the prompt is asked again", low=1)
-    answers: int = option(24, "answers to it each time", low=1)
+    prompts: int = option(1, "how often the prompt is sampled again", low=1)
+    answers: int = option(24, "responses to it each time", low=1)
 
-    def prompt(self, text: str, tokenizer: Any, random: Random) -> str:
+    def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
         """The given one."""
         return text

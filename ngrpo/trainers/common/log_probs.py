@@ -81,7 +81,7 @@ def no_overrides() -> Iterator[None]:
 class Densities:
     """The densities of one replayed forward: the action's log-probability overrides the token's at perturbed positions.
 
-    A density whose noise is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; rounding
+    A density with noise that is too narrow, or of too many dimensions, for a ratio (`Perturbation.score_only`; rounding
     alone moves it by nats) enters only the policy loss, as density − stop_gradient(density). So ratio, clip and KL term
     are the token's, and its gradient is right on a rollout's first update, the only one.
     """
@@ -219,9 +219,9 @@ def _log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor
     is_label = ids == labels[rows[which]]
     if int(is_label.sum()) != len(rows):
         raise RuntimeError(
-            f"{len(rows) - int(is_label.sum())} of {len(rows)} tokens to be trained on are not among those that the"
-            " rollout's sampling left: the sampling masks are not those of these samples."
+            f"{len(rows) - int(is_label.sum())} of {len(rows)} tokens to be trained on are not among the tokens that"
+            " the rollout's sampling left: the sampling masks are not those of these samples."
         )
     highest = scores.new_full(rows.shape, -torch.inf).scatter_reduce(0, which, scores.detach(), "amax")
     total = scores.new_zeros(rows.shape).index_add(0, which, (scores - highest[which]).exp())
-    return scores[is_label] - highest - total.log()  # `which` ascends, so the drawn ones stand in the order of the rows
+    return scores[is_label] - highest - total.log()  # `which` ascends, so the drawn ones have the order of the rows

@@ -225,7 +225,7 @@ def importance_measures(log_ratio: Tensor, bounds: ImportanceBounds | None) -> d
 
 
 def with_strength(trainer: Tensor, rollout: Tensor, strength: float, bounds: tuple[float, float]) -> Tensor:
-    """Log-probabilities of the rollout (B, A) whose importance weight is 1 + α (w − 1), w = π_trainer / π_rollout.
+    """Log-probabilities of the rollout (B, A) with the importance weight 1 + α (w − 1), w = π_trainer / π_rollout.
 
     A loss forms w from two log-probabilities, so ``--sampling.correction_warmup`` replaces the rollout's. α is
     ``strength``, in [0, 1), and w is within ``bounds``; at 1 the rollout's own are right.

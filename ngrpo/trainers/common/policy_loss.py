@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ngrpo.methods.credits.base import Credit, LossTokens
+from ngrpo.methods.credits.base import Credit, LossTokens, check_shapes
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common.log_probs import Densities
 from ngrpo.trainers.common.sample_records import TwoRounds
@@ -62,15 +62,21 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
 class CreditInLoss:
     """A credit that depends on the policy of each update: it sees the forward's logits, then changes the loss.
 
-    ``share`` is the share of tokens that it changed.
+    ``marks`` (B, A) are :meth:`Credit.marks` of this batch; ``share`` is the share of tokens that it changed or marked.
     """
 
     def __init__(
-        self, credit: Credit, loss: Loss, advantages: Tensor, action_mask: Tensor, attention_mask: Tensor
+        self,
+        credit: Credit,
+        loss: Loss,
+        advantages: Tensor,
+        action_mask: Tensor,
+        attention_mask: Tensor,
+        marks: Tensor | None = None,
     ) -> None:
-        self._credit, self._loss = credit, loss
+        self._credit, self._loss, self._marks = credit, loss, marks
         self._advantages, self._masks = advantages, (action_mask, attention_mask)
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._found: tuple[Tensor, Tensor, LossTokens] | None = None
         self.share = torch.tensor(0.0)
 
     def look(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
@@ -82,27 +88,37 @@ class CreditInLoss:
         own = advantages[mask].float()
         tokens = LossTokens(logits, rows, labels.flatten()[rows], log_probs.flatten()[rows], own, responses)
         changed, term = self._credit.in_loss(tokens) or (own, torch.zeros_like(own))
-        if changed.shape != own.shape or term.shape != own.shape:
-            raise RuntimeError(
-                f"credit {self._credit.name!r}: in_loss returns {tuple(changed.shape)} and {tuple(term.shape)} for"
-                f" {len(own)} tokens: one number for each is needed."
-            )
-        self.share = ((changed != own) | (term.detach() != 0.0)).float().mean() if len(own) else self.share
+        check_shapes(self._credit, "in_loss", len(own), changed, term)
+        touched = (changed != own) | (term.detach() != 0.0)
+        if self._marks is not None:
+            touched = touched | self._marks.to(mask.device)[mask]
+        self.share = touched.float().mean() if len(own) else self.share
         full = advantages.masked_scatter(mask, changed.to(advantages.dtype))
         scores = torch.zeros_like(advantages, dtype=term.dtype).masked_scatter(mask, term - term.detach())
-        self._found = full, scores
+        self._found = full, scores, tokens
         return log_probs
 
     def __call__(self, log_probs: Actions, old_log_probs: Actions, advantages: Actions, **kwargs: object) -> Any:
         if self._found is None:
             raise RuntimeError(
-                f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward whose"
-                " logits it could see (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss."
+                f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward with"
+                " visible logits (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss."
                 " Take that path out."
             )
-        changed, scores = self._found
+        changed, scores, tokens = self._found
         self._found = None
-        return self._loss(log_probs + scores.to(log_probs.dtype), old_log_probs, changed, **kwargs)
+        result = self._loss(log_probs + scores.to(log_probs.dtype), old_log_probs, changed, **kwargs)
+        if self._marks is None:
+            return result
+        mask, marks = (part.to(log_probs.device).bool() for part in (self._masks[0], self._marks))
+        marked = marks[mask].nonzero().flatten()
+        penalty = self._credit.marked_loss(tokens, marked, (log_probs - old_log_probs)[marks])
+        check_shapes(self._credit, "marked_loss", len(marked), penalty)
+        # A ratio of value 1 is not clipped: with A = 1 the loss averages −1 · ratio over tokens in its own way.
+        scores = torch.zeros_like(log_probs).masked_scatter(marks, (penalty - penalty.detach()).to(log_probs.dtype))
+        alone, *_ = self._loss(old_log_probs - scores, old_log_probs, torch.ones_like(changed), **kwargs)
+        total, *measures = result
+        return total + (alone - alone.detach()), *measures
 
 
 def behavior(action_mask: Tensor, carried: Sequence[TwoRounds | None]) -> tuple[Tensor, Tensor]:

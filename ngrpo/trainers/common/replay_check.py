@@ -23,7 +23,7 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
     """Replays a row of one candidate of weight 1 and compares with the text that has this token.
 
     ``log_probs`` goes from sequences (B, T), action mask (B, A) and attention mask (B, T) to log π of the last A
-    tokens, (B, A), through all that the trainer puts around the model. Every rank of a sharded model does the same
+    tokens, (B, A), through the trainer's wrappers of the model. Every rank of a sharded model does the same
     forwards.
 
     Raises ``CheckFailure`` if a replayed row does not reach the model, or others change.

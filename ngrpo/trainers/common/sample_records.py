@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records on their way from an asynchronous vLLM engine, whose turns are joined, to a training batch, as bytes."""
+"""Records on their way from an asynchronous vLLM engine with joined turns to a training batch, as bytes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class PickUps:
 class Conversation:
     """The record of one trajectory of OpenRLHF: a further turn replays the perturbed inputs of earlier turns.
 
-    An edit belongs to the tokens before it. If an agent or a chat template changes them, all that was recorded from the
+    An edit belongs to the tokens before it. If an agent or a chat template changes them, the recorded part from the
     first changed token on is dropped and counted: an old edit must not be put on another token.
 
     Attributes:
@@ -122,7 +122,7 @@ class Conversation:
     def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
         """The record for a request's arguments, after :meth:`go_on` with its prompt.
 
-        A repeated prompt has its own draws. (Not if noise of earlier turns is replayed, whose seed is the record's.)
+        A repeated prompt has its own draws. (Not if noise of earlier turns is replayed: its seed is the record's.)
         """
         key = np.asarray(prompt, dtype=np.int64).tobytes()
         again = self._asked[key]
@@ -146,7 +146,7 @@ class Conversation:
             log_probs[: len(before.log_probs)] = before.log_probs
             if mask is not None:
                 mask = require(before.sampling_mask, "the mask of earlier turns").joined(mask, turn=start)
-            if experts is not None:  # a token of an earlier turn keeps those that its next token was drawn with
+            if experts is not None:  # a token of an earlier turn keeps the experts of its next token's draw
                 kept = require(before.experts, "the experts of earlier turns")
                 experts = np.concatenate([kept, experts[len(kept) :]])
         counts = dropped, prompted, cached
@@ -207,7 +207,7 @@ class TwoRounds:
     """The two rounds of a sample's prompt: rewards of all responses, the first round's in front, (G + G',) float32.
 
     ``place`` is this response's among them; ``log_probs`` is log π_old of its tokens given its round's prompt, (T,)
-    float32, and None in the first round, whose prompt is the data's.
+    float32, and None in the first round with its prompt from the data.
     """
 
     rewards: np.ndarray

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from perturbations.replay.scope import ReplayStats
 
-_LOOK_UP = 32  # inputs whose nearest token is looked up: of 20 steps the share is known to 0.02
+_LOOK_UP = 32  # inputs with a look-up of the nearest token: of 20 steps the share is known to 0.02
 # Metrics that travel as a sum and a count per sample.
 MEAN_METRICS = {
     f"perturbation/{name}": (f"perturbation/{name}_sum", f"perturbation/{name}_count")
@@ -59,12 +59,12 @@ def actor_trainer(plain: Any) -> type:
             credit = ratio = stats = None
             with ExitStack() as stack:  # the backward runs inside, so that a checkpointed forward replays again
                 if run.credit is not None and run.credit.acts_in_loss:
-                    loss = credit = CreditInLoss(
-                        run.credit, loss, experience.advantages, experience.action_mask, experience.attention_mask
-                    )
+                    masks = experience.action_mask, experience.attention_mask
+                    # The marks are in a field of which OpenRLHF makes no use after the advantages.
+                    loss = credit = CreditInLoss(run.credit, loss, experience.advantages, *masks, experience.kl)
                     failed = f"--credit {run.credit.name} did not come into effect"
                     stack.enter_context(override_log_probs(credit.look, failed, "Take that path out."))
-                if run.second_round is not None:
+                if run.second_round is not None and not run.second_round.refines:
                     carried = two_rounds(side_inputs, len(experience.action_mask))
                     loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
                 if run.sampling.correct_mask:

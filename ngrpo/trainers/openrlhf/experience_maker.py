@@ -18,9 +18,9 @@ from ngrpo.trainers.common.policy_loss import behavior
 from ngrpo.trainers.common.sample_records import two_rounds, unpack
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
-from ngrpo.trainers.openrlhf.rewards import cut_prompts, refuse_non_finite, refuse_untrained
+from ngrpo.trainers.openrlhf.rewards import cut_prompts, cut_turns, refuse_non_finite, refuse_untrained
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
-from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, share_among_tokens
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Values, Visits, level_equal, share_among_tokens
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 CUT = (
     "ngrpo warning: step {step}: {cut} prompts have more than {longest} tokens (--data.max_len less"
     " --rollout.max_new_tokens), and OpenRLHF left out their first tokens. Raise --data.max_len, or leave them out."
+)
+CUT_TURNS = (
+    "ngrpo warning: step {step}: {cut} conversations ended because the agent's next message filled --data.max_len"
+    " {longest}. Raise --data.max_len, or let the agent write less."
 )
 
 
@@ -41,14 +45,14 @@ def experience_maker(plain: Any) -> type:
         Attributes:
             training_step: from 0, or from a checkpoint's.
             step_measures: of the current step, which the trainer takes.
-            visits: counts of outcomes, for COPO; part of a checkpoint.
+            visits: what an advantage keeps of prompts, COPO's counts or SPO's values; part of a checkpoint.
             rollout_divergence: of the latest step, for a policy noise; None if unknown.
             rollout_entropy: of the latest step, for a sampling schedule; None if unknown.
         """
 
         training_step = 0
         step_measures: Mapping[str, float] = MappingProxyType({})
-        visits: Visits | None = None
+        visits: Visits | Values | None = None
         rollout_divergence: float | None = None
         rollout_entropy: float | None = None
         gap_scale: mismatch.GapScale | None = None
@@ -61,6 +65,11 @@ def experience_maker(plain: Any) -> type:
             if cut := cut_prompts(self.tokenizer, rollout_samples, longest):
                 print(CUT.format(step=self.training_step + 1, cut=cut, longest=longest), flush=True)
                 self.note({"cut_prompts": float(cut)})
+            if cut := cut_turns(rollout_samples, self.args.data.max_len):
+                print(
+                    CUT_TURNS.format(step=self.training_step + 1, cut=cut, longest=self.args.data.max_len), flush=True
+                )
+                self.note({"cut_turns": float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.has_side_records:
                 refuse_non_finite(self.tokenizer, experiences)
@@ -79,6 +88,7 @@ def experience_maker(plain: Any) -> type:
             run = current_run()
             if run.advantage is None and self.args.algo.advantage.estimator not in GROUP_BASELINES:
                 experiences = super().compute_advantages_and_returns(experiences)
+                level_equal(experiences)
             else:
                 with_ours = StepAdvantages(self, experiences, run.advantage)
                 experiences = with_ours.through(super().compute_advantages_and_returns)
@@ -154,7 +164,7 @@ def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> flo
 def judge(maker: Any, measures: Mapping[str, float]) -> None:
     """Warns of gaps that are too large; raises ``ReplayGap`` in a strict run.
 
-    Not under a sampling schedule, whose rollouts are drawn at other temperatures than the trainer's.
+    Not under a sampling schedule: its rollouts are drawn at other temperatures than the trainer's.
     """
     run = current_run()
     if run.sampling_schedule is None:
@@ -204,8 +214,10 @@ def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int
 def second_round_measures(experiences: Sequence[Experience], method: SecondRound) -> dict[str, float]:
     """The metrics ``second_round/…`` of a step (docs/metrics.md), before the update.
 
-    ``asked`` and ``trained``: shares of samples whose prompt had a second round, and that are of it. ``right``: share
+    ``asked`` and ``trained``: shares of samples to prompts with a second round, and from that round. ``right``: share
     of right responses in that round; ``solved``: of its prompts with one; ``ratio``: mean ρ over trained tokens.
+    Refinements have no ratio of their own; ``drafts``, ``best_draft``: mean rewards of the first round's responses, and
+    of the best ones.
     """
     carried, ratios = [], []
     for experience in experiences:
@@ -215,13 +227,17 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
         trainer = experience.action_log_probs.float()
         ratios.append((trainer - log_probs.to(trainer.device))[second].cpu())
     with_second = [each for each in carried if each is not None]
-    moved = [each for each in with_second if each.log_probs is not None]
+    moved = with_second if method.refines else [each for each in with_second if each.log_probs is not None]
     measures = {"asked": len(with_second) / len(carried), "trained": len(moved) / len(carried)}
     if with_second:
-        # The first round's responses are all wrong. A sample stands for its prompt, of which all have as many.
-        right = np.asarray([(each.rewards > method.wrong).sum() for each in with_second])
-        measures["right"] = float(right.mean()) / (method.prompts * method.answers)
-        measures["solved"] = float((right > 0).mean())
-    if moved:
+        # Samples count for prompts, which all have as many.
+        rewards = np.stack([each.rewards for each in with_second])
+        later = rewards.shape[1] // 2 if method.refines else method.prompts * method.answers
+        right = (rewards[:, -later:] > method.wrong).sum(-1)
+        measures |= {"right": float(right.mean()) / later, "solved": float((right > 0).mean())}
+        if method.refines:
+            drafts = rewards[:, :-later]
+            measures |= {"drafts": float(drafts.mean()), "best_draft": float(drafts.max(-1).mean())}
+    if moved and not method.refines:
         measures["ratio"] = torch.cat(ratios).clamp(-20.0, 20.0).exp().mean().item()
     return {f"second_round/{name}": value for name, value in measures.items()}

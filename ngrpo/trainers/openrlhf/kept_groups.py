@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that a run keeps for its report: all answers to a prompt, token by token, with rewards and advantages.
+"""Groups that a run keeps for its report: all responses to a prompt, token by token, with rewards and advantages.
 
 At most :data:`STEPS` steps are kept: every step, and each time that there are too many only every second one of them.
 So they are spread evenly over a run of any length.
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 FILE = "groups.jsonl"
 STEPS = 12
 LONGEST = 512
-"""Tokens that are kept of an answer at most."""
+"""Tokens that are kept of a response at most."""
 STEP_BYTES = 120_000
-"""The longest line of a step: less is kept of long answers, then fewer prompts."""
+"""The longest line of a step: less is kept of long responses, then fewer prompts."""
 _SHORTEST = 32
 _PROMPT = 4_000
 
@@ -77,15 +77,15 @@ class KeptGroups:
 def of_step(
     experiences: Sequence[Experience], tokenizer: TokenizerLike, *, size: int, groups: int, seed: str, gaps: bool = True
 ) -> dict[str, Any]:
-    """A step's line: ``rewards`` of all answers in groups, their ``size``, and ``groups``.
+    """A step's line: ``rewards`` of all responses in groups, their ``size``, and ``groups``.
 
     A group has ``prompt``, ``diversity`` and ``answers``, each with ``reward``, ``advantage`` (the mean over its
-    tokens, whose own are ``advantages`` if they differ), ``tokens`` (texts), ``gaps`` (|log π_trainer −
+    tokens; ``advantages`` has each token's if they differ), ``tokens`` (texts), ``gaps`` (|log π_trainer −
     log π_rollout| of each), ``fed`` (position and what was fed there) and ``cut``, the number of tokens left out.
 
     Args:
-        size: answers to a prompt, G.
-        groups: the number of prompts whose answers are kept, drawn by ``seed``.
+        size: responses to a prompt, G.
+        groups: the number of prompts with kept responses, drawn by ``seed``.
         gaps: whether the experiences' log-probabilities are the tokens'.
     """
     batches = [(experience, unpack(experience.mm_train_inputs)) for experience in experiences]
@@ -129,10 +129,10 @@ def _shorten(answer: dict[str, Any], longest: int) -> None:
 
 
 def diversity(answers: Sequence[Sequence[int]]) -> dict[str, float]:
-    """How different a group's answers are, given as tokens.
+    """How different a group's responses are, given as tokens.
 
     ``different``: their number without repeats; ``distinct_2``: different pairs of neighboring tokens over all of them;
-    ``common_prefix``: tokens until two answers part, the mean over pairs of answers.
+    ``common_prefix``: tokens until two responses part, the mean over pairs of responses.
     """
     pairs = [pair for tokens in answers for pair in itertools.pairwise(tokens)]
     shared = [_common(one, other) for one, other in itertools.combinations(answers, 2)]
@@ -149,7 +149,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _generated(experience: Experience, row: int) -> tuple[list[int], list[int]]:
-    """An answer's tokens, and their positions in the sequence; entry t of the mask is of token t + 1."""
+    """A response's tokens, and their positions in the sequence; entry t of the mask is of token t + 1."""
     mask = experience.action_mask[row].bool().cpu()
     positions = (mask.nonzero().flatten() + 1).tolist()
     return experience.sequences[row].cpu()[positions].tolist(), positions

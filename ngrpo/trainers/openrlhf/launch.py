@@ -2,8 +2,7 @@
 """The start of a run: OpenRLHF's own training program in this process, on the available Ray; and why it ended.
 
 `openrlhf.cli.train_ppo_ray` runs as ``__main__`` with its own argument parser. The upstream patches are installed
-before, in this process and in every Ray worker. With OpenRLHF's own flags alone, on CUDA and with flash-attn, only
-those of an explicit estimator and of a chat template are.
+before, in this process and in every Ray worker.
 """
 
 import os
@@ -20,7 +19,7 @@ from uuid import uuid4
 from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware import Profile, processes, profile_for, stand_ins
-from ngrpo.machine.upstream import openrlhf_parser, placement
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -32,7 +31,7 @@ _OPENRLHF_ENV = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_EN
 # How the variables begin that docs name and every worker gets as they are here; the last two differ by node.
 _TRAVELS = ("DS_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TRANSFORMERS_", "VLLM_", "WANDB_")
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
-_OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags whose value may be a path
+_OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags that take paths
 
 RUN_ID = "NGRPO_RUN_ID"
 """Environment variable that every process of a run inherits, so that those left over can be found."""
@@ -88,22 +87,21 @@ def launch(run: RunConfig) -> None:
         os.environ.setdefault(name, value)
     processes.add_programs_to_path()
     os.environ[RUN_ID] = uuid4().hex
-    if conditions:
-        if not flags.has("--help"):
-            handler = signal.getsignal(signal.SIGTERM)
-            _start_ray(profile, flags, conditions, run)
-            signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
-        patches.install(conditions)
+    if not flags.has("--help"):
+        handler = signal.getsignal(signal.SIGTERM)
+        _start_ray(profile, flags, conditions, run)
+        signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
+    patches.install(conditions)
     _run(flags.argv)
 
 
 def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
-    """The conditions of `patches.py` that hold; none means stock OpenRLHF."""
+    """The conditions of `patches.py` that hold."""
     held = {
         "cpu": profile.name == "cpu",
         stand_ins.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not stand_ins.has_flash_attn(),
     }
-    return (*(name for name, holds in held.items() if holds), *run.conditions)
+    return (patches.TRAINING, *(name for name, holds in held.items() if holds), *run.conditions)
 
 
 def worker_env(profile: Profile) -> dict[str, str]:
@@ -136,7 +134,7 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
         _check_paths(opened(flags, run.run_dir))
     except RayError as error:
         raise _failed(error) from None
-    gpus = sum(group.gpus for group in placement.groups(openrlhf_parser.resolved(flags.argv)))
+    gpus = sum(group.gpus for group in placement.groups(flags.args))
     there = int(ray.cluster_resources().get("GPU", 0))
     if there < gpus and profile.name == "cpu":  # with CUDA a cluster may grow
         ray.shutdown()
@@ -198,7 +196,7 @@ def _check_paths(paths: Mapping[str, str]) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     @ray.remote(num_cpus=0)
-    class Node:  # an actor, whose end says why where a node is without this project; that of a task does not
+    class Node:  # an actor: where a node lacks this project, its end says why; a task's does not
         def missing(self) -> list[str]:
             return [path for path in paths if not os.path.exists(path)]
 

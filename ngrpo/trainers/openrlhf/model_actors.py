@@ -6,16 +6,19 @@ Also the parameters that a perturbation adds to a model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.trainers.common.log_probs import corrected, densities, no_overrides
+from ngrpo.trainers.common.policy_loss import rows_of_tokens
 from ngrpo.trainers.common.replay_check import check_replay
 from ngrpo.trainers.common.sample_records import OURS, records, routed
 from perturbations.base import Perturbation
@@ -25,7 +28,6 @@ from perturbations.replay.routing import RoutingScope, routers
 from perturbations.replay.scope import LastHidden, ReplayScope
 
 if TYPE_CHECKING:
-    import torch
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 
 
@@ -38,7 +40,7 @@ def policy_model_actor(plain: type) -> type:
         def init_model_from_pretrained(self, *args: object, **kwargs: object) -> None:
             super().init_model_from_pretrained(*args, **kwargs)
             if current_run().replay_routing:
-                routers(model_of(self.actor))  # a model whose routing cannot be replayed is an error now
+                routers(model_of(self.actor))  # a model without replayable routers is an error now
             noise = current_run().policy_noise
             if noise is not None:
                 # A model without weights for the noise is an error now: a dry run may not have seen the model.
@@ -61,7 +63,7 @@ def reference_model_actor(plain: type) -> type:
 
 
 class _Replaying:
-    """A model actor whose forward replays; a run without a feature skips its line."""
+    """A model actor with a forward that replays; a run without a feature skips its line."""
 
     is_policy: bool
     model_attribute: str
@@ -76,7 +78,7 @@ class _Replaying:
         if run.perturbation is not None and not self._is_checked:
             check_replay(model_of(model), self.unperturbed_log_probs)
             self._is_checked = True
-        action_densities, entropies = None, []
+        action_densities, entropies, hidden = None, [], None
         with ExitStack() as stack:
             if run.sampling.correct_mask:
                 stack.enter_context(corrected(side_inputs, require(attention_mask, "attention_mask")))
@@ -85,6 +87,9 @@ class _Replaying:
             if run.replay_routing:
                 experts = routed(side_inputs, len(sequences))
                 stack.enter_context(RoutingScope(model_of(model))(experts, require(attention_mask, "attention_mask")))
+            if run.advantage is not None and run.advantage.needs == "hidden" and self.is_policy:
+                hidden = LastHidden(model_of(model).get_output_embeddings())
+                stack.enter_context(hidden())
             if run.perturbation is not None:
                 scope = replay_scope(model, run.perturbation, measure=False)
                 stack.enter_context(scope(records(side_inputs, len(sequences)), attention_mask))
@@ -92,6 +97,10 @@ class _Replaying:
             log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)  # type: ignore[misc]
             if action_densities is not None and self.is_policy:
                 self._kept = (*self._kept, ("token_log_probs", action_densities.token_log_probs(log_probs)))
+            if hidden is not None:
+                masks = require(action_mask, "action_mask"), require(attention_mask, "attention_mask")
+                means = mean_hidden(hidden, *masks, packed=getattr(model, "packing_samples", False))
+                self._kept = (*self._kept, ("mean_hidden", means))
         self._kept = (*self._kept, *(("token_entropies", part) for part in entropies))
         return log_probs
 
@@ -101,20 +110,23 @@ class _Replaying:
             return super().forward(sequences, action_mask, attention_mask)  # type: ignore[misc]
 
     def hand_over(self, what: str) -> list[Tensor]:
-        """The tokens' own log π (with a density) or entropies (for a credit) of the forwards since the last call."""
+        """What the forwards since the last call kept.
+
+        The tokens' own log π (with a density), entropies (for a credit), or mean hidden states (for an advantage).
+        """
         kept, self._kept = self._kept, tuple(entry for entry in self._kept if entry[0] != what)
         return [part for name, part in kept if name == what]
 
 
 def kept_by_actors(maker: Any, what: str, own: Sequence[Tensor]) -> list[Tensor]:
-    """What the actors kept of each batch, ``token_log_probs`` or ``token_entropies``, in the shapes of ``own``."""
+    """What the actors kept of each batch, as of :meth:`hand_over`: tensors with the first dimensions of ``own``."""
     import ray
 
     args = maker.strategy.args
     copies = args.ds.ring_attn_size * args.ds.tensor_parallel_size  # actors that were given the same batches
     by_actor = ray.get(maker.actor_model_group.async_run_method(method_name="hand_over", what=what)[::copies])
     batches = [batch for of_actor in by_actor for batch in of_actor]
-    if [part.shape for part in batches] != [part.shape for part in own]:
+    if [part.shape[: own[0].dim()] for part in batches] != [part.shape for part in own]:
         raise RuntimeError(
             f"{what}: the actors kept {len(batches)} batches, {len(own)} were made: their order is not that of"
             " OpenRLHF 0.11.2's async_run_method_batch."
@@ -137,6 +149,14 @@ def _kept_entropies(model: Any) -> Iterator[list[Tensor]]:
         yield entropies
     finally:
         del model.forward
+
+
+def mean_hidden(hidden: LastHidden, action_mask: Tensor, attention_mask: Tensor, *, packed: bool) -> Tensor:
+    """The mean last hidden state over each response's trained tokens, (B, D) float32 on the CPU."""
+    shape = (1, int(attention_mask.sum())) if packed else tuple(attention_mask.shape)
+    rows, sample = rows_of_tokens(action_mask, attention_mask, shape)  # the rows that chose the tokens; theirs are next
+    of_response = [rows[sample == i] + 1 for i in range(len(action_mask))]
+    return torch.stack([hidden.at(own, math.prod(shape)).float().mean(0).cpu() for own in of_response]).detach()
 
 
 def model_of(actor: Any) -> Any:

@@ -161,7 +161,8 @@ class RecordingExecutor:
             arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
         if round_ != self._round:
             self._round, self._controls = round_, 0
-        followed = perturbed and round_ >= 1 and self._controls < CONTROLS  # by a control; round 0 is no training round
+        # By a control; round 0 is no training round, and a draft's record may not reach the trainer.
+        followed = perturbed and round_ >= 1 and not second_round.drafting.get() and self._controls < CONTROLS
         self._controls += followed
         conversation = Conversation({"sample": number, **arguments}, followed)
         conversation.filters = filters_of(kwargs.get("sampling_params"))
@@ -310,6 +311,6 @@ def check_places(trainer: Sequence[int], engine: Sequence[int]) -> None:
         first = next((i for i, pair in enumerate(zip(trainer, engine)) if pair[0] != pair[1]), "the end")
         raise RuntimeError(
             f"a prompt with pictures has {len(trainer)} tokens for the trainer and {len(engine)} for vLLM, and they"
-            f" differ from position {first} on: the records would be replayed at other positions. Use a model whose"
-            " pictures OpenRLHF and vLLM expand alike, such as Qwen3-VL, or prompts without pictures."
+            f" differ from position {first} on: the records would be replayed at other positions. Use a model with"
+            " pictures that OpenRLHF and vLLM expand alike, such as Qwen3-VL, or prompts without pictures."
         )

@@ -2,7 +2,7 @@
 """OpenRLHF's ``SamplesGenerator``: the arguments of its requests to the engines.
 
 Under ``--reproducible`` the same seed gives the same rollouts. Stock OpenRLHF 0.11.2 sends requests to an engine that
-is already running, whose first batches are smaller and round otherwise, and trains on responses as they finish.
+is already running, so that its first batches are smaller and round otherwise, and trains on responses as they finish.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def samples_generator(plain: type) -> type:
 class _Engine:
     """A proxy of a rollout actor's handle that adds our arguments and OpenRLHF's missing masks to each request.
 
-    With ``two_rounds`` a prompt whose responses are all wrong gets a second round.
+    With ``two_rounds`` a prompt with wrong responses only gets a second round.
     """
 
     def __init__(self, engine: Any, arguments: Mapping[str, Any], masks: Mapping[str, Any], two_rounds: bool) -> None:

@@ -2,14 +2,17 @@
 """``--second_round``: OpenRLHF's rollout actor has all responses to a prompt in one call, so a second round follows
 there.
 
-Its right responses become responses to the prompt of the data, each with its part of the loss.
+Its right responses become responses to the prompt of the data, each with its part of the loss. Refinements of a draft
+take the first round's place, with their own prompt, records and log-probabilities.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
+from contextvars import ContextVar
+from copy import copy, deepcopy
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.models import conversation
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.rollout.settings import KEY, request_arguments
 from ngrpo.trainers.common.sample_records import TwoRounds
@@ -25,6 +29,10 @@ from perturbations.errors import require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from vllm import SamplingParams
+
+
+drafting: ContextVar[bool] = ContextVar("drafting", default=False)
+"""Whether responses are sampled that may not be trained."""
 
 
 def reward_of(response: Mapping[str, Any]) -> float:
@@ -43,15 +51,16 @@ def regrouped(
     *,
     with_log_probs: bool,
 ) -> list[dict[str, Any]]:
-    """The trained group of G responses to the data's prompt: right ones of the second round replace first ones.
+    """The trained group of G responses: right ones of the second round replace first ones, or refinements all of them.
 
-    ``random`` chooses if there are too many; ``with_log_probs`` says whether responses hand on the rollout's
+    ``random`` chooses if there are too many right ones; ``with_log_probs`` says whether responses hand on the rollout's
     log-probabilities.
     """
     own, others = ([reward_of(response) for response in responses] for responses in (first, second))
     rewards = np.asarray([*own, *others], np.float32)
-    group = [(response, TwoRounds(rewards, place)) for place, response in enumerate(first)]
-    for place, number in enumerate(method.kept(others, len(first), random)):
+    trained, start = (second, len(first)) if method.refines else (first, 0)
+    group = [(response, TwoRounds(rewards, place)) for place, response in enumerate(trained, start)]
+    for place, number in enumerate([] if method.refines else method.kept(others, len(first), random)):
         response, onto = second[number], first[place]
         (start, end), *_ = response["action_ranges"]
         tokens, log_probs = (list(response[name][start:end]) for name in ("observation_tokens", "rollout_log_probs"))
@@ -80,10 +89,10 @@ async def in_two_rounds(
     hf_tokenizer: PreTrainedTokenizerBase,
     **kwargs: Any,
 ) -> list[dict[str, Any]]:
-    """The responses to one prompt, with a second round if all of them are wrong.
+    """The responses to one prompt, with a second round if the first one needs it.
 
     The arguments are those of ``RolloutRayActor.generate_responses``. A prompt that was cut, as too long for the run,
-    has no second round: there is no room for one.
+    has no second round: there is no room for one. Neither has one with too little room for its draft.
     """
 
     async def answers(text: str, params: SamplingParams, length: int, **others: Any) -> list[dict[str, Any]]:
@@ -94,28 +103,45 @@ async def in_two_rounds(
         return len(hf_tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
     method, arguments = require(current_run().second_round, "--second_round"), request_arguments(sampling_params)
+    drafting.set(method.refines)
     first = await answers(prompt, sampling_params, max_length)
-    length = tokens(prompt)
-    if not method.is_needed([reward_of(response) for response in first]) or first[0]["action_ranges"][0][0] < length:
+    drafting.set(False)
+    length, rewards = tokens(prompt), [reward_of(response) for response in first]
+    if not method.is_needed(rewards) or first[0]["action_ranges"][0][0] < length:
         return first
     actor.second_rounds_asked[prompt] += 1
     # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
     time = arguments.get("round", f"{actor.second_rounds_asked[prompt]} here")
     random = Random(f"{method.seed} {time} {prompt}")
-    prompts = [method.prompt(prompt, hf_tokenizer, random) for _ in range(method.prompts)]
+    tokenizer = copy(hf_tokenizer)
+    drafts: dict[str, Any] = {}
+    if given := conversation.template_arguments(current_run().chat_template_kwargs):
+        tokenizer.apply_chat_template = partial(hf_tokenizer.apply_chat_template, **given)
+    if method.refines:
+        generated = [each["observation_tokens"][slice(*each["action_ranges"][0])] for each in first]
+        texts = [hf_tokenizer.decode(each, skip_special_tokens=True) for each in generated]
+        drafts = {"drafts": list(zip(texts, rewards))}
+    prompts = [method.prompt(prompt, tokenizer, random, **drafts) for _ in range(method.prompts)]
     longer = [tokens(text) - length for text in prompts]
+    room = method.room
+    if method.refines:
+        room = max_length - length - require(sampling_params.max_tokens, "a response's length")
     for text, extra in zip(prompts, longer):
-        if extra > method.room:
+        if extra > room and method.refines:
+            return first
+        if extra > room:
             raise RuntimeError(
                 f"--second_round {method.name}: a prompt is {extra} tokens longer than the given one; its room is"
-                f" {method.room}: {text[:200]!r}"
+                f" {room}: {text[:200]!r}"
             )
-    params = deepcopy(sampling_params)
-    params.logprobs = params.logprobs or 1
-    if "answers" in arguments:  # a ladder of temperatures is over the answers to each prompt of this round
-        params.extra_args = {**(params.extra_args or {}), KEY: {**arguments, "answers": method.answers}}
+    params, count = deepcopy(sampling_params), kwargs["num_samples"] if method.refines else method.answers
+    if not method.refines:  # the denominator of their ratio
+        params.logprobs = params.logprobs or 1
+    if "answers" in arguments:  # a ladder of temperatures is over the responses to each prompt of this round
+        params.extra_args = {**(params.extra_args or {}), KEY: {**arguments, "answers": count}}
+    lengths = [max_length if method.refines else max_length + extra for extra in longer]
     second = await asyncio.gather(
-        *(answers(text, params, max_length + extra, num_samples=method.answers) for text, extra in zip(prompts, longer))
+        *(answers(text, params, longest, num_samples=count) for text, longest in zip(prompts, lengths))
     )
     every = [response for responses in second for response in responses]
     return regrouped(first, every, method, random, with_log_probs=sampling_params.logprobs is not None)

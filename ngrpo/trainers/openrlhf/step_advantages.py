@@ -15,15 +15,18 @@ from torch import Tensor
 
 from ngrpo.config.run import current_run
 from ngrpo.methods.advantages.base import Advantage
-from ngrpo.methods.credits.base import StepTokens
+from ngrpo.methods.credits.base import StepTokens, check_shapes
 from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import require
+from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
+
+    from ngrpo.methods.advantages.verified import NovelRepresentation, SingleStream
 
 
 class Visits:
@@ -50,6 +53,41 @@ class Visits:
         ]
         self._seen.update(keys)
         return [self._seen[key] - 1 for key in keys]
+
+
+class Values:
+    """SPO's value tracker: a Beta distribution of each prompt's reward, by hashes of 8 bytes."""
+
+    def __init__(self) -> None:
+        self._evidence: dict[bytes, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        """The number of different prompts."""
+        return len(self._evidence)
+
+    def __repr__(self) -> str:
+        return f"Values of {len(self)} prompts"
+
+    def visit(self, prompts: Sequence[str], rewards: Sequence[float], rho: float) -> list[float]:
+        """The value of each response's prompt before this step, v̂ = α / (α + β); then the step's rewards enter.
+
+        α ← ρ α + Σ r and β ← ρ β + Σ (1 − r), Eq. 5, once a step for all responses to a prompt. A prompt's first
+        responses start it (Algorithm 2): v̂ is their mean, α + β = 1 / (1 − ρ).
+        """
+        keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
+        by_prompt: dict[bytes, list[float]] = {}
+        for key, reward in zip(keys, rewards, strict=True):
+            by_prompt.setdefault(key, []).append(reward)
+        values = {}
+        for key, own in by_prompt.items():
+            if key in self._evidence:
+                right, wrong = self._evidence[key]
+                values[key] = right / (right + wrong)
+                self._evidence[key] = (rho * right + sum(own), rho * wrong + len(own) - sum(own))
+            else:
+                values[key] = sum(own) / len(own)
+                self._evidence[key] = (values[key] / (1.0 - rho), (1.0 - values[key]) / (1.0 - rho))
+        return [values[key] for key in keys]
 
 
 class StepAdvantages:
@@ -105,7 +143,7 @@ class StepAdvantages:
         def grouped(values: Tensor) -> Tensor:
             result = torch.empty_like(values)
             result[order] = values
-            return result.reshape(-1, self._size)
+            return result.reshape(-1, self._size, *values.shape[1:])
 
         def split(groups: Tensor) -> tuple[Tensor, ...]:
             return groups.reshape(-1)[order].split([len(e.index) for e in experiences])
@@ -113,29 +151,64 @@ class StepAdvantages:
         rewards = grouped(torch.cat([e.rewards for e in experiences]))
         if advantage is None:
             return split((rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)).expand_as(rewards))
-        counts = None
-        if advantage.counted:
-            if self._maker.visits is None:
-                self._maker.visits = Visits()
-            prompts = [prompt for experience in experiences for prompt in experience.prompts]
-            texts = [text for experience in experiences for text in responses(self._maker.tokenizer, experience)]
-            counts = grouped(torch.tensor(self._maker.visits.visit(prompts, texts), dtype=torch.float32))
+        further = grouped(_FURTHER[advantage.needs](self._maker, experiences, advantage)) if advantage.needs else None
         overlong = None
         if advantage.leaves_out_overlong:
             overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
-        advantages = advantage.compute(rewards, counts, overlong)
+        advantages = advantage.compute(rewards, further, overlong)
         second_round = current_run().second_round
         if second_round is not None and second_round.group == "all":
             carried = [each for e in experiences for each in two_rounds(e.mm_train_inputs, len(e.index))]
             in_order = [carried[i] for i in order.argsort().tolist()]
             advantages = advantages_of_all(advantage, rewards, advantages, in_order)
-        self.measures = advantage_measures(rewards, advantages, counts)
+        counted = advantage.needs == "counts"
+        self.measures = advantage_measures(rewards, advantages, further if counted else None)
         if overlong is not None:
             self.measures["advantage/overlong"] = overlong.float().mean().item()
-        if counts is not None:
+        if counted:
             self.measures["advantage/outcomes"] = float(len(self._maker.visits))
         return split(advantages)
 
+
+def _counts(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
+    if not isinstance(maker.visits, Visits):
+        maker.visits = Visits()
+    prompts = [prompt for experience in experiences for prompt in experience.prompts]
+    texts = [text for experience in experiences for text in responses(maker.tokenizer, experience)]
+    return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
+
+
+def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
+    masks = [experience.action_mask.bool() for experience in experiences]
+    totals = [e.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1) for e, mask in zip(experiences, masks)]
+    return torch.stack([torch.cat(totals), torch.cat([mask.sum(-1) for mask in masks])], dim=-1)
+
+
+def _values(maker: Any, experiences: Sequence[Experience], advantage: SingleStream) -> Tensor:
+    if not isinstance(maker.visits, Values):
+        maker.visits = Values()
+    prompts = [prompt for experience in experiences for prompt in experience.prompts]
+    rewards = torch.cat([experience.rewards for experience in experiences])
+    return torch.tensor(maker.visits.visit(prompts, rewards.tolist(), advantage.rho)).to(rewards)
+
+
+def _hidden(maker: Any, experiences: Sequence[Experience], advantage: NovelRepresentation) -> Tensor:
+    """Projected by a sparse random matrix of the step: ±√(√D / dim) with probability 1 / (2 √D) each, else 0."""
+    means = torch.cat(kept_by_actors(maker, "mean_hidden", [experience.rewards for experience in experiences]))
+    size = means.shape[1]
+    draws = torch.Generator().manual_seed(trajectory_seed(maker.args.train.seed, maker.training_step))
+    uniform = torch.rand(size, advantage.dim, generator=draws)
+    signs = (uniform < 0.5 / size**0.5).float() - (uniform > 1.0 - 0.5 / size**0.5).float()
+    return means @ (signs * (size**0.5 / advantage.dim) ** 0.5)
+
+
+# What else advantages need (FURTHER), of a step's responses in the order of its experiences.
+_FURTHER: dict[str, Callable[[Any, Sequence[Experience], Any], Tensor]] = {
+    "counts": _counts,
+    "log_probs": _log_probs,
+    "hidden": _hidden,
+    "values": _values,
+}
 
 _step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
 
@@ -152,6 +225,18 @@ def compute_reward(original: Callable[..., Any]) -> Callable[..., Any]:
 def _own(estimated: Tensor) -> Tensor:  # apart from the above, which Ray may pickle: a context variable cannot be
     step = _step.get()
     return estimated if step is None else step.next(estimated)
+
+
+def level_equal(experiences: Sequence[Experience]) -> None:
+    """Makes a step's advantages exactly 0, in-place, where all trained tokens have the same one.
+
+    OpenRLHF's estimators without a group baseline subtract a mean over the batch. `gae` and `reinforce` then divide its
+    rounding error by a deviation of 1e-4.
+    """
+    values = torch.cat([experience.advantages[experience.action_mask.bool()] for experience in experiences])
+    if values.amin() == values.amax():
+        for experience in experiences:
+            experience.advantages = torch.zeros_like(experience.advantages)
 
 
 def advantages_of_all(
@@ -190,7 +275,7 @@ def advantage_measures(rewards: Tensor, advantages: Tensor, counts: Tensor | Non
 
 
 def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, float]:
-    """Replaces the tokens' advantages by the run's credit, in place, for any estimator.
+    """Replaces the tokens' advantages by the run's credit, in-place, for any estimator.
 
     Returns the metrics ``credit/…`` (docs/metrics.md): over tokens with an advantage other than 0, the share that
     keeps one, and the mean size over the one before.
@@ -203,21 +288,24 @@ def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, f
     lengths = torch.cat([mask.sum(dim=-1) for mask in masks])
     order = torch.tensor([place for experience in experiences for place in experience.index]).to(lengths)
     answers = torch.arange(len(lengths)).to(lengths).repeat_interleave(lengths)
+    seeds = [trajectory_seed(maker.args.train.seed, maker.training_step, place) for place in order.tolist()]
     tokens = StepTokens(
         before,
         torch.cat([h[mask.cpu()] for h, mask in zip(entropies, masks)]).to(before),
         torch.cat([e.action_log_probs[mask] for e, mask in zip(experiences, masks)]).to(before),
         answers,
         (order // maker.args.rollout.n_samples_per_prompt)[answers],
+        torch.tensor(seeds, dtype=torch.int64).to(answers)[answers],
     )
-    after = credit.formula(tokens)
-    if after.shape != before.shape:
-        raise RuntimeError(
-            f"credit {credit.name!r}: formula returns {tuple(after.shape)} for {len(before)} tokens: one"
-            " number for each is needed."
-        )
-    for experience, mask, part in zip(experiences, masks, after.split([int(mask.sum()) for mask in masks])):
+    after, marks = credit.formula(tokens), credit.marks(tokens)
+    check_shapes(credit, "formula", len(before), after)
+    sizes = [int(mask.sum()) for mask in masks]
+    for experience, mask, part in zip(experiences, masks, after.split(sizes)):
         experience.advantages = experience.advantages.masked_scatter(mask, part.to(experience.advantages.dtype))
+    if marks is not None:
+        check_shapes(credit, "marks", len(before), marks)
+        for experience, mask, part in zip(experiences, masks, marks.split(sizes)):
+            experience.kl = torch.zeros_like(mask).masked_scatter(mask, part)
     had = before != 0.0
     measures = {"entropy": tokens.entropies.mean().item()}
     if had.any():

@@ -40,7 +40,7 @@ def trainer(plain: Any) -> type:
     class PerturbedTrainer(plain):
         """
         Attributes:
-            noise_step: the training step whose rollouts come next.
+            noise_step: the training step of the next rollouts.
             noise: the step that the engines' noise was last chosen for, and its σ.
             past_steps: for the sampling schedule.
         """

@@ -78,7 +78,7 @@ _METHODS: dict[str, object] = {
     **dict.fromkeys(("manual_seed", "manual_seed_all"), lambda self, seed: torch.manual_seed(seed)),
     "device_module": property(_answer(_DEVICE)),
     "is_available": _answer(True),
-    # Never found out, always asked for.
+    # Never detected, always set by a flag.
     "is_platform_available": lambda self, use_smi_check=False: os.environ.get(_VARIABLE) == _CPU,
     "current_device": _answer(torch.device(_CPU)),  # verl hands an index on to .to() and device=, which take this too
     "device_count": _answer(1),

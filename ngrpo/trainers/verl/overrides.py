@@ -29,7 +29,7 @@ _GAP_LIMIT = 10.0
 
 
 def prepare(config: DictConfig) -> tuple[Perturbation, float, bool]:
-    """Reads ``config.perturbation``, and enters its parts into verl's configuration, in place.
+    """Reads ``config.perturbation``, and enters its parts into verl's configuration, in-place.
 
     These are the engine's ``additional_config``, the agent loop manager, and the mode, verl's synchronous one. Returns
     the perturbation, the gap limit, and whether a wider gap is an error.

@@ -54,7 +54,7 @@ def perturbed(upstream: type) -> type:
             batch = super()._update_actor(batch, metrics)
             if _REPLAYED not in metrics:
                 raise RuntimeError(_NOT_REPLAYED.format("The training step"))
-            # Means over micro-batches, whose quotient is a mean over positions.
+            # Means over micro-batches; their quotient is a mean over positions.
             count, shift = metrics.pop(_REPLAYED), metrics.pop(_SHIFT)
             if count:
                 metrics[f"{KEY}/shift"] = shift / count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP engine whose forwards replay, and its worker.
+"""verl's FSDP engine with forwards that replay, and its worker.
 
 The workers of a perturbed run import this module, which registers the engine in verl's `EngineRegistry`. A batch is
 replayed if the trainer put the perturbation's spec into it.
@@ -106,7 +106,7 @@ class ReplayingEngine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: CausalLMOutput, output_args: object, micro_batch: TensorDict, **kwargs: object
     ) -> dict[str, Tensor]:
-        """As verl's, with the forward's densities in place of the tokens' log-probabilities."""
+        """As verl's, with the forward's densities instead of the tokens' log-probabilities."""
         result = super().prepare_model_outputs(output, output_args, micro_batch, **kwargs)
         if tu.get_non_tensor_data(micro_batch, key=KEY, default=None) is None:
             return result

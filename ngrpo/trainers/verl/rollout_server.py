@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's agent loops and vLLM server: a request names its trajectory, and its response comes with the replay record."""
+"""verl's agent loops and vLLM server: a request names its trajectory, and its response carries the replay record."""
 
 import dataclasses
 from argparse import Namespace
@@ -73,7 +73,7 @@ class PerturbedAgentLoopManager(AgentLoopManagerTQ):
 
 
 class PerturbedHttpServer(vLLMHttpServer):
-    """A server whose engine arguments may name a perturbation; without one it is verl's own."""
+    """A server with engine arguments that may name a perturbation; without one it is verl's own."""
 
     _pick_ups: PickUps | None = None
 

@@ -13,12 +13,13 @@ from typing import Any
 
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm, parse_arms
+from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage import datafiles
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.diagnose import policy_of
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
+from perturbations.options import coerce
 
 # The flags that the comparison sets for each run, and the alternative to each.
 _PATHS = ("--run-dir", "--log-file", "--ckpt.output_dir", "--ckpt.path", "--logger.tensorboard_dir")
@@ -107,7 +108,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
         if "base" in arm.training:
-            parse.check_preset(arm.training["base"])
+            coerce(RunConfig, SETTINGS["--preset"], arm.training["base"], label=f"base={arm.training['base']}")
     ids = [arm.id for arm in arms]
     baseline = single.get("baseline") or next((arm.id for arm in arms if arm.name == "none"), ids[0])
     if baseline not in ids:
@@ -120,7 +121,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     if rest.has("--eval.steps", "--eval.at_start"):
         # Evaluations while training have as many samples as those of the trained models, at the same temperature.
         alike = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
-        # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation so far, with the optimiser's states.
+        # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation, with the optimiser's states.
         rest = rest.with_defaults({**_values_of(Flags(evaluation or ()), alike), "--ckpt.best_metric_key": "none"})
     plan = Plan(
         arms=tuple(arms),
@@ -153,7 +154,7 @@ def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, l
             if len(flag.values) > 1:
                 raise UsageError(f"{flag.name} takes one value; {flag.values[1]!r} is one too many. Quote blanks.")
             if name in _SWITCHES and value not in ("", "true", "false"):
-                raise UsageError(f"--{name} {value}: it stands alone.")
+                raise UsageError(f"--{name} {value}: it takes no value.")
             if name not in _SWITCHES and not value:
                 raise UsageError(f"{flag.name} needs a value (see: ngrpo compare --help).")
             ours[name].append(value)
@@ -231,20 +232,22 @@ def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, .
     """The flags of ``ngrpo diagnose``, which draws as the rollouts of the training do."""
     draws = {"--max-tokens": "max_new_tokens", "--temperature": "temperature", "--top-p": "top_p"}
     alike = {there: f"--rollout.{here}" for there, here in draws.items()}
+    alike |= {conversation.FLAG: conversation.FLAG}
     problems = _problems(options, rest, "--data.prompt_dataset")
     options = options.with_defaults({**problems, "--prompts": "8", **_values_of(rest, alike)})
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")
-    lines = dict.fromkeys(_drawn_line(arm) for arm in arms)
-    return (*options.argv, *(word for line in lines for word in ("--strategy", line))) if int(prompts) else None
+    # A diagnosis has one chat template: an arm with its own is left out.
+    lines = dict.fromkeys(_drawn_line(arm) for arm in arms if conversation.FLAG not in arm.training_flags)
+    strategies = [word for line in lines for word in ("--strategy", line)]
+    return (*options.argv, *strategies) if lines and int(prompts) else None
 
 
 def _problems(options: Flags, rest: Flags, dataset: str) -> dict[str, str]:
-    """How the training renders prompts, and its problems where options name none: its task, or a flag's dataset."""
+    """The training's problems where options name none: its task, or a flag's dataset."""
     alike = {"--task": "--task"} if rest.value("--task") else {"--data": dataset} if rest.value(dataset) else {}
-    problems = {} if options.has("--data", "--task") else alike
-    return _values_of(rest, {**problems, conversation.FLAG: conversation.FLAG})
+    return {} if options.has("--data", "--task") else _values_of(rest, alike)
 
 
 def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:
@@ -253,7 +256,7 @@ def _values_of(flags: Flags, alike: Mapping[str, str]) -> dict[str, str]:
 
 
 def _drawn_line(arm: Arm) -> str:
-    """A value of ``--strategy`` of ``ngrpo diagnose``, with all that changes the rollouts of the first step."""
+    """A value of ``--strategy`` of ``ngrpo diagnose``, with every part that changes the rollouts of the first step."""
     with suppress(UsageError):  # needs a training, or its length
         policy = policy_of(arm)
         if policy.schedule is not None or policy.scale:

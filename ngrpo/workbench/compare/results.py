@@ -128,13 +128,13 @@ def _run(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 
 
 def _named(diagnosis: dict[str, Any] | None, arms: Sequence[Arm]) -> dict[str, Any] | None:
-    """The diagnosis under the names of the arms that roll out as it did: another top-p, for one, was not diagnosed."""
+    """The diagnosis under the names of the arms that roll out as it did: another top-p or template was not."""
     if diagnosis is None:
         return None
     names: dict[str, str] = {}
     for arm in arms:
         others = arm.training.keys() - arm.rollouts.keys()
-        if not any(key.startswith(("rollout.", "sampling.")) for key in others):
+        if not any(key.startswith(("rollout.", "sampling.", "chat_template")) for key in others):
             names.setdefault(arm.rollout_id, arm.id)
 
     def renamed(rows: Sequence[Mapping[str, Any]], key: str) -> list[dict[str, Any]]:

@@ -21,10 +21,10 @@ from ngrpo.config import parse
 from ngrpo.config.arms import Arm
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console.progress import StepLine, follow, read_step, read_total, span
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 
@@ -70,17 +70,19 @@ def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
 
 
 def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> list[str]:
-    """The words of ``ngrpo eval``. All models are sampled with the same draws.
+    """The words of ``ngrpo eval``. All models are sampled with the same draws, each with its training's chat template.
 
     The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
     """
+    trained = Flags([*plan.shared, *(arm.training_flags if arm else ())]).value(conversation.FLAG)
+    template = [] if trained is None else [conversation.FLAG, trained]
     perturbed = arm.perturbation_flags if arm and arm.spec and arm.spec.get("perturb_eval", False) else []
-    return ["--model", model, *(plan.evaluation or ()), *perturbed, "--out", str(folder)]
+    return ["--model", model, *template, *(plan.evaluation or ()), *perturbed, "--out", str(folder)]
 
 
 def identity(plan: Plan, run: Run) -> str:
-    """A hash of everything a finished run depends on: its commands' flags, the content of the files they name (a user's
-    method, data, a reward function, a model's weights), the versions, and the user's choice of vLLM's model runner.
+    """A hash of a finished run's causes: its commands' flags, the files that they name (methods, data, rewards,
+    weights), the versions, and the user's choice of vLLM's model runner.
     """
     from ngrpo.machine.upstream.versions import versions
 
@@ -92,7 +94,7 @@ def identity(plan: Plan, run: Run) -> str:
         options = (value for key, value in spec.items() if key.rpartition(".")[2] not in ("name", "source"))
         named += [value for value in options if isinstance(value, str) and not re.fullmatch(r"[\w-]*", value)]
     files = contents(named)
-    models = [flag.values[0] for flag in flags if flag.name.endswith(parse.MODEL_FLAG) and flag.values]
+    models = [flag.values[0] for flag in flags if flag.name.endswith(MODEL_NAMES) and flag.values]
     for name in {name for value in models for name in value.split(",")} - set(packaged.PACKAGED):
         if (weights := packaged.fingerprint(name)) is not None:
             files[name] = weights
@@ -101,7 +103,7 @@ def identity(plan: Plan, run: Run) -> str:
 
 
 def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
-    """The content of a run's ``run.json``; only ``status`` for a run that is ``pending``, which has not ended or lacks
+    """The content of a run's ``run.json``; only ``status`` for a run that is ``pending``: it is unfinished or lacks
     a file, or ``other``: one with another identity has finished under the same name.
     """
     record = folder.read(f"runs/{run.id}/run.json") or {}

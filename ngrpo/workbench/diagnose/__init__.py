@@ -20,6 +20,6 @@ def policy_of(strategy: Arm, step: int = 0, steps: int | None = None) -> Rollout
 
 
 def without_repeats(strategies: Sequence[Arm], step: int = 0, steps: int | None = None) -> list[Arm]:
-    """The strategies, without those that equal an earlier one up to its id; step and steps as in :func:`policy_of`."""
+    """The strategies, each once, whatever its id; step and steps as in :func:`policy_of`."""
     drawn = [(s.name, dict(s.options), policy_of(s, step, steps).described()) for s in strategies]
     return [strategy for i, strategy in enumerate(strategies) if drawn[i] not in drawn[:i]]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ngrpo.machine.console.text import fed_texts, text_table, token_texts
 from ngrpo.machine.hardware import profile_for
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
@@ -128,7 +128,8 @@ def diagnose(
                 report(f"{strategy.id}: reward {reward:.3f}, {speed:.0f} tokens/s, {seconds:.0f} s")
             if map_missing:
                 report("embedding map")
-                map_data = embedding_map.make(llm, strategies, tokens, sampling.seed)
+                template = {name: each for name, each in problems[0].template.items() if name != conversation.TOOLS}
+                map_data = embedding_map.make(llm, strategies, tokens, sampling.seed, template)
                 folder.write(MAP, {"asked": map_settings, "map": map_data})
         kept = folder.samples()
         groups = {s.id: groups_of(kept[s.id]) for s in strategies}

@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ngrpo.machine.models import conversation
 from ngrpo.workbench.diagnose.group_sampling import COPIES, LIKELIEST, PROBE, GroupSampling, attached, put
 from ngrpo.workbench.evaluate.engine import generate
 from perturbations import Perturbation, Step, registry, seeds, streams
@@ -35,7 +36,7 @@ WORDS = (
     *("three", "people", "time", "small", "city", "year", "good", "world", "book", "friend"),
 )
 TOKENS = 10
-RELATED = 10  # so many nearest tokens of a token are related to it
+RELATED = 10  # this many nearest tokens of a token are related to it
 _FEW = 8  # a token with fewer contexts gets some more from the repeated word
 _AROUND = 8  # neighbors of each token that span the plane with it
 _RESPONSES, _LENGTH = 8, 64
@@ -66,8 +67,12 @@ def choose_tokens(tokenizer: TokenizerLike, words: str | None) -> list[tuple[int
     return tokens if words else tokens[:TOKENS]
 
 
-def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int) -> dict[str, Any]:
-    """``embedding_map`` of diagnosis.json: all perturbing strategies; of those that differ only in gates, the first.
+def make(
+    llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], seed: int, template: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``embedding_map`` of diagnosis.json: all perturbing strategies; if some differ only in gates, their first.
+
+    ``template``: arguments of the chat template.
 
     Raises ``UsageError`` where the model never writes any of the tokens, or a strategy needs more than logits.
     """
@@ -83,7 +88,7 @@ def make(llm: LLM, strategies: Sequence[Arm], tokens: list[tuple[int, str]], see
                 f"--embedding-map: {strategy.name} decides by the last hidden state, and the map's contexts have logits"
                 " alone. Leave it out of the perturbations, or leave the map out."
             )
-    occurrences = contexts(llm, tokens, seed)
+    occurrences = contexts(llm, tokens, seed, template)
     tokens = [token for token in tokens if occurrences[token[0]]]
     if not tokens:
         raise UsageError("--embedding-map: the model wrote none of the tokens. Name others with --tokens.")
@@ -152,18 +157,16 @@ class Plane:
         return [{"x": round(x, _DIGITS), "y": round(y, _DIGITS)} for x, y in pairs]
 
 
-def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int) -> Contexts:
+def contexts(llm: LLM, tokens: Sequence[tuple[int, str]], seed: int, template: Mapping[str, Any]) -> Contexts:
     """Steps of the unperturbed model at which each token was the likeliest."""
     from ngrpo.rollout import set_perturbation
 
     tokenizer = llm.get_tokenizer()
-    templated = getattr(tokenizer, "chat_template", None)
     sentences = {}
     for token, text in tokens:
         request = f"Write a few sentences about anything. Use the word {text.strip()} in every sentence."
-        if templated:
-            message: list[Any] = [{"role": "user", "content": request}]
-            request = str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+        if getattr(tokenizer, "chat_template", None):
+            request = conversation.rendered(tokenizer, request, template)
         sentences[token] = tokenizer.encode(request, add_special_tokens=False)
     # Any model continues a word that is repeated again and again; a last resort, since the model is so sure of it.
     repeated = {token: [token] * _REPEATED for token, _ in tokens}

@@ -240,8 +240,8 @@ def fed_inputs(
     """Where perturbed inputs lie among the embeddings: at most 2,048, evenly spaced; None where there are none.
 
     Returns:
-        ``anchor_nearest``, the fraction whose nearest token is the anchor, the heaviest candidate; ``text_nearest``,
-        the fraction whose nearest token is the one in the text, x; and ``relative_shift``, the mean of
+        ``anchor_nearest``, the fraction nearest to the anchor, the heaviest candidate; ``text_nearest``,
+        the fraction nearest to the token in the text, x; and ``relative_shift``, the mean of
         ‖e′ − E[x]‖ / ‖E[x]‖, which a training logs as ``shift``.
     """
     perturbed = [(i, row) for i, record in enumerate(records) for row in range(len(record))]

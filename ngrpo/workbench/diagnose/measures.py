@@ -166,7 +166,7 @@ class PromptStatistics:
 def diversity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
     """The diversity axis of prompts ``draws`` (N, P): (N,) in [0, 1].
 
-    The mean of the normalised edit distance and the distinct final answers, scaled so that a group of one answer is 0.
+    The mean of the normalised edit distance and the distinct final answers, scaled to 0 for a uniform group.
     """
     distinct = np.clip((stats.distinct * stats.group - 1) / (stats.group - 1), 0.0, 1.0)
     return ((stats.edit_distance + distinct) / 2)[draws].mean(axis=1)
@@ -180,8 +180,8 @@ def perplexity(stats: PromptStatistics, draws: np.ndarray) -> np.ndarray:
 def validity(stats: PromptStatistics, baseline: PromptStatistics | None, draws: np.ndarray) -> np.ndarray:
     """The validity axis of prompts ``draws`` (N, P): (N,) in [0, 1].
 
-    The mean of the fraction of responses with a final answer, the fraction that does not end in a loop, and the
-    perplexity of the unperturbed strategy (``baseline``, if any) over this one's, at most 1.
+    The mean of three: the fraction of responses with a final answer, the fraction that does not end in a loop, and with
+    a ``baseline`` its perplexity over this one's, at most 1.
     """
     parts = [stats.parseable[draws].mean(axis=1), 1.0 - stats.repetition[draws].mean(axis=1)]
     if baseline is not None:

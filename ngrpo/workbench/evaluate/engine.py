@@ -152,7 +152,7 @@ def generate(
         answers: responses to each prompt, numbered from 0 on by the jobs' samples.
 
     Yields:
-        Those that finished together. An iterator closed early aborts the running requests.
+        The jobs that finished together. An iterator closed early aborts the running requests.
     """
     from ngrpo.rollout import take_records
 

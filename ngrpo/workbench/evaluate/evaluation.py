@@ -59,7 +59,7 @@ def evaluate(
     engine_options: Mapping[str, Any] | None = None,
     report: Report = lambda line: None,
 ) -> dict[str, Any]:
-    """Samples n answers per problem, checks them and counts.
+    """Samples n responses per problem, checks them and counts.
 
     Finished samples go to ``samples.jsonl``; the same call resumes. docs/evaluation.md says how far a seed repeats.
 
@@ -69,8 +69,9 @@ def evaluate(
         problems: with distinct ids.
         k: for Pass@k, each in [1, n]; None: those of 1, 4, 8, 16, 32.
         perturbation: a spec; None: the model as it is.
-        policy, hardware, engine_options: sampling schedule and noise on the weights, hardware profile, and keyword
-            arguments of ``vllm.LLM``; not for a live engine.
+        policy: sampling schedule and noise on the weights; like the next two not for a live engine.
+        hardware: the hardware profile.
+        engine_options: keyword arguments of ``vllm.LLM``.
         dataset: the problems' name in the result.
         report: called with lines of progress.
 
@@ -379,7 +380,7 @@ def table(result: Mapping[str, Any], folder: object) -> str:
         f"Mean@{n:<7}  {result['mean_at_n']:.3f}",
         *(f"Pass@{k:<7}  {value:.3f}" for k, value in result["pass_at_k"].items()),
         "",
-        f"answers       {result['parsed']:.0%} readable, {result['cut']:.0%} cut by the length limit,"
+        f"responses     {result['parsed']:.0%} readable, {result['cut']:.0%} cut by the length limit,"
         f" {result['timed_out']:.0%} timed out in scoring, {result['tokens_per_answer']:.0f} tokens on average",
         f"solved        {always} always, {len(problems) - always - never} sometimes, {never} never",
     ]

@@ -69,7 +69,7 @@ class RolloutPolicy:
 
     @property
     def specs(self) -> dict[str, Any]:
-        """The spec of each kind that is asked for and changes rollouts."""
+        """The spec of each kind in use that changes rollouts."""
         return {name: dict(spec) for name, spec in self.run.specs.items() if KINDS[name].in_rollouts}
 
     @property
@@ -98,7 +98,7 @@ class RolloutPolicy:
         return [f"--policy_noise {self.noise.name} has no noise at training step {self.step}: give another --at-step N"]
 
     def check_temperature(self, temperature: float) -> None:
-        """Raises ``UsageError`` for a schedule with greedy answers, which no temperature changes."""
+        """Raises ``UsageError`` for a schedule with greedy responses, which no temperature changes."""
         if self.schedule is not None and temperature == 0.0:
             raise UsageError(
                 f"--sampling.schedule {self.schedule.name} has no effect with --temperature 0. Leave one of them out."

@@ -30,7 +30,7 @@ _EXAMPLES = {"k": "1,8", "tau": "0.25,0.5"}
 
 
 class SampleFile(NamedTuple):
-    """One evaluation; by problem the number of answers and of right ones, its content, and the reference answer.
+    """One evaluation; by problem the number of responses and of right ones, and its content.
 
     ``texts``: the messages, then the prompt, each with its number among equal ones; empty where a file has none.
     """
@@ -39,7 +39,6 @@ class SampleFile(NamedTuple):
     counts: dict[str, tuple[int, int]]
     unscored: dict[str, float | None]
     texts: tuple[dict[str, tuple[str, int]], dict[str, tuple[str, int]]]
-    answers: dict[str, str]
 
 
 def lines(
@@ -53,8 +52,8 @@ def lines(
 
     Args:
         files: paths, or ``NAME=PATH``; the first is the baseline.
-        k: of Pass@k, with commas between; None for those of ``ngrpo eval`` up to the smallest number of answers.
-        tau: of Cover@τ, with commas between; None for 0.25, 0.5 and 0.75 where all problems have several answers.
+        k: of Pass@k, with commas between; None for those of ``ngrpo eval`` up to the smallest number of responses.
+        tau: of Cover@τ, with commas between; None for 0.25, 0.5 and 0.75 where all problems have several responses.
         report: called with a line about a damaged end of a file.
 
     Raises:
@@ -69,13 +68,17 @@ def lines(
         ]
     if len({one.name for one in sample_files}) < len(files):
         raise UsageError(f"{' '.join(files)}: two have one name. Give each another: a=DIR b=DIR.")
-    how, shared = _paired(sample_files)
+    alone = [(problem,) for problem in sample_files[0].counts]
+    how, shared = _paired(sample_files) if len(files) > 1 else ("", alone)
     if not shared:
-        raise UsageError(f"{' and '.join(files)} have no problem in common: are they of the same task?")
+        raise UsageError(
+            f"{' and '.join(files)} have no problem in common. Problems are paired by their text, or by the prompts in"
+            " the files: give evaluations of the same problems, with the same --instruction."
+        )
     counts = [[one.counts[ids[i]] for ids in shared] for i, one in enumerate(sample_files)]
     sizes = {n for of_file in counts for n, _ in of_file}
     fewest = min(sizes)
-    head = [f"{len(shared)} problems, {fewest if len(sizes) == 1 else f'{fewest} to {max(sizes)}'} answers to each"]
+    head = [f"{len(shared)} problems, {fewest if len(sizes) == 1 else f'{fewest} to {max(sizes)}'} responses to each"]
     head += [f"paired by {how}"] if len(files) > 1 else []
     head += [
         f"{one.name}: {len(one.counts) - len(shared)} of its {len(one.counts)} problems are not in all files, left out"
@@ -96,26 +99,18 @@ def lines(
         *(f"warning: {line}" for line in warnings),
         "difference: to the first; * beyond noise, corrected p below 0.05 (paired t test over problems, Holm; an exact"
         " sign-flip test where all problems differ by the same).",
-        "could be seen: the smallest true difference that so many problems would show in four of five repetitions.",
+        "could be seen: the smallest true difference that this many problems would show in four of five repetitions.",
     ]
     return [*head, "", *text_table(rows, left=2), "", *notes]
 
 
 def _paired(files: Sequence[SampleFile]) -> tuple[str, list[tuple[str, ...]]]:
-    """How problems are paired, and for each that all files have its names in them; by name where no text says more."""
+    """How problems are paired, and for each that all files have its names in them."""
     for how, texts in zip(("their text", "their prompt"), zip(*(one.texts for one in files))):
         named = [{text: problem for problem, text in of_file.items()} for of_file in texts]
         if shared := [tuple(each[text] for each in named) for text in named[0] if all(text in each for each in named)]:
             return how, shared
-    names = [name for name in files[0].counts if all(name in one.counts for one in files)]
-    answers = [{one.answers.get(name) for one in files} for name in names]
-    if all(len(of_problem - {None}) == len(of_problem) == 1 for of_problem in answers):
-        how = "name and reference answer; their prompts differ, as with another --instruction"
-    elif all(any(one.texts) for one in files):
-        return "", []  # files of one name hold other problems
-    else:
-        how = "name alone; not every file has prompts"
-    return how, [(name,) * len(files) for name in names]
+    return "", []
 
 
 def read(named_path: str, report: Callable[[str], None] = lambda line: None) -> SampleFile:
@@ -140,17 +135,15 @@ def read(named_path: str, report: Callable[[str], None] = lambda line: None) -> 
     answers: dict[str, list[bool]] = defaultdict(list)
     for row in rows:
         answers[row["problem"]].append(bool(row["correct"]))
-    listed = folder.lines(PROBLEMS, "id", "messages", "answer", mend=False) if file.name == SAMPLES else []
-    problems = [row for row in listed if row["id"] in answers]
+    listed = folder.lines(PROBLEMS, "id", "messages", mend=False) if file.name == SAMPLES else []
     return SampleFile(
         name or (file.parent.name if file.name == SAMPLES else file.name),
         {problem: (len(correct), sum(correct)) for problem, correct in answers.items()},
         unscored(readability(rows) if all(row.keys() >= {"parsed", "finish"} for row in rows) else {}),
         (
-            _numbered({row["id"]: json.dumps(row["messages"]) for row in problems}),
+            _numbered({row["id"]: json.dumps(row["messages"]) for row in listed if row["id"] in answers}),
             _numbered({row["problem"]: row["prompt"] for row in rows if "prompt" in row}),
         ),
-        {row["id"]: row["answer"] for row in problems},
     )
 
 
@@ -174,13 +167,13 @@ def _numbers(flag: str, text: str | None, kind: type) -> list[float] | None:
 
 
 def _measures(ks: list | None, taus: list | None, fewest: int) -> list[tuple[str, Callable[[int, int], float]]]:
-    """Names with functions of a problem's number of answers and of right ones."""
+    """Names with functions of a problem's number of responses and of right ones."""
     if ks is None:
         ks = [k for k in DEFAULT_KS if 1 < k <= fewest]
     if taus is None:
         taus = list(_TAUS) if fewest > 1 else []
     if bad := [k for k in ks if not 1 <= k <= fewest]:
-        raise UsageError(f"--k {bad[0]}: must be in [1, {fewest}], the answers that each problem has.")
+        raise UsageError(f"--k {bad[0]}: must be in [1, {fewest}], the responses that each problem has.")
     if bad := [t for t in taus if not 0.0 < t <= 1.0]:
         raise UsageError(f"--tau {bad[0]:g}: must be in (0, 1].")
     measures: list[tuple[str, Callable[[int, int], float]]] = [("mean", lambda n, c: c / n)]

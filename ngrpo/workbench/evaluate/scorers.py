@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One entry for all scorers: an answer's text in, a verdict out."""
+"""One entry for all scorers: a response's text in, a verdict out."""
 
 import runpy
 import sys
@@ -37,7 +37,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         return check_choice(problem.answer, said, problem.meta.get("options"))
     label = problem.meta.get("label", problem.answer)
     if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
-        # The task's own reward, so that evaluation and training agree on every answer.
+        # The task's own reward, so that evaluation and training agree on every response.
         task = _task(problem.scorer)
         reward = float(task.score(said, label))
         return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), task.final_answer(said), reward)

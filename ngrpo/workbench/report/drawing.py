@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of every chart: a strategy's look, axes with ticks at round numbers, labels beside points."""
+"""Parts of every chart: a strategy's look, axes with ticks at round numbers, labels next to points."""
 
 import math
 import re
@@ -163,7 +163,7 @@ def _step(low: float, high: float, count: int) -> float:
 
 
 def place_label(text: str, x: float, y: float, size: Size, boxes: list[Box], *, force: bool = False) -> list[Label]:
-    """A label beside a point, clear of all boxes; without room none, unless forced."""
+    """A label next to a point, clear of all boxes; without room none, unless forced."""
     short = text if len(text) <= 28 else text[:27] + "…"
     width = 7.6 * len(short)  # at the largest size of type; see style.css
     for right, down, anchor in _SPOTS:

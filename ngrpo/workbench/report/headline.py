@@ -90,7 +90,7 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         "facts": {
             "Model": diagnosis.get("model"),
             "Dataset": diagnosis.get("dataset"),
-            "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} answers",
+            "Sampled": None if prompts is None or group is None else f"{prompts:,.0f} problems × {group:.0f} responses",
             "Machine": _machine(diagnosis),
             "Took": values.duration(diagnosis.get("seconds")),
         },
@@ -211,14 +211,14 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
 
 
 def _beyond_noise(summary: Summary, names: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The strategies that are better, and those that are worse, than the baseline beyond noise."""
+    """The strategies that are better, and the ones that are worse, than the baseline beyond noise."""
     changes = {name: dig(summary[name], "difference", *keys) for name in names}
     found = {name: number(c, "value") or 0.0 for name, c in changes.items() if values.noise(c) == "beyond noise"}
     return [name for name in found if found[name] > 0], [name for name in found if found[name] < 0]
 
 
 def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """The summary's rows with what their tables show beside them: columns, and what the intervals and tests are of."""
+    """The summary's rows with what their tables show in addition: columns, and what the intervals and tests are of."""
     summary = by_strategy(results)
     changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
     least = [value for change in changes if (value := number(change, "detectable"))]

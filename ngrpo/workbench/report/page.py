@@ -96,7 +96,7 @@ def write_report(data: Mapping[str, Any], path: Path) -> None:
         ("pass-at-k", "Pass@k", charts.pass_at_k(data, series)),
         ("cost", "Cost", table if kind == "comparison" and table and table["listed"] else None),
         ("diversity", "Diversity and validity", charts.diversity_validity(diagnosis, series)),
-        ("samples", "Sample answers", responses.samples(diagnosis, series)),
+        ("samples", "Sample responses", responses.samples(diagnosis, series)),
         ("groups", "Groups", responses.groups(runs, series)),
         ("map", "Embedding map", charts.embedding_map(diagnosis, series)),
         ("runs", "Runs", {"runs": runs} if kind == "comparison" else None),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers side by side, perturbed positions marked: samples of a diagnosis, and the groups that a run kept."""
+"""Responses side by side, perturbed positions marked: samples of a diagnosis, and the groups that a run kept."""
 
 import json
 from bisect import bisect_right
@@ -17,7 +17,7 @@ _MOST_BARS = 10
 
 
 def samples(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
-    """One block per problem: question, reference, and each strategy's answer in a column."""
+    """One block per problem: question, reference, and each strategy's response in a column."""
     problems: list[dict[str, Any]] = []
     for sample in rows(diagnosis, "samples"):
         problems.append({**sample, "short": shortened(sample.get("problem") or ""), "answers": []})

@@ -37,7 +37,7 @@
     tip.style.transform = `translate(${Math.round(left)}px, ${Math.round(top)}px)`;
   };
 
-  // Perturbed tokens: the mixture. Tab reaches the first of an answer, arrows the others.
+  // Perturbed tokens: the mixture. Tab reaches the first of a response, arrows the others.
   const showToken = (node) => {
     const data = JSON.parse(node.dataset.tip);
     const table = make("table");
@@ -102,7 +102,7 @@
     row.addEventListener("blur", hide);
   }
 
-  // Bars of rewards: one that is chosen leaves the answers with its reward, in every prompt of its step.
+  // Bars of rewards: one that is chosen leaves the responses with its reward, in every prompt of its step.
   for (const step of document.querySelectorAll(".step")) {
     const bars = [...step.querySelectorAll(".tally")];
     for (const bar of bars) {

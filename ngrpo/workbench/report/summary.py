@@ -14,7 +14,6 @@ from ngrpo.machine.console.text import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.machine.upstream.openrlhf_parser import defaults
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.rollout import runner_marker
 from ngrpo.trainers.openrlhf import kept_groups
@@ -27,12 +26,12 @@ ALL_FILTERED = (
     " --algo.dynamic_filtering_range."
 )
 RUNNERS = "model_runner"
-"""Folder beside the summary in which the engines name their model runner."""
+"""Folder next to the summary in which the engines name their model runner."""
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
 # The first is OpenRLHF's mean over groups: 0 where none has anything to learn.
-_AS_LOGGED = ("group_reward_std", "trained_groups", "trained_responses", "optimizer_steps", "cut_prompts")
+_AS_LOGGED = ("group_reward_std", "trained_groups", "trained_responses", "optimizer_steps", "cut_prompts", "cut_turns")
 _ROWS = 14
 
 # Heading, key in a step, format.
@@ -76,7 +75,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False)
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),
-        "seed": int(flags.value("--train.seed") or defaults()["--train.seed"]),
+        "seed": int(flags.or_default("--train.seed")),
         "hardware": run.hardware,
         "machine": machine(),
         "versions": versions(runner_marker.read(folder / RUNNERS)),
@@ -98,7 +97,7 @@ def steps(scalars: Series) -> list[dict[str, float]]:
     """One row per training step, with the keys that were logged for it.
 
     ``tokens_per_second`` divides the generated tokens by the generation's time; ``anchor_differs`` is the share of
-    perturbed positions whose token differs from the sampled one.
+    perturbed positions with another token than the sampled one.
     """
     train = {tag.removeprefix(_PREFIX): values for tag, values in scalars.items() if tag.startswith(_PREFIX)}
     rows = []
@@ -171,6 +170,8 @@ def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
     if cut := sum(row.get("cut_prompts", 0.0) for row in rows):
         lines.append(f"cut prompts   {cut:g} lost their first tokens: --data.max_len is too small for them")
+    if cut := sum(row.get("cut_turns", 0.0) for row in rows):
+        lines.append(f"cut turns     {cut:g} conversations ended early: --data.max_len is too small for them")
     if gaps := [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]:
         lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")
     if sizes := [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]:

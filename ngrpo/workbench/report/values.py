@@ -45,7 +45,7 @@ def ends(interval: Any) -> tuple[float, float] | None:
 
 
 def format_number(value: object, digits: int = 3) -> str:
-    """A number with so many decimals, ``–`` where there is none."""
+    """A number with this many decimals, ``–`` where there is none."""
     amount = number(value)
     if amount is None:
         return MISSING

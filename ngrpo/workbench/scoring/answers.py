@@ -176,7 +176,7 @@ _MARKUP = re.compile(
     re.MULTILINE,
 )
 _DENIED = re.compile(r"(?:\bnot|n[’']t|\bnever|\bcannot)\s+(?:be\s+)?(?:option\s+|choice\s+)?\(?[A-Za-z]\)?(?![\w’'])")
-# After these the answer stands: "the answer is", "Answer:", "I choose", "it must be", "wait, actually,".
+# The answer follows these: "the answer is", "Answer:", "I choose", "it must be", "wait, actually,".
 _CUE = re.compile(
     r"\b(?:answer|option|choice)\b[^\n.:;,]{0,30}?(?:\bis\b|\bbe\b|:|=|\s-)"
     r"|\bans(?:wer)?\b[.:,]?|<answer>|####"
@@ -254,7 +254,7 @@ def _claims(text: str, names: dict[str, str]) -> list[str]:
 
 
 def _claim(text: str, names: dict[str, str]) -> str | None:
-    """The letter that a text begins with, or whose option's text it begins with; empty for several, else None."""
+    """The letter that a text begins with, itself or by its option's text; empty for several, else None."""
     text = _FILLER.sub("", text, count=1).strip()
     for name, letter in names.items():
         rest = text[len(name) :]

@@ -9,9 +9,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import lru_cache
 
 import sympy
 from latex2sympy2_extended.logic import And
@@ -31,15 +29,14 @@ from ngrpo.workbench.scoring.math_reading import (
     read,
     relations_of,
     rewritten,
+    unfinished,
 )
 
 CPU_SECONDS = 5
 _MEMORY = 8 << 30
-# A decimal with fewer digits stands for its own value alone: 0.33 is not 1/3, 0.333333 is.
+# A decimal with fewer digits has its own value only: 0.33 is not 1/3, 0.333333 is.
 _DIGITS = 6
 _DECIMAL = re.compile(r"-?(\d*)\.(\d+)(?:\s*\\(?:times|cdot)\s*10\^\{?(-?\d+)\}?)?")
-_POWER_OF_TEN = re.compile(r"(?:\\times|\\cdot|[*×·])\s*10\s*\^")
-_OPERATION = re.compile(r"[+*×·÷]|\\(?:times|cdot|div|pm)(?![A-Za-z])|[\d)}]\s*[-−–]|/.*/")
 _BASE = re.compile(r"\d_\{?(\d+)")
 
 
@@ -84,7 +81,7 @@ def _as_ratio(answer: Answer) -> Answer:
 
 
 def _same_with_percent(gold: Answer, said: Answer, said_percent: bool) -> bool:
-    """50% is 50, where percents are asked for, and 1/2; 5000% is not 50."""
+    """50% is 50, where the question is in percent, and 1/2; 5000% is not 50."""
     (one,), (other,) = gold.values, said.values
     if equal(one, other, gold.items[0], said.items[0]):
         return True
@@ -94,7 +91,7 @@ def _same_with_percent(gold: Answer, said: Answer, said_percent: bool) -> bool:
 
 
 def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
-    """Whether two values are equal: exactly, but for decimals of many digits that stand for an exact value."""
+    """Whether two values are equal: exactly, but for decimals of many digits, which mean an exact value."""
     if isinstance(gold, str) or isinstance(said, str):
         return isinstance(gold, str) and isinstance(said, str) and letters(gold_text) == letters(said_text)
     relations = [isinstance(value, (Relational, And)) for value in (gold, said)]
@@ -169,36 +166,31 @@ def _verified(gold: Value, said: Value) -> bool:
     return verify(gold, said, float_rounding=30, timeout_seconds=0, allow_set_relation_comp=True)
 
 
-@lru_cache(maxsize=4096)
-def _reference(answer: str) -> Answer | None:
-    return read(rewritten(last_boxed(answer) or answer))
-
-
 def compare(answer: str, text: str) -> Verdict:
     """The verdict on a response, and its final answer in canonical form."""
-    gold = _reference(answer)
     found, settled = prepared(text)
     if not settled:
-        parsed = parse(found, parsing_timeout=0) if found else []
+        parsed = parse(found, parsing_timeout=0, extraction_mode="first_match") if found else []
         found = rewritten(str(parsed[-1])) if parsed else ""
-    said = read(found)
-    if gold is None and found and letters(found) == letters(rewritten(answer)):
+    if not found:
+        return Verdict(UNREADABLE)
+    gold = read(rewritten(last_boxed(answer) or answer))
+    # An open operation, as in the question's "2 + 3 * 4", is no answer to a question for a number.
+    finished = gold is not None and not unfinished(gold.items) and [*map(_is_rational, gold.values)] == [True]
+    said = read(found, finished=finished)
+    if gold is None and letters(found) == letters(rewritten(answer)):
         return Verdict.of(True, letters(found))  # a damaged reference has its text alone
     if said is None:
         return Verdict(UNREADABLE)
     if gold is None:
         return Verdict.of(False, said.form)
-    written_out = len(gold.values) == 1 and getattr(gold.values[0], "is_Rational", False)
-    if written_out and not _unfinished(gold.items) and _unfinished(said.items):
-        return Verdict(UNREADABLE)
     right = same(gold, said)
     # 1.2857142857 is right for 9/7 and then counts as the same answer.
     return Verdict.of(right, gold.form if right else said.form)
 
 
-def _unfinished(items: Sequence[str]) -> bool:
-    """Whether an operation is left to be done, as where a text has the question's "2 + 3 * 4" and no answer to it."""
-    return any(_OPERATION.search(_POWER_OF_TEN.sub("e", item).rpartition("=")[2]) for item in items)
+def _is_rational(value: Value) -> bool:
+    return bool(getattr(value, "is_Rational", False))
 
 
 def main() -> None:

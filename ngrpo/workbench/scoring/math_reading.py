@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from ngrpo.workbench.scoring.answers import last_boxes, visible
 
 # --- from a response to LaTeX -----------------------------------------------------------------------
 
-# Of a long text the end is searched: an answer stands there, and math-verify's search grows faster than the length.
+# Of a long text the end is searched: the answer is there, and math-verify's search grows faster than the length.
 _TAIL = 4000
 _LONGEST = 120
 _MARKUP = re.compile(
@@ -105,9 +106,9 @@ _REWRITTEN = [
 def prepared(text: str) -> tuple[str, bool]:
     """What a response settles on.
 
-    What was corrected or denied later does not count. Of the rest counts the last box (with those joined to it), else
-    the last ``<answer>``, else what follows the last "answer is", "answer:" or "####", else the whole where it is an
-    answer and nothing else.
+    Text that was corrected or denied later does not count. The first of these does: the last box with the boxes joined
+    to it; the last ``<answer>``; the text after the last "answer is", "answer:" or "####"; the whole, if it is only an
+    answer.
 
     Returns:
         The answer as LaTeX, empty where it is cut off, and True; or the text in which to search for it, and False.
@@ -177,7 +178,7 @@ def rewritten(answer: str) -> str:
 
 # --- from LaTeX to values ------------------------------------------------------------------------------
 
-# An expression with more operations is printed as it stands: sympy may take minutes over it.
+# An expression with more operations is printed unchanged: sympy may take minutes over it.
 _OPERATIONS = 80
 _EXPANDED = 20
 # An object of sympy, or the text where sympy has none.
@@ -193,6 +194,8 @@ _UNIT = re.compile(
     rf"|(?<=[\d}}])(?P<d>[a-z]{{2,}})|(?P<c>\\?%))(?:\^\{{?(?P<power>\d)\}}?)?$"
 )
 _DEGREES = re.compile(r"\s*(?:\^\{?\s*\\circ\s*\}?|°|\\degree)$")
+_POWER_OF_TEN = re.compile(r"(?:\\times|\\cdot|[*×·])\s*10\s*\^")
+_OPERATION = re.compile(r"[+*×·÷]|\\(?:times|cdot|div|pm)(?![A-Za-z])|[\d)}]\s*[-−–]|/.*/")
 _UNITS = {
     alias: unit
     for unit, aliases in {
@@ -221,8 +224,12 @@ class Answer:
     form: str | None = field(default=None, compare=False)
 
 
-def read(text: str) -> Answer | None:
-    """An answer that was prepared; None where it says nothing."""
+@lru_cache(maxsize=4096)
+def read(text: str, finished: bool = False) -> Answer | None:
+    """An answer that was prepared; None where it says nothing, or with ``finished`` leaves an operation to be done.
+
+    Kept, because responses to one problem often have the same answer.
+    """
     label = unit = None
     lead = _LABEL.match(text)
     if lead:
@@ -242,6 +249,8 @@ def read(text: str) -> Answer | None:
         return Answer(words=tuple(words), label=label, form=", ".join(words)) if any(words) else None
     text, unit = _without_unit(text, unit)
     items = _items(text)
+    if finished and unfinished(items):
+        return None
     values = tuple(_value(item) for item in items)
     if not items or any(value is None for value in values):
         return None
@@ -298,6 +307,10 @@ def _items(text: str) -> tuple[str, ...]:
     )
 
 
+def unfinished(items: Sequence[str]) -> bool:
+    return any(_OPERATION.search(_POWER_OF_TEN.sub("e", item).rpartition("=")[2]) for item in items)
+
+
 def _value(item: str) -> Value:
     """Sympy's form of one value, its text where there is none, and None where it says nothing."""
     if re.match(r"\\(?:[lg]eq?|[lg]t|neq?)(?![a-z])|[<>]|\W*$", item):
@@ -308,6 +321,8 @@ def _value(item: str) -> Value:
         if any(not isinstance(part, sympy.Expr) or part.is_zero for part in parts):
             return None
         return sympy.Tuple(*(part / parts[0] for part in parts)) if ratio[3] else parts[0] / parts[1]
+    if re.fullmatch(r"[+-]?\d+", item):
+        return sympy.Integer(item)
     parsed = parse(f"\\boxed{{{item}}}", _EXPRESSIONS, parsing_timeout=0)
     if not parsed:
         return None

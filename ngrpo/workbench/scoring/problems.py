@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems from benchmarks by name, files and hub datasets, whose columns determine how a row is read."""
+"""Problems from benchmarks by name, files and hub datasets; the columns determine how a row is read."""
 
 import json
 import random
@@ -18,8 +18,7 @@ from ngrpo.machine.storage.datafiles import ENDINGS, Row, read_rows
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import last_boxed
 from ngrpo.workbench.scoring.reward_files import check_scorer_name
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 BENCHMARKS = {
     "deepscaler": "agentica-org/DeepScaleR-Preview-Dataset@train",  # problem, answer; 40,315 rows, for training
@@ -40,7 +39,7 @@ _QUESTIONS = ("problem", "question", "Problem", "Question", "query", "prompt")
 _ANSWERS = ("answer", "Answer", "expected_answer", "final_answer", "target", "ground_truth", "label", "solution")
 _OPTIONS = ("choices", "options", "Options")
 _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-# Options that stand in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
+# Options in the question itself: "(A) ...", "A. ...", "A) ..." at the start of a line.
 _LISTED = re.compile(r"^\s*\(?([A-J])[).:]\s", re.MULTILINE)
 Messages = tuple[dict[str, Any], ...]
 
@@ -66,7 +65,7 @@ def load_problems(
         input_key: column of prompts in OpenRLHF's layout.
         label_key: column of references in OpenRLHF's layout.
         scorer: ``auto`` (by layout), or one of :func:`ngrpo.workbench.evaluate.score`'s.
-        limit: only the first so many.
+        limit: only the first N.
         split: of a hub dataset; the same as ``@split``.
         instruction: appended to the last message of each; None: a sentence on the answer's form after bare questions.
         skip_unanswered: leave problems without an answer out, instead of refusing the dataset.
@@ -232,7 +231,7 @@ def _verl(row: Row) -> Problem:
 
 def _openrlhf(row: Row, input_key: str, label_key: str) -> Problem:
     if label_key not in row:
-        raise UsageError(f"no column {label_key!r} beside {input_key!r}; name the reference's with --label-key.")
+        raise UsageError(f"a column {input_key!r}, but no {label_key!r}; name the reference's with --label-key.")
     messages, answer = _messages(row[input_key]), _reference(row[label_key])
     label = _mapping(answer)
     if "entry" in label and "dataset" in label:  # written by the task reasoning_gym
@@ -274,7 +273,7 @@ def _guessed(messages: Messages, answer: str) -> Problem:
 
 
 def _messages(value: Any) -> Messages:
-    """A text as a user's message, or a list of messages with all that a chat template may show of them."""
+    """A text as a user's message, or a list of messages with every field that a chat template may show."""
     if fault := conversation.fault(value):
         raise UsageError(f"no question: the prompt is {fault}. {conversation.PROMPT}")
     return tuple(conversation.normalised([{"role": "user", "content": value}] if isinstance(value, str) else value))

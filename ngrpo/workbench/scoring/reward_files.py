@@ -4,13 +4,12 @@
 import ast
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 BUILT_IN = ("math", "choice", "reasoning_gym")
 OF_TASK = "task:"
@@ -21,28 +20,28 @@ _NO_LABELS = f"reward_func reads its labels, and each is an empty text. Add {_LA
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def check_any(args: Sequence[str]) -> None:
+def check_any(flags: Flags) -> None:
     """Raises ``UsageError`` for flags that name no reward at all."""
-    if not any(Flags(args).value(flag) for flag in (_FILE, _AGENT, _MODEL)):
+    if not any(flags.value(name) for name in (_FILE, _AGENT, _MODEL)):
         raise UsageError(
             f"no reward: give --task NAME, {_FILE} with a Python file that has reward_func, or {_MODEL} with a reward"
             " model."
         )
 
 
-def check_rewards(args: Sequence[str]) -> None:
+def check_rewards(flags: Flags) -> None:
     """Raises ``UsageError`` for flags without a reward, or a file that lacks the function or class of OpenRLHF."""
-    check_any(args)
-    reward, agent = (Flags(args).value(flag) for flag in (_FILE, _AGENT))
+    check_any(flags)
+    reward, agent = (flags.value(name) for name in (_FILE, _AGENT))
     parts = reward.split(",") if reward else []
     if len(parts) > 1 and any(part.endswith(".py") for part in parts):
         raise UsageError(
-            f"{_FILE} {reward}: OpenRLHF 0.11.2 reads one Python file alone, {parts[0]}. Give one, whose reward_func"
-            " calls the others."
+            f"{_FILE} {reward}: OpenRLHF 0.11.2 reads one Python file alone, {parts[0]}. Give one with a"
+            " reward_func that calls the others."
         )
     for part in parts:
         if part.endswith(".py"):
-            if isinstance(_check_python(_FILE, part, _REWARD_FUNC), ast.ImportFrom) and not Flags(args).value(_LABELS):
+            if isinstance(_check_python(_FILE, part, _REWARD_FUNC), ast.ImportFrom) and not flags.value(_LABELS):
                 raise UsageError(f"{_FILE} {part}: {_NO_LABELS}")
         elif not re.match("https?://[^/]", part):
             raise UsageError(f"{_FILE} {part}: must be a Python file, or an address such as http://localhost:5000.")
@@ -50,10 +49,10 @@ def check_rewards(args: Sequence[str]) -> None:
         _check_python(_AGENT, agent, _EXECUTOR)
 
 
-def label_note(args: Sequence[str]) -> str | None:
+def label_note(flags: Flags) -> str | None:
     """A warning about a user's reward function that has its labels in its text, where none are given to it."""
-    part = Flags(args).value(_FILE) or ""
-    if Flags(args).value(_LABELS) or not part.endswith(".py"):
+    part = flags.value(_FILE) or ""
+    if flags.value(_LABELS) or not part.endswith(".py"):
         return None
     return f"{_FILE} {part}: {_NO_LABELS}" if _check_python(_FILE, part, _REWARD_FUNC) is not None else None
 
@@ -134,7 +133,7 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
 
 
 def _at_top(node: ast.AST) -> Iterator[ast.AST]:
-    """All that is not inside a function or class."""
+    """The statements outside functions and classes."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, Definition | ast.Lambda):

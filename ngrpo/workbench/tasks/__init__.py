@@ -20,8 +20,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Default
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import generated, last_number
 from ngrpo.workbench.scoring.problems import load_problems
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 Rows = list[dict[str, str]]
 Split = tuple[Rows, Rows]
@@ -119,7 +118,7 @@ def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -
     """A reward function as OpenRLHF 0.11.2 calls it (``utils/agent.py``).
 
     From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards`` and
-    ``scores``, (N,) float32. ``judge`` gives a response's reward, and whether it has the form whose share is logged.
+    ``scores``, (N,) float32. ``judge`` gives a response's reward, and whether it has the form that is counted.
     """
 
     def reward_func(

@@ -7,7 +7,7 @@ import random
 from ngrpo.workbench.scoring.answers import last_number
 from ngrpo.workbench.tasks import Split, number_reward, number_score
 
-# Of nine wordings the one with the most right answers at the start: 0.16 at temperature 1 and 12 new tokens
+# Of nine wordings the one with the most right responses at the start: 0.16 at temperature 1 and 12 new tokens
 # (SmolLM2-135M-Instruct, 128 samples); the others lay between 0.00 and 0.12.
 QUESTION = "What is {a} + {b}? Answer briefly."
 SUMMANDS = range(2, 10)

@@ -11,8 +11,7 @@ from typing import Any
 
 from ngrpo.workbench.scoring.answers import last_boxed, visible
 from ngrpo.workbench.tasks import Split, reward_function
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 ARGUMENT = "DATASET"
 EXAMPLE = "such as --task reasoning_gym:chain_sum"
@@ -40,7 +39,7 @@ def check(name: str) -> None:
 
 def problems(name: str) -> Split:
     """Training and held-out rows, the same on every machine; UsageError where the defaults generate none."""
-    # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings, whose order changes
+    # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings; their order changes
     # from process to process unless this variable is set before Python starts.
     done = subprocess.run(
         [sys.executable, "-m", "ngrpo.workbench.tasks.reasoning_gym", name],

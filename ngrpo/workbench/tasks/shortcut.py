@@ -9,8 +9,7 @@ import random
 from ngrpo.workbench import sandbox
 from ngrpo.workbench.scoring.answers import last_number
 from ngrpo.workbench.tasks import Rows, Split, distinct_rows, number_score, reward_function
-from perturbations.errors import UsageError
-from perturbations.options import nearest
+from perturbations.errors import UsageError, nearest
 
 ARGUMENT = "FORM"
 OPTIONAL = True

@@ -24,12 +24,12 @@ def problems(rows: int = TRAIN_ROWS) -> Split:
 
 
 def score(answer: str, label: str) -> float:
-    """1 where an answer's numbers are the whole path after the center, else 0: a part of it is nothing."""
+    """1 where a response's numbers are the whole path after the center, else 0: a part of it is nothing."""
     return float(final_answer(answer) == label)
 
 
 def final_answer(answer: str) -> str | None:
-    """The numbers of an answer, joined by spaces; None where there are none."""
+    """The numbers of a response, joined by spaces; None where there are none."""
     return " ".join(numbers(_SPECIAL.sub("", answer))) or None
 
 

@@ -12,7 +12,7 @@ from ngrpo.workbench.tasks import Split, reward_function
 
 TRAIN_ROWS = 4096
 EVAL_ROWS = 16
-# The least reward of an answer that an evaluation counts as right: the lower peak has 0.6, and its slopes less.
+# The least reward of a response that an evaluation counts as right: the lower peak has 0.6, and its slopes less.
 RIGHT_FROM = 0.8
 
 
@@ -29,13 +29,13 @@ def reward(number: int) -> float:
 
 
 def score(answer: str, label: str) -> float:
-    """The reward of the last number in an answer, in [0, 1]; 0 where there is none from 0 to 99."""
+    """The reward of the last number in a response, in [0, 1]; 0 where there is none from 0 to 99."""
     number = final_answer(answer)
     return 0.0 if number is None else reward(int(number))
 
 
 def final_answer(answer: str) -> str | None:
-    """The last number of an answer where it is a whole one from 0 to 99."""
+    """The last number of a response where it is a whole one from 0 to 99."""
     number = last_number(answer)
     return number if number is not None and number.isdecimal() and int(number) in NUMBERS else None
 

@@ -23,7 +23,7 @@ class ReplayBuffer(Options, ABC):
 
     @abstractmethod
     def add(self, name: str, finished: FinishedTrajectory) -> None:
-        """Keeps a trajectory, in place of one of the same name."""
+        """Keeps a trajectory; it replaces one of the same name."""
 
     @abstractmethod
     def names(self) -> list[str]:

@@ -24,7 +24,7 @@ class _Content:
 class MemoryBuffer(ReplayBuffer):
     """Keeps the newest trajectories; records that nobody takes (``vllm serve``, say) must not fill the memory."""
 
-    max_bytes: int = option(4 << 30, "beyond so many bytes the oldest trajectories are dropped", low=1)
+    max_bytes: int = option(4 << 30, "above this many bytes the oldest trajectories are dropped", low=1)
 
     @cached_property
     def _content(self) -> _Content:

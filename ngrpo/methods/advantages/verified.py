@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages for rewards in [0, 1], where 1 is right: `maxrl`, `s_grpo`, NGRPO's baselines and their kind."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.methods.advantages import register
+from ngrpo.methods.advantages.base import ROUNDING, VerifiedAdvantage, normalised
+from perturbations import option
+from perturbations.errors import require
+
+
+@register("maxrl")
+@dataclass(frozen=True, kw_only=True)
+class MaximumLikelihood(VerifiedAdvantage):
+    """MaxRL: maximum likelihood of right responses, up to the order that a group can estimate."""
+
+    paper = "MaxRL, arXiv 2602.02710"
+    sums_to_zero = True
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """(r − r̄) / r̄ with the group's mean r̄, 0 where r̄ = 0; as the paper's release has it.
+
+        For rewards 0 and 1 and a right response's probability p, the update of a group of G is the gradient of
+        −Σ_{k<G} (1 − p)^k / k, the first terms of log p. The term k = G would need the baseline of all-wrong groups.
+        """
+        apart = rewards - rewards[:, :1]  # equal rewards give exactly 0
+        mean = rewards.mean(-1, keepdim=True)
+        return torch.where(mean > 0.0, (apart - apart.mean(-1, keepdim=True)) / mean, 0.0)
+
+    def largest(self, size: int) -> float:
+        """That of an only right response."""
+        return size - 1.0
+
+
+@register("lens")
+@dataclass(frozen=True, kw_only=True)
+class ConfidentMistakes(VerifiedAdvantage):
+    """LENS: a wrong response costs more the likelier it was, so that all-wrong groups teach too."""
+
+    paper = "LENS, arXiv 2510.08696"
+    sums_to_zero = True
+    needs = "log_probs"
+
+    alpha: float = option(0.25, "α, the weight of groups without a right response", low=0.0)
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """group_norm of r̃ = r − (1 − r) / G · π̄ / (D − π̄); in a group without a right response α (r̃ − mean r̃).
+
+        Section 5.1: π̄ = π(o)^(1/|o|), D = max(2 max_j π̄_j, D_imp) with D_imp = 1 / mean_j(r_j / π(o_j)), Eq. 14, where
+        a response is right. So r̃ of wrong responses is in [−1/G, 0].
+        """
+        total, tokens = require(further, self.needs).to(torch.float64).unbind(-1)
+        confidence = (total / tokens).exp()
+        by_sampling = torch.where(rewards > 0.0, rewards * (-total).exp(), 0.0).mean(-1, keepdim=True).reciprocal()
+        difficulty = 2.0 * confidence.amax(-1, keepdim=True)
+        right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
+        difficulty = torch.where(right, torch.maximum(difficulty, by_sampling), difficulty)
+        penalty = confidence / (difficulty - confidence) / rewards.shape[1]
+        calibrated = (rewards - (1.0 - rewards) * penalty).to(rewards.dtype)
+        return torch.where(right, normalised(calibrated), self.alpha * (calibrated - calibrated.mean(-1, keepdim=True)))
+
+
+@register("rep_exp")
+@dataclass(frozen=True, kw_only=True)
+class NovelRepresentation(VerifiedAdvantage):
+    """RepExp: a bonus for mean hidden states that are new within the group, then as group_norm."""
+
+    paper = "RepExp, arXiv 2510.11686"
+    sums_to_zero = True
+    needs = "hidden"
+
+    beta: float = option(0.01, "β, the weight of the bonus, which is in [0, 1]", low=0.0)
+    ridge: float = option(0.01, "λ, added to the diagonal of the covariance", above=0.0)
+    dim: int = option(32, "numbers that a hidden state is projected to at random, drawn in each step", low=1)
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """The normalised r + β h̄ᵀ Σ⁻¹ h̄, Σ = λ I + Σ_j h̄_j h̄_jᵀ; as the release has it.
+
+        h̄ is a response's projected mean hidden state less the group's mean. Groups without a right one have no bonus.
+        """
+        states = require(further, self.needs).to(torch.float64)
+        states = states - states.mean(1, keepdim=True)
+        kernel = states @ states.mT  # of the group's responses: Σ's own size is `dim`, theirs is G
+        ridged = kernel + self.ridge * torch.eye(rewards.shape[1], dtype=kernel.dtype, device=kernel.device)
+        bonus = torch.linalg.solve(ridged, kernel).diagonal(dim1=-2, dim2=-1)
+        right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
+        return normalised(torch.where(right, rewards + self.beta * bonus.to(rewards.dtype), rewards))
+
+
+@register("s_grpo")
+@dataclass(frozen=True, kw_only=True)
+class NoiseAware(VerifiedAdvantage):
+    """S-GRPO: group_norm, with less weight for groups that a verifier's errors distort most."""
+
+    paper = "S-GRPO, arXiv 2508.05928"
+    sums_to_zero = True
+
+    p: float = option(0.15, "p, the probability that a reward is the wrong one of 0 and 1", low=0.0, high=0.49)
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """w (r − mean) / (std + 1e-9), w = (1 − 2p) √(t (1 − t)) / √(r̄ (1 − r̄)), as in the release's ``group_weight``.
+
+        r̄ is the group's mean and t = (r̄ − p) / (1 − 2p), within [0, 1], the mean without errors. The weight is 0 where
+        errors explain the group: r̄ ≤ p or r̄ ≥ 1 − p.
+        """
+        mean = rewards.mean(-1, keepdim=True)
+        true = ((mean - self.p) / (1.0 - 2.0 * self.p)).clamp(0.0, 1.0)
+        observed = (mean * (1.0 - mean)).clamp_min(torch.finfo(mean.dtype).tiny)
+        return (1.0 - 2.0 * self.p) * (true * (1.0 - true) / observed).sqrt() * normalised(rewards)
+
+
+@register("psr")
+@dataclass(frozen=True, kw_only=True)
+class PositiveOnly(VerifiedAdvantage):
+    """PSR, positive samples only: A = r. For rewards 0 and 1 it is RAFT++ (arXiv 2504.11343, Eq. 6)."""
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """r."""
+        return rewards.clone()
+
+
+@register("nsr")
+@dataclass(frozen=True, kw_only=True)
+class NegativeOnly(VerifiedAdvantage):
+    """NSR, negative samples only: A = r - 1."""
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """r - 1."""
+        return rewards - 1.0
+
+
+@register("w_reinforce")
+@dataclass(frozen=True, kw_only=True)
+class WeightedReinforce(VerifiedAdvantage):
+    """W-REINFORCE: lam * r for a correct response, r - 1 for a wrong one."""
+
+    lam: float = option(0.1, "λ, the weight of the correct responses", low=0.0)
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """λ r where r = 1, else r - 1."""
+        return torch.where(rewards >= 1.0 - ROUNDING, self.lam * rewards, rewards - 1.0)
+
+
+@register("reinforce_rej")
+@dataclass(frozen=True, kw_only=True)
+class RejectUniform(VerifiedAdvantage):
+    """Reinforce-Rej: REINFORCE without the groups of equal rewards."""
+
+    paper = "Reinforce-Rej, arXiv 2504.11343"
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """2r − 1, the reward ±1 of the paper's Eq. 5; 0 in all-right and all-wrong groups (section 5.1)."""
+        mixed = rewards.amax(-1, keepdim=True) > rewards.amin(-1, keepdim=True)
+        return torch.where(mixed, 2.0 * rewards - 1.0, 0.0)
+
+
+@register("spo")
+@dataclass(frozen=True, kw_only=True)
+class SingleStream(VerifiedAdvantage):
+    """SPO: the reward less its prompt's value, of which a tracker keeps an estimate over the run."""
+
+    paper = "SPO, arXiv 2509.13232"
+    needs = "values"
+
+    rho: float = option(0.875, "ρ, the share of a prompt's earlier evidence that a step keeps", low=0.0, high=0.99)
+
+    def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
+        """r − v̂, Eq. 8, with the value before this step; :class:`Values` of step_advantages.py has the tracker."""
+        return rewards - require(further, self.needs)
+
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """Also the estimator without a group: OpenRLHF normalises its advantages over the step, Eq. 9."""
+        return super().flags(flags) | {"--algo.advantage.estimator": "reinforce"}
+
+    def notes(self, flags: Flags) -> list[str]:
+        """Where the user's own estimator leaves out the normalisation."""
+        if flags.value("--algo.advantage.estimator") != "group_norm":
+            return []
+        return [
+            "--advantage spo is normalized over the step unless --algo.advantage.estimator group_norm is given. Leave"
+            " it out."
+        ]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SPO's tracker and advantage against numbers derived by hand, over a resume."""
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ngrpo.config import complete_flags
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods.advantages import create
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Values, Visits
+from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
+from tests.fast.openrlhf_doubles import maker
+from tests.fast.run import run_of
+from tests.fast.test_resume import Trainer
+
+
+def test_the_tracker_by_hand() -> None:
+    """ρ = 3/4, so α + β starts at 4. p: 1 0 0 0 is 1 of 4, q: 1 is 4 of 4.
+
+    p then sees 1, 1: before it 1/4; after it α = 3/4 + 2, β = 9/4, so 2.75/5. q sees 0: 1 before, (3, 1) after, 3/4.
+    """
+    values = Values()
+    assert values.visit("pqppp", [1, 1, 0, 0, 0], 0.75) == [0.25, 1.0, 0.25, 0.25, 0.25]
+    assert values.visit("pqp", [1, 0, 1], 0.75) == [0.25, 1.0, 0.25]
+    assert values.visit("qp", [0.5, 0.5], 0.75) == pytest.approx([0.75, 0.55])
+    assert repr(values) == "Values of 2 prompts"
+
+
+def step(at: Any, rewards: list[float], order: list[int], prompts: str) -> list[float]:
+    """A step's advantages in the order of generation."""
+    given = torch.tensor(rewards, dtype=torch.float32)
+    made = [SimpleNamespace(index=order, rewards=given[order], prompts=[prompts[i] for i in order])]
+    run = StepAdvantages(at, made, create("spo", rho=0.75))
+    found = torch.empty_like(given)
+    found[order] = run.next(made[0].rewards)
+    return found.tolist()
+
+
+def test_a_step_takes_off_the_value_before_it_and_goes_on_after_a_resume() -> None:
+    def new() -> Any:
+        return maker(args=SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=2)))
+
+    first, second = our_trainer(Trainer)(), our_trainer(Trainer)()
+    first.experience_maker, second.experience_maker = new(), new()
+    first.experience_maker.visits = Visits()  # of a checkpoint with another advantage
+    assert step(first.experience_maker, [1, 0, 1, 1], [2, 0, 3, 1], "ppqq") == [0.5, -0.5, 0.0, 0.0]
+    first.save_logs_and_checkpoints(1, {}, {"global_step": 1})
+    assert "Values of 2 prompts" in repr(pickle.loads(Trainer.saved)["ngrpo"]["visits"])
+    second.init_checkpoint_states()
+    assert step(second.experience_maker, [1, 1, 0, 1], [1, 3, 2, 0], "ppqq") == [0.5, 0.5, -1.0, 0.0]
+
+
+def test_openrlhf_s_estimator_needs_no_group_and_normalises() -> None:
+    for words, told in (
+        (["--rollout.n_samples_per_prompt", "1"], ""),
+        (["--algo.advantage.estimator", "group_norm"], "out"),
+    ):
+        given = Flags(words)
+        run = run_of(preset="grpo", advantage={"name": "spo"})
+        flags = given.with_defaults(complete_flags.of_preset(given, run))
+        assert told in "".join(create("spo").notes(flags)) and bool(told) == bool(create("spo").notes(flags))
+        assert flags.value("--algo.advantage.estimator") == ("group_norm" if told else "reinforce")

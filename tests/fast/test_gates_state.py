@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates with a state for each trajectory: its course by hand, and over preemptions, repetitions and further slots."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
+from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.trajectories import TrajectoryStore
+from perturbations import Gate, GateStep, create, create_gate, option
+from perturbations.embeddings import matrix_embeddings
+from perturbations.gates.default import BoundGate
+from perturbations.testing import PerturbationError, check_gate
+from tests.fast.gate_steps import F, T, step_with
+from tests.fast.test_gates_own import NoModel
+
+V = 16
+FIRST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget(Gate):
+    """Open until so many positions were perturbed, but not after token 3."""
+
+    name = "budget"
+    most: int = option(4, "perturbed positions of a response", low=1)
+
+    def initial_state(self) -> Mapping[str, float]:
+        return {"spent": 0, "last": -1}
+
+    def open(self, step: GateStep) -> Tensor:
+        return (step.state["spent"] < self.most) & (step.state["last"] != 3)
+
+    def advance(self, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+        return {"spent": step.state["spent"] + fed, "last": step.sampled}
+
+
+def walked(gate: Gate, rows: Tensor) -> tuple[list[list[bool]], list[Mapping[str, Tensor]]]:
+    """Where a gate is open along logits (positions, B, V), and its state after each position."""
+    state = {name: torch.full((rows.shape[1],), float(value)) for name, value in gate.initial_state().items()}
+    opened, states = [], []
+    for count, logits in enumerate(rows):
+        step = step_with(logits, generated=[count] * len(logits))
+        step = dataclasses.replace(step, state=state)
+        is_open = gate.open(step)
+        state = {name: part.float() for name, part in gate.advance(step, is_open).items()}
+        opened.append(is_open.tolist())
+        states.append(state)
+    return opened, states
+
+
+def with_entropy(course: list[int]) -> Tensor:
+    """Logits of one trajectory whose entropy at each position is ln n, for n equally likely tokens."""
+    logits = torch.full((len(course), 1, 8), -torch.inf)
+    for position, n in enumerate(course):
+        logits[position, 0, :n] = 0.0
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("options", "course", "want"),
+    [
+        # H̄ = ln 4. Equal or greater keeps the block open; ln 3 closes it, H̄ = ln 3; ln 4 opens it again, H̄ = ln 4.
+        (dict(window=0), [4, 4, 5, 3, 3, 2, 4, 5, 4, 3, 4], [T, T, T, F, F, F, T, T, T, F, T]),
+        # A closed block has at least 3 positions: ln 8 opens it at the fourth only.
+        (dict(window=3), [4, 3, 8, 8, 8, 8, 7], [T, F, F, F, T, T, F]),
+        (dict(window=1), [4, 3, 8, 7], [T, F, T, F]),
+        # The second open block is the last one.
+        (dict(window=0, max_switches=2), [4, 3, 4, 3, 4, 5], [T, F, T, F, F, F]),
+        (dict(window=0, max_switches=1), [4, 5, 3, 8], [T, T, F, F]),
+        (dict(), [4, 3, *[8] * 512], [T, *[F] * 512, T]),
+    ],
+    ids=str,
+)
+def test_swi_by_hand(options: dict[str, Any], course: list[int], want: list[bool]) -> None:
+    opened, states = walked(create_gate("swi", **options), with_entropy(course))
+    assert [row[0] for row in opened] == want
+    ends = sum(one and not other for one, other in itertools.pairwise(want))
+    assert states[-1]["switches"].tolist() == [ends]
+
+
+def test_confidence_by_hand() -> None:
+    """p(likeliest): 1/2, 1/4, 0.95, 1; a shift of the logits changes none."""
+    p = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.25] * 4, [0.02, 0.95, 0.02, 0.01], [1.0, 0.0, 0.0, 0.0]])
+    step = step_with(p.log() + torch.tensor([[3.0], [-50.0], [0.0], [7.0]]))
+    assert create_gate("confidence").open(step).tolist() == [F, F, T, T]
+    for tau, want in [(0.0, [T, T, T, T]), (0.4, [T, F, T, T]), (0.96, [F, F, F, T])]:
+        assert create_gate("confidence", tau=tau).open(step).tolist() == want
+
+
+# --- in a rollout ------------------------------------------------------------------------------------------
+
+
+class Rollout:
+    """A perturber whose logits are a function of request and position."""
+
+    def __init__(self, gate: Gate, slots: int = 2, **options: Any) -> None:
+        perturbation = create("soft", **{"rate": 1.0, "until": None, **options}, gate=gate)
+        self.store, embeddings = TrajectoryStore(slots, 256), matrix_embeddings(torch.eye(V))
+        self.gate = BoundGate(perturbation, lambda: [b""] * V, V, self.store.slots, "cpu")
+        device = torch.device("cpu")
+        self.perturber = RolloutPerturber(perturbation, self.store, self.gate, embeddings, NoModel(), device)
+
+    def open(self, *names: str, perturbed: bool = True) -> None:
+        for name in names:
+            self.store.open(name, 100 + ord(name[0]), FIRST, perturbed)
+            self.perturber.opened(name)
+
+    def step(self, discard: bool = False, **computed: tuple[int, int]) -> list[int]:
+        """Draws the token after each request's first position and number of positions; ``discard``: it is not kept."""
+        names, spans = list(computed), np.array([*computed.values()])
+        self.perturber.begin(names, spans[:, 0], spans[:, 1], np.full(len(names), discard))
+        seeds = (1000 * ord(name[0]) + int(at) for name, at in zip(names, spans.sum(axis=1)))
+        logits = torch.stack([torch.randn(V, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
+        return self.perturber.finish(logits, torch.ones(len(names)), logits, None).tolist()
+
+    def decode(self, positions: range, *names: str) -> None:
+        """Draws the tokens of these positions; a prompt is computed with the first."""
+        for at in positions:
+            self.step(**{name: (0, at) if at == FIRST else (at - 1, 1) for name in names})
+
+    def state(self, name: str, at: int) -> list[float]:
+        """The state before a position."""
+        return self.gate._own_states[self.store.live[name].slot, (at - 1) % 8].tolist()
+
+    def perturbed(self, name: str) -> list[int]:
+        self.perturber.notes.drain(until=self.perturber.notes.taken)
+        return self.store.record(name)[0].positions.tolist()
+
+
+def undisturbed(gate: Gate, upto: int, **options: Any) -> Rollout:
+    rollout = Rollout(gate, **options)
+    rollout.open("a", "b")
+    rollout.decode(range(FIRST, upto), "a", "b")
+    return rollout
+
+
+GATES = [Budget(most=6), create_gate("swi", window=1), create_gate("swi", window=0, max_switches=3)]
+END = 45
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_a_preempted_trajectory_reaches_the_state_of_an_undisturbed_one(gate: Gate) -> None:
+    """Kept tokens are computed in chunks without draws of theirs; the last ones may have to be drawn again."""
+    plain = undisturbed(gate, END)
+    assert 2 < len(plain.perturbed("a")) < END - FIRST
+    for stop, back in ((7, 0), (7, 2), (20, 1), (33, 0), (33, 6)):
+        rollout = undisturbed(gate, stop)
+        rollout.decode(range(stop, stop + 9), "b")  # a was preempted
+        rollout.step(discard=True, a=(0, 3), b=(stop + 8, 1))
+        rollout.decode(range(stop + 9, END), "b")
+        rollout.step(a=(3, stop - back - 3))
+        rollout.decode(range(stop - back + 1, END), "a")
+        for name in "ab":
+            assert rollout.state(name, END) == plain.state(name, END), (stop, back)
+            assert rollout.perturbed(name) == plain.perturbed(name), (stop, back)
+
+
+def test_a_draw_that_is_thrown_away_changes_no_state() -> None:
+    plain, rollout = undisturbed(GATES[1], 20), undisturbed(GATES[1], 12)
+    before = rollout.gate._own_states.clone()
+    rollout.step(discard=True, a=(0, 8), b=(0, 9))
+    assert rollout.gate._own_states.equal(before)
+    rollout.step(a=(8, 4), b=(9, 3))
+    rollout.decode(range(13, 20), "a", "b")
+    assert rollout.state("a", 20) == plain.state("a", 20)
+
+
+def test_further_slots_and_a_slot_that_is_used_again() -> None:
+    gate = Budget(most=3)
+    rollout = undisturbed(gate, 15)
+    before = rollout.state("a", 15)
+    names = [f"c{i}" for i in range(20)]  # beyond the store's slots
+    rollout.open(*names)
+    assert rollout.state("a", 15) == before and before[0] == 3
+    assert rollout.state("c9", FIRST) == [0, -1]
+    rollout.store.close("a")
+    rollout.open("d")
+    assert rollout.state("d", FIRST) == [0, -1]
+    rollout.decode(range(FIRST, 15), "d")
+    assert rollout.state("d", 15)[0] == 3
+
+
+def test_what_was_fed_is_told_and_every_position_counts() -> None:
+    """A budget is spent by what is fed alone, at a rate of 0.3 and with a protected token."""
+    rollout = Rollout(Budget(most=1000), rate=0.3, protect="2")
+    rollout.open("a")
+    rollout.open("b", perturbed=False)
+    rollout.decode(range(FIRST, 60), "a", "b")
+    spent, last = rollout.state("a", 60)
+    assert spent == len(rollout.perturbed("a")) and 5 < spent < 30
+    assert rollout.state("b", 60)[0] == 0 and rollout.state("b", 60)[1] >= 0
+    assert last >= 0
+
+
+@pytest.mark.parametrize("gate", GATES, ids=str)
+def test_requests_together_on_a_gpu_are_each_alone_on_a_cpu(gate: Gate) -> None:
+    simulate(create("soft", until=None, gate=gate), Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4), count=6)
+
+
+def test_a_state_that_starts_again_after_a_preemption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = RolloutPerturber.begin
+
+    def forgetful(self: RolloutPerturber, names: list[str], starts: np.ndarray, *args: Any) -> None:
+        for name in np.array(names)[starts == 0]:
+            self._gate.reset(self._store.live[name].slot)
+        begin(self, names, starts, *args)
+
+    monkeypatch.setattr(RolloutPerturber, "begin", forgetful)
+    with pytest.raises(Disagreement):
+        simulate(create("soft", until=None, gate=GATES[0]), Plan(seed=3, preempted=0.2, batch=4), count=6)
+
+
+def test_gates_without_state_have_none() -> None:
+    gate = BoundGate(create("soft", gate="confidence"), lambda: [b""] * V, V, 3, "cpu")
+    assert not gate.has_state and gate.state[-1].numel() == 0
+
+
+# --- the conformance suite -----------------------------------------------------------------------------------
+
+
+def counted(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+    return {"spent": step.state["spent"].add_(1)}
+
+
+BROKEN: list[tuple[dict[str, Callable[..., Any]], list[str]]] = [
+    (dict(initial_state=lambda self: [0.0]), ["initial_state() returns [0.0]", "numbers by name"]),
+    (dict(initial_state=lambda self: {"spent": "0"}), ["initial_state() returns", "numbers by name"]),
+    (dict(initial_state=lambda self: {}), ["advance() and no state"]),
+    (dict(advance=Gate.advance), ["never changes", "no advance()"]),
+    (dict(advance=lambda self, s, fed: {"spend": fed}), ["advance() returns ['spend']", "the names of initial_state"]),
+    (dict(advance=lambda self, s, fed: s.state["spent"]), ["advance() returns Tensor", "the names of initial_state"]),
+    (dict(advance=lambda self, s, fed: {"spent": s.logits}), ["'spent' of what advance() returns has shape (7, 64)"]),
+    (dict(advance=lambda self, s, fed: {"spent": 3}), ["'spent' of what advance() returns is a int"]),
+    (dict(advance=counted), ["advance() changes step.state['spent'] in place", "copy"]),
+    (
+        dict(advance=lambda self, s, fed: {"spent": s.state["spent"] + fed.float().mean()}),
+        ["advance() gives another result", "spent is", "that row alone"],
+    ),
+    (
+        dict(advance=lambda self, s, fed: {"spent": s.state["spent"] + (1 if fed.any().item() else 0)}),
+        ["that row alone"],
+    ),
+    (dict(advance=lambda self, s, fed: {"spent": s.state["spent"] + 0 * len(fed[fed])}), ["waits for the device"]),
+    (dict(advance=lambda self, s, fed: {"spent": s.nothing}), ["advance() raises AttributeError"]),
+    (dict(open=lambda self, s: s.state["spend"] < 3), ["open() raises KeyError"]),
+]
+
+
+@pytest.mark.parametrize(("parts", "words"), BROKEN, ids=[words[0] for _, words in BROKEN])
+def test_broken_states_are_caught(parts: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def good(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+        return {"spent": step.state["spent"] + fed}
+
+    methods: dict[str, Any] = {
+        "initial_state": lambda self: {"spent": 0},
+        "open": lambda self, step: step.state["spent"] < 3,
+        "advance": good,
+    }
+    named = {"__module__": __name__, "__qualname__": "Broken", "name": "broken"}
+    made = dataclass(frozen=True, kw_only=True)(type("Broken", (Gate,), {**methods, **parts, **named}))
+    monkeypatch.setitem(globals(), "Broken", made)
+    with pytest.raises(PerturbationError) as error:
+        check_gate(made)
+    for word in ["broken", *words]:
+        assert word in str(error.value), error.value
+
+
+def test_a_third_partys_gate_with_state_conforms() -> None:
+    check_gate(Budget)
+    check_gate(Budget, most=1)
