@@ -45,8 +45,10 @@ class Advantage(Options, ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.counted:
+        if vars(cls).get("counted"):
             cls.needs = "counts"
+        if cls.needs not in ("", *FURTHER):
+            raise UsageError(f"advantage {cls.__name__}: needs={cls.needs!r}; must be one of {', '.join(FURTHER)}.")
 
     @abstractmethod
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:

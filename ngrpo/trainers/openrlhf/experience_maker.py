@@ -32,7 +32,7 @@ CUT = (
     " --rollout.max_new_tokens), and OpenRLHF left out their first tokens. Raise --data.max_len, or leave them out."
 )
 CUT_TURNS = (
-    "ngrpo warning: step {step}: {cut} conversations ended because the agent's next message filled --data.max_len"
+    "ngrpo warning: step {step}: {cut} conversations ended with an agent's message that reached --data.max_len"
     " {longest}. Raise --data.max_len, or let the agent write less."
 )
 
