@@ -166,7 +166,7 @@ TRAINING = (
     *rows(
         given.REFINED,
         (given.NO_ROOM_FOR_A_DRAFT, "a prompt, a draft and a response share --data.max_len", _ROOM),
-        (given.COUNTED, "each step has prompts of its own, so no outcome would be counted twice"),
+        (given.FOLLOWED, "each step has prompts of its own, so none would be seen twice"),
     ),
     *rows(
         given.FULL_GROUPS,

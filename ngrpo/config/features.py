@@ -342,7 +342,7 @@ REFINED = part("second_round", "that shows a draft", lambda made: made.refines)
 FULL_GROUPS = part("second_round", "with group=all", lambda made: made.group == "all")
 
 ADVANTAGE = part("advantage")
-COUNTED = part("advantage", "that counts outcomes", lambda made: made.needs == "counts")
+FOLLOWED = part("advantage", "that follows a prompt over the run", lambda made: made.needs in ("counts", "values"))
 NO_ADVANTAGE = when("no --advantage", lambda asked: asked.part("advantage") is None)
 OTHER_ESTIMATOR = Feature(
     f"{ESTIMATOR} other than group_norm",

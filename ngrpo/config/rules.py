@@ -105,7 +105,7 @@ RULES = (
     Rule("data", "evaluation", flag_values.check_evaluated),
     Rule(
         "model",
-        lambda flags, _: architecture.told_of(model_check.name_of(flags)),
+        lambda flags, _: architecture.in_words(model_check.name_of(flags)),
         lambda flags, run: architecture.check_perturbed(model_check.name_of(flags), run.spec),
     ),
     Rule("model", "the model's files and context", model_check.check_folder),

@@ -244,7 +244,7 @@ class RolloutPerturber:
         if len(gated):
             tokens, vectors, edits = self._kernels.edit(Gated(*of_gated), rows, draw, logits)
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
-        if self._gate.has_state:
+        if self._gate.has_state and self._store.perturbed[batch.slots].any():
             fed = torch.zeros_like(sampled, dtype=torch.bool)
             if len(gated):
                 fed.index_copy_(0, of_gated[0], edits["fed"])

@@ -27,6 +27,11 @@ def test_ours_keep_the_contract(name: str, options: dict) -> None:
     assert len(found) == (7 if name == "pass_at_k" else 8) and [error for _, error in found if error is not None] == []
 
 
+def test_what_an_advantage_needs_is_one_of_a_few() -> None:
+    with pytest.raises(UsageError, match=r"Misspelt: needs='count'; must be one of counts, log_probs, hidden, values"):
+        type("Misspelt", (Advantage,), {"needs": "count"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Centered(Advantage):
     """Rewards less their mean within the group."""

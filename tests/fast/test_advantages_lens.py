@@ -25,6 +25,13 @@ def test_all_wrong_by_hand() -> None:
     assert lens([0, 0], [(HALF, 2), (QUARTER, 3)], alpha=1.0).tolist() == pytest.approx([-1 / 6, 1 / 6])
 
 
+@pytest.mark.parametrize("name", ["lens", "reinforce_rej"])
+def test_rewards_within_rounding_of_right_are_a_uniform_group(name: str) -> None:
+    """A sum of float32 may be 0.9999996: its difference from 1 is no difference between responses."""
+    further = torch.tensor([[[HALF, 1], [QUARTER, 1], [HALF, 2]]], dtype=torch.float64)
+    assert not advantages.compute(name, torch.tensor([[0.9999996, 1.0, 0.9999998]]), further=further).any()
+
+
 @pytest.mark.parametrize(
     ("tokens", "calibrated"),
     [

@@ -19,14 +19,15 @@ from tests.fast.test_resume import Trainer
 
 
 def test_the_tracker_by_hand() -> None:
-    """ρ = 3/4, so α + β starts at 4. p: 1 0 0 0 is 1 of 4, q: 1 is 4 of 4.
+    """ρ = 3/4, so α + β starts at 4. p: 1 0 0 0 is 1 of 4. q has one response: the step's mean, 0.4, is 1.6 of 4.
 
-    p then sees 1, 1: before it 1/4; after it α = 3/4 + 2, β = 9/4, so 2.75/5. q sees 0: 1 before, (3, 1) after, 3/4.
+    p then sees 1, 1: before it 1/4; after it α = 3/4 + 2, β = 9/4, so 2.75/5. q had 1: (2.2, 1.8), 0.55. It sees 0:
+    (1.65, 2.35) after, 1.65/4.
     """
     values = Values()
-    assert values.visit("pqppp", [1, 1, 0, 0, 0], 0.75) == [0.25, 1.0, 0.25, 0.25, 0.25]
-    assert values.visit("pqp", [1, 0, 1], 0.75) == [0.25, 1.0, 0.25]
-    assert values.visit("qp", [0.5, 0.5], 0.75) == pytest.approx([0.75, 0.55])
+    assert values.visit("pqppp", [1, 1, 0, 0, 0], 0.75) == pytest.approx([0.25, 0.4, 0.25, 0.25, 0.25])
+    assert values.visit("pqp", [1, 0, 1], 0.75) == pytest.approx([0.25, 0.55, 0.25])
+    assert values.visit("qp", [0.5, 0.5], 0.75) == pytest.approx([0.4125, 0.55])
     assert repr(values) == "Values of 2 prompts"
 
 

@@ -28,7 +28,7 @@ FIRST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Gate):
-    """Open until so many positions were perturbed, but not after token 3."""
+    """Open until `most` positions were perturbed, but not after token 3."""
 
     name = "budget"
     most: int = option(4, "perturbed positions of a response", low=1)

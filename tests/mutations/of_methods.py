@@ -35,7 +35,11 @@ MUTATIONS = {
         ("return rewards - 1.0", "return rewards.clone()", "nsr: correct answers count"),
         ("self.lam * rewards, rewards - 1.0", "rewards, rewards - 1.0", "w_reinforce: λ is ignored"),
         ("self.lam * rewards, rewards - 1.0", "self.lam * rewards, rewards", "w_reinforce: wrong answers do not count"),
-        ("rewards >= 1.0 - ROUNDING", "rewards > 0.0", "w_reinforce: a partly correct answer counts as correct"),
+        (
+            "rewards >= 1.0 - ROUNDING, self",
+            "rewards > 0.0, self",
+            "w_reinforce: a partly correct answer counts as correct",
+        ),
         (
             "torch.where(mixed, 2.0 * rewards",
             "torch.where(mixed, rewards",

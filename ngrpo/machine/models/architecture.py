@@ -235,7 +235,7 @@ def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> str | None:
     return None
 
 
-def told_of(model: str) -> str:
+def in_words(model: str) -> str:
     """A model and its support, for the line of a check."""
     support = support_of(model)
     return f"model {model}{f': {support}' if support else ''}"

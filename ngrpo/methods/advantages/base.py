@@ -35,9 +35,8 @@ class Advantage(Options, ABC):
     kind: ClassVar[str] = "advantage"
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
-    # What else it needs, a name of FURTHER, where `counted = True` is "counts"; whether each group's
-    # advantages sum to 0, whatever its rewards; and whether responses beyond the length limit are no part of their
-    # groups, and get 0.
+    # What else it needs, a name of FURTHER, where `counted = True` is "counts"; whether each group's advantages sum
+    # to 0, whatever its rewards; and whether responses beyond the length limit are no part of their groups, and get 0.
     needs: ClassVar[str] = ""
     counted: ClassVar[bool] = False
     sums_to_zero: ClassVar[bool] = False
@@ -45,8 +44,10 @@ class Advantage(Options, ABC):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if cls.counted:
+        if vars(cls).get("counted"):
             cls.needs = "counts"
+        if cls.needs not in ("", *FURTHER):
+            raise UsageError(f"advantage {cls.__name__}: needs={cls.needs!r}; must be one of {', '.join(FURTHER)}.")
 
     @abstractmethod
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:

@@ -53,6 +53,7 @@ class ConfidentMistakes(VerifiedAdvantage):
         Section 5.1: π̄ = π(o)^(1/|o|), D = max(2 max_j π̄_j, D_imp) with D_imp = 1 / mean_j(r_j / π(o_j)), Eq. 14, where
         a response is right. So r̃ of wrong responses is in [−1/G, 0].
         """
+        rewards = torch.where(rewards >= 1.0 - ROUNDING, 1.0, rewards)
         total, tokens = require(further, self.needs).to(torch.float64).unbind(-1)
         confidence = (total / tokens).exp()
         by_sampling = torch.where(rewards > 0.0, rewards * (-total).exp(), 0.0).mean(-1, keepdim=True).reciprocal()
@@ -154,7 +155,7 @@ class RejectUniform(VerifiedAdvantage):
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """2r − 1, the reward ±1 of the paper's Eq. 5; 0 in all-right and all-wrong groups (section 5.1)."""
-        mixed = rewards.amax(-1, keepdim=True) > rewards.amin(-1, keepdim=True)
+        mixed = rewards.amax(-1, keepdim=True) > rewards.amin(-1, keepdim=True) + ROUNDING
         return torch.where(mixed, 2.0 * rewards - 1.0, 0.0)
 
 

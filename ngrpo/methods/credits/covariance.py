@@ -12,7 +12,7 @@ from perturbations import option
 from perturbations.errors import UsageError
 from perturbations.streams import Stream, keys
 
-_PAPER = "The Entropy Mechanism of RL for Reasoning, arXiv 2505.22617"
+_PAPER = "The Entropy Mechanism, arXiv 2505.22617"
 
 
 @register("clip_cov")

@@ -27,14 +27,12 @@ from perturbations.replay.trajectory import FinishedTrajectory
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
 
-CUT = (
-    "ngrpo warning: step {step}: {cut} prompts have more than {longest} tokens (--data.max_len less"
-    " --rollout.max_new_tokens), and OpenRLHF left out their first tokens. Raise --data.max_len, or leave them out."
-)
-CUT_TURNS = (
-    "ngrpo warning: step {step}: {cut} conversations ended because the agent's next message filled --data.max_len"
-    " {longest}. Raise --data.max_len, or let the agent write less."
-)
+_CUT = {
+    "cut_prompts": "{cut} prompts have more than {longest} tokens (--data.max_len less --rollout.max_new_tokens), and"
+    " OpenRLHF left out their first tokens. Raise --data.max_len, or leave them out.",
+    "cut_turns": "{cut} conversations ended with an agent's message that reached --data.max_len {longest}. Raise"
+    " --data.max_len, or let the agent write less.",
+}
 
 
 def experience_maker(plain: Any) -> type:
@@ -61,15 +59,17 @@ def experience_maker(plain: Any) -> type:
         def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
             run = current_run()
             refuse_untrained(rollout_samples)
-            longest = self.args.data.max_len - (self.args.rollout.max_new_tokens or 1)
-            if cut := cut_prompts(self.tokenizer, rollout_samples, longest):
-                print(CUT.format(step=self.training_step + 1, cut=cut, longest=longest), flush=True)
-                self.note({"cut_prompts": float(cut)})
-            if cut := cut_turns(rollout_samples, self.args.data.max_len):
-                print(
-                    CUT_TURNS.format(step=self.training_step + 1, cut=cut, longest=self.args.data.max_len), flush=True
-                )
-                self.note({"cut_turns": float(cut)})
+            whole = self.args.data.max_len
+            room = whole - (self.args.rollout.max_new_tokens or 1)
+            counted = {
+                "cut_prompts": (cut_prompts(self.tokenizer, rollout_samples, room), room),
+                "cut_turns": (cut_turns(rollout_samples, whole), whole),
+            }
+            for name, (cut, longest) in counted.items():
+                if cut:
+                    message = _CUT[name].format(cut=cut, longest=longest)
+                    print(f"ngrpo warning: step {self.training_step + 1}: {message}", flush=True)
+                    self.note({name: float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.has_side_records:
                 refuse_non_finite(self.tokenizer, experiences)

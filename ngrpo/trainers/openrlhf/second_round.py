@@ -113,30 +113,30 @@ async def in_two_rounds(
     # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
     time = arguments.get("round", f"{actor.second_rounds_asked[prompt]} here")
     random = Random(f"{method.seed} {time} {prompt}")
-    tokenizer = copy(hf_tokenizer)
-    drafts: dict[str, Any] = {}
+    tokenizer = hf_tokenizer
     if given := conversation.template_arguments(current_run().chat_template_kwargs):
+        tokenizer = copy(hf_tokenizer)
         tokenizer.apply_chat_template = partial(hf_tokenizer.apply_chat_template, **given)
+    params, drafts = deepcopy(sampling_params), {}
     if method.refines:
         generated = [each["observation_tokens"][slice(*each["action_ranges"][0])] for each in first]
         texts = [hf_tokenizer.decode(each, skip_special_tokens=True) for each in generated]
         drafts = {"drafts": list(zip(texts, rewards))}
+        room = max_length - length - require(sampling_params.max_tokens, "a response's length")
+        count = kwargs["num_samples"]
+    else:
+        room, count = method.room, method.answers
+        params.logprobs = params.logprobs or 1  # the denominator of their ratio
     prompts = [method.prompt(prompt, tokenizer, random, **drafts) for _ in range(method.prompts)]
     longer = [tokens(text) - length for text in prompts]
-    room = method.room
-    if method.refines:
-        room = max_length - length - require(sampling_params.max_tokens, "a response's length")
     for text, extra in zip(prompts, longer):
-        if extra > room and method.refines:
-            return first
         if extra > room:
+            if method.refines:
+                return first
             raise RuntimeError(
                 f"--second_round {method.name}: a prompt is {extra} tokens longer than the given one; its room is"
                 f" {room}: {text[:200]!r}"
             )
-    params, count = deepcopy(sampling_params), kwargs["num_samples"] if method.refines else method.answers
-    if not method.refines:  # the denominator of their ratio
-        params.logprobs = params.logprobs or 1
     if "answers" in arguments:  # a ladder of temperatures is over the responses to each prompt of this round
         params.extra_args = {**(params.extra_args or {}), KEY: {**arguments, "answers": count}}
     lengths = [max_length if method.refines else max_length + extra for extra in longer]

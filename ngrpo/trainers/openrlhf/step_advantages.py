@@ -72,21 +72,24 @@ class Values:
         """The value of each response's prompt before this step, v̂ = α / (α + β); then the step's rewards enter.
 
         α ← ρ α + Σ r and β ← ρ β + Σ (1 − r), Eq. 5, once a step for all responses to a prompt. A prompt's first
-        responses start it (Algorithm 2): v̂ is their mean, α + β = 1 / (1 − ρ).
+        responses start it (Algorithm 2): v̂ is their mean, α + β = 1 / (1 − ρ). A prompt's only response is compared
+        with the step's mean instead: its own would leave nothing to learn.
         """
+        mean = sum(rewards) / len(rewards)
         keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
         by_prompt: dict[bytes, list[float]] = {}
         for key, reward in zip(keys, rewards, strict=True):
             by_prompt.setdefault(key, []).append(reward)
         values = {}
         for key, own in by_prompt.items():
-            if key in self._evidence:
-                right, wrong = self._evidence[key]
-                values[key] = right / (right + wrong)
-                self._evidence[key] = (rho * right + sum(own), rho * wrong + len(own) - sum(own))
-            else:
-                values[key] = sum(own) / len(own)
+            if key not in self._evidence:
+                values[key] = sum(own) / len(own) if len(own) > 1 else mean
                 self._evidence[key] = (values[key] / (1.0 - rho), (1.0 - values[key]) / (1.0 - rho))
+                if len(own) > 1:
+                    continue
+            right, wrong = self._evidence[key]
+            values[key] = right / (right + wrong)
+            self._evidence[key] = (rho * right + sum(own), rho * wrong + len(own) - sum(own))
         return [values[key] for key in keys]
 
 
@@ -305,7 +308,7 @@ def share_among_tokens(maker: Any, experiences: list[Experience]) -> dict[str, f
     if marks is not None:
         check_shapes(credit, "marks", len(before), marks)
         for experience, mask, part in zip(experiences, masks, marks.split(sizes)):
-            experience.kl = torch.zeros_like(mask).masked_scatter(mask, part)
+            experience.kl = torch.zeros_like(mask).masked_scatter(mask, part.bool())
     had = before != 0.0
     measures = {"entropy": tokens.entropies.mean().item()}
     if had.any():

@@ -321,7 +321,7 @@ def _value(item: str) -> Value:
         if any(not isinstance(part, sympy.Expr) or part.is_zero for part in parts):
             return None
         return sympy.Tuple(*(part / parts[0] for part in parts)) if ratio[3] else parts[0] / parts[1]
-    if re.fullmatch(r"[+-]?\d+", item):
+    if re.fullmatch(r"[+-]?\d{1,1000}", item):  # Python refuses to read more than 4,300
         return sympy.Integer(item)
     parsed = parse(f"\\boxed{{{item}}}", _EXPRESSIONS, parsing_timeout=0)
     if not parsed:
