@@ -14,11 +14,11 @@ from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.requests import external_id
 from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import replaying
-from perturbations.replay.routing import RoutingScope, routers
+from perturbations.replay.routing import RoutingScope
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module
 from tests.stack.harness import CROWDED, DISTURBED, build_engine, load_in_float32, note_preemptions, sync
-from tests.stack.tiny_models import tiny_model
+from tests.stack.tiny_models import tie_experts, tiny_model
 
 Answer = tuple[list[int], list[int], FinishedTrajectory]
 NEIGHBOR: dict[str, Any] = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
@@ -26,15 +26,8 @@ NEIGHBOR: dict[str, Any] = {"name": "neighbor", "rate": 0.5, "mix_temperature": 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny mixture in which experts 1, 2 and 3 have the same scores up to rounding, so that any is the second."""
-    from transformers import AutoModelForCausalLM
-
     folder = tiny_model("mixture", tmp_path_factory.mktemp("tied"))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        for router in routers(model):
-            router.weight[2:] = router.weight[1] * torch.tensor([[1 + 1e-7], [1 - 1e-7]])
-    model.save_pretrained(folder)
+    tie_experts(folder)
     return folder
 
 
