@@ -70,8 +70,8 @@ def reload_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
     runner.reload_weights(weights_iterator=iter(weights))
     for module in runner.get_model().modules() if runner.device.type == "cpu" else ():
-        method = getattr(module, "quant_method", None)
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            method.process_weights_after_loading(module)
-        elif getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel.fused_experts.process_weights_after_loading(module)
+            module.quant_method.process_weights_after_loading(module)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
