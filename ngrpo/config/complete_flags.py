@@ -11,7 +11,7 @@ from ngrpo.config import batch_check, compatibility, flag_values
 from ngrpo.config.features import MODEL, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
-from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
+from ngrpo.machine.hardware import gpu_plan, stand_ins
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
@@ -89,14 +89,13 @@ def of_task(flags: Flags, run: RunConfig) -> dict[str, Default]:
 
 def of_profile(flags: Flags, run: RunConfig) -> dict[str, Default]:
     """What the hardware needs, and PyTorch's attention where there is no flash-attn."""
-    profile = profile_of_run(run.hardware)
-    without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run)
-    return {**profile.default_flags, **(stand_ins.DEFAULT_FLAGS if without else {})}
+    without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(run.profile, run)
+    return {**run.profile.default_flags, **(stand_ins.DEFAULT_FLAGS if without else {})}
 
 
 def of_machine(flags: Flags, run: RunConfig) -> dict[str, Default]:
     """A placement on GPUs; ``UsageError`` for one that is given by half."""
-    if profile_of_run(run.hardware).name == "cpu":
+    if run.profile.name == "cpu":
         return {}
     whole = run.policy_noise is not None or flags.has("--train.enable_ema")
     return gpu_plan.default_flags(flags, machine_of(run), whole=whole)

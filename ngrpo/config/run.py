@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import KINDS, of_a_run
+from ngrpo.machine.hardware import Profile, profile_for
 from ngrpo.machine.storage.result_folder import write_text, writing
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import Machine
 from perturbations.errors import UsageError
@@ -175,6 +177,13 @@ class RunConfig:
         if kind in self.specs and kind not in self._made:
             self._made[kind] = KINDS[kind].create(**self.specs[kind])
         return self._made.get(kind)
+
+    @property
+    def profile(self) -> Profile:
+        """The hardware profile: ``auto`` is also CUDA on a joined cluster with named GPUs."""
+        profile = profile_for(self.hardware)
+        joined = placement.cluster() if self.hardware == "auto" and profile.name == "cpu" else None
+        return profile_for("cuda") if joined is not None and joined[1] else profile
 
     @property
     def perturbation(self) -> Perturbation | None:

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.machine.hardware import Profile, processes, profile_for, stand_ins
+from ngrpo.machine.hardware import Profile, processes, stand_ins
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -81,7 +81,7 @@ def launch(run: RunConfig) -> None:
         UsageError: for a path that another node of the cluster lacks.
         SystemExit: from OpenRLHF's parser, which refused a flag or printed its help.
     """
-    profile, flags = profile_for(run.hardware), Flags(run.openrlhf)
+    profile, flags = run.profile, Flags(run.openrlhf)
     conditions = conditions_for(profile, run)
     for name, value in profile.env.items():
         os.environ.setdefault(name, value)
