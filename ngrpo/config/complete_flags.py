@@ -16,7 +16,6 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
-from ngrpo.machine.upstream.placement import Machine
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from perturbations.errors import UsageError
@@ -95,15 +94,17 @@ def of_profile(flags: Flags, run: RunConfig) -> dict[str, Default]:
 
 def of_machine(flags: Flags, run: RunConfig) -> dict[str, Default]:
     """A placement on GPUs; ``UsageError`` for one that is given by half."""
-    if run.profile.name == "cpu":
-        return {}
     whole = run.policy_noise is not None or flags.has("--train.enable_ema")
-    return gpu_plan.default_flags(flags, machine_of(run), whole=whole)
+    machine = machine_of(run)
+    return {} if machine is None else gpu_plan.default_flags(flags, machine, whole=whole)
 
 
-def machine_of(run: RunConfig) -> Machine:
-    """The GPUs that a run with CUDA is planned for; none where nothing is there."""
-    return run.machine or placement.here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+def machine_of(run: RunConfig) -> placement.Machine | None:
+    """The GPUs that a run is planned for; None with a CPU, where a GPU is a share of the machine."""
+    if run.profile.name == "cpu":
+        return None
+    nothing = placement.Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+    return run.machine or placement.here() or nothing
 
 
 @lru_cache

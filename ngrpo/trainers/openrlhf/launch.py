@@ -91,6 +91,7 @@ def launch(run: RunConfig) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         _start_ray(profile, flags, conditions, run)
         signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
+    begin(run)
     patches.install(conditions)
     _run(flags.argv)
 
@@ -122,7 +123,6 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
     import ray
     from ray.exceptions import RayError
 
-    begin(run)
     everywhere = {"env_vars": worker_env(profile), "worker_process_setup_hook": setup_hook(conditions, run)}
     address = os.environ.get("RAY_ADDRESS") or placement.started_here()
     if address in (None, "local"):
