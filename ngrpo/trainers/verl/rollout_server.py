@@ -20,7 +20,7 @@ from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.sample_records import PickUps
-from ngrpo.trainers.common.weights_file import repack_tied_heads
+from ngrpo.trainers.common.weights_file import reload_weights
 from perturbations import registry, seeds
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -132,8 +132,7 @@ class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
             if attached is not None:
                 attached.weights_changed()
             return
-        # vLLM 0.29 repacks linear weights after loading on a CPU. Only `reload_weights`, which refreshes the
-        # perturbation itself, does so again.
+        # This refreshes the perturbation itself.
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         received: list[tuple[str, Tensor]] = []
@@ -142,5 +141,4 @@ class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
             received.extend((name, tensor.clone()) for name, tensor in weights)  # the bucket is used again
 
         BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm=True).receive_weights(keep)
-        self.model_runner.reload_weights(weights_iterator=iter(received))
-        repack_tied_heads(self.model_runner.get_model())
+        reload_weights(self.model_runner, received)
