@@ -54,7 +54,7 @@ def check_parsed(flags: Flags) -> None:
 
 
 def about_gpus(flags: Flags, run: RunConfig) -> str:
-    """The GPUs that a run needs, and those that are there."""
+    """The number of GPUs that a run needs, and the GPUs that are there."""
     needed, machine = sum(group.gpus for group in placement.groups(flags.args)), machine_of(run)
     return f"GPUs: {needed} needed; {machine}" if machine else "no GPU is needed"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is shown on a terminal: tables, tokens as text, and the progress of a run whose output goes to `--log-file`."""
+"""Text for a terminal: tables, tokens, and the progress of a run with `--log-file`."""
 
 from __future__ import annotations
 
