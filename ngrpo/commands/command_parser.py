@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench import evaluate
 from perturbations.errors import UsageError, nearest
-
-if TYPE_CHECKING:
-    from ngrpo.workbench.evaluate import Problem
 
 
 class CommandParser(argparse.ArgumentParser):
     """A parser with errors of class :class:`UsageError`, and with the nearest match for an unknown flag."""
 
-    def __init__(self, command: str, description: str, epilog: str) -> None:
-        """Makes the parser of ``ngrpo COMMAND``."""
+    def __init__(self, command: str, doc: str | None) -> None:
+        """Makes the parser of ``ngrpo COMMAND``; its help is a module's docstring, with the flags after the summary."""
+        summary, _, more = (doc or "").partition("\n\n")
         super().__init__(
             prog=f"ngrpo {command}",
-            description="\n".join(textwrap.fill(line, 80) for line in description.splitlines()),
-            epilog=epilog,
+            description="\n".join(textwrap.fill(line, 80) for line in summary.splitlines()),
+            epilog=more,
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=80),
             allow_abbrev=False,
         )
@@ -81,29 +81,17 @@ def telling_what_is_kept(
         raise
 
 
-def checked_model(args: argparse.Namespace) -> str:
-    """The model's name, not resolved yet; ``UsageError`` where there is none, or it cannot be one."""
-    from ngrpo.machine.models import packaged
-
-    if not args.model:
-        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
-    return packaged.check_name(args.model)
-
-
 def problems_of(
     args: argparse.Namespace, limit: int | None, report: Callable[[str], None]
-) -> tuple[list[Problem], str]:
+) -> tuple[list[evaluate.Problem], str]:
     """The problems, and their name in the result; ``UsageError`` for an empty dataset or a missing answer."""
-    from ngrpo.machine.models import conversation
-    from ngrpo.workbench.evaluate import load_problems, load_task
-
     if (args.data is None) == (args.task is None):
         raise UsageError("give the problems by --data SRC or by --task NAME, one of the two.")
     common = {"limit": limit, "template": conversation.template_arguments(args.chat_template_kwargs)}
     if args.task is not None:
         if args.scorer != "auto":
             raise UsageError(f"--scorer {args.scorer}: a task has its own. Leave --scorer out, or use --data.")
-        return load_task(args.task, **common), f"task {args.task}"
+        return evaluate.load_task(args.task, **common), f"task {args.task}"
     names = ("split", "scorer", "input_key", "label_key", "instruction", "skip_unanswered")
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
-    return load_problems(args.data, report=report, **common, **options), args.data
+    return evaluate.load_problems(args.data, report=report, **common, **options), args.data

@@ -89,21 +89,29 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     plan, out = read_plan(argv)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
-    shape = Flags(argv).value(parse.DRY_RUN)
+    shape, failed, everything = Flags(argv).value(parse.DRY_RUN), 0, plan.runs()
     if shape is not None:
-        return _dry_run(plan, out, shape or "true", report)
-    _check(plan, out, report)
+        print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
+    for number, one in enumerate(everything[: len(plan.arms)]):  # so that the last run does not fail on a misspelt flag
+        if shape is not None:
+            print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
+        with _named(f"strategy {one.arm.id!r}"):
+            config = runs.run_config(plan, one, out / "runs" / one.id)
+            if shape is None:
+                rules.checked(config)
+            else:
+                failed |= dry_run(config, shape or "true", checks_only=number > 0)
+    if plan.evaluation is not None:
+        with _named("evaluation", " (--eval.OPTION sets it, --eval.data none leaves it out)"):
+            evaluation.check(runs.eval_argv(plan, plan.model, Path("out")), report)
+    if plan.diagnosis is not None:
+        with _named("diagnosis", " (--diagnose.OPTION sets it, --diagnose.prompts 0 leaves it out)"):
+            diagnosis.check(["--model", plan.model, *plan.diagnosis])
+    if shape is not None:
+        return failed
     with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", argv, out, report):
         folder.claim(plan.common())
         return _work(plan, folder, ["ngrpo", "compare", *argv], report)
-
-
-def _check(plan: Plan, out: Path, report: Callable[[str], None]) -> None:
-    """Every arm as `ngrpo train` would check it, so that the last run does not fail on a misspelt flag."""
-    for one in plan.runs()[: len(plan.arms)]:
-        with _named(f"strategy {one.arm.id!r}"):
-            rules.checked(runs.run_config(plan, one, out / "runs" / one.id))
-    _check_beside_training(plan, report)
 
 
 @contextmanager
@@ -113,28 +121,6 @@ def _named(subject: str, fix: str = "") -> Iterator[None]:
         yield
     except UsageError as error:
         raise UsageError(f"{subject}: {error}{fix}") from None
-
-
-def _dry_run(plan: Plan, out: Path, shape: str, report: Callable[[str], None]) -> int:
-    """The first run in full, and the checks of every strategy; 1 where one of them fails."""
-    everything, failed = plan.runs(), 0
-    print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
-    for number, one in enumerate(everything[: len(plan.arms)]):
-        print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
-        with _named(f"strategy {one.arm.id!r}"):
-            config = runs.run_config(plan, one, out / "runs" / one.id)
-            failed |= dry_run(config, shape, checks_only=number > 0)
-    _check_beside_training(plan, report)
-    return failed
-
-
-def _check_beside_training(plan: Plan, report: Callable[[str], None]) -> None:
-    if plan.evaluation is not None:
-        with _named("evaluation", " (--eval.OPTION sets it, --eval.data none leaves it out)"):
-            evaluation.check(runs.eval_argv(plan, plan.model, Path("out")), report)
-    if plan.diagnosis is not None:
-        with _named("diagnosis", " (--diagnose.OPTION sets it, --diagnose.prompts 0 leaves it out)"):
-            diagnosis.check(["--model", plan.model, *plan.diagnosis])
 
 
 def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Callable[[str], None]) -> int:

@@ -1,18 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo data`: problems of any layout as the JSONL that OpenRLHF and `ngrpo eval` read."""
-
-from collections.abc import Callable
-from pathlib import Path
-
-from ngrpo.commands.command_parser import CommandParser
-from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
-from perturbations.errors import UsageError
-
-_WHAT = """\
-Writes problems with their answers, one JSON object per line: "input", a list of
+"""Writes problems with their answers, one JSON object per line: "input", a list of
 chat messages, and "label", the answer. ngrpo train and ngrpo eval read that.
-"""
-_MORE = """\
+
 NAME is deepscaler, aime2024, aime2025, amc23, math500 or gpqa_diamond, which
 are loaded from the hub (gpqa_diamond is gated: HF_TOKEN); or a file or hub
 dataset, as ngrpo eval --data takes it. --from reads a named set from a file.
@@ -26,19 +15,25 @@ examples
       --reward.remote_url examples/recipes/math_reward.py ...
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
+from ngrpo.commands.command_parser import CommandParser
+from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
+from ngrpo.workbench import evaluate
+from perturbations.errors import UsageError
+
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Writes a dataset."""
     args = parser().read(argv)
-    from ngrpo.workbench.evaluate import load_problems
-
     source = args.source or args.name
     stem = Path(args.name).stem.lower().replace("-", "_")
     out = Path(args.out or f"data/{stem}{'_plain' * args.plain}.jsonl").expanduser()
     if out.exists():
         raise UsageError(f"{out} exists. Remove it, or give another file with --out.")
     options = {"limit": args.limit, "split": args.split, "instruction": args.instruction}
-    problems = load_problems(source, **options, skip_unanswered=True, report=report)
+    problems = evaluate.load_problems(source, **options, skip_unanswered=True, report=report)
     rows = []
     for problem in problems:
         if args.plain and (problem.template or any(message["content"] is None for message in problem.messages)):
@@ -55,7 +50,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("data", _WHAT, _MORE)
+    made = CommandParser("data", __doc__)
     add = made.add_argument
     add("name", metavar="NAME", help="the problems, see below")
     add("--from", dest="source", metavar="SRC", help="a file or hub dataset with them")

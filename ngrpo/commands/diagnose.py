@@ -1,27 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo diagnose`: a folder of samples and measures, and a table."""
+"""Measures how different and how valid a group's responses are under each strategy, before any training.
 
-from __future__ import annotations
-
-import argparse
-import os
-import re
-import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
-from ngrpo.config.arms import Arm, parse_arms
-from ngrpo.machine.storage.result_folder import folder_for
-from ngrpo.workbench.diagnose import policy_of, without_repeats
-from perturbations import registry
-from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from ngrpo.workbench.diagnose.group_sampling import GroupSampling
-
-_EXAMPLES = """\
 SRC is a benchmark's name, a JSONL, JSON, CSV or parquet file, or a hub dataset,
 as in ngrpo eval.
 
@@ -34,7 +13,31 @@ examples
   ngrpo diagnose --model smollm2-135m --task arithmetic --strategy none \\
       --strategy 'none sampling.schedule=ead' --strategy 'none policy_noise=psn'
 
-What each number is: docs/compare.md."""
+What each number is: docs/compare.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ngrpo.commands.command_parser import CommandParser, problems_of, telling_what_is_kept
+from ngrpo.config.arms import Arm, parse_arms
+from ngrpo.machine.hardware import profile_for
+from ngrpo.machine.models import packaged
+from ngrpo.machine.storage.result_folder import folder_for
+from ngrpo.workbench.diagnose import policy_of, without_repeats
+from perturbations import registry
+from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from ngrpo.workbench.diagnose.group_sampling import GroupSampling
+
 _DEFAULT = "none,neighbor,gaussian,gumbel"
 
 
@@ -43,7 +46,6 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from ngrpo.config.model_check import check_model
-    from ngrpo.machine.models import packaged
     from ngrpo.workbench.diagnose.diagnosis import REPORT, diagnose, differences, table
 
     args, sampling, strategies = _read(argv)
@@ -52,7 +54,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     problems, dataset = problems_of(args, args.prompts, report)
     for note in {note for strategy in strategies for note in strategy.notes}:
         warnings.filterwarnings("ignore", re.escape(note))  # said once, below the table
-    path = packaged.resolve(checked_model(args), report=report)
+    path = packaged.resolve(packaged.check_name(args.model), report=report)
     for strategy in strategies:
         if strategy.spec is not None:
             check_model(path, registry.create(**strategy.spec))
@@ -85,7 +87,7 @@ def check(argv: Sequence[str]) -> None:
     """Reads words and problems as :func:`run` would; raises ``UsageError`` for bad input."""
     args, _, _ = _read(argv)
     problems_of(args, args.prompts, lambda line: None)
-    checked_model(args)
+    packaged.check_name(args.model)
 
 
 def state(argv: Sequence[str], path: Path) -> Literal["finished", "unfinished", "other"]:
@@ -106,7 +108,6 @@ def state(argv: Sequence[str], path: Path) -> Literal["finished", "unfinished", 
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[Arm]]:
     """The options, how to sample, and the strategies, all checked."""
-    from ngrpo.machine.hardware import profile_for
     from ngrpo.workbench.diagnose.group_sampling import GroupSampling
 
     args = parser().read(argv)
@@ -123,11 +124,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser(
-        "diagnose",
-        "Measures how different and how valid a group's responses are under each strategy, before any training.",
-        _EXAMPLES,
-    )
+    made = CommandParser("diagnose", __doc__)
     made.add_problems(temperature=1.0, top_p=1.0, max_tokens=256)
     add = made.add_argument
     add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")

@@ -58,7 +58,7 @@ class Finding(NamedTuple):
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """Prints the findings as they come, and a block for a bug report."""
-    parser = CommandParser("doctor", "", "")
+    parser = CommandParser("doctor", __doc__)
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
     args = parser.read(argv)
@@ -96,8 +96,19 @@ def _examine(model: str | None, report: Callable[[str], None], named: str | None
     elif release is None:
         attention = "missing: the trainer's attention is PyTorch's own (docs/install.md)"
     yield Finding("flash-attn", attention)
-    yield _patches(profile.name)
-    yield _plugin()
+    rows = [row for row in (*patches.OPENRLHF, *patches.VLLM) if profile.name == "cpu" or row.when != "cpu"]
+    try:
+        patches.check(rows)
+        yield Finding("upstream patches", f"all {len(rows)} definitions match the table")
+    except patches.PatchMismatch as error:
+        first, *_, fix = str(error).splitlines()
+        yield Finding("upstream patches", first, f"{fix} All rows: python -m ngrpo.patches")
+    state, fix, allowed = "registered", None, os.environ.get("VLLM_PLUGINS")
+    if _PLUGIN not in {point.name for point in entry_points(group="vllm.general_plugins")}:
+        state, fix = f"{_PLUGIN} is not registered", f"install this project with {sys.executable} -m pip"
+    elif allowed is not None and _PLUGIN not in allowed.split(","):
+        state, fix = f"VLLM_PLUGINS={allowed} leaves it out", f"add {_PLUGIN} to VLLM_PLUGINS, or unset it"
+    yield Finding("vLLM's plugin", state, fix)
     yield from _model_runner(profile.name)
     if named is not None:
         support, subject = architecture.support_of(named, ask_hub=True), f"model {named}"
@@ -163,26 +174,6 @@ def _placement(hardware: str) -> Finding:
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
 
 
-def _patches(hardware: str) -> Finding:
-    rows = [row for row in (*patches.OPENRLHF, *patches.VLLM) if hardware == "cpu" or row.when != "cpu"]
-    try:
-        patches.check(rows)
-    except patches.PatchMismatch as error:
-        first, *_, fix = str(error).splitlines()
-        return Finding("upstream patches", first, f"{fix} All rows: python -m ngrpo.patches")
-    return Finding("upstream patches", f"all {len(rows)} definitions match the table")
-
-
-def _plugin() -> Finding:
-    subject = "vLLM's plugin"
-    if _PLUGIN not in {point.name for point in entry_points(group="vllm.general_plugins")}:
-        return Finding(subject, f"{_PLUGIN} is not registered", f"install this project with {sys.executable} -m pip")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and _PLUGIN not in allowed.split(","):
-        return Finding(subject, f"VLLM_PLUGINS={allowed} leaves it out", f"add {_PLUGIN} to VLLM_PLUGINS, or unset it")
-    return Finding(subject, "registered")
-
-
 def _model_runner(hardware: str) -> Iterator[Finding]:
     """Installed logits processors, which choose vLLM's model runner with one line in its log (0.29)."""
     points = entry_points(group="vllm.logits_processors")
@@ -203,9 +194,19 @@ def _self_test(model: str) -> Finding:
     subject = "self-test"
     with tempfile.TemporaryDirectory() as folder:
         target, output = Path(folder) / "result.json", Path(folder) / "output.log"
-        status = _ended([sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)], output)
-        if status is None:
-            return Finding(subject, f"not done after {_SECONDS} s", "report it with the block below")
+        command = [sys.executable, "-m", "ngrpo.commands.doctor", model, str(target)]
+        # vLLM's engine is a process of its own, which outlives the one that started it.
+        with (
+            output.open("w") as file,
+            subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as process,
+        ):
+            try:
+                status = process.wait(timeout=_SECONDS)
+            except subprocess.TimeoutExpired:
+                return Finding(subject, f"not done after {_SECONDS} s", "report it with the block below")
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         if not target.exists():
             lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
             # An engine's process tells why it ended before the one that started it does.
@@ -223,22 +224,6 @@ def _self_test(model: str) -> Finding:
     if measures["edits"] == 0 or measures["unreplayed"] <= allowed:
         return Finding(subject, state, "the rollout was not perturbed: reinstall the project, then report it")
     return Finding(subject, state, None if measures["gap"] <= allowed else f"at most {allowed:.1e} is exact: report it")
-
-
-def _ended(command: Sequence[str], output: Path) -> int | None:
-    """The exit status of a command that prints into a file; None where it took too long. Its processes end with it."""
-    # vLLM's engine is a process of its own, which outlives the one that started it.
-    with (
-        output.open("w") as file,
-        subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True) as process,
-    ):
-        try:
-            return process.wait(timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
 
 
 def self_test(model: str) -> dict[str, Any]:
@@ -283,12 +268,10 @@ def self_test(model: str) -> dict[str, Any]:
     sequences = torch.tensor([prompt + tokens for tokens, _, _ in rollouts], device=reference.device)
     theirs = torch.tensor([log_probs.tolist() for _, _, log_probs in rollouts])
 
-    @torch.no_grad()
     def gaps(records: list[Any]) -> Any:
         with replaying(reference, records):
-            logits = reference(sequences).logits[:, len(prompt) - 1 : -1].float()
-        chosen = sequences[:, len(prompt) :].unsqueeze(-1)
-        return (logits.log_softmax(-1).gather(-1, chosen).squeeze(-1).cpu() - theirs).abs()
+            log_probs = of_texts(sequences, torch.ones_like(sequences[:, len(prompt) :]), torch.ones_like(sequences))
+        return (log_probs.cpu() - theirs).abs()
 
     replayed, without = gaps([record for _, record, _ in rollouts]), gaps([None] * len(rollouts))
     return {

@@ -10,8 +10,8 @@ from dataclasses import replace
 from ngrpo.config import complete_flags, parse, rules
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.console.text import text_table
-from ngrpo.machine.hardware import gpu_plan, profile_of_run
+from ngrpo.machine.console import text_table
+from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import actions
@@ -46,7 +46,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     shown = complete_flags.in_run_folder(flags, run)
     print(f"added to OpenRLHF's flags: {shlex.join(shown.added)}\n")
     args = shown.args
-    cuda = profile_of_run(run.hardware).name == "cuda"
+    cuda = run.profile.name == "cuda"
     memory = _memory(args, machine.memory) if cuda else ["no GPU: the models share this machine's memory"]
     parts = {
         "configuration": _configuration(args, run),

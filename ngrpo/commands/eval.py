@@ -1,24 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ngrpo eval`: a folder of samples and a table."""
+"""Samples n responses per problem through vLLM, checks them, and counts Mean@n and Pass@k.
 
-from __future__ import annotations
-
-import argparse
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ngrpo.commands.command_parser import CommandParser, checked_model, problems_of, telling_what_is_kept
-from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json
-from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from ngrpo.config.run import RunConfig
-    from ngrpo.workbench.evaluate.engine import Sampling
-    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
-
-_EXAMPLES = """\
   --perturbation NAME   perturb the rollouts [off]
   --perturbation.<option> VALUE
                         and --perturbation.config FILE, as in ngrpo train
@@ -42,11 +24,29 @@ examples
   ngrpo eval --rescore runs/aime
 """
 
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ngrpo.commands.command_parser import CommandParser, problems_of, telling_what_is_kept
+from ngrpo.config import parse
+from ngrpo.config.kinds import KINDS
+from ngrpo.config.run import RunConfig
+from ngrpo.machine.hardware import profile_for
+from ngrpo.machine.models import packaged
+from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench import evaluate
+from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED, RolloutPolicy
+from perturbations.errors import UsageError
+
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again."""
-    from ngrpo.workbench.evaluate.evaluation import evaluate, rescore, table
-    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
+    from ngrpo.workbench.evaluate.evaluation import table
 
     args, asked, engine_options = _read(argv)
     for note in asked.notes:
@@ -55,14 +55,13 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
         folder = Path(args.rescore).expanduser()
         policy = RolloutPolicy(asked, args.at_step, args.of_steps)
         _check_rescore_flags(argv, args, engine_options, asked.spec, policy)
-        result = rescore(folder, scorer=args.scorer, k=args.k, report=report)
+        result = evaluate.rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
     else:
         folder = folder_for(args.out, "eval")
         with telling_what_is_kept("eval", argv, folder, report):
             from ngrpo.config.model_check import check_model
-            from ngrpo.machine.models import packaged
 
             sampling, policy = _drawing(args, asked, report)
             for note in policy.notes:
@@ -71,7 +70,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
             problems, dataset = problems_of(args, args.limit, report)
             model = packaged.resolve(args.model, report=report)
             check_model(model, asked.perturbation)
-            result = evaluate(
+            result = evaluate.evaluate(
                 model,
                 problems,
                 out=folder,
@@ -98,10 +97,6 @@ def check(argv: Sequence[str], report: Callable[[str], None] = lambda line: None
 
 def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str, Any]]:
     """Our own options, the perturbation's, and the engine's."""
-    from ngrpo.config import parse
-    from ngrpo.config.kinds import KINDS
-    from ngrpo.machine.hardware import profile_for
-
     asked = parse.run_config(argv)
     rest, engine_options = _engine_options(asked.openrlhf)
     kinds = (kind for kind in KINDS.values() if kind.name != "perturbation" and not kind.in_rollouts)
@@ -126,26 +121,22 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str,
 
 def _drawing(
     args: argparse.Namespace, asked: RunConfig, report: Callable[[str], None]
-) -> tuple[Sampling, RolloutPolicy]:
+) -> tuple[evaluate.Sampling, RolloutPolicy]:
     """The checked settings of the draws, with the model's name."""
-    from ngrpo.workbench.evaluate.engine import Sampling
     from ngrpo.workbench.evaluate.evaluation import checked_ks
-    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
-    checked_model(args)
+    packaged.check_name(args.model)
     checked_ks(args.k, args.n)
     policy = RolloutPolicy.of(asked, args.at_step, args.of_steps)
     policy.check_temperature(args.temperature)
     if args.temperature == 0 and args.n > 1 and asked.spec is None and policy.schedule is None:
         report(f"warning: at temperature 0 the {args.n} samples of a problem are one response; --n 1 is enough")
-    return Sampling(args.temperature, args.top_p, args.max_tokens, args.seed), policy
+    return evaluate.Sampling(args.temperature, args.top_p, args.max_tokens, args.seed), policy
 
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser(
-        "eval", "Samples n responses per problem through vLLM, checks them, and counts Mean@n and Pass@k.", _EXAMPLES
-    )
+    made = CommandParser("eval", __doc__)
     made.add_problems(temperature=0.6, top_p=0.95, max_tokens=4096)
     add = made.add_argument
     add("--n", type=int, default=32, help="samples per problem [32]")
@@ -196,9 +187,7 @@ def _check_rescore_flags(
     Raises:
         UsageError: for a flag with another value, or without an effect on scores.
     """
-    from ngrpo.machine.models import packaged
     from ngrpo.workbench.evaluate.evaluation import PROBLEMS
-    from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED
 
     folder = Path(args.rescore).expanduser()
     settings = read_json(folder / SETTINGS)

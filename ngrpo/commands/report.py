@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ngrpo report``: makes the report of a result file again, or compares files of samples problem by problem."""
+"""Writes the report of a result again, byte for byte.
 
-from collections.abc import Callable
-from pathlib import Path
-
-from ngrpo.commands.command_parser import CommandParser
-from perturbations.errors import UsageError
-
-_HELP = """\
 A result is a folder of ngrpo compare, diagnose or train, or the results.json,
 diagnosis.json or summary.json in it. The report is written next to it, as
 report.html, unless --out says otherwise.
@@ -21,10 +14,16 @@ examples
   ngrpo report base=runs/eval-base trained=runs/eval-trained --tau 0.5
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
+from ngrpo.commands.command_parser import CommandParser
+from perturbations.errors import UsageError
+
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("report", "Writes the report of a result again, byte for byte.", _HELP)
+    made = CommandParser("report", __doc__)
     made.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
     made.add_argument("--out", metavar="FILE", help="the page [report.html next to the result]")
     made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of responses]")

@@ -108,11 +108,11 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ngrpo.commands import extensions
 from ngrpo.commands.dry_run import dry_run
 from ngrpo.config import complete_flags, flag_values, parse, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
-from ngrpo.machine.console import catalogue, progress
-from ngrpo.machine.hardware import profile_of_run
+from ngrpo.machine import console
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
 from ngrpo.machine.upstream import versions
@@ -125,7 +125,7 @@ from perturbations.errors import UsageError
 
 def usage(command: str, argv: Sequence[str]) -> str:
     """Our flags, and all registered names with their options."""
-    return catalogue.train_help(__doc__ or "", argv) + "\n"
+    return extensions.train_help(__doc__ or "", argv) + "\n"
 
 
 def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
@@ -162,7 +162,7 @@ def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
     began, ended = time.time(), None
     runner_marker.watch(folder / summary.RUNNERS)
     try:
-        with progress.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
+        with console.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
             launch.launch(run)
     except (launch.TrainingFailed, KeyboardInterrupt) as error:
         ended = error
@@ -206,5 +206,4 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Run
 
     complete = complete.replaced(MODEL_NAMES, resolved)
     rules.check("model", complete, run)
-    hardware = profile_of_run(run.hardware).name
-    return replace(run, openrlhf=tuple(complete.argv), hardware=hardware, run_dir=str(folder.absolute()))
+    return replace(run, openrlhf=tuple(complete.argv), hardware=run.profile.name, run_dir=str(folder.absolute()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,7 +123,7 @@ def parse_arms(
     named = arms = [_read_arm(text, f"--perturbations {text!r}", training, rollouts) for text in names]
     # Those of the perturbations first, and a swept gate before the gate's options.
     for key in sorted((key for key in axes if key.startswith(_PREFIX)), key=lambda name: name.count(".")):
-        before, arms = arms, _crossed(arms, key, axes.pop(key), only=_sweepable)
+        before, arms = arms, _crossed(arms, key, axes.pop(key))
         if arms == before:
             raise UsageError(f"--sweep {key}: {_why_unswept(key.removeprefix(_PREFIX), named)}")
     arms = arms + [_read_arm(text, f"--strategy {text!r}", training, rollouts) for text in lines]
@@ -147,13 +147,15 @@ def parse_arms(
     return result
 
 
-def _crossed(
-    arms: Sequence[Arm], key: str, values: Sequence[str], only: Callable[[Arm, str], bool] = lambda arm, key: True
-) -> list[Arm]:
-    """Each arm with each value, where it has none of its own."""
+def _crossed(arms: Sequence[Arm], key: str, values: Sequence[str]) -> list[Arm]:
+    """Each arm with each value, where it has none of its own, and for its perturbation an option of several values."""
     result: list[Arm] = []
     for arm in arms:
-        fits = key not in arm.settings and only(arm, key)
+        fits = key not in arm.settings
+        if fits and key.startswith(_PREFIX):
+            fields, option = _KIND.option_fields(arm.name, arm.options), key.removeprefix(_PREFIX)
+            limits = fields[option][1].metadata if option in fields else None
+            fits = limits is not None and (limits.get("low") is None or limits["low"] != limits.get("high"))
         result += [replace(arm, settings={**arm.settings, key: value}) for value in values] if fits else [arm]
     return result
 
@@ -206,12 +208,6 @@ def _sweeps(sweeps: Sequence[str], training: bool) -> dict[str, list[str]]:
             raise UsageError(f"--sweep {text!r}: a value is given twice; keep one.")
         result[key] = values
     return result
-
-
-def _sweepable(arm: Arm, key: str) -> bool:
-    fields, option = _KIND.option_fields(arm.name, arm.options), key.removeprefix(_PREFIX)
-    limits = fields[option][1].metadata if option in fields else None
-    return limits is not None and (limits.get("low") is None or limits["low"] != limits.get("high"))
 
 
 def _why_unswept(option: str, arms: Sequence[Arm]) -> str:

@@ -8,21 +8,20 @@ from ngrpo.config.dataset_check import rows_of
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.placement import Args
 from perturbations.errors import UsageError
 
 _ROWS = "--data.max_samples"
 _ROLES = {placement.ACTOR: "actor", placement.REFERENCE: "ref", placement.CRITIC: "critic", placement.REWARD: "reward"}
 
 
-def _groups(args: Args) -> dict[str, int]:
+def _groups(args: placement.Args) -> dict[str, int]:
     """For each role of the trainer, how many groups of its ranks train, or are asked, with responses of their own."""
     held = {model for group in placement.groups(args) for model in group.models}
     split = args["ds.ring_attn_size"] * args["ds.tensor_parallel_size"]
     return {role: max(placement.world_size(args, role) // split, 1) for model, role in _ROLES.items() if model in held}
 
 
-def check(args: Args) -> None:
+def check(args: placement.Args) -> None:
     """Raises ``UsageError`` for batches that do not divide over the ranks, and for no room for a prompt."""
     longest, generated = args["data.max_len"], args["rollout.max_new_tokens"]
     if generated is not None and generated >= longest:
@@ -66,13 +65,13 @@ def check(args: Args) -> None:
         )
 
 
-def _step(args: Args) -> tuple[int, int]:
+def _step(args: placement.Args) -> tuple[int, int]:
     """Prompts of a step, and responses to each."""
     prompts = min(args["rollout.batch_size"], args["rollout.vllm_generate_batch_size"])
     return prompts, args["rollout.n_samples_per_prompt"]
 
 
-def trains_on_all_ranks(args: Args, prompts: int) -> bool:
+def trains_on_all_ranks(args: placement.Args, prompts: int) -> bool:
     """Whether all ranks train the same number of micro-batches in a step of this many prompts, and none has none.
 
     OpenRLHF 0.11.2 deals micro-batches of the rollout out in equal runs, the last ones shorter
@@ -92,12 +91,12 @@ def trains_on_all_ranks(args: Args, prompts: int) -> bool:
     return True
 
 
-def _may_hang(args: Args) -> bool:
+def _may_hang(args: placement.Args) -> bool:
     """Whether a step of fewer prompts than a whole one may hang."""
     return not all(trains_on_all_ranks(args, prompts) for prompts in range(1, _step(args)[0]))
 
 
-def _rows(flags: Flags, args: Args) -> int | None:
+def _rows(flags: Flags, args: placement.Args) -> int | None:
     """Rows that a pass goes through; None where they are not known."""
     counted = rows_of("--data.prompt_dataset", flags)
     if counted is None or (len(counted) > 1 and args["data.prompt_probs"]):
@@ -106,7 +105,7 @@ def _rows(flags: Flags, args: Args) -> int | None:
     return min(most, sum(min(most, rows) for rows in counted))
 
 
-def _fitting(args: Args, rows: int) -> int:
+def _fitting(args: placement.Args, rows: int) -> int:
     """The largest number of rows, at most these, of which no step hangs."""
     whole, _ = _step(args)
     return next(n for n in range(rows, -1, -1) if n % whole == 0 or trains_on_all_ranks(args, n % whole))

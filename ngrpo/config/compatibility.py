@@ -8,23 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ngrpo.config import features as given
-from ngrpo.config.features import (
-    CORRECTION,
-    IN_ENGINE,
-    IN_VERL,
-    KL,
-    Combination,
-    Feature,
-    above_one,
-    both,
-    engine,
-    flag,
-    none_of,
-    other_than,
-    sampling,
-    verl,
-    when,
-)
+from ngrpo.config.features import CORRECTION, KL, above_one, both, engine, flag, none_of, sampling, verl, when
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
@@ -33,13 +17,13 @@ from perturbations.errors import UsageError
 class Row:
     """One pair that is refused: two features, the reason, and what to do instead."""
 
-    what: Feature
-    other: Feature
+    what: given.Feature
+    other: given.Feature
     why: str
     fix: str = "leave one of them out"
 
 
-def rows(other: Feature, *pairs: tuple[Feature, str] | tuple[Feature, str, str]) -> Iterator[Row]:
+def rows(other: given.Feature, *pairs: tuple[given.Feature, str] | tuple[given.Feature, str, str]) -> Iterator[Row]:
     """Rows of features that do not go with the same one: a feature, the reason and a fix for each."""
     return (Row(what, other, *reasons) for what, *reasons in pairs)
 
@@ -80,7 +64,7 @@ TRAINING = (
         (_LORA, "OpenRLHF syncs its weights under names that vLLM does not know"),
         (flag("partial_rollout"), "records would be cut at the weight sync", f"leave it out (not {given.ASYNC})"),
     ),
-    Row(given.DENSE, given.ROUTING, "it has no routing to replay", "leave --replay.routing out"),
+    Row(given.dense, given.ROUTING, "it has no routing to replay", "leave --replay.routing out"),
     Row(_TENSOR, given.ROUTING, "the routers of a split model are untested"),
     Row(
         flag("--train.enable_ema"), _ZERO_3, "the initial model would be saved as the average", "use --ds.zero_stage 2"
@@ -108,15 +92,15 @@ TRAINING = (
     *rows(
         given.SCORE_ONLY,
         (_ASYNC, _ONE_UPDATE, _OUT),
-        (other_than("--train.max_epochs", "1"), _ONE_UPDATE, f"set --train.max_epochs 1, {_TOKEN}"),
-        (given.SMALL_BATCH, _ONE_UPDATE, f"set --train.batch_size to these samples, {_TOKEN}"),
+        (given.other_than("--train.max_epochs", "1"), _ONE_UPDATE, f"set --train.max_epochs 1, {_TOKEN}"),
+        (given.small_batch, _ONE_UPDATE, f"set --train.batch_size to these samples, {_TOKEN}"),
         (given.NOISE, f"{_ONE_UPDATE}, not at weights without the noise", f"leave one of them out, {_TOKEN}"),
     ),
     Row(
         given.CREDIT_IN_LOSS, given.TOKENLESS, "no token is drawn at its positions, so none shares in the credit", _OUT
     ),
     Row(
-        given.KL_TERM, given.TOKENLESS_SCORE, "no token is drawn at its positions, so none has a KL term", f"set {KL} 0"
+        given.kl_term, given.TOKENLESS_SCORE, "no token is drawn at its positions, so none has a KL term", f"set {KL} 0"
     ),
     Row(given.GSPO, given.CREDIT, "the ratio is of the whole response, so all its tokens have one advantage"),
     Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of a response in one place", "use --ds.ring_attn_size 1"),
@@ -137,13 +121,13 @@ TRAINING = (
     ),
     Row(
         both(given.SCHEDULE, given.WEIGHTS),
-        given.UNSAMPLED,
+        given.unsampled,
         "its text is not sampled, so the importance weights π / π_rollout would be those of another distribution",
         f"sample the text, {_NO_WEIGHTS}",
     ),
     Row(given.EVALUATED_SCHEDULE, flag("--eval.temperature", only="0"), "greedy decoding ignores the temperature"),
     *(
-        Row(_WARMUP, other_than(name, needed), _GROWS, f"give {name} {needed}, or leave the warm-up out")
+        Row(_WARMUP, given.other_than(name, needed), _GROWS, f"give {name} {needed}, or leave the warm-up out")
         for name, needed in given.TOKEN_WEIGHTS.items()
     ),
     Row(_WARMUP, given.BOUNDS_WITHOUT_ONE, "its weights begin at 1, which is outside", f"give {given.BOUNDS} 0 10"),
@@ -165,7 +149,7 @@ TRAINING = (
     ),
     *rows(
         given.REFINED,
-        (given.NO_ROOM_FOR_A_DRAFT, "a prompt, a draft and a response share --data.max_len", _ROOM),
+        (given.no_room_for_a_draft, "a prompt, a draft and a response share --data.max_len", _ROOM),
         (given.FOLLOWED, "each step has prompts of its own, so none would be seen twice"),
     ),
     *rows(
@@ -206,7 +190,7 @@ TRAINING = (
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates during training", "run `ngrpo eval` before it"),
 )
 
-CPU_MODEL = (Row(given.HEAD_SIZE, given.hardware("cpu"), "the engine would not start", "use another model"),)
+CPU_MODEL = (Row(given.head_size, given.hardware("cpu"), "the engine would not start", "use another model"),)
 HARDWARE = (
     *CPU_MODEL,
     *rows(
@@ -240,12 +224,12 @@ HARDWARE = (
 _RANKS = "the rows of a step are split over ranks"
 ENGINE = (
     *rows(
-        IN_ENGINE,
+        given.IN_ENGINE,
         (engine("speculative_config", name="speculative decoding"), "the draft model would not see the inputs"),
         (engine("parallel_config.pipeline_parallel_size", above_one), "only the first stage embeds", "set it to 1"),
         (engine("parallel_config.decode_context_parallel_size", above_one), _RANKS, "set it to 1"),
         (engine("parallel_config.prefill_context_parallel_size", above_one), _RANKS, "set it to 1"),
-        (given.MIXTURE_IN_STEP, "its ranks run in step, which is untested", "start an engine for each rank"),
+        (given.mixture_in_step, "its ranks run in step, which is untested", "start an engine for each rank"),
         (engine("watermark_config", name="watermarking"), "its draws of tokens would be replaced"),
         (
             engine("parallel_config.use_ubatching", name="dual-batch overlap"),
@@ -282,7 +266,7 @@ _ACTOR, _ROLLOUT, _TRAINER = "actor_rollout_ref.actor", "actor_rollout_ref.rollo
 
 VERL_ADVANTAGE = (
     *rows(
-        IN_VERL,
+        given.IN_VERL,
         (given.BEYOND_REWARDS, "it looks at more than rewards, which verl does not give it", "use another"),
         (
             given.CHANGING,
@@ -290,9 +274,9 @@ VERL_ADVANTAGE = (
             "leave out its option k_end, or what else changes it, or train with OpenRLHF",
         ),
     ),
-    Row(given.ROUTING, IN_VERL, "verl has a routing replay of its own", "leave it out, and set verl's own"),
+    Row(given.ROUTING, given.IN_VERL, "verl has a routing replay of its own", "leave it out, and set verl's own"),
     Row(
-        given.KL_IN_REWARD,
+        given.kl_in_reward,
         given.ADVANTAGE,
         "verl subtracts the KL term from the rewards that an advantage compares; OpenRLHF does not",
         f"set it to 0 or False, or have the term in the loss: --algo.kl.use_loss, in verl {_ACTOR}.use_kl_loss=True",
@@ -300,7 +284,7 @@ VERL_ADVANTAGE = (
 )
 VERL = (
     *rows(
-        IN_ENGINE,
+        given.IN_ENGINE,
         (verl("trainer.use_v1", lambda value: value is False), "its batches carry no records"),
         (verl(f"{_ROLLOUT}.name", none_of("vllm")), "rollouts are perturbed inside vLLM", "use vllm"),
         (verl(f"{_ACTOR}.strategy", none_of("fsdp", "fsdp2")), _TRAINER, "use one of these"),
@@ -317,9 +301,9 @@ VERL = (
         (verl(f"{_ACTOR}.use_prefix_grouper"), "it shares prompts among samples"),
         (verl("distillation.enabled"), "the teacher's log-probabilities are not replayed"),
         (verl("algorithm.rollout_correction.bypass_mode"), "the replay would not be measured"),
-        (given.CRITIC, "its values are not replayed", "use an estimator without one, such as grpo"),
+        (given.critic, "its values are not replayed", "use an estimator without one, such as grpo"),
     ),
-    Row(given.PARAMETERS, IN_VERL, "verl would neither train nor send them", _WITHOUT),
+    Row(given.PARAMETERS, given.IN_VERL, "verl would neither train nor send them", _WITHOUT),
     *rows(
         given.DENSITY,
         (verl("actor_rollout_ref.model.use_fused_kernels"), "a density needs the logits", _DENSITY_TOKEN),
@@ -334,7 +318,7 @@ VERL = (
 
 TRL = (
     *rows(
-        IN_ENGINE,
+        given.IN_ENGINE,
         (given.WITHOUT_VLLM, "rollouts are perturbed inside vLLM", "set use_vllm=True"),
         (given.VLLM_SERVER, "its records stay there", "set vllm_mode='colocate'"),
         (when("tools", lambda asked: asked.arguments.get("tools")), _TURNS),
@@ -342,7 +326,7 @@ TRL = (
         (when("rollout_func", lambda asked: asked.arguments.get("rollout_func")), "it has no records"),
         (given.LIGER, "its loss bypasses the log-probabilities"),
         (
-            given.FILTERED_WEIGHTS,
+            given.filtered_weights,
             "its weights would compare the filtered distribution with the whole one",
             "leave the filters out, or set vllm_importance_sampling_correction=False",
         ),
@@ -361,7 +345,7 @@ TABLE = {
 """All rows, by what they are about."""
 
 
-def check(table: Iterable[Row], asked: Combination) -> None:
+def check(table: Iterable[Row], asked: given.Combination) -> None:
     """Raises ``UsageError`` with a line for each row of which the run has both sides."""
     problems = [
         f"{what} cannot be used with {other}: {row.why}. Fix: {row.fix}."
@@ -374,7 +358,7 @@ def check(table: Iterable[Row], asked: Combination) -> None:
 
 def check_model(model: str, hardware: str) -> None:
     """Raises ``UsageError`` for a model that vLLM cannot run on a hardware."""
-    check(CPU_MODEL, Combination(flags=Flags((given.MODEL, model)), hardware=hardware))
+    check(CPU_MODEL, given.Combination(flags=Flags((given.MODEL, model)), hardware=hardware))
 
 
 _PAGE = """\

@@ -11,12 +11,11 @@ from ngrpo.config import batch_check, compatibility, flag_values
 from ngrpo.config.features import MODEL, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
-from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
+from ngrpo.machine.hardware import gpu_plan, stand_ins
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
-from ngrpo.machine.upstream.placement import Machine
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from perturbations.errors import UsageError
@@ -89,22 +88,23 @@ def of_task(flags: Flags, run: RunConfig) -> dict[str, Default]:
 
 def of_profile(flags: Flags, run: RunConfig) -> dict[str, Default]:
     """What the hardware needs, and PyTorch's attention where there is no flash-attn."""
-    profile = profile_of_run(run.hardware)
-    without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(profile, run)
-    return {**profile.default_flags, **(stand_ins.DEFAULT_FLAGS if without else {})}
+    without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(run.profile, run)
+    return {**run.profile.default_flags, **(stand_ins.DEFAULT_FLAGS if without else {})}
 
 
 def of_machine(flags: Flags, run: RunConfig) -> dict[str, Default]:
     """A placement on GPUs; ``UsageError`` for one that is given by half."""
-    if profile_of_run(run.hardware).name == "cpu":
-        return {}
     whole = run.policy_noise is not None or flags.has("--train.enable_ema")
-    return gpu_plan.default_flags(flags, machine_of(run), whole=whole)
+    machine = machine_of(run)
+    return {} if machine is None else gpu_plan.default_flags(flags, machine, whole=whole)
 
 
-def machine_of(run: RunConfig) -> Machine:
-    """The GPUs that a run with CUDA is planned for; none where nothing is there."""
-    return run.machine or placement.here() or Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+def machine_of(run: RunConfig) -> placement.Machine | None:
+    """The GPUs that a run is planned for; None with a CPU, where a GPU is a share of the machine."""
+    if run.profile.name == "cpu":
+        return None
+    nothing = placement.Machine((), 0.0, "this torch sees none, and no Ray cluster is joined")
+    return run.machine or placement.here() or nothing
 
 
 @lru_cache

@@ -206,7 +206,7 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
             value = row.get(column)
             if column not in (prompt, label) and (value == [] or (column in (TOOLS, images) and not value)):
                 value = None
-            kind = _prompt_kind(value) if column == prompt else _kind(value)
+            kind = _kind(value, of_prompt=column == prompt)
             kinds.setdefault(kind, number)
             if column == prompt and kind in (_TEXT, _MESSAGES) and len(kept) < _SHAPES:
                 parts = value if isinstance(value, list) else ()
@@ -222,17 +222,6 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
     return _Content(columns, len(rows), kept, longest)
 
 
-def _prompt_kind(value: object) -> str:
-    kind = _kind(value)
-    if kind == _TEXT and str(value).lstrip().startswith(('[{"role"', "[{'role'")):
-        return _WRITTEN
-    if kind == _TEXT and "<image>" in str(value):
-        return _MARKED
-    if kind == _MESSAGES and isinstance(value, list) and value[-1]["role"] == "assistant":
-        return _ANSWERED
-    return kind
-
-
 def _type(kind: str) -> str:
     """The type of a column with such values."""
     if kind in (_EMPTY, _MARKED, _WRITTEN):
@@ -240,11 +229,16 @@ def _type(kind: str) -> str:
     return _MESSAGES if kind.startswith(_MESSAGES) else kind
 
 
-def _kind(value: object) -> str:
-    """A word for the kind of a value."""
+def _kind(value: object, *, of_prompt: bool) -> str:
+    """A word for the kind of a value; of prompts there are more."""
     if isinstance(value, list):
-        return conversation.fault(value) or _MESSAGES
+        kind = conversation.fault(value) or _MESSAGES
+        return _ANSWERED if of_prompt and kind == _MESSAGES and value[-1]["role"] == "assistant" else kind
     if isinstance(value, str):
+        if of_prompt and value.lstrip().startswith(('[{"role"', "[{'role'")):
+            return _WRITTEN
+        if of_prompt and "<image>" in value:
+            return _MARKED
         return _TEXT if value.strip() else _EMPTY
     if isinstance(value, bool):
         return "true or false"

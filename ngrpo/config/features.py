@@ -4,6 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -118,13 +119,10 @@ def part(kind: str, about: str = "", counts: Callable[[Any], bool] = lambda made
 
 def density(about: str = "", counts: Callable[[Any], bool] = lambda made: True) -> Feature:
     """The density of a perturbation: any, or the ones that count."""
-
-    def given(asked: Combination) -> str:
-        made = asked.part("perturbation")
-        counted = made is not None and made.has_density and counts(made)
-        return f"the density of {asked.called('perturbation')}" if counted else ""
-
-    return Feature(f"a density {about}".rstrip(), given)
+    owner = part("perturbation", counts=lambda made: made.has_density and counts(made))
+    return Feature(
+        f"a density {about}".rstrip(), lambda asked: (name := owner.given(asked)) and f"the density of {name}"
+    )
 
 
 def sampling(name: str) -> Feature:
@@ -199,30 +197,6 @@ def adapts_embedding(lora: Any) -> bool:
     return lora is not None and (modules is None or any(name.split(".")[-1] in whole for name in modules))
 
 
-def _filtered_weights(asked: Combination) -> bool:
-    """Whether TRL weighs tokens by importance that filters of the rollout's sampling have changed."""
-    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
-    filtered = any(getattr(asked.settings, name, None) not in values for name, values in neutral.items())
-    return filtered and bool(getattr(asked.settings, "vllm_importance_sampling_correction", False))
-
-
-def _no_room_for_a_draft(asked: Combination) -> str:
-    longest, generated = asked.value(LONGEST), asked.value(GENERATED)
-    if generated and 2 * int(generated) < int(longest):
-        return ""
-    return f"{LONGEST} {longest} with {GENERATED} {generated}" if generated else f"no {GENERATED}"
-
-
-def _small_batch(asked: Combination) -> str:
-    prompts, responses, batch, _ = (int(asked.value(name)) for name in SIZES)
-    if batch >= prompts * responses:
-        return ""
-    return (
-        f"--train.batch_size {batch}, fewer than the {prompts * responses} samples of a rollout (--rollout.batch_size"
-        f" {prompts} × --rollout.n_samples_per_prompt {responses}),"
-    )
-
-
 def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
     """Bounds of the importance weights for which a condition holds; words that the parser refuses have none."""
 
@@ -237,58 +211,6 @@ def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
     return Feature(f"{BOUNDS} {name}", given)
 
 
-def _unsampled(asked: Combination) -> str:
-    made, ways = asked.part("perturbation"), []
-    if made is None or not made.active or made.has_density or made.samples_text:
-        return ""
-    for entry in fields(made):
-        for choice in entry.metadata.get("choices") or ():
-            with suppress(UsageError):
-                if replace(made, **{entry.name: choice}).samples_text:
-                    ways.append(f"--perturbation.{entry.name} {choice}")
-    return asked.called("perturbation") + (f" (its text is sampled with {' or '.join(ways)})" if ways else "")
-
-
-def _kl_term(asked: Combination) -> str:
-    coefficient = asked.value(KL)
-    if not float(coefficient) > 0.0:
-        return ""
-    return f"{KL} {coefficient}" + ("" if asked.flags.has(KL) else " (OpenRLHF's default)")
-
-
-def _kl_in_reward(asked: Combination) -> str:
-    if asked.parts:
-        return "algorithm.use_kl_in_reward=True" if asked.arguments.get("kl_in_reward") else ""
-    return "" if asked.flags.has("--algo.kl.use_loss") else _kl_term(asked)
-
-
-def _mixture_in_step(asked: Combination) -> str:
-    ranks, moe = getattr(asked.settings.parallel_config, "data_parallel_size", 1), asked.settings.model_config.is_moe
-    return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and moe else ""
-
-
-def _head_size(asked: Combination) -> str:
-    model = asked.flags.value(MODEL) or ""
-    unfit = architecture.unfit_for_cpu(model) if asked.hardware == "cpu" else ""  # it makes the model: not for CUDA
-    return unfit and f"the model {model!r} with attention heads of size {unfit}"
-
-
-def _dense(asked: Combination) -> str:
-    path = architecture.find_config(asked.flags.value(MODEL) or "") if ROUTING.given(asked) else None
-    if path is None:
-        return ""
-    config = architecture.read_config(path)
-    text = config.get("text_config", config)
-    experts = (value for name, value in text.items() if "expert" in name)
-    return "" if any(experts) else f"the model {asked.flags.value(MODEL)}, which is dense,"
-
-
-def _critic(asked: Combination) -> str:
-    enabled, gae = verl("critic.enable"), verl("algorithm.adv_estimator", lambda name: name == "gae")
-    default = verl("critic.enable", lambda value: value is None)
-    return "a critic (algorithm.adv_estimator=gae)" if enabled.given(asked) or both(default, gae).given(asked) else ""
-
-
 PERTURBATION = part("perturbation", counts=lambda made: made.active)
 MASK = sampling("correct_mask")
 ROUTING = when("--replay.routing", lambda asked: asked.run.replay_routing)
@@ -301,7 +223,21 @@ SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
 TOKENLESS = density("without a drawn token at its positions", lambda made: not made.draws_token)
 TOKENLESS_SCORE = density("without ratio and token", lambda made: made.score_only and not made.draws_token)
 DRAWING = density("of the draws that choose the text", lambda made: made.draws_text)
-UNSAMPLED = Feature("--perturbation NAME with text that is not drawn from the policy", _unsampled)
+
+
+@partial(Feature, "--perturbation NAME with text that is not drawn from the policy")
+def unsampled(asked: Combination) -> str:
+    made, ways = asked.part("perturbation"), []
+    if made is None or not made.active or made.has_density or made.samples_text:
+        return ""
+    for entry in fields(made):
+        for choice in entry.metadata.get("choices") or ():
+            with suppress(UsageError):
+                if replace(made, **{entry.name: choice}).samples_text:
+                    ways.append(f"--perturbation.{entry.name} {choice}")
+    return asked.called("perturbation") + (f" (its text is sampled with {' or '.join(ways)})" if ways else "")
+
+
 FROZEN_INPUT = part("perturbation", "with freeze embedding or both", lambda made: made.freeze in ("embedding", "both"))
 PARAMETERS = part("perturbation", "with parameters of its own", lambda made: made.has_parameters)
 
@@ -322,9 +258,35 @@ DRAWN_AHEAD = when(
     f"--rollout.vllm_generate_batch_size above {SIZES[0]}",
     lambda asked: int(asked.value("--rollout.vllm_generate_batch_size") or 0) > int(asked.value(SIZES[0])),
 )
-SMALL_BATCH = Feature("--train.batch_size below the samples of a rollout", _small_batch)
-NO_ROOM_FOR_A_DRAFT = Feature(f"{LONGEST} of at most twice {GENERATED}", _no_room_for_a_draft)
-KL_TERM = Feature(f"{KL} above 0", _kl_term)
+
+
+@partial(Feature, "--train.batch_size below the samples of a rollout")
+def small_batch(asked: Combination) -> str:
+    prompts, responses, batch, _ = (int(asked.value(name)) for name in SIZES)
+    if batch >= prompts * responses:
+        return ""
+    return (
+        f"--train.batch_size {batch}, fewer than the {prompts * responses} samples of a rollout (--rollout.batch_size"
+        f" {prompts} × --rollout.n_samples_per_prompt {responses}),"
+    )
+
+
+@partial(Feature, f"{LONGEST} of at most twice {GENERATED}")
+def no_room_for_a_draft(asked: Combination) -> str:
+    longest, generated = asked.value(LONGEST), asked.value(GENERATED)
+    if generated and 2 * int(generated) < int(longest):
+        return ""
+    return f"{LONGEST} {longest} with {GENERATED} {generated}" if generated else f"no {GENERATED}"
+
+
+@partial(Feature, f"{KL} above 0")
+def kl_term(asked: Combination) -> str:
+    coefficient = asked.value(KL)
+    if not float(coefficient) > 0.0:
+        return ""
+    return f"{KL} {coefficient}" + ("" if asked.flags.has(KL) else " (OpenRLHF's default)")
+
+
 ONE_ANSWER = when(f"{SIZES[1]} 1", lambda asked: asked.value(SIZES[1]) == "1")
 LATE_REWARD = when("a reward model", lambda asked: not (asked.flags.value("--reward.remote_url") or asked.run.task))
 EVAL_AT_START = when("--eval.at_start", lambda asked: asked.run.eval_at_start)
@@ -366,19 +328,64 @@ WITHOUT_FLASH_ATTN = when(
     "an environment without flash-attn", lambda asked: asked.hardware == "cuda" and "flash-attn" in asked.missing
 )
 
-DENSE = Feature("a model without experts", _dense)
-HEAD_SIZE = Feature("a model with heads of a size that vLLM's CPU attention lacks", _head_size)
+
+@partial(Feature, "a model without experts")
+def dense(asked: Combination) -> str:
+    path = architecture.find_config(asked.flags.value(MODEL) or "") if ROUTING.given(asked) else None
+    if path is None:
+        return ""
+    config = architecture.read_config(path)
+    text = config.get("text_config", config)
+    experts = (value for name, value in text.items() if "expert" in name)
+    return "" if any(experts) else f"the model {asked.flags.value(MODEL)}, which is dense,"
+
+
+@partial(Feature, "a model with heads of a size that vLLM's CPU attention lacks")
+def head_size(asked: Combination) -> str:
+    model = asked.flags.value(MODEL) or ""
+    unfit = architecture.unfit_for_cpu(model) if asked.hardware == "cpu" else ""  # it makes the model: not for CUDA
+    return unfit and f"the model {model!r} with attention heads of size {unfit}"
+
+
 IN_ENGINE = part("perturbation")
 ROUTED_ENGINE = when(
     'additional_config["routed_experts"]',
     lambda asked: (getattr(asked.settings, "additional_config", None) or {}).get("routed_experts"),
 )
-MIXTURE_IN_STEP = Feature("data_parallel_size above 1 for a mixture of experts", _mixture_in_step)
+
+
+@partial(Feature, "data_parallel_size above 1 for a mixture of experts")
+def mixture_in_step(asked: Combination) -> str:
+    ranks, moe = getattr(asked.settings.parallel_config, "data_parallel_size", 1), asked.settings.model_config.is_moe
+    return f"data_parallel_size={ranks} for a mixture of experts" if ranks > 1 and moe else ""
+
+
 IN_VERL, IN_TRL = when("verl", lambda asked: True), when("TRL", lambda asked: True)
 WITHOUT_VLLM = when("use_vllm=False", lambda asked: not getattr(asked.settings, "use_vllm", False))
 VLLM_SERVER = when("a vLLM server", lambda asked: getattr(asked.settings, "vllm_mode", "colocate") != "colocate")
 LIGER = when("use_liger_kernel", lambda asked: getattr(asked.settings, "use_liger_kernel", False))
-FILTERED_WEIGHTS = when("top_p, top_k or min_p with vllm_importance_sampling_correction", _filtered_weights)
-KL_IN_REWARD = Feature("a KL term in the reward", _kl_in_reward)
-CRITIC = Feature("a critic", _critic)
+
+
+@partial(when, "top_p, top_k or min_p with vllm_importance_sampling_correction")
+def filtered_weights(asked: Combination) -> bool:
+    """Whether TRL weighs tokens by importance that filters of the rollout's sampling have changed."""
+    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    filtered = any(getattr(asked.settings, name, None) not in values for name, values in neutral.items())
+    return filtered and bool(getattr(asked.settings, "vllm_importance_sampling_correction", False))
+
+
+@partial(Feature, "a KL term in the reward")
+def kl_in_reward(asked: Combination) -> str:
+    if asked.parts:
+        return "algorithm.use_kl_in_reward=True" if asked.arguments.get("kl_in_reward") else ""
+    return "" if asked.flags.has("--algo.kl.use_loss") else kl_term.given(asked)
+
+
+@partial(Feature, "a critic")
+def critic(asked: Combination) -> str:
+    enabled, gae = verl("critic.enable"), verl("algorithm.adv_estimator", lambda name: name == "gae")
+    default = verl("critic.enable", lambda value: value is None)
+    return "a critic (algorithm.adv_estimator=gae)" if enabled.given(asked) or both(default, gae).given(asked) else ""
+
+
 VERL_ENGINES = tuple(f"actor_rollout_ref.{role}{of}" for role in ("actor", "ref") for of in (".fsdp_config", ""))

@@ -5,13 +5,13 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import cache
 from itertools import pairwise
 from math import inf, isclose, isfinite, nan
 from pathlib import Path
 
 from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
+from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flag, Flags
 from perturbations.errors import UsageError, nearest
 
@@ -49,6 +49,11 @@ _NUMBERS: dict[str, tuple[type, Callable[[float], bool], str]] = {
     "a number of at most 1": (float, lambda n: -inf < n <= 1, "*.stop_properly_*"),
     "a number": (float, isfinite, "*.clip_range *.dynamic_filtering_range *.entropy_coef *.aux_loss_coef"),
 }
+_LIMITS = {
+    f"--{pattern}": (words, kind, fits)
+    for words, (kind, fits, patterns) in _NUMBERS.items()
+    for pattern in patterns.split()
+}
 # Pairs of numbers of which the lower one comes first.
 _BOUNDS = ("--reward.clip_range", "--algo.dynamic_filtering_range", "--algo.advantage.is_correction_threshold")
 # transformers' schedules that need no further setting.
@@ -66,8 +71,7 @@ _WORDS = {
 
 def check(flags: Flags) -> None:
     """Raises ``UsageError`` for a value that OpenRLHF cannot use, and for no model."""
-    if not flags.value(MODEL):
-        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
+    packaged.check_name(flags.value(MODEL))
     for flag in flags:
         if allowed := _allowed(flag, flags):
             raise UsageError(f"{flag.name} {' '.join(flag.values)}".rstrip() + f": must be {allowed}.")
@@ -76,7 +80,7 @@ def check(flags: Flags) -> None:
 def _allowed(flag: Flag, flags: Flags) -> str:
     """What the value of a flag must be; empty where it may be what it is."""
     value = flag.values[0] if flag.values else ""
-    if limits := _limits(flag.name):
+    if limits := next((each for pattern, each in _LIMITS.items() if fnmatchcase(flag.name, pattern)), None):
         words, kind, fits = limits
         numbers = [number(part, kind) for part in flag.values] or [nan]
         if not all(map(fits, numbers)):
@@ -103,15 +107,6 @@ def _allowed(flag: Flag, flags: Flags) -> str:
         ):
             return f"eval_NAME_pass1 or eval_NAME_pass{group}, where NAME is a row's datasource or default; or none"
     return ""
-
-
-@cache
-def _limits(name: str) -> tuple[str, type, Callable[[float], bool]] | None:
-    """What a flag's number may be, in words, its type, and whether a number is one; None for other flags."""
-    for words, (kind, fits, patterns) in _NUMBERS.items():
-        if any(fnmatchcase(name, f"--{pattern}") for pattern in patterns.split()):
-            return words, kind, fits
-    return None
 
 
 def number(text: str, kind: type) -> float:

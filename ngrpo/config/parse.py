@@ -53,6 +53,13 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         flags = {PERTURBATION if key == "name" else f"{PERTURBATION}.{key}": value for key, value in lines.items()}
         ours = {ALIASES.get(flag, flag): value for flag, value in flags.items()} | ours
         origin = f" (options from {file} and the command line)"
+    specs, notes = {}, []
+    for kind in (KINDS["perturbation"], KINDS["replay_buffer"], *run_level_kinds()):
+        made, told = _made(kind, ours, origin if kind.flag == PERTURBATION else "")
+        notes += told if kind.flag == PERTURBATION else []
+        if made is not None and getattr(made, "active", True):
+            specs[kind.name] = made.spec()
+    sampling = sampling_of(_options(ours, SAMPLING))
     settings: dict[str, Any] = {
         entry.name: coerce(RunConfig, entry, ours[flag], label=f"{flag} {ours[flag]}")
         for flag, entry in SETTINGS.items()
@@ -65,12 +72,6 @@ def run_config(argv: Sequence[str]) -> RunConfig:
             f"--engine.max_num_seqs is {responses} and --engine.max_num_batched_tokens {tokens}: a step reads a token"
             " of each response, so that the latter must be at least as large."
         )
-    specs, notes = {}, []
-    for kind in (KINDS["perturbation"], KINDS["replay_buffer"], *run_level_kinds()):
-        made, told = _made(kind, ours, origin if kind.flag == PERTURBATION else "")
-        notes += told if kind.flag == PERTURBATION else []
-        if made is not None and getattr(made, "active", True):
-            specs[kind.name] = made.spec()
     if "perturbation" not in specs and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
     if "replay_buffer" in specs and not {PERTURBATION, _CORRECT_MASK, "--replay.routing"} & ours.keys():
@@ -80,7 +81,7 @@ def run_config(argv: Sequence[str]) -> RunConfig:
         raise UsageError(f"{model} and {actor} are the same setting; give one of them.")
     return RunConfig(
         specs=specs,
-        sampling=sampling_of(_options(ours, SAMPLING)),
+        sampling=sampling,
         openrlhf=(*((actor, ours[model]) if model in ours else ()), *rest),
         notes=tuple(notes),
         **settings,
@@ -166,9 +167,9 @@ def _split_flags(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         if name == SAMPLING:
             raise UsageError(f"{SAMPLING} needs an option: {OPTION_GROUPS[SAMPLING]}.")
         value = flag.values[0] if flag.values else None
-        switch = name == _CORRECT_MASK or (name in SETTINGS and bool in kinds(RunConfig, SETTINGS[name].name))
         kind = next((kind.registry.kind for kind in KINDS.values() if kind.flag == name), None)
         option = kind is None and _group_of(name) in FLAGS.values() and name != CONFIG
+        switch = name == _CORRECT_MASK or (name in SETTINGS and bool in kinds(RunConfig, SETTINGS[name].name))
         if not value and not switch and not option:
             article = "an" if kind and kind[0] in "aeiou" else "a"
             needed = f"{article} {kind}'s name (see: ngrpo list)" if kind else "a value (see: ngrpo train --help)"

@@ -13,7 +13,7 @@ from ngrpo.config.complete_flags import UNPREPARED, machine_of, prepared, resolv
 from ngrpo.config.dataset_check import DATASETS, check_files, is_checked, label_note
 from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, SIZES, Combination
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
-from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
+from ngrpo.machine.hardware import gpu_plan, stand_ins
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -40,10 +40,9 @@ class Rule:
 
 def check_hardware(flags: Flags, run: RunConfig) -> str | None:
     """The profile's own check, and what does not go with it or without flash-attn."""
-    profile = profile_of_run(run.hardware)
-    asked = Combination(run=run, flags=flags, hardware=profile.name, missing=stand_ins.missing())
+    asked = Combination(run=run, flags=flags, hardware=run.profile.name, missing=stand_ins.missing())
     compatibility.check(compatibility.HARDWARE, asked)
-    return profile.check(flags)
+    return run.profile.check(flags)
 
 
 def check_parsed(flags: Flags) -> None:
@@ -54,25 +53,19 @@ def check_parsed(flags: Flags) -> None:
     _ = flags.args
 
 
-def _gpus(flags: Flags, run: RunConfig) -> str | None:
-    if profile_of_run(run.hardware).name == "cpu":
-        return None  # where a GPU is a share of the machine
-    return gpu_plan.check_machine(flags.args, machine_of(run))
+def about_gpus(flags: Flags, run: RunConfig) -> str:
+    """The number of GPUs that a run needs, and the GPUs that are there."""
+    needed, machine = sum(group.gpus for group in placement.groups(flags.args)), machine_of(run)
+    return f"GPUs: {needed} needed; {machine}" if machine else "no GPU is needed"
 
 
-def _about_gpus(flags: Flags, run: RunConfig) -> str:
-    if profile_of_run(run.hardware).name == "cpu":
-        return "no GPU is needed"
-    return f"GPUs: {sum(group.gpus for group in placement.groups(flags.args))} needed; {machine_of(run)}"
-
-
-def _check_patches(flags: Flags, run: RunConfig) -> None:
+def check_patches(flags: Flags, run: RunConfig) -> None:
     """The patches of the training, and vLLM's where the run needs what OpenRLHF lacks."""
-    conditions = conditions_for(profile_of_run(run.hardware), run)
+    conditions = conditions_for(run.profile, run)
     patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
 
 
-def _data(flags: Flags, run: RunConfig) -> str | None:
+def check_data(flags: Flags, run: RunConfig) -> str | None:
     """The dataset and where rewards come from, and why not all rows were looked at."""
     if run.task is not None and flags.value("--data.prompt_dataset") == UNPREPARED["--data.prompt_dataset"]:
         prepared(run.task)  # it could not be
@@ -92,15 +85,15 @@ RULES = (
         lambda *_: f"OpenRLHF {versions.OPENRLHF} and vLLM {versions.installed_vllm()} are there",
         lambda *_: versions.check_stack(),
     ),
-    Rule("start", lambda _, run: f"hardware {profile_of_run(run.hardware).name} can do it", check_hardware),
+    Rule("start", lambda _, run: f"hardware {run.profile.name} can do it", check_hardware),
     Rule("start", "OpenRLHF's parser and its conditions accept the flags", lambda flags, _: check_parsed(flags)),
     Rule("start", "engines and models that share GPUs agree", lambda flags, _: gpu_plan.check(flags.args)),
-    Rule("start", _about_gpus, _gpus),
+    Rule("start", about_gpus, lambda flags, run: gpu_plan.check_machine(flags.args, machine_of(run))),
     Rule("start", "the batches divide over the ranks", lambda flags, _: batch_check.check(flags.args)),
-    Rule("start", "the upstream patches match the installed packages", _check_patches),
+    Rule("start", "the upstream patches match the installed packages", check_patches),
     Rule("start", lambda flags, _: flag_values.first_step(flags), flag_values.check_checkpoint),
     Rule("start", lambda _, run: f"{run.run_dir} can be written", flag_values.check_output),
-    Rule("data", "dataset and reward", _data),
+    Rule("data", "dataset and reward", check_data),
     Rule("data", "the last step of a pass", lambda flags, _: batch_check.check_rows(flags)),
     Rule("data", "evaluation", flag_values.check_evaluated),
     Rule(
@@ -213,12 +206,6 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
         )
 
 
-def gpu_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
-    """What to know of a placement that does not fit."""
-    if profile_of_run(run.hardware).name == "cuda":
-        yield from gpu_plan.notes(flags.args, machine_of(run))
-
-
 NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
     flag_notes,
     label_notes,
@@ -227,5 +214,5 @@ NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
     loss_notes,
     batch_check.notes,
     model_check.cut_notes,
-    gpu_notes,
+    lambda flags, run: gpu_plan.notes(flags.args, machine_of(run)),
 )

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.kinds import KINDS, of_a_run
+from ngrpo.machine.hardware import Profile, profile_for
 from ngrpo.machine.storage.result_folder import write_text, writing
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
-from ngrpo.machine.upstream.placement import Machine
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
 
@@ -103,17 +104,8 @@ class Sampling(Options):
         return {name: value for name, value in self.given().items() if name in ("top_k", "min_p")}
 
     def described(self, flags: Flags) -> dict[str, float | int | None]:
-        """All settings of the rollouts' draws with OpenRLHF's own, for the results; None: not cut.
-
-        Raises:
-            UsageError: for a flag of OpenRLHF's that is no number.
-        """
-        values: dict[str, float | int | None] = {}
-        for name, flag in OF_OPENRLHF.items():
-            try:
-                values[name] = float(flags.value(flag) or 1.0)
-            except ValueError:
-                raise UsageError(f"{flag} {flags.value(flag)}: must be a number.") from None
+        """All settings of the rollouts' draws with OpenRLHF's own checked ones, for the results; None: not cut."""
+        values = {name: float(flags.value(flag) or 1.0) for name, flag in OF_OPENRLHF.items()}
         return {**values, "top_k": self.top_k, "min_p": self.min_p, "correct_mask": self.correct_mask}
 
     def notes(self, flags: Flags) -> list[str]:
@@ -164,7 +156,7 @@ class RunConfig:
     run_dir: str | None = _setting("--run-dir", None, "the run's folder")
     log_file: str | None = _setting("--log-file", None, "what the engines print")
     notes: tuple[str, ...] = field(default=(), compare=False)
-    machine: Machine | None = field(default=None, compare=False)
+    machine: placement.Machine | None = field(default=None, compare=False)
 
     @cached_property
     def _made(self) -> dict[str, Any]:
@@ -175,6 +167,13 @@ class RunConfig:
         if kind in self.specs and kind not in self._made:
             self._made[kind] = KINDS[kind].create(**self.specs[kind])
         return self._made.get(kind)
+
+    @property
+    def profile(self) -> Profile:
+        """The hardware profile: ``auto`` is also CUDA on a joined cluster with named GPUs."""
+        profile = profile_for(self.hardware)
+        joined = placement.cluster() if self.hardware == "auto" and profile.name == "cpu" else None
+        return profile_for("cuda") if joined is not None and joined[1] else profile
 
     @property
     def perturbation(self) -> Perturbation | None:

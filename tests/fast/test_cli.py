@@ -151,7 +151,7 @@ def test_list_names_source_and_paper(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_narrow_terminal_has_the_same_list_within_its_columns() -> None:
     """In a process of its own: other tests register names and sources of any length."""
     calls = "print(json.dumps([listing(None), listing(80), listing(400)]))"
-    program = f"import json; from ngrpo.machine.console.catalogue import listing; {calls}"
+    program = f"import json; from ngrpo.commands.extensions import listing; {calls}"
     done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
     wide, narrow, huge = json.loads(done.stdout)
     assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ngrpo.machine.console.progress import StepLine
+from ngrpo.machine.console import StepLine
 from ngrpo.workbench.compare.runs import Screen
 
 RUN = SimpleNamespace(arm=SimpleNamespace(id="none"), seed=3)

@@ -24,6 +24,7 @@ FLOORS = (
     (
         "ngrpo",
         "ngrpo.machine.upstream",
+        "ngrpo.machine.console",
         "ngrpo.machine.storage",
         "ngrpo.methods",  # what several kinds share
         "ngrpo.patches",
@@ -32,6 +33,7 @@ FLOORS = (
     ),
     ("ngrpo.machine.models",),
     (
+        "ngrpo.machine.hardware",
         "ngrpo.methods.advantages",
         "ngrpo.methods.credits",
         "ngrpo.methods.policy_noises",
@@ -39,8 +41,7 @@ FLOORS = (
         "ngrpo.methods.second_rounds",
     ),
     ("ngrpo.config",),
-    ("ngrpo.machine.hardware", "ngrpo.rollout", "ngrpo.workbench.scoring"),
-    ("ngrpo.machine.console",),
+    ("ngrpo.rollout", "ngrpo.workbench.scoring"),
     ("ngrpo.trainers", "ngrpo.workbench.tasks"),
     # of OpenRLHF, of the hardware and of tasks
     ("ngrpo.config.rules", "ngrpo.config.model_check", "ngrpo.config.complete_flags"),

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngrpo.commands.extensions import described
 from ngrpo.config.rules import loss_notes
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.console.catalogue import described
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages, policy_noises
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor

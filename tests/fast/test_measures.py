@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ngrpo.config import parse
-from ngrpo.machine.console.progress import Reporter
+from ngrpo.machine.console import Reporter
 from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
 from ngrpo.trainers.common.sample_records import records, unpack
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS

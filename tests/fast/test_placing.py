@@ -15,7 +15,7 @@ from ngrpo import cli
 from ngrpo.commands import doctor
 from ngrpo.config import batch_check, complete_flags, parse, rules
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.hardware import gpu_plan, profile_of_run
+from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -243,7 +243,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize("cluster", [{"accelerator_type:H100": 1}], indirect=True)
 def test_a_driver_without_gpus_joins_a_cluster_that_has_them(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    assert profile_of_run("auto").name == "cuda"
+    assert RunConfig().profile.name == "cuda"
     there = placement.here()
     assert there is not None and there.per_node == (8,) and there.cpus == 16 and "H100" in there.source
     run = dataclasses.replace(parse.run_config(f"{BASE}{SIZES}{MODEL} --hardware auto".split()), run_dir="runs/x")
@@ -257,4 +257,4 @@ def test_a_driver_without_gpus_joins_a_cluster_that_has_them(cluster: str, monke
 @pytest.mark.parametrize("cluster", [{}], indirect=True)
 def test_counted_gpus_without_a_type_are_a_cpus(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    assert profile_of_run("auto").name == "cpu"
+    assert RunConfig().profile.name == "cpu"

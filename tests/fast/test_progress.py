@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.machine.console import progress
-from ngrpo.machine.console.progress import Reporter, follow
+from ngrpo.machine import console
+from ngrpo.machine.console import Reporter, follow
 
 STEP = (
     "(PPOTrainer pid=1) INFO ✨ Global step 3: {'act_loss': -0.1, 'rollout/reward_mean': 0.21875,"
@@ -40,7 +40,7 @@ def test_steps_and_milestones(tmp_path: Path) -> None:
 
 def test_what_lasts_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     screen = io.StringIO()
     reporter = Reporter(screen)
 
@@ -63,7 +63,7 @@ def run(folder: Path, body: str) -> subprocess.CompletedProcess[str]:
     code = f"""
 import os, subprocess
 from pathlib import Path
-from ngrpo.machine.console.progress import into_file
+from ngrpo.machine.console import into_file
 print("before", flush=True)
 with into_file(Path({str(folder / "a" / "train.log")!r})):
     print("python line")

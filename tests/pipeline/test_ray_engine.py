@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from ngrpo.config.run import RunConfig
+from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.patches import install
@@ -44,6 +44,7 @@ def main(model: str, name: str) -> None:
     conditions = ("without_flash_attn", *run.conditions)  # not "cpu", whose engines have processes and no Ray workers
     profile = profile_for("cpu")
     launch._start_ray(profile, Flags(["--vllm.tensor_parallel_size", "2"]), conditions, run)
+    begin(run)
     install(conditions)
     from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
     from vllm import SamplingParams

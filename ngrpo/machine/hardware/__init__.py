@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal
 
-from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from perturbations.errors import UsageError, nearest
 
@@ -44,10 +43,3 @@ def profile_for(hardware: str) -> Profile:
         hint = nearest("cuda" if hardware == "gpu" else hardware, ("cpu", "cuda", "auto"))
         raise UsageError(f"Unknown hardware {hardware!r}: choose 'auto', 'cpu' or 'cuda'.{hint}")
     return import_module(f"ngrpo.machine.hardware.{hardware}").PROFILE
-
-
-def profile_of_run(hardware: str) -> Profile:
-    """:func:`profile_for` a training: ``"auto"`` is also CUDA on a joined cluster with named GPUs."""
-    profile = profile_for(hardware)
-    joined = placement.cluster() if hardware == "auto" and profile.name == "cpu" else None
-    return profile_for("cuda") if joined is not None and joined[1] else profile

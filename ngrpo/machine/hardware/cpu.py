@@ -10,12 +10,11 @@ import os
 import random
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import Profile
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.patch import around
@@ -134,10 +133,10 @@ def moving_average(original: Callable[..., None]) -> Callable[..., None]:
     return average
 
 
-def engine_arguments(run: RunConfig, tensor_parallel_size: int) -> dict[str, str]:
+def engine_arguments(argv: Sequence[str], tensor_parallel_size: int) -> dict[str, str]:
     """Arguments of vLLM's engine: the trainer's dtype, and processes as ranks, since vLLM has no Ray executor here."""
     arguments = {}
-    if Flags(run.openrlhf).value("--ds.param_dtype") == "fp32":
+    if Flags(argv).value("--ds.param_dtype") == "fp32":
         arguments["dtype"] = "float32"
     if tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"

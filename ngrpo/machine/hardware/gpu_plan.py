@@ -218,9 +218,9 @@ def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
     return {f"--{role}.{name}": size for role in roles for name, size in sizes.items()}
 
 
-def notes(args: Args, machine: Machine) -> list[str]:
-    """What to know of a placement that by its estimate does not fit."""
-    if fits(args, machine.memory):
+def notes(args: Args, machine: Machine | None) -> list[str]:
+    """What to know of a placement that by its estimate does not fit; nothing without GPUs."""
+    if machine is None or fits(args, machine.memory):
         return []
     return [
         f"{args['actor.model_name_or_path']} does not fit on {machine}, by the estimate that --dry-run prints. Fix:"
@@ -263,8 +263,10 @@ def check(args: Args) -> None:
             )
 
 
-def check_machine(args: Args, machine: Machine) -> str | None:
+def check_machine(args: Args, machine: Machine | None) -> str | None:
     """Raises ``UsageError`` for a placement that a machine cannot hold; returns why it could not look, or None."""
+    if machine is None:
+        return None
     share = args["vllm.gpu_memory_utilization"]
     if placement.is_hybrid(args) and not args["vllm.enable_sleep"] and share > _MOST_AWAKE:
         raise UsageError(

@@ -160,14 +160,9 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
     text = applied(messages, arguments)
     if TOOLS in arguments and applied(messages, {k: v for k, v in arguments.items() if k != TOOLS}) == text:
         raise UsageError("the chat template shows no tools. Write them into a system message, and leave them out.")
-    if calls and applied([_renamed(message) for message in messages], arguments) == text:
+    renamed = normalised(messages)
+    for call in (call for message in renamed for call in message.get("tool_calls") or ()):
+        call.get("function", call)["name"] = "another"
+    if calls and applied(renamed, arguments) == text:
         raise UsageError("the chat template shows no tool calls. Write them as the assistant's text.")
     return text
-
-
-def _renamed(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with other names of the called functions."""
-    calls = json.loads(json.dumps(message.get("tool_calls") or []))
-    for call in calls:
-        call.get("function", call)["name"] = "another"
-    return {**message, "tool_calls": calls} if calls else message

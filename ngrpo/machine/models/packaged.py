@@ -87,8 +87,10 @@ def check_on_hub(name: str) -> None:
     raise UsageError(f"model {name!r}: {why}. Give a folder, another name, or a packaged model: {', '.join(PACKAGED)}.")
 
 
-def check_name(name_or_path: str) -> str:
-    """Returns a name that is packaged, a model folder or like a hub name; raises ``UsageError`` for any other."""
+def check_name(name_or_path: str | None) -> str:
+    """Returns a name that is packaged, a model folder or like a hub name; raises ``UsageError`` for others and none."""
+    if not name_or_path:
+        raise UsageError("no model: give --model NAME, for example --model smollm2-135m, or a model folder.")
     path, owner = Path(name_or_path).expanduser(), name_or_path.partition("/")[0]
     hint = "" if "/" in name_or_path else nearest(name_or_path, PACKAGED)
     is_hub_like = re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name_or_path)

@@ -124,9 +124,7 @@ class Flags:
             if not flag.name.endswith(ending) or not flag.values:
                 return flag.argv
             value = ",".join(replace(part.strip()) for part in flag.values[0].split(","))
-            if "=" in flag.argv[0]:
-                return (f"{flag.name}={value}", *flag.argv[1:])
-            return (flag.name, value, *flag.argv[2:])
+            return (flag.name, value, *flag.values[1:])
 
         return self._changed(words)
 

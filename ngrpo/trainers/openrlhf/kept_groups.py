@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.console.text import fed_texts, token_texts
+from ngrpo.machine.console import fed_texts, token_texts
 from ngrpo.machine.storage.result_folder import CannotWrite, write_text
 from ngrpo.trainers.common.sample_records import unpack
 from perturbations.errors import require

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from ngrpo import patches
 from ngrpo.config.run import RunConfig, begin
-from ngrpo.machine.hardware import Profile, processes, profile_for, stand_ins
+from ngrpo.machine.hardware import Profile, processes, stand_ins
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
@@ -81,7 +81,7 @@ def launch(run: RunConfig) -> None:
         UsageError: for a path that another node of the cluster lacks.
         SystemExit: from OpenRLHF's parser, which refused a flag or printed its help.
     """
-    profile, flags = profile_for(run.hardware), Flags(run.openrlhf)
+    profile, flags = run.profile, Flags(run.openrlhf)
     conditions = conditions_for(profile, run)
     for name, value in profile.env.items():
         os.environ.setdefault(name, value)
@@ -91,6 +91,7 @@ def launch(run: RunConfig) -> None:
         handler = signal.getsignal(signal.SIGTERM)
         _start_ray(profile, flags, conditions, run)
         signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
+    begin(run)
     patches.install(conditions)
     _run(flags.argv)
 
@@ -122,7 +123,6 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
     import ray
     from ray.exceptions import RayError
 
-    begin(run)
     everywhere = {"env_vars": worker_env(profile), "worker_process_setup_hook": setup_hook(conditions, run)}
     address = os.environ.get("RAY_ADDRESS") or placement.started_here()
     if address in (None, "local"):

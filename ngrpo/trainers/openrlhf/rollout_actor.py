@@ -57,7 +57,7 @@ def rollout_actor(plain: Any) -> type:
             if spec is not None:
                 kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **engine_settings(spec)}
             if run.hardware == "cpu":
-                kwargs |= engine_arguments(run, kwargs.get("tensor_parallel_size", 1))
+                kwargs |= engine_arguments(run.openrlhf, kwargs.get("tensor_parallel_size", 1))
             with own_children():
                 await plain.__init__(self, *args, **kwargs)
             if spec is not None:

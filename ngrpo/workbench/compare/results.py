@@ -12,7 +12,7 @@ import numpy as np
 
 from ngrpo.config.arms import Arm
 from ngrpo.config.kinds import of_a_run
-from ngrpo.machine.console.text import text_table
+from ngrpo.machine.console import text_table
 from ngrpo.machine.storage.result_folder import write_text
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench import statistics

@@ -20,7 +20,7 @@ from typing import Any
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm
 from ngrpo.config.run import FILE, RunConfig
-from ngrpo.machine.console.progress import StepLine, follow, read_step, read_total, span
+from ngrpo.machine.console import StepLine, follow, read_step, read_total, span
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing

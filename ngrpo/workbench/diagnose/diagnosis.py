@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ngrpo.machine.console.text import fed_texts, text_table, token_texts
+from ngrpo.machine.console import fed_texts, text_table, token_texts
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder

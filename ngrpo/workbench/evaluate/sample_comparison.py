@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ngrpo.machine.console.text import text_table
+from ngrpo.machine.console import text_table
 from ngrpo.machine.storage.result_folder import ResultFolder
 from ngrpo.workbench import statistics
 from ngrpo.workbench.evaluate.evaluation import (

@@ -10,7 +10,7 @@ from typing import Any
 from ngrpo.config.flag_values import LOAD
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.console.text import text_table
+from ngrpo.machine.console import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags

@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Undefined
 
-from ngrpo.machine.console.progress import span
+from ngrpo.machine.console import span
 
 MISSING = "–"
 _LARGEST = 1e100  # Beyond it differences overflow; nothing measured is that large.
