@@ -85,9 +85,8 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
     counts, begin, finish = Counts(), perturber.begin, perturber.finish
     upload, download, kernels = perturber._upload, perturber._download, perturber._kernels
     # On a CPU the draw alone is compiled, and it may look at numbers.
-    parts = {
-        name: getattr(kernels, name) for name in ("_draw", "_edit", "_settle") if kernels.compiled or name == "_draw"
-    }
+    names = ("draw", "proposed", "realised", "token_log_probs", "advance_gate") if kernels.compiled else ("draw",)
+    parts = {name: getattr(kernels, name) for name in names}
     operations, decoding = _Operations(counts), False
 
     def lines(frame: Any, event: str, _: Any) -> Any:

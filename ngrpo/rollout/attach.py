@@ -124,7 +124,7 @@ class AttachedPerturbation:
         with torch.inference_mode():
             for rows in (2, 1):  # a batch of one is compiled separately
                 logits = torch.zeros(rows, padded, dtype=self._runner.model_config.dtype, device=self._runner.device)
-                self.perturber.compile(logits[:, : self._vocabulary])
+                self.perturber.rehearse(logits[:, : self._vocabulary])
 
     def forget_requests(self) -> None:
         """Drops the records of vLLM's own warm-up."""

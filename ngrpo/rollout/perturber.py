@@ -12,7 +12,7 @@ preemption, until its last note is in the store.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_kernels import STREAMS, Gated, Logits, Rows, StepKernels
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
-from perturbations import InputEdit, Perturbation, Positions, Step, streams
+from perturbations import InputEdit, Perturbation, Positions, streams
 from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import require
@@ -167,39 +167,16 @@ class RolloutPerturber:
         """Whether a step of real requests is in flight (a warm-up run is not)."""
         return self._batch is not None
 
-    def compile(self, logits: Tensor) -> Tensor:
-        """As :meth:`StepKernels.compile`."""
-        return self._kernels.compile(logits)
-
     def rehearse(self, logits: Tensor) -> None:
-        """Does a step's work on logits (B, V) of any values, so that an engine measures its memory with it."""
-        tokens = self.compile(logits)
-        rows = torch.arange(len(logits), device=logits.device)
-        # One row for all: an index finds the neighbors of one token only, and its drift is not of noise.
-        scaled = logits[:1].float().repeat(len(rows), 1)
-        if self._kernels.compiled:
-            self._at_once = max(self._at_once, self._kernels.candidates * len(rows))
-        else:
-            self._rehearse(scaled, tokens[:1].expand(len(rows)), rows)
+        """Does a step's work on logits (B, V) of any values: vLLM measures its memory, and a GPU compiles its parts."""
+        self._kernels.rehearse(logits)
+        self._at_once = max(self._at_once, self._kernels.candidates * len(logits))
+        # One row for all, as there.
+        scaled, rows = logits[:1].float().repeat(len(logits), 1), torch.arange(len(logits), device=logits.device)
         if self.masks is not None:
             SamplingSupport(scaled, self._download).rehearse()
         if self._schedule is not None:
             self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows, rows, rows + 1))
-
-    def _rehearse(self, scaled: Tensor, tokens: Tensor, rows: Tensor) -> None:
-        step = Step(scaled, tokens, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings, scaled.clone())
-        if self._perturbation.reads_hidden:
-            step = replace(step, hidden=self._kernels.blank_hidden(len(rows)), module=self._module)
-        if self._perturbation.active:
-            edit = self._perturbation.propose(step).edit
-            noise = None if edit.sigma is None else step.keys_of(streams.Stream.NOISE)
-            realise(edit, self._override.lookup, noise, self._module)
-            self._at_once = max(self._at_once, edit.ids.numel())
-        if not self._gate.always_open:
-            self._gate.open(torch.zeros_like(rows), step, rows)
-            if self._gate.has_state:
-                never = torch.zeros_like(rows, dtype=torch.bool)
-                self._gate.advance(torch.zeros_like(rows), step, rows, never, never)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
         """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
@@ -237,7 +214,7 @@ class RolloutPerturber:
         filtered = None if drawable is scaled else drawable
         draw = self._kernels.draw(scaled, keys, filtered)
         if greedy is not None:
-            draw = replace(draw, tokens=torch.where(greedy >= 0, greedy, draw.tokens))
+            draw = draw._replace(tokens=torch.where(greedy >= 0, greedy, draw.tokens))
         rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
         logits = Logits(scaled, temperature, filtered, greedy, hidden)
         tokens, self._edits, edits = draw.tokens, None, {}
@@ -248,7 +225,8 @@ class RolloutPerturber:
             fed = torch.zeros_like(sampled, dtype=torch.bool)
             if len(gated):
                 fed.index_copy_(0, of_gated[0], edits["fed"])
-            self._kernels.advance_gate(rows, self._upload(at.seeds), tokens, draw.summary, logits, fed)
+            at_rows, plain = draw._replace(tokens=tokens), Logits(scaled, temperature, filtered)
+            self._kernels.advance_gate(rows, self._upload(at.seeds), at_rows, plain, fed)
         counted = scaled if self.masks is None else drawable  # the tokens that log π is normalised over
         log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
