@@ -42,8 +42,6 @@ class Batch:
     slots: np.ndarray
     next_positions: np.ndarray
     sampled: np.ndarray
-    slot_tensor: Tensor
-    prompts: Tensor
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class RolloutPerturber:
         stored = (~fresh | self._store.ahead[slots]) & self._store.has_edits[slots]
         for row in stored.nonzero()[0]:
             self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
-        self._batch = Batch(slots, ends, ~discard, self._slot_tensor, self._prompts)
+        self._batch = Batch(slots, ends, ~discard)
         if self.routed is not None:
             self.routed.begin(slots, starts, counts, ~discard)
 
@@ -116,7 +114,7 @@ class RolloutPerturber:
             return
         self._row_of_slot[self._slots] = -1
         self._names = list(names)
-        self._slots = np.array([self._store.live[name].slot for name in names], dtype=np.int64)
+        self._slots = np.array([self._store.live[name] for name in names], dtype=np.int64)
         self._row_of_slot[self._slots] = np.arange(len(names))
         self._prompts = self._upload(self._store.prompts[self._slots])
         self._slot_tensor = self._upload(self._slots)
@@ -215,7 +213,7 @@ class RolloutPerturber:
         draw = self._kernels.draw(scaled, keys, filtered)
         if greedy is not None:
             draw = draw._replace(tokens=torch.where(greedy >= 0, greedy, draw.tokens))
-        rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
+        rows = Rows(self._slot_tensor, self._prompts, positions, sampled)
         logits = Logits(scaled, temperature, filtered, greedy, hidden)
         tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
@@ -258,7 +256,7 @@ class RolloutPerturber:
 
     def opened(self, name: str, prompt: Sequence[int] = ()) -> None:
         """A request has its slot: the row's state starts afresh."""
-        slot = self._store.live[name].slot
+        slot = self._store.live[name]
         if self._store.slots > len(self._row_of_slot):
             self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
             self._last_position = grown(self._last_position, self._store.slots, -1)

@@ -120,7 +120,7 @@ class RunningRequests:
         self._perturber.notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
         for name in [name for name, noted in self._ended.items() if noted <= self._perturber.notes.written]:
             del self._ended[name]
-            slot = self._store.live[name].slot
+            slot = self._store.live[name]
             if name in self._dropped:
                 self._dropped.discard(name)
                 self._names.discard(name)
@@ -146,9 +146,9 @@ class RunningRequests:
             seed = seeds.trajectory_seed(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
         step = max(int(arguments.get("training_step", 0)), 0) if arguments.get("scheduled", True) else -1
         answer = int(arguments.get("answer", 0)), int(arguments.get("answers", 1))
-        trajectory = self._store.open(new.req_id, seed, len(prompt), bool(arguments.get("enabled", True)), step, answer)
+        slot = self._store.open(new.req_id, seed, len(prompt), bool(arguments.get("enabled", True)), step, answer)
         if earlier is not None:
-            self._store.load(trajectory, earlier, ahead=arguments.get("ahead", False))
+            self._store.load(slot, earlier, ahead=arguments.get("ahead", False))
         self._names.add(new.req_id)
         if len(self._names) > self._names_most:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])
@@ -156,7 +156,7 @@ class RunningRequests:
         self._perturber.opened(new.req_id, prompt)
 
     def _extract(self, name: str) -> FinishedTrajectory:
-        slot = self._store.live[name].slot
+        slot = self._store.live[name]
         masks, routed = self._perturber.masks, self._perturber.routed
         mask = None if masks is None else masks.read(slot)
         experts = None if routed is None else routed.read(slot)

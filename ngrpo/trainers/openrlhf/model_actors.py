@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
+from ngrpo.rollout.startup_check import check_replay
 from ngrpo.trainers.common.log_probs import corrected, densities, no_overrides
 from ngrpo.trainers.common.policy_loss import rows_of_tokens
-from ngrpo.trainers.common.replay_check import check_replay
 from ngrpo.trainers.common.sample_records import OURS, records, routed
 from perturbations.base import Perturbation
 from perturbations.errors import require
