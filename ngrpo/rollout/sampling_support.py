@@ -8,7 +8,7 @@ exactly that many tokens are picked out on the device and sent. Nothing waits, a
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -75,8 +75,14 @@ class SamplingSupport:
     def ask(self) -> None:
         """Has the tokens sent; the numbers that the constructor had sent have arrived."""
         bits, self._bits = require(self._bits, "the bits of a step"), None
-        for rows, size in _blocks(marked(self._counts.numpy(), self._size)):
-            self._ids.append(self._download(pick(bits[rows], size)))
+        ends = np.cumsum(marked(self._counts.numpy(), self._size))
+        first = done = 0
+        # Rows that add up to what is picked out at once, or single ones that have more.
+        while first < len(ends) and ends[-1] > done:
+            last = max(int(np.searchsorted(ends, done + PICKED_AT_ONCE, side="right")), first + 1)
+            if ends[last - 1] > done:
+                self._ids.append(self._download(pick(bits[first:last], int(ends[last - 1] - done))))
+            first, done = last, int(ends[last - 1])
 
     def read(self, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens each of the rows (ascending, or all) has left, (N,) int64, and their marked ids, int32.
@@ -96,17 +102,6 @@ class SamplingSupport:
         """Takes the memory of :meth:`ask` for as many tokens as it picks out at once."""
         bits = require(self._bits, "the bits of a step")
         pick(bits, min(PICKED_AT_ONCE, bits.numel()))
-
-
-def _blocks(sizes: np.ndarray) -> Iterator[tuple[slice, int]]:
-    """Rows with sizes that add up to what is picked out at once, or single ones that have more; none without any."""
-    ends = np.cumsum(sizes)
-    first = done = 0
-    while first < len(sizes) and ends[-1] > done:
-        last = max(int(np.searchsorted(ends, done + PICKED_AT_ONCE, side="right")), first + 1)
-        if ends[last - 1] > done:
-            yield slice(first, last), int(ends[last - 1] - done)
-        first, done = last, int(ends[last - 1])
 
 
 class SamplingMaskStore:

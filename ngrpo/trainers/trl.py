@@ -22,7 +22,7 @@ from trl.trainer import grpo_trainer
 from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
 from ngrpo.rollout.records import take_records
-from ngrpo.trainers.common.weights_file import repack_tied_heads
+from ngrpo.trainers.common.weights_file import reload_on_cpu
 from perturbations import ReplayRecord, registry, replaying
 from perturbations.parameters import freeze
 
@@ -129,9 +129,7 @@ class _PerturbedGeneration(vllm_generation.VLLMGeneration):
     def sync_weights(self) -> None:
         worker = self.llm.llm_engine.model_executor.driver_worker
         if self.accelerator.device.type == "cpu":
-            # On a CPU vLLM repacks linear weights after loading, which only `reload_weights` does again.
-            worker.model_runner.reload_weights(weights_iterator=iter(self._iter_named_params()))
-            repack_tied_heads(worker.model_runner.get_model())
+            reload_on_cpu(worker.model_runner, self._iter_named_params())
             self.llm.reset_prefix_cache()
         else:
             super().sync_weights()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation, take_trajectories
-from ngrpo.trainers.common.weights_file import repack_tied_heads
+from ngrpo.trainers.common.weights_file import reload_on_cpu
 from perturbations.neighbors.refresh import Neighborhood
 from tests.stack.as_on_cuda import asynchronous
 from tests.stack.harness import (
@@ -187,8 +187,7 @@ def test_the_length_limit_on_a_perturbed_position(crowded: Any, hf_model: Any, r
 
 def sync(llm: Any, weights: dict[str, torch.Tensor]) -> None:
     """As OpenRLHF does after an update: the weights, and a cache that holds nothing of the old ones."""
-    worker_of(llm).model_runner.reload_weights(weights_iterator=iter(weights.items()))
-    repack_tied_heads(worker_of(llm).model_runner.get_model())
+    reload_on_cpu(worker_of(llm).model_runner, weights.items())
     reset(llm)
 
 

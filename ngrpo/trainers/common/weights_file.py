@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a trainer to vLLM through a file in memory, where there is no NCCL: both must share a machine."""
+"""Weights from a trainer to vLLM where there is no NCCL: through a file in memory, so both must share a machine."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -40,9 +40,7 @@ def written(weights: Mapping[str, Tensor]) -> Iterator[str]:
 def load_weights_file(worker: Any, path: str) -> int:
     """Reloads the model's weights in a vLLM worker from the file of :func:`written`; returns the number of tensors.
 
-    `reload_weights` and not `load_weights`: on a CPU vLLM repacks linear weights after loading, and only the former
-    restores the checkpoint's layout first (vLLM 0.29). FileNotFoundError on another machine than the trainer's,
-    TypeError for another dtype.
+    FileNotFoundError on another machine than the trainer's, TypeError for another dtype.
     """
     from safetensors import safe_open
 
@@ -57,19 +55,20 @@ def load_weights_file(worker: Any, path: str) -> int:
         dtype = file.get_tensor(names[0]).dtype
         if dtype != expected:
             raise TypeError(f"The trainer has {dtype} weights, vLLM {expected}: both must be of one dtype.")
-        worker.model_runner.reload_weights(weights_iterator=((name, file.get_tensor(name)) for name in names))
-    repack_tied_heads(worker.model_runner.get_model())
+        reload_on_cpu(worker.model_runner, ((name, file.get_tensor(name)) for name in names))
     return len(names)
 
 
-def repack_tied_heads(model: nn.Module) -> None:
-    """Packs tied output heads again, which `reload_weights` of vLLM 0.29 skips.
+def reload_on_cpu(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Gives a vLLM model runner on a CPU new weights; what its perturbation computed of the old ones is refreshed.
 
-    On a CPU a head multiplies with a packed copy of its weight. A tied head is in no checkpoint, so the reload keeps
-    the copy of the old weights: a new body under an old head.
+    vLLM 0.29 repacks linear weights after loading; `reload_weights`, unlike `load_weights`, restores the checkpoint's
+    layout first. It skips tied output heads, which are in no checkpoint: a head multiplies with a packed copy of its
+    weight, so a new body would be under an old head.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    for module in model.modules():
+    runner.reload_weights(weights_iterator=weights)
+    for module in runner.get_model().modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

@@ -20,10 +20,8 @@ from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.sample_records import PickUps
-from ngrpo.trainers.common.weights_file import repack_tied_heads
-from perturbations import registry, seeds
-from perturbations.errors import UsageError
-from perturbations.replay.trajectory import FinishedTrajectory
+from ngrpo.trainers.common.weights_file import reload_on_cpu
+from perturbations import FinishedTrajectory, UsageError, registry, seeds
 
 _SINGLE_TURN = "single_turn_agent"
 
@@ -132,8 +130,6 @@ class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
             if attached is not None:
                 attached.weights_changed()
             return
-        # vLLM 0.29 repacks linear weights after loading on a CPU. Only `reload_weights`, which refreshes the
-        # perturbation itself, does so again.
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         received: list[tuple[str, Tensor]] = []
@@ -142,5 +138,4 @@ class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
             received.extend((name, tensor.clone()) for name, tensor in weights)  # the bucket is used again
 
         BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm=True).receive_weights(keep)
-        self.model_runner.reload_weights(weights_iterator=iter(received))
-        repack_tied_heads(self.model_runner.get_model())
+        reload_on_cpu(self.model_runner, received)
