@@ -96,10 +96,19 @@ class RolloutPerturber:
         self._locate_rows(names)
         slots, ends = self._slots, starts + counts
         last_rows = np.cumsum(counts) - 1
-        if self._edits is not None and len(self._edits.slots):
-            self._place_fresh(self._edits, ends, last_rows)
-        else:
+        edits, present = self._edits, np.zeros(0, dtype=bool)
+        if edits is not None:
+            rows = self._row_of_slot[edits.slots]
+            present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
+        if edits is None or not present.any():
             self._override.clear()
+        else:
+            vectors, fed, target = edits.vectors, edits.fed, last_rows[rows[present]]
+            self._override.clear(rewritten=target)
+            if not present.all():
+                keep = self._upload(present.nonzero()[0])
+                vectors, fed = vectors[keep], fed[keep]
+            self._override.put(self._upload(target), vectors, fed, target)
         # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
         fresh = (counts == 1) & (starts == self._last_position[slots])
         stored = (~fresh | self._store.ahead[slots]) & self._store.has_edits[slots]
@@ -121,19 +130,6 @@ class RolloutPerturber:
         if self._schedule is not None:
             self._training_steps = self._upload(self._store.training_steps[self._slots])
             self._answers = self._upload(self._store.answers[self._slots].T)
-
-    def _place_fresh(self, edits: Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
-        rows = self._row_of_slot[edits.slots]
-        present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
-        if not present.any():
-            self._override.clear()
-            return
-        vectors, fed, target = edits.vectors, edits.fed, last_rows[rows[present]]
-        self._override.clear(rewritten=target)
-        if not present.all():
-            keep = self._upload(present.nonzero()[0])
-            vectors, fed = vectors[keep], fed[keep]
-        self._override.put(self._upload(target), vectors, fed, target)
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""

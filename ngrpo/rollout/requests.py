@@ -171,23 +171,21 @@ class RunningRequests:
         self._finish(self._ended if ids is None else ids)
         if ids is None:
             ids = [*self._buffer.names(), *self._store.live]
-        running = set(unfinished or ())
-        trajectories = ((name, self._finished_or_ending(name)) for name in dict.fromkeys(ids) if name not in running)
-        return {name: finished.pack() for name, finished in trajectories if finished is not None}
-
-    def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:
-        """What is handed over of a request; None where its record has been, or is dropped."""
-        with suppress(KeyError):
-            finished = self._buffer.take(name)
-            if name not in self._store.live:
-                self._names.discard(name)
-            return finished
-        if name in self._dropped or name not in self._store.live:
-            return None
-        # The scheduler tells of the end only with the next step; the record must not come a second time.
-        self._dropped.add(name)
-        self._perturber.notes.drain(until=self._perturber.notes.taken)
-        return self._extract(name)
+        running, taken = set(unfinished or ()), {}
+        for name in dict.fromkeys(ids):
+            if name in running:
+                continue
+            with suppress(KeyError):
+                taken[name] = self._buffer.take(name).pack()
+                if name not in self._store.live:
+                    self._names.discard(name)
+                continue
+            if name in self._store.live and name not in self._dropped:
+                # The scheduler tells of the end only with the next step; the record must not come a second time.
+                self._dropped.add(name)
+                self._perturber.notes.drain(until=self._perturber.notes.taken)
+                taken[name] = self._extract(name).pack()
+        return taken
 
     def drop(self, names: list[str]) -> None:
         """Forgets the records of aborted requests, all samples of each; names as in :meth:`take`."""
