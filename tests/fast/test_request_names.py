@@ -48,7 +48,7 @@ class Books:
     def __init__(self) -> None:
         self.store = TrajectoryStore(4, 64)
         perturber = SimpleNamespace(
-            opened=lambda name, prompt: None, closed=lambda slot: None, masks=None,
+            opened=lambda name, prompt: None, closed=lambda slot: None, masks=None, routed=None,
             notes=SimpleNamespace(drain=lambda **kwargs: None, taken=0, written=0),
         )  # fmt: skip
         self.buffer = buffers.create("memory")
