@@ -22,8 +22,6 @@ KL = "--algo.kl.init_coef"
 LOSS = "--actor.policy_loss_type"
 MODEL = "--actor.model_name_or_path"
 LONGEST, GENERATED = "--data.max_len", "--rollout.max_new_tokens"
-# Where a config.json has the number of a layer's experts, by vLLM 0.26 to 0.31.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
 
 
@@ -281,7 +279,8 @@ def _dense(asked: Combination) -> str:
         return ""
     config = architecture.read_config(path)
     text = config.get("text_config", config)
-    return "" if any(text.get(name) for name in _EXPERTS) else f"the model {asked.flags.value(MODEL)}, which is dense,"
+    experts = (value for name, value in text.items() if "expert" in name)
+    return "" if any(experts) else f"the model {asked.flags.value(MODEL)}, which is dense,"
 
 
 def _critic(asked: Combination) -> str:

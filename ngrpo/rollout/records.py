@@ -29,7 +29,7 @@ def take_records(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str
     ``request_ids``: ``RequestOutput.request_id`` of those wanted, which are the keys of the result; None for all. With
     ``SamplingParams(n=…)`` above 1 the key of sample i is ``"{i}_{request_id}"``, as vLLM itself numbers them.
     """
-    return {name: record for name, (record, _) in take_trajectories(llm, request_ids).items()}
+    return {name: trajectory.record for name, trajectory in take_finished(llm, request_ids).items()}
 
 
 def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, tuple[ReplayRecord, np.ndarray]]:
@@ -37,10 +37,15 @@ def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dic
 
     At temperature, before top-k, top-p and min-p; in an engine that records sampling masks, among the tokens left.
     """
+    taken = take_finished(llm, request_ids)
+    return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in taken.items()}
+
+
+def take_finished(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, FinishedTrajectory]:
+    """As :func:`take_records`, with all that the engine records."""
     front = llm.llm_engine.output_processor
     names = None if request_ids is None else list(request_ids)
-    trajectories = of_answers(front, _ask(llm, "take", names, list(front.request_states)))
-    return {name: (trajectory.record, trajectory.log_probs) for name, trajectory in trajectories.items()}
+    return of_answers(front, _ask(llm, "take", names, list(front.request_states)))
 
 
 def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[str, FinishedTrajectory]:

@@ -179,7 +179,7 @@ def _watch(layer: MoERunner, take: Callable[[Tensor], None]) -> None:
         layer.router.set_capture_fn(take)
         return
     kernel = getattr(getattr(layer._quant_method, "moe_kernel", None), "fused_experts", None)
-    if kernel is not None and getattr(kernel, "supports_routing_replay_capture", bool)():
+    if getattr(kernel, "supports_routing_replay_capture", bool)() and hasattr(kernel, "set_capture_fn"):  # not in 0.32
         kernel.set_capture_fn(take)
         return
     select = getattr(type(kernel), "_select_experts", None)  # of the CPU kernels of vLLM 0.28 and 0.29

@@ -10,6 +10,7 @@ Needs ``pip install --no-deps trl==1.16.0``; docs/integrations.md says what is a
 """
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,13 @@ from trl.trainer import grpo_trainer
 
 from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
-from ngrpo.rollout.records import take_records
-from ngrpo.trainers.common.weights_file import reload_on_cpu
-from perturbations import ReplayRecord, registry, replaying
+from ngrpo.rollout.records import take_finished
+from ngrpo.rollout.settings import KEY, ROUTED_EXPERTS
+from ngrpo.trainers.common.weights_file import reload_weights
+from perturbations import registry, replaying
 from perturbations.parameters import freeze
+from perturbations.replay.routing import RoutingScope
+from perturbations.replay.trajectory import FinishedTrajectory
 
 _ROWS = "perturbation_record"
 
@@ -35,7 +39,8 @@ class PerturbedGRPOTrainer(GRPOTrainer):
     ``perturbation_gap`` is the largest training–inference mismatch of the last rollout batch, in nats; also logged.
 
     Args:
-        perturbation: a spec for :func:`perturbations.create`.
+        perturbation: a spec for :func:`perturbations.create`; ``{"name": "none"}`` for none.
+        replay_routing: for a mixture of experts: forwards take the experts that the rollouts chose.
         vllm_options: further keyword arguments of the colocated ``vllm.LLM``, such as ``enforce_eager``.
 
     Raises:
@@ -46,6 +51,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         self,
         *args: object,
         perturbation: Mapping[str, Any],
+        replay_routing: bool = False,
         vllm_options: Mapping[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
@@ -54,9 +60,11 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         parts = {"perturbation": self._perturbation}
         compatibility.check(compatibility.TRL, Combination(parts=parts, settings=config, arguments=kwargs))
         # Of the last rollouts of training (True) and of evaluation (False): TRL keeps training batches meanwhile.
-        self._records: dict[bool, list[ReplayRecord]] = {True: [], False: []}
+        self._rollouts: dict[bool, list[FinishedTrajectory]] = {True: [], False: []}
         self._in_forward: list[int] | None = None
-        options = {**(vllm_options or {}), "additional_config": {"perturbation": self._perturbation.spec()}}
+        self._replay_routing = replay_routing
+        ours = {KEY: self._perturbation.spec(), ROUTED_EXPERTS: replay_routing}
+        options = {**(vllm_options or {}), "additional_config": ours}
         # TRL builds its engine in here: ours, with further options.
         generation, llm = grpo_trainer.VLLMGeneration, vllm_generation.LLM
         grpo_trainer.VLLMGeneration, vllm_generation.LLM = _PerturbedGeneration, partial(llm, **options)
@@ -70,11 +78,11 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         generation = self.vllm_generation
         generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        by_name = take_records(generation.llm)
+        by_name = take_finished(generation.llm)
         # vLLM counts its requests, and returns them in their order.
-        records = self._records[self.model.training] = [by_name[name] for name in sorted(by_name, key=int)]
-        if len(records) != len(prompt_ids):
-            raise RuntimeError(f"{len(records)} records of {len(prompt_ids)} rollouts were handed over.")
+        rollouts = self._rollouts[self.model.training] = [by_name[name] for name in sorted(by_name, key=int)]
+        if len(rollouts) != len(prompt_ids):
+            raise RuntimeError(f"{len(rollouts)} records of {len(prompt_ids)} rollouts were handed over.")
         return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -92,6 +100,11 @@ class PerturbedGRPOTrainer(GRPOTrainer):
                 self._metrics[mode]["perturbation/gap_max"].append(self.perturbation_gap)
         return output
 
+    def training_step(self, *args: object, **kwargs: object) -> Tensor:
+        """As transformers'; routers replay until its end, since checkpointed layers are computed again in backward."""
+        with ExitStack() as self._until_backward:
+            return super().training_step(*args, **kwargs)
+
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         self._in_forward = inputs[_ROWS].tolist()
         return super()._compute_loss(model, inputs)
@@ -107,13 +120,20 @@ class PerturbedGRPOTrainer(GRPOTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As TRL's: log π of the completions, (B, C), of the replayed history."""
         rows = range(len(input_ids)) if self._in_forward is None else self._in_forward
-        records = [self._records[self.model.training][row] for row in rows]
+        rollouts = [self._rollouts[self.model.training][row] for row in rows]
+        replayed = self.accelerator.unwrap_model(model)
+        routing = RoutingScope(replayed) if self._replay_routing else None
         parts = []
         for start in range(0, len(input_ids), batch_size or len(input_ids)):
             chunk = slice(start, start + (batch_size or len(input_ids)))
-            mask = attention_mask[chunk]
-            with replaying(self.accelerator.unwrap_model(model), records[chunk], mask, self._perturbation):
-                forward = super()._get_per_token_logps_and_entropies
+            mask, of_chunk = attention_mask[chunk], rollouts[chunk]
+            forward = super()._get_per_token_logps_and_entropies
+            with ExitStack() as stack:
+                records = [rollout.record for rollout in of_chunk]
+                stack.enter_context(replaying(replayed, records, mask, self._perturbation))
+                if routing is not None:
+                    until = self._until_backward if torch.is_grad_enabled() else stack
+                    until.enter_context(routing([rollout.experts for rollout in of_chunk], mask))
                 parts.append(forward(model, input_ids[chunk], mask, logits_to_keep, None, **kwargs))
         log_probs, entropies, losses = zip(*parts)
         return (
@@ -129,7 +149,7 @@ class _PerturbedGeneration(vllm_generation.VLLMGeneration):
     def sync_weights(self) -> None:
         worker = self.llm.llm_engine.model_executor.driver_worker
         if self.accelerator.device.type == "cpu":
-            reload_on_cpu(worker.model_runner, self._iter_named_params())
+            reload_weights(worker.model_runner, self._iter_named_params())
             self.llm.reset_prefix_cache()
         else:
             super().sync_weights()

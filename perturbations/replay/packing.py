@@ -14,8 +14,9 @@ MOST_CANDIDATES = 4096
 """Candidates of a position: they take as much memory as the vector of a dense edit in a large model."""
 
 RECORD, LOG_PROBS, MASK = "perturbation_record", "perturbation_log_probs", "sampling_mask"
-COUNTS, UNPERTURBED, EXPERTS = "perturbation_counts", "unperturbed_answer", "routed_experts"
-PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, UNPERTURBED, EXPERTS)
+COUNTS, EXPERTS = "perturbation_counts", "routed_experts"
+UNPERTURBED, UNPERTURBED_EXPERTS = "unperturbed_answer", "unperturbed_experts"
+PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, EXPERTS, UNPERTURBED, UNPERTURBED_EXPERTS)
 
 _CHECKSUM = struct.Struct("<I")
 _VARINT_BYTES = 5
@@ -41,6 +42,12 @@ def unsealed(data: bytes, version: int, what: str) -> Reader:
 def floats(values: np.ndarray) -> bytes:
     """float32, four bytes each."""
     return np.ascontiguousarray(values, "<f4").tobytes()
+
+
+def experts(array: np.ndarray) -> list[bytes]:
+    """An array of three dimensions, of one or two bytes a number."""
+    sizes = (*array.shape, array.itemsize)
+    return [*map(varint, sizes), array.astype(f"<u{array.itemsize}", copy=False).tobytes()]
 
 
 def varint(value: int) -> bytes:
@@ -120,6 +127,13 @@ class Reader:
     def all_floats(self) -> np.ndarray:
         """What is left, as float32."""
         return np.frombuffer(self.take(self._end - self._offset), dtype="<f4").astype(np.float32)
+
+    def experts(self) -> np.ndarray:
+        """What is left, as the array of :func:`experts`."""
+        *shape, size = self.varints(4).tolist()
+        array = np.frombuffer(self.take(math.prod(shape) * size), f"<u{size}").reshape(shape)
+        self.finish()
+        return array
 
     def finish(self) -> None:
         """``ValueError`` where bytes are left over."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -287,6 +286,7 @@ class UnperturbedAnswer:
 
     tokens: np.ndarray  # prompt and response, (T,) int32
     log_probs: np.ndarray  # of the response at the rollout, (A,) float32
+    experts: np.ndarray | None = None  # as a trajectory's
 
 
 @dataclass(frozen=True, eq=False)
@@ -342,10 +342,10 @@ class FinishedTrajectory:
         if answer is not None:
             tokens = [packing.varint(len(answer.tokens)), answer.tokens.astype("<i4").tobytes()]
             parts[packing.UNPERTURBED] = [*tokens, packing.floats(answer.log_probs)]
+            if answer.experts is not None:
+                parts[packing.UNPERTURBED_EXPERTS] = packing.experts(answer.experts)
         if self.experts is not None:
-            sizes = (*self.experts.shape, self.experts.itemsize)
-            raw = self.experts.astype(f"<u{self.experts.itemsize}", copy=False).tobytes()
-            parts[packing.EXPERTS] = [*map(packing.varint, sizes), raw]
+            parts[packing.EXPERTS] = packing.experts(self.experts)
         packed = {name: packing.sealed(part, _TRAJECTORY_VERSION) for name, part in parts.items()}
         if self.sampling_mask is not None:
             packed[packing.MASK] = self.sampling_mask.to_bytes()
@@ -358,16 +358,14 @@ class FinishedTrajectory:
         def reader(name: str) -> packing.Reader:
             return packing.unsealed(parts[name], _TRAJECTORY_VERSION, name)
 
-        mask, answer, experts = parts.get(packing.MASK), None, None
+        mask, answer = parts.get(packing.MASK), None
+        experts, unperturbed = (
+            reader(name).experts() if name in parts else None for name in (packing.EXPERTS, packing.UNPERTURBED_EXPERTS)
+        )
         if packing.UNPERTURBED in parts:
             rest = reader(packing.UNPERTURBED)
             tokens = np.frombuffer(rest.take(4 * rest.varint()), "<i4").astype(np.int32)
-            answer = UnperturbedAnswer(tokens, rest.all_floats())
-        if packing.EXPERTS in parts:
-            rest = reader(packing.EXPERTS)
-            *shape, size = rest.varints(4).tolist()
-            experts = np.frombuffer(rest.take(math.prod(shape) * size), f"<u{size}").reshape(shape)
-            rest.finish()
+            answer = UnperturbedAnswer(tokens, rest.all_floats(), unperturbed)
         return cls(
             ReplayRecord.from_bytes(parts[packing.RECORD]),
             reader(packing.LOG_PROBS).all_floats(),

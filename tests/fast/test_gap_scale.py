@@ -118,6 +118,10 @@ def test_an_answer_travels_with_its_sample() -> None:
     (found,) = unpack([packed])
     np.testing.assert_array_equal(found.unperturbed.tokens, ANSWER.tokens)
     np.testing.assert_array_equal(found.unperturbed.log_probs, ANSWER.log_probs)
+    assert found.unperturbed.experts is None
+    experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
+    (routed,) = unpack([record(dataclasses.replace(ANSWER, experts=experts)).pack()])
+    np.testing.assert_array_equal(routed.unperturbed.experts, experts)
     assert unpack([record(None).pack()])[0].unperturbed is None
     altered = bytearray(packed["unperturbed_answer"])
     altered[3] ^= 1

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation, take_trajectories
-from ngrpo.trainers.common.weights_file import reload_on_cpu
+from ngrpo.trainers.common.weights_file import reload_weights
 from perturbations.neighbors.refresh import Neighborhood
 from tests.stack.as_on_cuda import asynchronous
 from tests.stack.harness import (
@@ -187,7 +187,7 @@ def test_the_length_limit_on_a_perturbed_position(crowded: Any, hf_model: Any, r
 
 def sync(llm: Any, weights: dict[str, torch.Tensor]) -> None:
     """As OpenRLHF does after an update: the weights, and a cache that holds nothing of the old ones."""
-    reload_on_cpu(worker_of(llm).model_runner, weights.items())
+    reload_weights(worker_of(llm).model_runner, weights.items())
     reset(llm)
 
 

@@ -2,6 +2,7 @@
 """Routing replay: an engine's experts reach the trainer's forward, exactly in float32, where a near tie parts them."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.requests import external_id
 from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import replaying
-from perturbations.replay.routing import RoutingScope, routers
+from perturbations.replay.routing import RoutingScope
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module
-from tests.stack.harness import CROWDED, DISTURBED, build_engine, load_in_float32, note_preemptions
-from tests.stack.tiny_models import tiny_model
+from tests.stack.harness import CROWDED, DISTURBED, build_engine, load_in_float32, note_preemptions, sync
+from tests.stack.tiny_models import tie_experts, tiny_model
 
 Answer = tuple[list[int], list[int], FinishedTrajectory]
 NEIGHBOR: dict[str, Any] = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
@@ -25,15 +26,8 @@ NEIGHBOR: dict[str, Any] = {"name": "neighbor", "rate": 0.5, "mix_temperature": 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny mixture in which experts 1, 2 and 3 have the same scores up to rounding, so that any is the second."""
-    from transformers import AutoModelForCausalLM
-
     folder = tiny_model("mixture", tmp_path_factory.mktemp("tied"))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        for router in routers(model):
-            router.weight[2:] = router.weight[1] * torch.tensor([[1 + 1e-7], [1 - 1e-7]])
-    model.save_pretrained(folder)
+    tie_experts(folder)
     return folder
 
 
@@ -119,6 +113,20 @@ def test_further_turns(engine: Any, trainer: Any) -> None:
         assert len(joined.experts) == len(prompt) + len(drawn) - 1
         assert gap(trainer, (prompt, drawn, joined)) <= 1e-4
         prompt = [*prompt, *drawn, 7, 8, 9 + turn]
+
+
+def test_a_weight_sync_reaches_the_experts(engine: Any, tied: str, tmp_path: Path) -> None:
+    """vLLM 0.29 packs a CPU's experts when it first loads them, and reads them as packed ever after."""
+    set_perturbation(engine, **NEIGHBOR)
+    changed = load_in_float32(tied)
+    with torch.no_grad():
+        for name, parameter in changed.named_parameters():
+            if ".experts." in name:
+                parameter.mul_(-1.5)
+    assert max(gap(changed, each) for each in answers(engine, prompts(2, 40, seed=3), 8)) > 0.1
+    for model in (changed, load_in_float32(tied)):
+        sync(engine, model, tmp_path)
+        assert max(gap(model, each) for each in answers(engine, prompts(2, 40, seed=3), 8)) <= 1e-4
 
 
 def test_after_preemptions(tied: str, trainer: Any) -> None:

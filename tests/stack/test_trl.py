@@ -61,10 +61,10 @@ def test_two_steps_and_an_evaluation(tmp_path: Path, smollm2: str, monkeypatch: 
     logged = [each for each in made.state.log_history if "perturbation/gap_max" in each]
     assert len(logged) == 2 and all(each["perturbation/gap_max"] <= 1e-4 for each in logged), logged
     assert all(each["kl"] >= 0.0 and each["grad_norm"] > 0.0 for each in logged)
-    records = made._records[True]
+    records = [rollout.record for rollout in made._rollouts[True]]
     assert len(records) == 8 and sum(map(len, records)) / sum(r.num_tokens - r.prompt_tokens for r in records) > 0.2
     made.evaluate()
-    assert made.perturbation_gap <= 1e-4 and all(len(record) == 0 for record in made._records[False])
+    assert made.perturbation_gap <= 1e-4 and all(len(each.record) == 0 for each in made._rollouts[False])
     # The test could not fail if nothing were replayed.
     monkeypatch.setattr(ours, "replaying", lambda *args, **kwargs: contextlib.nullcontext())
     made.model.train()

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from perturbations.replay.routing import routers
+
 VOCABULARY, HIDDEN = 512, 128
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -72,3 +74,14 @@ def _save_tokenizer(path: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
+
+
+def tie_experts(folder: str | Path) -> None:
+    """Gives experts 1, 2 and 3 of a mixture the same scores up to rounding, so that any of them is the second."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for router in routers(model):
+            router.weight[2:] = router.weight[1] * torch.tensor([[1 + 1e-7], [1 - 1e-7]])
+    model.save_pretrained(folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a trainer to vLLM where there is no NCCL: through a file in memory, so both must share a machine."""
+"""Weights from a trainer to vLLM through a file in memory, where there is no NCCL: both must share a machine."""
 
 from __future__ import annotations
 
@@ -55,20 +55,23 @@ def load_weights_file(worker: Any, path: str) -> int:
         dtype = file.get_tensor(names[0]).dtype
         if dtype != expected:
             raise TypeError(f"The trainer has {dtype} weights, vLLM {expected}: both must be of one dtype.")
-        reload_on_cpu(worker.model_runner, ((name, file.get_tensor(name)) for name in names))
+        reload_weights(worker.model_runner, ((name, file.get_tensor(name)) for name in names))
     return len(names)
 
 
-def reload_on_cpu(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Gives a vLLM model runner on a CPU new weights; what its perturbation computed of the old ones is refreshed.
+def reload_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Loads a checkpoint's weights into a model runner of vLLM, whose CPU kernels multiply with packed copies.
 
-    vLLM 0.29 repacks linear weights after loading; `reload_weights`, unlike `load_weights`, restores the checkpoint's
-    layout first. It skips tied output heads, which are in no checkpoint: a head multiplies with a packed copy of its
-    weight, so a new body would be under an old head.
+    `reload_weights` and not `load_weights`, since only the former restores the checkpoint's layout first. Of two that
+    it leaves unpacked in vLLM 0.29, a tied head, which is in no checkpoint, would keep the old weights, and experts
+    would be read as if they were packed.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-    runner.reload_weights(weights_iterator=weights)
-    for module in runner.get_model().modules():
+    runner.reload_weights(weights_iterator=iter(weights))
+    for module in runner.get_model().modules() if runner.device.type == "cpu" else ():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

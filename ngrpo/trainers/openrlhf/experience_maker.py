@@ -155,7 +155,8 @@ def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> flo
         name: pad_sequence([torch.from_numpy(part) for part in parts], batch_first=True, padding_side="left")
         for name, parts in rows.items()
     }
-    given = maker.actor_model_group.async_run_method(method_name="unperturbed_log_probs", **batch)
+    experts = [each.experts for each in controls]
+    given = maker.actor_model_group.async_run_method(method_name="unperturbed_log_probs", **batch, experts=experts)
     log_probs = ray.get(given)[0].float().numpy()
     gaps = [np.abs(row[len(row) - len(each.log_probs) :] - each.log_probs) for row, each in zip(log_probs, controls)]
     return float(np.concatenate(gaps).mean())

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -96,9 +97,19 @@ class _Replaying:
         self._kept = (*self._kept, *(("token_entropies", part) for part in entropies))
         return log_probs
 
-    def unperturbed_log_probs(self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Any:
-        """log π without a replay or an override, by OpenRLHF's own forward."""
-        with no_overrides():
+    def unperturbed_log_probs(
+        self,
+        sequences: Tensor,
+        action_mask: Tensor,
+        attention_mask: Tensor,
+        experts: Sequence[np.ndarray | None] = (),
+    ) -> Any:
+        """log π without perturbed inputs or an override, by OpenRLHF's own forward; ``experts``: of each sample."""
+        with ExitStack() as stack:
+            stack.enter_context(no_overrides())
+            if any(each is not None for each in experts):
+                model = model_of(getattr(self, self.model_attribute))
+                stack.enter_context(RoutingScope(model)(experts, attention_mask))
             return super().forward(sequences, action_mask, attention_mask)  # type: ignore[misc]
 
     def hand_over(self, what: str) -> list[Tensor]:

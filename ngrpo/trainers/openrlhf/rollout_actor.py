@@ -156,14 +156,15 @@ class RecordingExecutor:
         round_ = arguments.pop("round", 0)
         key = f"{kwargs.get('prompt')}{pictures_key(kwargs.get('images')).hex()}"
         number = self._numbers.next(key, round_)
-        perturbed = run.perturbation is not None and run.perturbation.active and arguments.get("enabled", True)
+        perturbed = run.perturbation is not None and run.perturbation.active
+        replayed = (perturbed or run.replay_routing) and arguments.get("enabled", True)
         if "answers" in arguments:
             # A prompt that is in the batch twice has twice as many responses: two groups.
             arguments["answer"] = number % seeds.MOST_ANSWERS % arguments["answers"]
         if round_ != self._round:
             self._round, self._controls = round_, 0
         # By a control; round 0 is no training round, and a draft's record may not reach the trainer.
-        followed = perturbed and round_ >= 1 and not second_round.drafting.get() and self._controls < CONTROLS
+        followed = replayed and round_ >= 1 and not second_round.drafting.get() and self._controls < CONTROLS
         self._controls += followed
         conversation = Conversation({"sample": number, **arguments}, followed)
         conversation.filters = filters_of(kwargs.get("sampling_params"))
@@ -177,7 +178,7 @@ class RecordingExecutor:
             _conversation.reset(token)
         if self._reward is not None:
             self._reward.raise_failure()
-        if perturbed and conversation.trajectory is None:
+        if replayed and conversation.trajectory is None:
             raise RuntimeError(
                 f"{where}: it returned a response without a call of generate(), so that nothing was recorded. Let the"
                 " agent generate at least once, and hand on what generate() returns."
@@ -254,8 +255,8 @@ async def unperturbed_response(
     short.extra_args = {**(short.extra_args or {}), KEY: {"enabled": False, "scheduled": False, "seed": seed}}
     output, parts = await _asked(actor, {"prompt_token_ids": prompt}, short)
     tokens = list(output.outputs[0].token_ids)
-    log_probs = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens)).log_probs
-    return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), log_probs)
+    taken = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
+    return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), taken.log_probs, taken.experts)
 
 
 async def _asked(actor: Any, request: Mapping[str, Any], params: SamplingParams) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from ngrpo.rollout.async_scheduling import cut_to_answer
 from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.sample_records import PickUps
-from ngrpo.trainers.common.weights_file import reload_on_cpu
+from ngrpo.trainers.common.weights_file import reload_weights
 from perturbations import FinishedTrajectory, UsageError, registry, seeds
 
 _SINGLE_TURN = "single_turn_agent"
@@ -130,6 +130,7 @@ class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
             if attached is not None:
                 attached.weights_changed()
             return
+        # This refreshes the perturbation itself.
         from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
         received: list[tuple[str, Tensor]] = []
@@ -138,4 +139,4 @@ class PerturbedWorkerExtension(vLLMColocateWorkerExtension):
             received.extend((name, tensor.clone()) for name, tensor in weights)  # the bucket is used again
 
         BucketedWeightReceiver(self._get_zmq_handle(), self.device, use_shm=True).receive_weights(keep)
-        reload_on_cpu(self.model_runner, received)
+        reload_weights(self.model_runner, received)
