@@ -365,11 +365,30 @@ def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]
 
     The position after the text's last token is that of the first generated one.
     """
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    # Releases differ in the fields that a request has, and in those without a default.
+    fields = EngineCoreRequest.__struct_fields__
+    required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
     # No name comes twice, as none of vLLM's own does: rows of a batch are known by their names.
     names = [f"perturbation-check-{next(_NUMBERS)}" for _ in requests]
     of_text, tokens, likeliest = ({name: [] for name in names} for _ in range(3))
     for name, (text, fed) in zip(names, requests):
-        core.add_request(*core.preprocess_add_request(_request(name, text, fed)))
+        arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
+        if fed:
+            arguments |= {"record": record_of(fed, len(text), len(text) + 2).to_bytes(), "ahead": True}
+        shown: dict[str, Any] = {
+            "logprobs": 5,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+            "extra_args": {KEY: arguments},
+        }
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, **shown)
+        given: dict[str, Any] = {"request_id": name, "external_req_id": name, "prompt_token_ids": text}
+        given |= {"sampling_params": params, "arrival_time": time.time()}
+        known: dict[str, Any] = dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields}
+        core.add_request(*core.preprocess_add_request(EngineCoreRequest(**known)))
     while core.scheduler.has_requests() or core.batch_queue:
         steps, executed = core.step_fn()
         core.post_step(executed)
@@ -384,21 +403,3 @@ def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]
     core.collective_rpc("perturbation_drop", args=(names,))
     core.reset_prefix_cache()
     return [Answer(np.concatenate(of_text[name]), likeliest[name], tokens[name]) for name in names]
-
-
-def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
-    from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
-
-    arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
-    if fed:
-        arguments |= {"record": record_of(fed, len(tokens), len(tokens) + 2).to_bytes(), "ahead": True}
-    shown: dict[str, Any] = {"logprobs": 5, "prompt_logprobs": 0, "detokenize": False, "extra_args": {KEY: arguments}}
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, **shown)
-    given: dict[str, Any] = {"request_id": name, "external_req_id": name, "prompt_token_ids": tokens}
-    given |= {"sampling_params": params, "arrival_time": time.time()}
-    # Releases differ in the fields that a request has, and in those without a default.
-    fields = EngineCoreRequest.__struct_fields__
-    required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
-    known: dict[str, Any] = dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields}
-    return EngineCoreRequest(**known)
