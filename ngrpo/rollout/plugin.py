@@ -103,18 +103,22 @@ def attached(original: Callable[..., None], self: Worker, *args: object, **kwarg
         from ngrpo.rollout.attach import AttachedPerturbation
 
         self.perturbation = AttachedPerturbation(self.model_runner, perturbation, settings.read_buffer(config))
-        warm_up = self.compile_or_warm_up_model
-
-        def compile_or_warm_up_model() -> Any:
-            self.perturbation.warm_up()  # first: vLLM's own ends with a monitor that reports every further compilation
-            result = warm_up()
-            self.perturbation.requests.take(None)  # the records of vLLM's own warm-up are dropped
-            return result
-
         # Of this instance: a worker for CPUs has a method of its own, in a module that must not be imported here.
-        self.compile_or_warm_up_model = compile_or_warm_up_model
+        self.compile_or_warm_up_model = warmed_up(self.compile_or_warm_up_model, self.perturbation)
         runner, fingerprint = runner_version(self), self.perturbation.fingerprint()
         logger.info("perturbation %s is on, in the %s model runner: %s", perturbation.name, runner, fingerprint)
+
+
+def warmed_up(original: Callable[[], Any], attached: Any) -> Callable[[], Any]:
+    """vLLM's warm-up of a worker with a perturbation."""
+
+    def compile_or_warm_up_model() -> Any:
+        attached.warm_up()  # first: vLLM's own ends with a monitor that reports every further compilation
+        result = original()
+        attached.requests.take(None)  # drops the records of vLLM's own warm-up
+        return result
+
+    return compile_or_warm_up_model
 
 
 @around

@@ -22,6 +22,7 @@ from ngrpo.rollout.startup_check import check_replay
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.policy_loss import rows_of_tokens
 from ngrpo.trainers.common.sample_records import OURS, records, routed
+from perturbations import Perturbation
 from perturbations.errors import require
 from perturbations.parameters import attached, freeze
 from perturbations.replay.routing import RoutingScope, routers
@@ -132,22 +133,28 @@ def replayed(
         side_inputs: of the samples of the batch.
         attention_mask: a tensor (B, T).
         advantages: as of :class:`Densities`.
-        options: of :class:`ReplayScope`.
+        options: of :func:`replay_scope`.
     """
-    run, model, stats, found = current_run(), model_of(actor), None, None
+    run, stats, found = current_run(), None, None
     with ExitStack() as stack:
         if run.sampling.correct_mask:
             stack.enter_context(corrected(side_inputs, attention_mask))
         if run.replay_routing:
             experts = routed(side_inputs, len(attention_mask))
-            stack.enter_context(RoutingScope(model)(experts, attention_mask))
+            stack.enter_context(RoutingScope(model_of(actor))(experts, attention_mask))
         if run.perturbation is not None:
-            last = LastHidden(model.get_output_embeddings()) if run.perturbation.reads_hidden else None
-            given = {"module": attached(model), "perturbation": run.perturbation, "hidden": last, **options}
-            scope = ReplayScope(model.get_input_embeddings(), **given)
+            scope = replay_scope(actor, run.perturbation, **options)
             stats = stack.enter_context(scope(records(side_inputs, len(attention_mask)), attention_mask))
             found = stack.enter_context(densities(scope, actor.temperature, advantages))
         yield stats, found
+
+
+def replay_scope(actor: Any, perturbation: Perturbation, **options: Any) -> ReplayScope:
+    """The scope for the model of OpenRLHF's ``Actor``; options of :class:`ReplayScope`."""
+    model = model_of(actor)
+    hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
+    given = {"module": attached(model), "perturbation": perturbation, "hidden": hidden, **options}
+    return ReplayScope(model.get_input_embeddings(), **given)
 
 
 def kept_by_actors(maker: Any, what: str, own: Sequence[Tensor]) -> list[Tensor]:
