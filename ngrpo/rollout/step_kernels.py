@@ -134,8 +134,8 @@ class StepKernels:
                 self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=logits.scaled.device)
             logits = logits._replace(greedy=self._free[:batch])
         chosen, parts = self.proposed(gated, rows, draw, logits)
-        mixture = (parts.get(name) for name in ("ids", "weights", "sigma", "vectors"))
-        vectors = self.realised(*mixture, gated.noise_keys)
+        ids, weights, sigma, fixed = (parts.get(name) for name in ("ids", "weights", "sigma", "vectors"))
+        vectors = self.realised(ids, weights, sigma, fixed, gated.noise_keys)
         placed = chosen if len(chosen) == batch else draw.tokens.index_copy_(0, gated.rows, chosen)
         return placed, vectors, parts  # the gated rows have the order of the batch
 
@@ -240,7 +240,7 @@ class StepKernels:
                 gated = Gated(*(rows[:count].clone() for _ in Gated._fields))
                 _mark_dynamic(*gated)
                 parts = self.edit(gated, at, draw, Logits(scaled, temperature, drawable, greedy, hidden))[2]
-            self.candidates = parts["ids"].shape[-1]
+                self.candidates = parts["ids"].shape[-1]
         counted = scaled if drawable is None or not self._masked else drawable
         self.token_log_probs(at, draw.tokens, counted, draw.log_total)
         if self._gate.has_state:

@@ -149,12 +149,11 @@ def replayed(
         yield stats, found
 
 
-def replay_scope(actor: Any, perturbation: Perturbation, **options: Any) -> ReplayScope:
-    """The scope for the model of OpenRLHF's ``Actor``; options of :class:`ReplayScope`."""
+def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
+    """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
     model = model_of(actor)
     hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
-    given = {"module": attached(model), "perturbation": perturbation, "hidden": hidden, **options}
-    return ReplayScope(model.get_input_embeddings(), **given)
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up, hidden=hidden)
 
 
 def kept_by_actors(maker: Any, what: str, own: Sequence[Tensor]) -> list[Tensor]:

@@ -174,7 +174,7 @@ class StepAdvantages:
 def further_of(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Tensor:
     """What else an advantage needs (`FURTHER`), of a step's responses in the order of its experiences."""
     if advantage.needs in ("counts", "values"):
-        kind = Visits if advantage.needs == "counts" else Values
+        kind: type = Visits if advantage.needs == "counts" else Values
         if not isinstance(maker.visits, kind):
             maker.visits = kind()
         prompts = [prompt for experience in experiences for prompt in experience.prompts]
