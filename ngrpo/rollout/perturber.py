@@ -96,11 +96,9 @@ class RolloutPerturber:
         self._locate_rows(names)
         slots, ends = self._slots, starts + counts
         last_rows = np.cumsum(counts) - 1
-        edits, present = self._edits, np.zeros(0, dtype=bool)
-        if edits is not None:
-            rows = self._row_of_slot[edits.slots]
-            present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
-        if edits is None or not present.any():
+        edits = self._edits
+        rows = np.zeros(0, dtype=np.int64) if edits is None else self._row_of_slot[edits.slots]
+        if edits is None or not (present := (rows >= 0) & (ends[rows] - 1 == edits.positions)).any():
             self._override.clear()
         else:
             vectors, fed, target = edits.vectors, edits.fed, last_rows[rows[present]]

@@ -134,8 +134,8 @@ class StepKernels:
                 self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=logits.scaled.device)
             logits = logits._replace(greedy=self._free[:batch])
         chosen, parts = self.proposed(gated, rows, draw, logits)
-        ids, weights, sigma, fixed = (parts.get(name) for name in ("ids", "weights", "sigma", "vectors"))
-        vectors = self.realised(ids, weights, sigma, fixed, gated.noise_keys)
+        mixed = parts.get("sigma"), parts.get("vectors")
+        vectors = self.realised(parts["ids"], parts["weights"], *mixed, gated.noise_keys)
         placed = chosen if len(chosen) == batch else draw.tokens.index_copy_(0, gated.rows, chosen)
         return placed, vectors, parts  # the gated rows have the order of the batch
 
