@@ -109,7 +109,11 @@ MUTATIONS = {
             "sampling mask: the log-probability of the whole distribution",
         ),
         ("for part in (at[inside] - 1,", "for part in (at[inside],", "sampling mask: a row too late"),
-        ("- highest[which]).exp(", "- highest[which]).exp().detach(", "sampling mask: no gradient to the tokens left"),
+        (
+            "- highest[members]).exp(",
+            "- highest[members]).exp().detach(",
+            "sampling mask: no gradient to the tokens left",
+        ),
         ("scores[is_label] - highest -", "scores[is_label] -", "sampling mask: the largest score is not put back"),
     ],
     (_STORE, _STORED): [
