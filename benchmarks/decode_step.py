@@ -85,9 +85,8 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
     counts, begin, finish = Counts(), perturber.begin, perturber.finish
     upload, download, kernels = perturber._upload, perturber._download, perturber._kernels
     # On a CPU the draw alone is compiled, and it may look at numbers.
-    parts = {
-        name: getattr(kernels, name) for name in ("_draw", "_edit", "_settle") if kernels.compiled or name == "_draw"
-    }
+    names = ("draw", "proposed", "realised", "token_log_probs", "advance_gate") if kernels.compiled else ("draw",)
+    parts = {name: getattr(kernels, name) for name in names}
     operations, decoding = _Operations(counts), False
 
     def lines(frame: Any, event: str, _: Any) -> Any:
@@ -226,7 +225,7 @@ def microseconds(perturbation: Perturbation, batch: int, vocabulary: int, device
 def record_milliseconds(positions: int = 32_000, candidates: int = 5) -> tuple[float, float]:
     """Time to build the record of a finished request with this many perturbed positions, and to pack it."""
     store, draws = TrajectoryStore(1, positions + _PROMPT), np.random.default_rng(0)
-    slot = np.array([store.open("a", 1, _PROMPT, True).slot])
+    slot = np.array([store.open("a", 1, _PROMPT, True)])
     for position in range(_PROMPT, _PROMPT + positions):
         weights = draws.random((1, candidates), dtype=np.float32)
         ids = draws.integers(0, 1 << 16, (1, candidates), dtype=np.int32)

@@ -198,10 +198,10 @@ VLLM: tuple[Patch, ...] = (
     # ---- a worker and its weights -------------------------------------------------------------------
     _vllm("v1.worker.worker_base", "WorkerBase", "plugin:with_procedures", "class", "gains perturbation_* procedures"),
     _vllm(_WORKER, "Worker.load_model", "plugin:attached", "(self, ...)", "attached before anything is compiled"),
-    _vllm(_WORKER, "Worker.finish_weight_update", "new_weights:after_update", "(self)",
+    _vllm(_WORKER, "Worker.finish_weight_update", "plugin:after_update", "(self)",
         "sparse and sharded transfers write parameters directly, past load_weights"),
-    _vllm(_WORKER, "Worker.sleep", "new_weights:after_sleep", "(self, level)", "the weights leave the memory"),
-    _vllm(_WORKER, "Worker.wake_up", "new_weights:after_wake_up", "(self, tags)", "the weights are back"),
+    _vllm(_WORKER, "Worker.sleep", "plugin:after_sleep", "(self, level)", "the weights leave the memory"),
+    _vllm(_WORKER, "Worker.wake_up", "plugin:after_wake_up", "(self, tags)", "the weights are back"),
     _vllm("model_executor.layers.vocab_parallel_embedding", "VocabParallelEmbedding.forward", None,
         "(self, input_)", "the override is a subclass of the input embedding's class"),
     _vllm("model_executor.layers.vocab_parallel_embedding", "ParallelLMHead", None, "class",

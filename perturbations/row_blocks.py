@@ -2,7 +2,7 @@
 """Rows of logits in blocks of 64: log Σ exp, entropy and the k largest of a row without further passes over memory."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ BLOCK = 64
 _MANY, _PART = 64, 8
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """Of B rows of logits: maximum and log Σ exp of each block, (B, V / 64), and log Σ exp of each row, (B,), float32.
 
     A block without a possible token has -inf.

@@ -32,7 +32,7 @@ def main() -> None:
         perturbation = create(name) if name == "none" else create(name, rate=1.0)
         cost = decode_step(perturbation, *sizes, getattr(torch, options.dtype))
         print(f"| `{name}` | {cost.beyond_draw} | {cost.bytes / 1e9:.2f} |", flush=True)
-    draw = cost.regions["_drawn"]
+    draw = cost.regions["draw"]
     print(f"| the draw alone | {draw.kernels} | {draw.bytes / 1e9:.2f} |")
 
 

@@ -59,7 +59,7 @@ class Cost:
     @property
     def beyond_draw(self) -> int:
         """Launches without those of the token's draw."""
-        return self.kernels - self.regions["_drawn"].kernels
+        return self.kernels - self.regions["draw"].kernels
 
 
 class _Operations(TorchDispatchMode):
@@ -238,7 +238,7 @@ def decode_step(
                         torch._dynamo.maybe_mark_dynamic(part, 0)
                 name = self.plain.__name__
                 key = (name, *known, *(part.dtype if isinstance(part, Tensor) else None for part in parts))
-                if name in ("_edited", "_realised") or key not in _SHARED:
+                if name in ("proposed", "realised") or key not in _SHARED:
                     _SHARED[key] = region(self.plain, *args)
                 entry = cost.regions[name] = _SHARED[key]
                 cost.kernels, cost.bytes = cost.kernels + entry.kernels, cost.bytes + entry.bytes

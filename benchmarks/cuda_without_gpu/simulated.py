@@ -160,7 +160,7 @@ def _drive(
     engine, draws = _Engine(perturbation, device, plan), random.Random(plan.seed + 1)
     if warmed_up is not None:
         for rows in (2, 1):
-            engine.perturber.compile(engine.logits(torch.zeros(rows, plan.vocabulary, dtype=plan.dtype)))
+            engine.perturber.rehearse(engine.logits(torch.zeros(rows, plan.vocabulary, dtype=plan.dtype)))
         warmed_up()
     queue, running, finished, fed, out = list(requests), [], [], {}, {}
     while queue or running or finished:

@@ -7,7 +7,7 @@ The embedding's override is there before anything is compiled. Requests, inputs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ngrpo.machine.storage.parameters_file import load_saved
-from ngrpo.rollout import new_weights, runners
+from ngrpo.rollout import runners
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
@@ -25,7 +25,7 @@ from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.settings import ROUTED_EXPERTS, SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import Perturbation, ReplayBuffer, UsageError
+from perturbations import Perturbation, ReplayBuffer, UsageError, parameters
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.neighbors.base import Shard, over_ranks
@@ -75,7 +75,7 @@ class AttachedPerturbation:
         for owner, name in encoders:
             if hasattr(owner, name):  # contextmanager's object is a decorator that makes a new one for each call
                 setattr(owner, name, self._override.suspended()(getattr(owner, name)))
-        new_weights.follow(runner, self)
+        follow_weights(runner, self)
 
     def replace(self, perturbation: Perturbation) -> None:
         """Exchanges the perturbation between requests; UsageError while some run, or where it does not fit."""
@@ -124,11 +124,7 @@ class AttachedPerturbation:
         with torch.inference_mode():
             for rows in (2, 1):  # a batch of one is compiled separately
                 logits = torch.zeros(rows, padded, dtype=self._runner.model_config.dtype, device=self._runner.device)
-                self.perturber.compile(logits[:, : self._vocabulary])
-
-    def forget_requests(self) -> None:
-        """Drops the records of vLLM's own warm-up."""
-        self.requests.take(None)
+                self.perturber.rehearse(logits[:, : self._vocabulary])
 
     def prepare(self) -> None:
         """Computes everything that the perturbation needs of the weights; a weight sync ends with this."""
@@ -156,21 +152,48 @@ class AttachedPerturbation:
         self.prepare()
 
 
-def _output_head(model: nn.Module, embedding: VocabParallelEmbedding) -> VocabParallelEmbedding | None:
-    """The output layer of the model's text, where it has a matrix of its own."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+def follow_weights(runner: Any, attached: AttachedPerturbation) -> None:
+    """Has a runner's ways of loading weights refresh what its perturbation computed of them.
 
-    owner = language_model(model)
-    heads = [m for m in owner.modules() if isinstance(m, ParallelLMHead)]
-    heads = heads or [m for m in model.modules() if isinstance(m, ParallelLMHead)]
-    head = heads[0] if len(heads) == 1 else getattr(owner, "lm_head", None)
-    separate = head is not None and head is not embedding and head.weight is not embedding.weight
-    return head if separate else None
+    Every weight sync ends in ``model.load_weights``. OpenRLHF calls it for each parameter, so only calls that load all
+    at once (``reload_weights``, ``finish_weight_update``, the last call in `rollout_actor.py`) prepare the perturbation
+    again. A perturbation's own parameters come among the model's, and go to its module.
+    """
+    model = runner.get_model()
+    load, reload = model.load_weights, runner.reload_weights
+
+    def load_weights(weights: Iterable[tuple[str, Tensor]], *args: object, **kwargs: object) -> Any:
+        own: dict[str, Tensor] = {}
+        try:
+            result = load(parameters.split(weights, own), *args, **kwargs)
+            if not own:
+                return result
+            names = f"weight sync: {', '.join(own)}"
+            if attached.module is None:
+                name = attached.perturbation.name
+                raise ValueError(f"{names} belong to a perturbation with parameters, but this engine runs {name!r}.")
+            if any(bool(part.isnan().any()) for part in own.values()):
+                # vLLM's sparse transfer puts NaN in the place of elements that it leaves out.
+                raise ValueError(f"{names} hold NaN, as in vLLM's sparse transfer. Transfer these parameters whole.")
+            parameters.load(attached.module, own, whole=False)
+            return result
+        finally:  # also where it fails: some of the weights may have been replaced
+            attached.embeddings.refresh()
+
+    def reload_weights(*args: object, **kwargs: object) -> Any:
+        try:
+            return reload(*args, **kwargs)
+        finally:
+            attached.weights_changed()
+
+    model.load_weights, runner.reload_weights = load_weights, reload_weights
 
 
 def _embeddings(
     model: nn.Module, embedding: VocabParallelEmbedding, override: InputOverride, vocabulary: int, texts: _LazyTokenizer
 ) -> ModelEmbeddings:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
     def shard(module: Any) -> Shard:
         weight = module.weight.data
         if module.tp_size == 1:
@@ -180,10 +203,15 @@ def _embeddings(
         start = module.shard_indices.org_vocab_start_index
         return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
 
-    head = _output_head(model, embedding)
-    of_input, of_output = partial(shard, embedding), None if head is None else partial(shard, head)
+    owner = language_model(model)
+    heads = [m for m in owner.modules() if isinstance(m, ParallelLMHead)]
+    heads = heads or [m for m in model.modules() if isinstance(m, ParallelLMHead)]
+    head = heads[0] if len(heads) == 1 else getattr(owner, "lm_head", None)
+    # The output layer of the model's text, where it has a matrix of its own.
+    separate = head is not None and head is not embedding and head.weight is not embedding.weight
+    of_output = partial(shard, head) if separate else None
     special = partial(texts.special_ids, vocabulary)
-    return ModelEmbeddings(override.lookup, of_input, of_output, special, texts.vocabulary)
+    return ModelEmbeddings(override.lookup, partial(shard, embedding), of_output, special, texts.vocabulary)
 
 
 class _LazyTokenizer:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +41,28 @@ class InputOverride:
         bare: the class among the module's bases with a forward to rows of the matrix, which Gemma's then scales in
         vLLM's Transformers backend; the module's own by default.
         """
-        base = type(module)
-        self._bare = base if bare is None else bare
+        base: type[nn.Module] = type(module)
+        self._bare = bare = base if bare is None else bare
+
+        class Override(bare):
+            """The override right after the forward of ``bare``, inside the work of the module's other classes."""
+
+            override: Tensor
+            overridden: Tensor
+
+            def forward(self, input_: Tensor) -> Tensor:
+                output = bare.forward(self, input_)
+                # vLLM gives ids of shape (N,), its Transformers backend (1, N): rows are counted in reading order.
+                flat = output.reshape(-1, output.shape[-1])
+                rows = flat.shape[0]
+                return torch.where(self.overridden[:rows], self.override[:rows], flat).reshape(output.shape)
+
         self._module: Any = module  # with the two buffers below
         # Plain attributes and not registered buffers: vLLM 0.29's layerwise reload moves registered ones.
         module.override = torch.zeros(max_tokens, hidden, dtype=dtype, device=device)
         module.overridden = torch.zeros(max_tokens, 1, dtype=torch.bool, device=device)
-        module.__class__ = _subclass(base, self._bare)
+        bases = (Override,) if base is bare else (base, Override)
+        module.__class__ = type(f"Perturbed{base.__name__}", bases, {})
         # Rows with flags that may be set: these, none of them (empty), or any (None).
         self._flagged: np.ndarray | None = _NONE
 
@@ -91,23 +106,6 @@ class InputOverride:
 
 def _equal(rows: np.ndarray, others: np.ndarray | None) -> bool:
     return others is not None and np.array_equal(rows, others)
-
-
-def _subclass(base: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:
-    """``base`` with the override right after the forward of ``bare``, inside its other classes' work."""
-
-    class Override(bare):
-        override: Tensor
-        overridden: Tensor
-
-        def forward(self, input_: Tensor) -> Tensor:
-            output = bare.forward(self, input_)
-            # vLLM gives ids of shape (N,), its Transformers backend (1, N): rows are counted in reading order.
-            flat = output.reshape(-1, output.shape[-1])
-            rows = flat.shape[0]
-            return torch.where(self.overridden[:rows], self.override[:rows], flat).reshape(output.shape)
-
-    return type(f"Perturbed{base.__name__}", (Override,) if base is bare else (base, Override), {})
 
 
 def find_input_embedding(model: nn.Module) -> VocabParallelEmbedding:
@@ -156,11 +154,15 @@ def tables_of_text(model: nn.Module) -> list[nn.Module]:
 
 def _looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> tuple[list[str], str] | None:
     """Which tables the model's own way of embedding two tokens uses, and what that means; None where it has no way."""
+    ways = [getattr(owner, "embed_input_ids", None) for owner in dict.fromkeys((language_model(model), model))]
+    for owner in (model, getattr(model, "model", None)):
+        table = getattr(owner, "get_input_embeddings", None)
+        ways.append(table and (lambda ids, table=table: table()(ids)))
     used: dict[str, None] = {}
     note = used.setdefault
     hooks = [table.register_forward_hook(lambda *_, name=name: note(name)) for name, table in tables.items()]
     try:
-        for embed in _ways_to_embed(model):
+        for embed in filter(None, ways):
             with suppress(AttributeError, NotImplementedError, TypeError), torch.inference_mode():
                 embed(torch.zeros(2, dtype=torch.int32, device=next(model.parameters()).device))
                 if used:
@@ -170,14 +172,3 @@ def _looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> tuple[list[
         for hook in hooks:
             hook.remove()
     return None
-
-
-def _ways_to_embed(model: nn.Module) -> Iterator[Callable[[Tensor], Any]]:
-    for owner in dict.fromkeys((language_model(model), model)):
-        embed = getattr(owner, "embed_input_ids", None)
-        if embed is not None:
-            yield embed
-    for owner in (model, getattr(model, "model", None)):
-        table = getattr(owner, "get_input_embeddings", None)
-        if table is not None:
-            yield lambda ids, table=table: table()(ids)

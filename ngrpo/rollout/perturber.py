@@ -12,7 +12,7 @@ preemption, until its last note is in the store.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_kernels import STREAMS, Gated, Logits, Rows, StepKernels
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
-from perturbations import InputEdit, Perturbation, Positions, Step, streams
+from perturbations import InputEdit, Perturbation, Positions, streams
 from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import require
@@ -42,8 +42,6 @@ class Batch:
     slots: np.ndarray
     next_positions: np.ndarray
     sampled: np.ndarray
-    slot_tensor: Tensor
-    prompts: Tensor
 
 
 @dataclass(frozen=True)
@@ -98,16 +96,23 @@ class RolloutPerturber:
         self._locate_rows(names)
         slots, ends = self._slots, starts + counts
         last_rows = np.cumsum(counts) - 1
-        if self._edits is not None and len(self._edits.slots):
-            self._place_fresh(self._edits, ends, last_rows)
-        else:
+        edits = self._edits
+        rows = np.zeros(0, dtype=np.int64) if edits is None else self._row_of_slot[edits.slots]
+        if edits is None or not (present := (rows >= 0) & (ends[rows] - 1 == edits.positions)).any():
             self._override.clear()
+        else:
+            vectors, fed, target = edits.vectors, edits.fed, last_rows[rows[present]]
+            self._override.clear(rewritten=target)
+            if not present.all():
+                keep = self._upload(present.nonzero()[0])
+                vectors, fed = vectors[keep], fed[keep]
+            self._override.put(self._upload(target), vectors, fed, target)
         # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
         fresh = (counts == 1) & (starts == self._last_position[slots])
         stored = (~fresh | self._store.ahead[slots]) & self._store.has_edits[slots]
         for row in stored.nonzero()[0]:
             self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
-        self._batch = Batch(slots, ends, ~discard, self._slot_tensor, self._prompts)
+        self._batch = Batch(slots, ends, ~discard)
         if self.routed is not None:
             self.routed.begin(slots, starts, counts, ~discard)
 
@@ -116,26 +121,13 @@ class RolloutPerturber:
             return
         self._row_of_slot[self._slots] = -1
         self._names = list(names)
-        self._slots = np.array([self._store.live[name].slot for name in names], dtype=np.int64)
+        self._slots = np.array([self._store.live[name] for name in names], dtype=np.int64)
         self._row_of_slot[self._slots] = np.arange(len(names))
         self._prompts = self._upload(self._store.prompts[self._slots])
         self._slot_tensor = self._upload(self._slots)
         if self._schedule is not None:
             self._training_steps = self._upload(self._store.training_steps[self._slots])
             self._answers = self._upload(self._store.answers[self._slots].T)
-
-    def _place_fresh(self, edits: Edits, ends: np.ndarray, last_rows: np.ndarray) -> None:
-        rows = self._row_of_slot[edits.slots]
-        present = (rows >= 0) & (ends[rows] - 1 == edits.positions)
-        if not present.any():
-            self._override.clear()
-            return
-        vectors, fed, target = edits.vectors, edits.fed, last_rows[rows[present]]
-        self._override.clear(rewritten=target)
-        if not present.all():
-            keep = self._upload(present.nonzero()[0])
-            vectors, fed = vectors[keep], fed[keep]
-        self._override.put(self._upload(target), vectors, fed, target)
 
     def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
         """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
@@ -167,39 +159,16 @@ class RolloutPerturber:
         """Whether a step of real requests is in flight (a warm-up run is not)."""
         return self._batch is not None
 
-    def compile(self, logits: Tensor) -> Tensor:
-        """As :meth:`StepKernels.compile`."""
-        return self._kernels.compile(logits)
-
     def rehearse(self, logits: Tensor) -> None:
-        """Does a step's work on logits (B, V) of any values, so that an engine measures its memory with it."""
-        tokens = self.compile(logits)
-        rows = torch.arange(len(logits), device=logits.device)
-        # One row for all: an index finds the neighbors of one token only, and its drift is not of noise.
-        scaled = logits[:1].float().repeat(len(rows), 1)
-        if self._kernels.compiled:
-            self._at_once = max(self._at_once, self._kernels.candidates * len(rows))
-        else:
-            self._rehearse(scaled, tokens[:1].expand(len(rows)), rows)
+        """Does a step's work on logits (B, V) of any values: vLLM measures its memory, and a GPU compiles its parts."""
+        self._kernels.rehearse(logits)
+        self._at_once = max(self._at_once, self._kernels.candidates * len(logits))
+        # One row for all, as there.
+        scaled, rows = logits[:1].float().repeat(len(logits), 1), torch.arange(len(logits), device=logits.device)
         if self.masks is not None:
             SamplingSupport(scaled, self._download).rehearse()
         if self._schedule is not None:
             self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows, rows, rows + 1))
-
-    def _rehearse(self, scaled: Tensor, tokens: Tensor, rows: Tensor) -> None:
-        step = Step(scaled, tokens, torch.ones_like(scaled[:, 0]), rows, rows, self._embeddings, scaled.clone())
-        if self._perturbation.reads_hidden:
-            step = replace(step, hidden=self._kernels.blank_hidden(len(rows)), module=self._module)
-        if self._perturbation.active:
-            edit = self._perturbation.propose(step).edit
-            noise = None if edit.sigma is None else step.keys_of(streams.Stream.NOISE)
-            realise(edit, self._override.lookup, noise, self._module)
-            self._at_once = max(self._at_once, edit.ids.numel())
-        if not self._gate.always_open:
-            self._gate.open(torch.zeros_like(rows), step, rows)
-            if self._gate.has_state:
-                never = torch.zeros_like(rows, dtype=torch.bool)
-                self._gate.advance(torch.zeros_like(rows), step, rows, never, never)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
         """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
@@ -237,8 +206,8 @@ class RolloutPerturber:
         filtered = None if drawable is scaled else drawable
         draw = self._kernels.draw(scaled, keys, filtered)
         if greedy is not None:
-            draw = replace(draw, tokens=torch.where(greedy >= 0, greedy, draw.tokens))
-        rows = Rows(batch.slot_tensor, batch.prompts, positions, sampled)
+            draw = draw._replace(tokens=torch.where(greedy >= 0, greedy, draw.tokens))
+        rows = Rows(self._slot_tensor, self._prompts, positions, sampled)
         logits = Logits(scaled, temperature, filtered, greedy, hidden)
         tokens, self._edits, edits = draw.tokens, None, {}
         if len(gated):
@@ -248,7 +217,8 @@ class RolloutPerturber:
             fed = torch.zeros_like(sampled, dtype=torch.bool)
             if len(gated):
                 fed.index_copy_(0, of_gated[0], edits["fed"])
-            self._kernels.advance_gate(rows, self._upload(at.seeds), tokens, draw.summary, logits, fed)
+            at_rows, plain = draw._replace(tokens=tokens), Logits(scaled, temperature, filtered)
+            self._kernels.advance_gate(rows, self._upload(at.seeds), at_rows, plain, fed)
         counted = scaled if self.masks is None else drawable  # the tokens that log π is normalised over
         log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
@@ -280,7 +250,7 @@ class RolloutPerturber:
 
     def opened(self, name: str, prompt: Sequence[int] = ()) -> None:
         """A request has its slot: the row's state starts afresh."""
-        slot = self._store.live[name].slot
+        slot = self._store.live[name]
         if self._store.slots > len(self._row_of_slot):
             self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
             self._last_position = grown(self._last_position, self._store.slots, -1)

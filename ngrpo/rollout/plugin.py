@@ -11,7 +11,11 @@ import asyncio
 import copy
 import dataclasses
 import logging
+import os
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo import patches
@@ -21,11 +25,12 @@ from ngrpo.machine.upstream.patch import around
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-    from ngrpo.rollout.attach import AttachedPerturbation
-
 Worker = Any  # of vLLM
 
 logger = logging.getLogger("ngrpo.rollout")
+
+RUNNERS = "NGRPO_MODEL_RUNNERS"
+"""Environment variable: a folder in which each worker of a run leaves its model runner as the name of an empty file."""
 
 
 def register() -> None:
@@ -88,10 +93,10 @@ def hash_without_seed(original: Callable[..., str], self: Any, *args: object, **
 @around
 def attached(original: Callable[..., None], self: Worker, *args: object, **kwargs: object) -> None:
     """A worker's ``load_model``, which sets its perturbation."""
-    from ngrpo.rollout import runner_marker, settings
+    from ngrpo.rollout import settings
 
     original(self, *args, **kwargs)
-    runner_marker.note(runner_version(self))
+    note_runner(runner_version(self))
     config = self.vllm_config.additional_config
     perturbation = settings.read(config)
     if perturbation is not None:
@@ -104,11 +109,13 @@ def attached(original: Callable[..., None], self: Worker, *args: object, **kwarg
         logger.info("perturbation %s is on, in the %s model runner: %s", perturbation.name, runner, fingerprint)
 
 
-def warmed_up(original: Callable[[], Any], attached: AttachedPerturbation) -> Callable[[], Any]:
+def warmed_up(original: Callable[[], Any], attached: Any) -> Callable[[], Any]:
+    """vLLM's warm-up of a worker with a perturbation."""
+
     def compile_or_warm_up_model() -> Any:
         attached.warm_up()  # first: vLLM's own ends with a monitor that reports every further compilation
         result = original()
-        attached.forget_requests()
+        attached.requests.take(None)  # drops the records of vLLM's own warm-up
         return result
 
     return compile_or_warm_up_model
@@ -155,6 +162,51 @@ def with_procedures(worker: type) -> type:
     return worker
 
 
+def _then(act: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """After a worker's method, its perturbation, if it has one, acts, given the same arguments."""
+
+    @around
+    def method(original: Callable[..., Any], self: Worker, *args: object, **kwargs: object) -> Any:
+        result = original(self, *args, **kwargs)
+        attached = getattr(self, "perturbation", None)
+        if attached is not None:
+            act(attached, *args, **kwargs)
+        return result
+
+    return method
+
+
+# Weight transfer of the sparse and sharded kinds writes parameters directly, past ``load_weights``.
+after_update = _then(lambda attached: attached.weights_changed())
+# A worker for CPUs has its own of these two, which do nothing.
+after_sleep = _then(lambda attached, *_, **__: setattr(attached, "asleep", True))
+after_wake_up = _then(lambda attached, tags=None: attached.wake(tags))
+
+
+# ---- which of vLLM's model runners (V1, V2) the engines of a training run have -------------------------------------
+
+
 def runner_version(worker: Worker) -> str:
     """Which of vLLM's model runners a worker has."""
     return "V2" if worker.use_v2_model_runner else "V1"
+
+
+def watch_runners(folder: Path) -> None:
+    """From here on, engines that processes of this one start leave their runners' names in a folder, emptied now."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os.environ[RUNNERS] = str(folder.absolute())
+
+
+def note_runner(runner: str) -> None:
+    """In a worker: what it has."""
+    folder = os.environ.get(RUNNERS)
+    if folder:
+        # On another machine of a cluster the folder need not exist; a name is missing then, and nothing else.
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+            Path(folder, runner).touch()
+
+
+def runners_of(folder: Path) -> str | None:
+    """``V1`` or ``V2``, ``V1, V2`` where engines differ, None where none has written."""
+    return ", ".join(sorted(path.name for path in folder.glob("V?"))) or None

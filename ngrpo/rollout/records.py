@@ -14,13 +14,12 @@ from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
 from ngrpo.rollout.requests import external_id
 from ngrpo.rollout.settings import read
 from perturbations import FinishedTrajectory, ReplayRecord, registry
+from perturbations.neighbors import Drift
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
-
-    from perturbations.neighbors import Drift
 
 
 def take_records(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, ReplayRecord]:
@@ -87,8 +86,6 @@ def neighbor_drift(llm: LLM) -> Drift | None:
 
     None before the first sync, and for perturbations without neighbors; RuntimeError without a perturbation.
     """
-    from perturbations.neighbors import Drift
-
     counts = _ask(llm, "drift")
     return None if counts is None else Drift(*counts)
 

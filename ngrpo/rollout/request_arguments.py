@@ -149,20 +149,15 @@ def with_trajectory_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def generate_block_hash_extra_keys(request: Request, start: int, end: int, start_mm_idx: int) -> Any:
         keys, next_mm_idx = original(request, start, end, start_mm_idx)
-        if end > _shared_tokens(request):
+        record, shared = request_arguments(request.sampling_params).get("record"), request.num_prompt_tokens
+        if record:
+            # Called for every block: the record is read for the first one, and its first position stays with it.
+            if not hasattr(request, _FIRST_POSITION):
+                positions = ReplayRecord.from_bytes(record).positions
+                setattr(request, _FIRST_POSITION, int(positions[0]) if len(positions) else shared)
+            shared = min(getattr(request, _FIRST_POSITION), shared)
+        if end > shared:
             keys = (*(keys or ()), f"{KEY}:{request.request_id}")
         return keys, next_mm_idx
 
     return generate_block_hash_extra_keys
-
-
-def _shared_tokens(request: Request) -> int:
-    """How many of a request's first tokens are fed as they are, whichever request asks."""
-    record = request_arguments(request.sampling_params).get("record")
-    if not record:
-        return request.num_prompt_tokens
-    # Called for every block: the record is read for the first one, and its first position stays with the request.
-    if not hasattr(request, _FIRST_POSITION):
-        positions = ReplayRecord.from_bytes(record).positions
-        setattr(request, _FIRST_POSITION, int(positions[0]) if len(positions) else request.num_prompt_tokens)
-    return min(getattr(request, _FIRST_POSITION), request.num_prompt_tokens)

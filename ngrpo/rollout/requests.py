@@ -120,7 +120,7 @@ class RunningRequests:
         self._perturber.notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
         for name in [name for name, noted in self._ended.items() if noted <= self._perturber.notes.written]:
             del self._ended[name]
-            slot = self._store.live[name].slot
+            slot = self._store.live[name]
             if name in self._dropped:
                 self._dropped.discard(name)
                 self._names.discard(name)
@@ -146,9 +146,9 @@ class RunningRequests:
             seed = seeds.trajectory_seed(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
         step = max(int(arguments.get("training_step", 0)), 0) if arguments.get("scheduled", True) else -1
         answer = int(arguments.get("answer", 0)), int(arguments.get("answers", 1))
-        trajectory = self._store.open(new.req_id, seed, len(prompt), bool(arguments.get("enabled", True)), step, answer)
+        slot = self._store.open(new.req_id, seed, len(prompt), bool(arguments.get("enabled", True)), step, answer)
         if earlier is not None:
-            self._store.load(trajectory, earlier, ahead=arguments.get("ahead", False))
+            self._store.load(slot, earlier, ahead=arguments.get("ahead", False))
         self._names.add(new.req_id)
         if len(self._names) > self._names_most:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])
@@ -156,7 +156,7 @@ class RunningRequests:
         self._perturber.opened(new.req_id, prompt)
 
     def _extract(self, name: str) -> FinishedTrajectory:
-        slot = self._store.live[name].slot
+        slot = self._store.live[name]
         masks, routed = self._perturber.masks, self._perturber.routed
         mask = None if masks is None else masks.read(slot)
         experts = None if routed is None else routed.read(slot)
@@ -171,23 +171,21 @@ class RunningRequests:
         self._finish(self._ended if ids is None else ids)
         if ids is None:
             ids = [*self._buffer.names(), *self._store.live]
-        running = set(unfinished or ())
-        trajectories = ((name, self._finished_or_ending(name)) for name in dict.fromkeys(ids) if name not in running)
-        return {name: finished.pack() for name, finished in trajectories if finished is not None}
-
-    def _finished_or_ending(self, name: str) -> FinishedTrajectory | None:
-        """What is handed over of a request; None where its record has been, or is dropped."""
-        with suppress(KeyError):
-            finished = self._buffer.take(name)
-            if name not in self._store.live:
-                self._names.discard(name)
-            return finished
-        if name in self._dropped or name not in self._store.live:
-            return None
-        # The scheduler tells of the end only with the next step; the record must not come a second time.
-        self._dropped.add(name)
-        self._perturber.notes.drain(until=self._perturber.notes.taken)
-        return self._extract(name)
+        running, taken = set(unfinished or ()), {}
+        for name in dict.fromkeys(ids):
+            if name in running:
+                continue
+            with suppress(KeyError):
+                taken[name] = self._buffer.take(name).pack()
+                if name not in self._store.live:
+                    self._names.discard(name)
+                continue
+            if name in self._store.live and name not in self._dropped:
+                # The scheduler tells of the end only with the next step; the record must not come a second time.
+                self._dropped.add(name)
+                self._perturber.notes.drain(until=self._perturber.notes.taken)
+                taken[name] = self._extract(name).pack()
+        return taken
 
     def drop(self, names: list[str]) -> None:
         """Forgets the records of aborted requests, all samples of each; names as in :meth:`take`."""

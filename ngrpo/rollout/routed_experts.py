@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.trajectories import Chunks, Trajectory, TrajectoryStore, grown
+from ngrpo.rollout.trajectories import Chunks, TrajectoryStore, grown
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
@@ -86,16 +86,16 @@ class RoutedExperts:
         self._rows.clear(slot)
         self._scheduled[slot] = 0
 
-    def follow(self, scheduled: SchedulerOutput, live: Mapping[str, Trajectory]) -> None:
+    def follow(self, scheduled: SchedulerOutput, live: Mapping[str, int]) -> None:
         """Takes in which blocks of the KV cache requests have; needed where prompts share them."""
         if not self._runner.vllm_config.cache_config.enable_prefix_caching:
             return
         group, cached = self._group(), scheduled.scheduled_cached_reqs
         for new in scheduled.scheduled_new_reqs:
-            self._blocks[live[new.req_id].slot] = list(new.block_ids[group])
+            self._blocks[live[new.req_id]] = list(new.block_ids[group])
         for name, blocks in zip(cached.req_ids, cached.new_block_ids):
             if blocks is not None:
-                slot = live[name].slot
+                slot = live[name]
                 before = [] if name in cached.resumed_req_ids else self._blocks[slot]
                 self._blocks[slot] = [*before, *blocks[group]]
 

@@ -87,7 +87,17 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
         factor = None if metadata.all_greedy else perturber.temperature_factor(scaled, temperature, greedy)
         if factor is not None:
             scaled, temperature = scaled.div_(factor.unsqueeze(-1)), temperature * factor
-        drawable = _filtered(scaled, metadata)
+        drawable, processors = scaled, metadata.logitsprocs.argmax_invariant
+        filters = metadata.top_k is not None or metadata.top_p is not None
+        # vLLM's own min-p where no request of the batch asks for it would cost a copy of the logits.
+        filters = filters or any(getattr(processor, "min_p_count", 1) > 0 for processor in processors)
+        if filters and not metadata.all_greedy:  # the scaled logits stay as they are: perturbations see those
+            from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+            drawable = scaled.clone()
+            for processor in processors:
+                drawable = processor.apply(drawable)
+            drawable = apply_top_k_top_p(drawable, metadata.top_k, metadata.top_p)
         tokens = perturber.finish(scaled, temperature, drawable, greedy)
         # vLLM's sampler returns tokens and what its two processed log-probability modes need.
         mode = logprobs_mode_override or sampler.logprobs_mode
@@ -98,22 +108,6 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
         return tokens, sampler.compute_logprobs(drawable) if mode == "processed_logprobs" else None
 
     return sample
-
-
-def _filtered(scaled: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """Logits after min-p, top-k and top-p. The scaled logits themselves stay as they are: perturbations see those."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    processors = metadata.logitsprocs.argmax_invariant
-    unfiltered = metadata.top_k is None and metadata.top_p is None
-    # vLLM's own min-p where no request of the batch asks for it would cost a copy of the logits.
-    in_use = any(getattr(processor, "min_p_count", 1) > 0 for processor in processors)
-    if metadata.all_greedy or (unfiltered and not in_use):
-        return scaled
-    drawable = scaled.clone()
-    for processor in processors:
-        drawable = processor.apply(drawable)
-    return apply_top_k_top_p(drawable, metadata.top_k, metadata.top_p)
 
 
 # --- V2: v1/worker/gpu/model_runner.py --------------------------------------------------------------------------

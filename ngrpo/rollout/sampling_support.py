@@ -8,7 +8,7 @@ exactly that many tokens are picked out on the device and sent. Nothing waits, a
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -75,8 +75,14 @@ class SamplingSupport:
     def ask(self) -> None:
         """Has the tokens sent; the numbers that the constructor had sent have arrived."""
         bits, self._bits = require(self._bits, "the bits of a step"), None
-        for rows, size in _blocks(marked(self._counts.numpy(), self._size)):
-            self._ids.append(self._download(pick(bits[rows], size)))
+        ends = np.cumsum(marked(self._counts.numpy(), self._size))
+        first = done = 0
+        # Rows that add up to what is picked out at once, or single ones that have more.
+        while first < len(ends) and ends[-1] > done:
+            last = max(int(np.searchsorted(ends, done + PICKED_AT_ONCE, side="right")), first + 1)
+            if ends[last - 1] > done:
+                self._ids.append(self._download(pick(bits[first:last], int(ends[last - 1] - done))))
+            first, done = last, int(ends[last - 1])
 
     def read(self, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens each of the rows (ascending, or all) has left, (N,) int64, and their marked ids, int32.
@@ -96,17 +102,6 @@ class SamplingSupport:
         """Takes the memory of :meth:`ask` for as many tokens as it picks out at once."""
         bits = require(self._bits, "the bits of a step")
         pick(bits, min(PICKED_AT_ONCE, bits.numel()))
-
-
-def _blocks(sizes: np.ndarray) -> Iterator[tuple[slice, int]]:
-    """Rows with sizes that add up to what is picked out at once, or single ones that have more; none without any."""
-    ends = np.cumsum(sizes)
-    first = done = 0
-    while first < len(sizes) and ends[-1] > done:
-        last = max(int(np.searchsorted(ends, done + PICKED_AT_ONCE, side="right")), first + 1)
-        if ends[last - 1] > done:
-            yield slice(first, last), int(ends[last - 1] - done)
-        first, done = last, int(ends[last - 1])
 
 
 class SamplingMaskStore:
@@ -158,27 +153,14 @@ class SamplingMaskStore:
         """Appends to each slot its part of the words."""
         used = self._words.counts[slots]
         ends = used + lengths
-        self._reserve(slots, self._words.missing(slots, ends))
-        first = used // _CHUNK
-        pieces = np.where(lengths > 0, (ends - 1) // _CHUNK - first + 1, 0)  # chunks that a row touches
-        row = np.repeat(np.arange(len(slots)), pieces)
-        chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        start = np.maximum(used[row], chunk * _CHUNK)
-        size = np.minimum(ends[row], (chunk + 1) * _CHUNK) - start
-        target = self._words.table[slots[row], chunk] * _CHUNK + start % _CHUNK
-        places = np.repeat(target - (np.cumsum(size) - size), size)
-        places += np.arange(len(places))
-        self._pool[places] = words
-        self._words.counts[slots] = ends
-
-    def _reserve(self, slots: np.ndarray, more: np.ndarray) -> None:
-        """Gives each slot ``more`` further chunks."""
+        more = self._words.missing(slots, ends)
         total = int(more.sum())
         if self.bytes + total * 2 * _CHUNK + 8 * len(slots) > self._limit:
-            rows, used = int(self._rows.counts.sum()), self._words.counts
+            rows, running = int(self._rows.counts.sum()), int((self._words.counts > 0).sum())
+            mean = int(self._words.counts.sum()) / max(rows, 1)
             raise RuntimeError(
-                f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of {int((used > 0).sum())}"
-                f" running requests take {self.bytes / 2**30:.2f} GiB, {int(used.sum()) / max(rows, 1):.0f} words a"
+                f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of {running}"
+                f" running requests take {self.bytes / 2**30:.2f} GiB, {mean:.0f} words a"
                 f" position, above the limit of {self._limit / 2**30:.2f} GiB. Leave fewer tokens (--sampling.top_k,"
                 " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter responses, or"
                 " raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."
@@ -190,6 +172,17 @@ class SamplingMaskStore:
             self._pool = np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint16)
         if total:
             self._words.reserve(slots, more)
+        first = used // _CHUNK
+        pieces = np.where(lengths > 0, (ends - 1) // _CHUNK - first + 1, 0)  # chunks that a row touches
+        row = np.repeat(np.arange(len(slots)), pieces)
+        chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        start = np.maximum(used[row], chunk * _CHUNK)
+        size = np.minimum(ends[row], (chunk + 1) * _CHUNK) - start
+        target = self._words.table[slots[row], chunk] * _CHUNK + start % _CHUNK
+        places = np.repeat(target - (np.cumsum(size) - size), size)
+        places += np.arange(len(places))
+        self._pool[places] = words
+        self._words.counts[slots] = ends
 
     def _rewind(self, slot: int, position: int) -> None:
         """Forgets a slot's rows from a position on."""

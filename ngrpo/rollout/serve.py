@@ -60,7 +60,11 @@ class PerturbationMiddleware:
         request, with_record = asked
         scope = {**scope, "headers": list(scope["headers"])}
         headers = MutableHeaders(scope=scope)
-        added = _lengthen_id(headers, request) if with_record else ""
+        added = f"-{uuid.uuid4().hex}"  # records are found by ids, so a client's own becomes unique
+        if with_record and _ID_HEADER in headers:  # which vLLM prefers to the field
+            headers[_ID_HEADER] += added
+        elif with_record and isinstance(request.get("request_id"), str):
+            request["request_id"] += added
         body = json.dumps(request).encode()
         headers["content-length"] = str(len(body))
         if not with_record:
@@ -99,46 +103,29 @@ def _read(body: bytes) -> tuple[JsonObject, bool] | None:
     return request, with_record
 
 
-def _lengthen_id(headers: MutableHeaders, request: JsonObject) -> str:
-    """Makes a client's request id unique, since records are found by ids; returns its new end, empty without an id."""
-    added = f"-{uuid.uuid4().hex}"
-    if _ID_HEADER in headers:  # which vLLM prefers to the field
-        headers[_ID_HEADER] += added
-    elif isinstance(request.get("request_id"), str):
-        request["request_id"] += added
-    else:
-        return ""
-    return added
-
-
 async def _answer(held: _Held, engine: AsyncLLM, added: str) -> Response:
-    """The server's response with records and with the client's own id, to which ``added`` was added."""
+    """The server's response with a record in each of its choices, and with the client's own id, without ``added``."""
     headers = {name: value for name, value in held.headers.items() if name != "content-length"}
     if _ID_HEADER in headers:
         headers[_ID_HEADER] = headers[_ID_HEADER].removesuffix(added)
     if held.status != 200:
         return Response(held.body, held.status, headers, media_type="application/json")
+    answer = json.loads(held.body)
+    choices = answer["choices"]
+    names = _request_ids(answer, len(choices))
     try:
-        answer = await _with_records(json.loads(held.body), engine)
+        check_installed(await engine.collective_rpc("perturbation_fingerprint"))
+        replies = await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None))
+        trajectories = of_answers(engine.output_processor, of_all_workers(replies))
+        for choice in choices:
+            name = next((name for name in names[choice["index"]] if name in trajectories), None)
+            if name is None:
+                raise RuntimeError("the record is gone: the replay buffer dropped it. Raise its max_bytes.")
+            choice["perturbation_record"] = base64.b64encode(trajectories[name].record.to_bytes()).decode()
+            choice["perturbation_log_probs"] = trajectories[name].log_probs.tolist()
     except RuntimeError as error:
         return _error(str(error), "InternalServerError", 500)
     return JSONResponse({**answer, "id": answer["id"].removesuffix(added)}, headers=headers)
-
-
-async def _with_records(answer: JsonObject, engine: AsyncLLM) -> JsonObject:
-    """The response, each of its choices with its record; RuntimeError where one is not there."""
-    check_installed(await engine.collective_rpc("perturbation_fingerprint"))
-    choices = answer["choices"]
-    names = _request_ids(answer, len(choices))
-    replies = await engine.collective_rpc("perturbation_take", args=([one for two in names for one in two], None))
-    trajectories = of_answers(engine.output_processor, of_all_workers(replies))
-    for choice in choices:
-        name = next((name for name in names[choice["index"]] if name in trajectories), None)
-        if name is None:
-            raise RuntimeError("the record is gone: the replay buffer dropped it. Raise its max_bytes.")
-        choice["perturbation_record"] = base64.b64encode(trajectories[name].record.to_bytes()).decode()
-        choice["perturbation_log_probs"] = trajectories[name].log_probs.tolist()
-    return answer
 
 
 def _request_ids(answer: JsonObject, choices: int) -> list[tuple[str, ...]]:

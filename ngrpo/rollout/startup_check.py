@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model (`replay_check`)?
+"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model (`check_replay`)?
 
 A row fed with another token's embedding must give the log-probabilities of the text with that token there; all other
 rows, and one fed with its own token's, those of the untouched text. An engine's core runs a few tiny requests for this.
@@ -12,23 +12,27 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ngrpo import patches
 from ngrpo.machine.upstream.patch import around
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
 from perturbations import ReplayRecord, UsageError
+from perturbations.replay.scope import ReplayScope
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.engine.core import EngineCore
 
 _LENGTH = 10
+_LONGEST = 32  # context of a trainer's model
 # By half precision or not: the fraction of the other token's effect that rounding may reach, and the least effect, in
 # nats, that tells anything.
 _ROUNDING = {False: 0.02, True: 0.25}
@@ -61,8 +65,15 @@ class CheckTexts:
         return [*self.text[: self.row], self.other, *self.text[self.row + 1 :]]
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Answer(NamedTuple):
+    """log π of a text's tokens but the first, (T - 1,); of the likeliest tokens at each generated one; and these."""
+
+    of_text: np.ndarray
+    next_tokens: Sequence[dict[int, float]] = ()
+    tokens: Sequence[int] = ()
+
+
+class Comparison(NamedTuple):
     """Two sets of log-probabilities that must agree."""
 
     subject: str
@@ -132,6 +143,95 @@ def check_texts(
             f" in the text changes it by {least:.2g}:\n{lines}\nNothing was started, since its inputs cannot be"
             " trusted. Use a model of docs/models.md, or report this one with the lines above."
         )
+
+
+def compared(
+    plain: Sequence[Answer], fed: Sequence[Answer], row: int, *, partly: bool, what: str, each: str
+) -> list[Comparison]:
+    """What an engine and a trainer must agree on with themselves.
+
+    Args:
+        plain: for the first text, the text, the last one, and the text with the other token.
+        fed: for the first text, the text with the other token fed at the row, with its own one fed, and the last text.
+        partly: whether the model also reads the token in the text.
+        what: what happens to a row, in the comparisons' names.
+        each: a text there.
+    """
+
+    def part(answer: Answer, start: int = row, stop: int | None = None, tokens: int = 2) -> Any:
+        return answer.of_text[start:stop], *answer.next_tokens[:tokens]
+
+    (plain_first, text, plain_last, as_text), (first, replaced, own, last) = plain, fed
+    effect = distance(part(text, tokens=1), part(as_text, tokens=1))
+    pairs = {
+        f"rows before the {what} one": [part(answer, 0, row - 1, tokens=0) for answer in (replaced, text)],
+        f"a row {what} with its own token's embedding": [part(own), part(text)],
+        f"the {each} in front": [part(first, 0), part(plain_first, 0)],
+        f"the {each} behind": [part(last, 0), part(plain_last, 0)],
+    }
+    changed = f"a row {what} with another token's embedding"
+    if not partly:
+        pairs[changed] = [part(replaced, tokens=1), part(as_text, tokens=1)]
+    found = [Comparison(subject, distance(*both), effect) for subject, both in pairs.items()]
+    if partly:
+        # A table that follows the token in the text has a part in the row: only that this very row changes is known.
+        before, expected, there = (part(answer, row, row + 1, tokens=0) for answer in (text, as_text, replaced))
+        here = distance(before, expected)
+        same = 1.0 - min(distance(before, there) / here, 1.0) if here else 1.0
+        found.append(Comparison(f"{changed}, which must change", same * here, here, 0.9))
+    return found
+
+
+def distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
+    """Mean |Δ log p|, in nats, of log-probabilities of a text (arrays) and of likeliest next tokens (dictionaries)."""
+    apart: list[float] = []
+    for one, other in zip(ones, others, strict=True):
+        if isinstance(one, dict):
+            for here, there in ((one, other), (other, one)):
+                # A token that is not among the likeliest ones there is at most as likely as the last of them.
+                apart.extend(abs(value - there.get(token, min(there.values()))) for token, value in here.items())
+        else:
+            apart.extend(np.abs(one - other).tolist())
+    return float(np.mean(apart)) if apart else 0.0
+
+
+# ---- the check of a trainer's model ------------------------------------------------------------------------------
+
+
+def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    """Replays a row of one candidate of weight 1 and compares with the text that has this token.
+
+    ``log_probs`` goes from sequences (B, T), action mask (B, A) and attention mask (B, T) to log π of the last A
+    tokens, (B, A), through the trainer's wrappers of the model. Every rank of a sharded model does the same
+    forwards.
+
+    Raises ``CheckFailure`` if a replayed row does not reach the model, or others change.
+    """
+    embedding: Any = model.get_input_embeddings()
+    partly = reads_tokens_elsewhere(model.modules(), embedding)
+
+    def answers(*texts: list[int]) -> list[Answer]:
+        sequences = torch.tensor(texts)
+        ones = torch.ones_like(sequences)
+        return [Answer(row) for row in log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()]
+
+    def compare(texts: CheckTexts) -> list[Comparison]:
+        first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
+        plain = answers(first, text, last, texts.swapped)
+        records = [None, *(record_of({row: token}, 1, len(text)) for token in (other, text[row])), None]
+        mask = torch.ones(len(records), len(text), dtype=torch.int64)
+        with ReplayScope(embedding, measure=False)(records, mask):
+            fed = answers(first, text, text, last)
+        return compared(plain, fed, row, partly=partly, what="replayed", each="sample")
+
+    check_texts(
+        embedding.num_embeddings,
+        _LONGEST,
+        compare,
+        half_precision=next(model.parameters()).dtype != torch.float32,
+        where="the trainer",
+        model=type(model).__name__,
+    )
 
 
 # ---- when an engine is checked ----------------------------------------------------------------------------------
@@ -241,106 +341,65 @@ def check_core(core: EngineCore) -> float:
     return time.perf_counter() - began
 
 
-@dataclass
-class _Answer:
-    """log π of each token of a text but the first, and of the likeliest tokens at the two generated ones."""
-
-    tokens: list[int] = field(default_factory=list)
-    of_text: list[np.ndarray] = field(default_factory=list)
-    next_tokens: list[dict[int, float]] = field(default_factory=list)
-
-    def since(self, row: int) -> Any:
-        """log π of the tokens behind ``row`` + 1, and the likeliest first tokens after the text."""
-        return np.concatenate(self.of_text)[row:], self.next_tokens[0]
-
-
 def _comparisons(core: EngineCore, texts: CheckTexts, partly: bool) -> list[Comparison]:
     """Asks twice: of texts as they are, and of the same ones with overrides in the midst of others."""
     first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
-    plain_first, plain, plain_last, as_text = _ask(core, [(t, {}) for t in (first, text, last, texts.swapped)])
-    end, fed = len(text), plain.tokens[0]
+    plain = _ask(core, [(each, {}) for each in (first, text, last, texts.swapped)])
+    end, answer = len(text), plain[1]
     # The first request's rows come first in the batch, the last one's after those with an override.
-    texts_fed = (first, {}), (text, {row: other}), (text, {row: text[row], end: fed}), (text, {end: other}), (last, {})
-    beside_first, replaced, own, decoded, beside_last, longer = _ask(core, [*texts_fed, ([*text, other], {})])
-
-    def whole(answer: _Answer, start: int = 0) -> Any:
-        return (*answer.since(start), answer.next_tokens[1])
-
-    def row_alone(answer: _Answer, start: int = row, stop: int = row + 1) -> Any:
-        return (np.concatenate(answer.of_text)[start:stop],)
-
-    effect = _distance(plain.since(row), as_text.since(row))
-    compared = {
-        "rows before the overridden one": (row_alone(replaced, 0, row - 1), row_alone(plain, 0, row - 1)),
-        "a row overridden with its own token's embedding": (whole(own, row), whole(plain, row)),
-        "the request in front": (whole(beside_first), whole(plain_first)),
-        "the request behind": (whole(beside_last), whole(plain_last)),
-        "the text in front of a generated token's override": (decoded.since(row), plain.since(row)),
-    }
+    own, longer = {row: text[row], end: answer.tokens[0]}, [*text, other]
+    texts_fed = (first, {}), (text, {row: other}), (text, own), (text, {end: other}), (last, {}), (longer, {})
+    *fed, decoded, beside_last, as_longer = _ask(core, texts_fed)
+    comparisons = compared(plain, [*fed, beside_last], row, partly=partly, what="overridden", each="request")
+    before = [(each.of_text[row:], each.next_tokens[0]) for each in (decoded, answer)]
+    subject = "the text in front of a generated token's override"
+    comparisons.append(Comparison(subject, distance(*before), comparisons[0].effect))
     if not partly:
-        compared["an overridden row of a prompt"] = (replaced.since(row), as_text.since(row))
-    comparisons = [Comparison(subject, _distance(*both), effect) for subject, both in compared.items()]
-    if partly:
-        # A table that follows the token in the text has a part in the row: only that this very row changes is known.
-        here, changed = (_distance(row_alone(plain), row_alone(answer)) for answer in (as_text, replaced))
-        same = 1.0 - min(changed / here, 1.0) if here else 1.0
-        return [*comparisons, Comparison("an overridden row, which must change", same * here, here, 0.9)]
-    step = _distance((decoded.next_tokens[1],), (longer.next_tokens[0],))
-    step_effect = _distance((plain.next_tokens[1],), (longer.next_tokens[0],))
-    return [*comparisons, Comparison("an overridden generated token", step, step_effect)]
+        step, effect = (distance((each.next_tokens[1],), as_longer.next_tokens[:1]) for each in (decoded, answer))
+        comparisons.append(Comparison("an overridden generated token", step, effect))
+    return comparisons
 
 
-def _distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
-    """Mean |Δ log p|, in nats, of log-probabilities of a text (arrays) and of likeliest next tokens (dictionaries)."""
-    apart: list[float] = []
-    for one, other in zip(ones, others, strict=True):
-        if isinstance(one, dict):
-            for here, there in ((one, other), (other, one)):
-                # A token that is not among the likeliest ones there is at most as likely as the last of them.
-                apart.extend(abs(value - there.get(token, min(there.values()))) for token, value in here.items())
-        else:
-            apart.extend(np.abs(one - other).tolist())
-    return float(np.mean(apart)) if apart else 0.0
-
-
-def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> list[_Answer]:
+def _ask(core: EngineCore, requests: Sequence[tuple[list[int], Mapping[int, int]]]) -> list[Answer]:
     """Runs requests to their end, two greedy tokens each: a text, and by position the token that is fed there.
 
     The position after the text's last token is that of the first generated one.
     """
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    # Releases differ in the fields that a request has, and in those without a default.
+    fields = EngineCoreRequest.__struct_fields__
+    required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
     # No name comes twice, as none of vLLM's own does: rows of a batch are known by their names.
-    answers = {f"perturbation-check-{next(_NUMBERS)}": _Answer() for _ in requests}
-    for name, (tokens, fed) in zip(answers, requests):
-        core.add_request(*core.preprocess_add_request(_request(name, tokens, fed)))
+    names = [f"perturbation-check-{next(_NUMBERS)}" for _ in requests]
+    of_text, tokens, likeliest = ({name: [] for name in names} for _ in range(3))
+    for name, (text, fed) in zip(names, requests):
+        arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
+        if fed:
+            arguments |= {"record": record_of(fed, len(text), len(text) + 2).to_bytes(), "ahead": True}
+        shown: dict[str, Any] = {
+            "logprobs": 5,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+            "extra_args": {KEY: arguments},
+        }
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, **shown)
+        given: dict[str, Any] = {"request_id": name, "external_req_id": name, "prompt_token_ids": text}
+        given |= {"sampling_params": params, "arrival_time": time.time()}
+        known: dict[str, Any] = dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields}
+        core.add_request(*core.preprocess_add_request(EngineCoreRequest(**known)))
     while core.scheduler.has_requests() or core.batch_queue:
         steps, executed = core.step_fn()
         core.post_step(executed)
         for output in itertools.chain.from_iterable(outputs.outputs for outputs in (steps or {}).values()):
-            answer, of_text = answers[output.request_id], output.new_prompt_logprobs_tensors
-            answer.tokens.extend(output.new_token_ids)
-            if of_text is not None:
-                answer.of_text.append(of_text.logprobs[:, 0].float().cpu().numpy())
+            name, found = output.request_id, output.new_prompt_logprobs_tensors
+            tokens[name].extend(output.new_token_ids)
+            if found is not None:
+                of_text[name].append(found.logprobs[:, 0].float().cpu().numpy())
             if output.new_logprobs is not None:
                 for ids, values in zip(output.new_logprobs.logprob_token_ids, output.new_logprobs.logprobs):
-                    answer.next_tokens.append({int(token): float(value) for token, value in zip(ids, values)})
-    core.collective_rpc("perturbation_drop", args=(list(answers),))
+                    likeliest[name].append({int(token): float(value) for token, value in zip(ids, values)})
+    core.collective_rpc("perturbation_drop", args=(names,))
     core.reset_prefix_cache()
-    return list(answers.values())
-
-
-def _request(name: str, tokens: list[int], fed: Mapping[int, int]) -> Any:
-    from vllm import SamplingParams
-    from vllm.v1.engine import EngineCoreRequest
-
-    arguments: dict[str, Any] = {"seed": 0, "enabled": False, "scheduled": False}
-    if fed:
-        arguments |= {"record": record_of(fed, len(tokens), len(tokens) + 2).to_bytes(), "ahead": True}
-    shown: dict[str, Any] = {"logprobs": 5, "prompt_logprobs": 0, "detokenize": False, "extra_args": {KEY: arguments}}
-    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, **shown)
-    given: dict[str, Any] = {"request_id": name, "external_req_id": name, "prompt_token_ids": tokens}
-    given |= {"sampling_params": params, "arrival_time": time.time()}
-    # Releases differ in the fields that a request has, and in those without a default.
-    fields = EngineCoreRequest.__struct_fields__
-    required = fields[: len(fields) - len(EngineCoreRequest.__struct_defaults__)]
-    known: dict[str, Any] = dict.fromkeys(required) | {k: v for k, v in given.items() if k in fields}
-    return EngineCoreRequest(**known)
+    return [Answer(np.concatenate(of_text[name]), likeliest[name], tokens[name]) for name in names]

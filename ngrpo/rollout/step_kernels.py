@@ -5,11 +5,13 @@ On a GPU each part is compiled, so that a step takes a handful of kernels instea
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import wraps
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ngrpo.rollout.sample_tokens import sample_by_blocks, sample_tokens
 from perturbations import InputEdit, Perturbation, Step, streams
@@ -25,8 +27,7 @@ STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPE
 _FORCED = 1e8  # vLLM gives 1e9 to a token that a thinking budget forces: nothing is drawn, so nothing is perturbed
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The B rows of a step, (B,) int64 each: slots, first generated positions, positions of the next tokens.
 
     ``sampled`` is 0 where a prompt is not complete, so that the token is thrown away.
@@ -58,23 +59,11 @@ class Logits(NamedTuple):
     scaled: Tensor
     temperature: Tensor
     drawable: Tensor | None
-    greedy: Tensor | None
+    greedy: Tensor | None = None
     hidden: Tensor | None = None
 
 
-class _Tokens(NamedTuple):
-    """Slots and prompts of the B rows, their draw and its summary."""
-
-    slots: Tensor
-    prompts: Tensor
-    tokens: Tensor
-    maxima: Tensor
-    log_totals: Tensor
-    log_total: Tensor
-
-
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """The next tokens of B rows, (B,) int64; log Σ exp of the logits that log π is normalised over; summary of z̃."""
 
     tokens: Tensor
@@ -82,8 +71,29 @@ class Drawn:
     summary: Summary
 
 
-def _doubled(part: Tensor | None) -> Any:
-    return None if part is None else twice(part)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _part(function: F) -> F:
+    """A function of batches of rows, compiled on a GPU; its results have as many rows as its first argument.
+
+    There a batch of one runs as a batch of two, or it would be a version of its own.
+    """
+
+    @wraps(function)
+    def call(self: "StepKernels", *parts: Any) -> Any:
+        if not self.compiled:
+            return function(self, *parts)
+        if function.__name__ not in self._parts:
+            purpose = f"the steps of perturbation {self._perturbation.name}"
+            self._parts[function.__name__] = Compiled(MethodType(function, self), purpose)
+        compiled = self._parts[function.__name__]
+        if len(parts[0] if isinstance(parts[0], Tensor) else parts[0][0]) > 1:
+            return compiled(*parts)
+        doubled = tree_map_only(Tensor, lambda part: twice(part) if len(part) == 1 else part, parts)
+        return tree_map_only(Tensor, lambda part: part[:1], compiled(*doubled))
+
+    return call  # type: ignore[return-value]
 
 
 class StepKernels:
@@ -103,64 +113,42 @@ class StepKernels:
         self._perturbation, self._gate, self._embeddings = perturbation, gate, embeddings
         self._lookup, self._module, self._masked = lookup, module, masked
         self.compiled = on_gpu(device)
-        self._draw = self._part(self._drawn)
-        self._edit = self._part(self._edited)
-        self._realise = self._part(self._realised)
-        self._token_log_probs = self._part(self._token_log_prob)
-        self._advance = self._part(self._advanced)
-        self.candidates = 0  # of a position, where anything was compiled
+        self._parts: dict[str, Compiled] = {}
+        self.candidates = 0  # of a position, where an edit was rehearsed
         self._free = torch.zeros(0, dtype=torch.int64, device=device)
-
-    def _part(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return Compiled(function, f"the steps of perturbation {self._perturbation.name}") if self.compiled else function
 
     # --- the parts, each a pure function of tensors but for the gate's state -----------------------------------
 
+    @_part
     def draw(self, scaled: Tensor, keys: Tensor, drawable: Tensor | None) -> Drawn:
         """Draws the next tokens; arguments as of :func:`~ngrpo.rollout.sample_tokens.sample_by_blocks`."""
-        if len(scaled) > 1 or not self.compiled:
-            tokens, total, *known = self._draw(scaled, keys, drawable)
-        else:
-            tokens, total, *known = (part[:1] for part in self._draw(twice(scaled), twice(keys), _doubled(drawable)))
-        return Drawn(tokens, total, Summary(*known))
-
-    def _drawn(self, scaled: Tensor, keys: Tensor, drawable: Tensor | None) -> tuple[Tensor, ...]:
         tokens, known = (sample_by_blocks if self.compiled else sample_tokens)(scaled, drawable, keys)
         total = known.log_total if drawable is None or not self._masked else log_total(drawable)
-        return tokens, total, known.maxima, known.log_totals, known.log_total
+        return Drawn(tokens, total, known)
 
     def edit(self, gated: Gated, rows: Rows, draw: Drawn, logits: Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """The tokens of all rows, (B,); the vectors to be fed, (G, D); and the records' parts, (G, …) by name."""
-        count, batch = len(gated.rows), len(logits.scaled)
-        tokens = _Tokens(rows.slots, rows.prompts, draw.tokens, *vars(draw.summary).values())
-        if self.compiled:
-            if logits.greedy is None:  # one version for both
-                if len(self._free) < batch:
-                    self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=logits.scaled.device)
-                logits = logits._replace(greedy=self._free[:batch])
-            if batch == 1:
-                tokens, logits = _Tokens(*map(_doubled, tokens)), Logits(*map(_doubled, logits))
-            if count == 1:
-                gated = Gated(*map(twice, gated))
-        chosen, parts = self._edit(gated, tokens, logits)
-        mixture = (parts[name] for name in ("ids", "weights"))
-        vectors = self._realise(*mixture, parts.get("sigma"), parts.get("vectors"), gated.noise_keys)
-        if len(chosen) > count:
-            gated = Gated(*(part[:1] for part in gated))
-            chosen, vectors = chosen[:1], vectors[:1]
-            parts = {name: part[:1] for name, part in parts.items()}
-        placed = chosen if count == batch else draw.tokens.index_copy_(0, gated.rows, chosen)
+        batch = len(logits.scaled)
+        if self.compiled and logits.greedy is None:  # one version for both
+            if len(self._free) < batch:
+                self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=logits.scaled.device)
+            logits = logits._replace(greedy=self._free[:batch])
+        chosen, parts = self.proposed(gated, rows, draw, logits)
+        mixed = parts.get("sigma"), parts.get("vectors")
+        vectors = self.realised(parts["ids"], parts["weights"], *mixed, gated.noise_keys)
+        placed = chosen if len(chosen) == batch else draw.tokens.index_copy_(0, gated.rows, chosen)
         return placed, vectors, parts  # the gated rows have the order of the batch
 
-    def _edited(self, gated: Gated, tokens: _Tokens, logits: Logits) -> tuple[Tensor, dict[str, Tensor]]:
+    @_part
+    def proposed(self, gated: Gated, rows: Rows, draw: Drawn, logits: Logits) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gated rows' tokens after the gate's verdict, (G,), and the records' parts."""
         everything = not self.compiled and len(gated.rows) == len(logits.scaled)
         drawable, greedy, hidden = logits.drawable, logits.greedy, logits.hidden
 
         def picked(part: Tensor) -> Tensor:
             return part if everything else part.index_select(0, gated.rows)
 
-        sampled = picked(tokens.tokens)
-        summary = Summary(picked(tokens.maxima), picked(tokens.log_totals), picked(tokens.log_total))
+        sampled, summary = picked(draw.tokens), Summary(*map(picked, draw.summary))
         step = Step(
             picked(logits.scaled).float(),
             sampled,
@@ -179,7 +167,7 @@ class StepKernels:
         allowed = (logits.scaled if drawable is None else drawable)[gated.rows, proposal.tokens] > -torch.inf
         allowed = allowed & (summary.maxima.amax(dim=-1) * step.temperature < _FORCED)
         likeliest = None if greedy is None else picked(greedy)
-        slots, prompts = picked(tokens.slots), picked(tokens.prompts)
+        slots, prompts = picked(rows.slots), picked(rows.prompts)
         opened, fed = self._gate.verdict(step, proposal, slots, prompts, allowed, likeliest)
         chosen = torch.where(opened, proposal.tokens, sampled)
         parts = {
@@ -194,104 +182,71 @@ class StepKernels:
         return chosen, {name: part for name, part in parts.items() if part is not None}
 
     # A part of its own: within a larger one the compiler would round the mixture otherwise than the trainer's.
-    def _realised(
+    @_part
+    def realised(
         self, ids: Tensor, weights: Tensor, sigma: Tensor | None, vectors: Tensor | None, noise_keys: Tensor
     ) -> Tensor:
+        """The vectors to be fed, (G, D)."""
         noise = None if sigma is None else noise_keys
         return realise(InputEdit(ids.long(), weights, sigma, vectors), self._lookup, noise, self._module)
 
+    @_part
     def token_log_probs(self, rows: Rows, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
         """log π of all rows' tokens (B,) among the logits ``counted`` (B, V) with this log Σ exp; tells the gate."""
-        parts = (rows.slots, rows.positions, rows.sampled, tokens, counted, log_total)
-        if self.compiled and len(tokens) == 1:
-            return self._token_log_probs(*map(twice, parts))[:1]
-        return self._token_log_probs(*parts)
-
-    def _token_log_prob(
-        self, slots: Tensor, positions: Tensor, sampled: Tensor, tokens: Tensor, counted: Tensor, log_total: Tensor
-    ) -> Tensor:
+        slots, _, positions, sampled = rows
         if self._gate.tracks_tokens:
             self._gate.observe(slots, positions, tokens, self._gate.matched(slots, positions), sampled > 0)
         return counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - log_total
 
-    def advance_gate(
-        self, rows: Rows, seeds: Tensor, tokens: Tensor, summary: Summary, logits: Logits, fed: Tensor
-    ) -> None:
+    @_part
+    def advance_gate(self, rows: Rows, seeds: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
         """Moves the further gate's state past the tokens of all rows; ``seeds`` (B,); ``fed``: perturbed, (B,) bool."""
-        parts = (rows.slots, rows.prompts, rows.positions, rows.sampled, seeds, tokens, fed, *vars(summary).values())
-        parts = (*parts, logits.scaled, logits.temperature, logits.drawable)
-        self._advance(*(map(_doubled, parts) if self.compiled and len(tokens) == 1 else parts))
-
-    def _advanced(
-        self,
-        slots: Tensor,
-        prompts: Tensor,
-        positions: Tensor,
-        sampled: Tensor,
-        seeds: Tensor,
-        tokens: Tensor,
-        fed: Tensor,
-        maxima: Tensor,
-        log_totals: Tensor,
-        total: Tensor,
-        scaled: Tensor,
-        temperature: Tensor,
-        drawable: Tensor | None,
-    ) -> None:
-        summary = Summary(maxima, log_totals, total)
-        step = Step(scaled.float(), tokens, temperature, seeds, positions, self._embeddings, drawable, {}, summary)
-        self._gate.advance(slots, step, prompts, fed, sampled > 0)
+        scaled, drawable = logits.scaled.float(), logits.drawable
+        at = draw.tokens, logits.temperature, seeds, rows.positions
+        step = Step(scaled, *at, self._embeddings, drawable, {}, draw.summary)
+        self._gate.advance(rows.slots, step, rows.prompts, fed, rows.sampled > 0)
 
     # --- compilation ---------------------------------------------------------------------------------------------
 
-    def compile(self, logits: Tensor) -> Tensor:
-        """Compiles every version of every part for logits (B, V), so that no request waits for it; tokens (B,)."""
+    def rehearse(self, logits: Tensor) -> None:
+        """Does a step's work on logits (B, V); on a GPU every version of every part is compiled for later ones."""
         # One row for all: an index finds the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
         example = logits[:1].repeat(count, 1)
         if len(logits) > 1:  # a vocabulary that vLLM filled up: versions are for the strides; a doubled row has none
             example = logits.new_empty_strided(logits.shape, logits.stride()).copy_(example)
         scaled = example.float()
-        tokens = self._rehearsed(scaled, scaled.clone())
+        self._rehearse(scaled, scaled.clone())
         if self.compiled and example.dtype != torch.float32:
-            self._rehearsed(example, None)
-        self._rehearsed(scaled, None)
-        return tokens[: len(logits)]
+            self._rehearse(example, None)
+        if self.compiled:
+            self._rehearse(scaled, None)
 
-    def blank_hidden(self, rows: int) -> Tensor | None:
-        """Last hidden states of zero for a rehearsal, (rows, D); None where the perturbation reads none."""
-        if not self._perturbation.reads_hidden:
-            return None
-        known = self._lookup(torch.zeros(1, dtype=torch.int64, device=self._free.device))
-        return known.new_zeros(rows, known.shape[-1])
-
-    def _rehearsed(self, scaled: Tensor, drawable: Tensor | None) -> Tensor:
+    def _rehearse(self, scaled: Tensor, drawable: Tensor | None) -> None:
         rows = torch.arange(len(scaled), device=scaled.device)
-        if not self.compiled:
-            return self.draw(scaled, rows, drawable).tokens
         first, none = torch.zeros_like(rows), torch.zeros_like(rows)
         temperature, greedy = torch.ones(len(rows), device=scaled.device), torch.full_like(rows, -1)
         at = Rows(first, first.clone(), first.clone(), none)
         # Batch and gated rows vary by themselves, and so does the number of slots.
         of_rows = scaled, drawable, rows, temperature, greedy, first, at.prompts, at.positions, none
         _mark_dynamic(*of_rows, *self._gate.state)
-        draw = self.draw(scaled, rows, drawable)
-        hidden = self.blank_hidden(len(rows))
-        _mark_dynamic(draw.tokens, draw.log_total, *vars(draw.summary).values(), hidden)
+        draw, hidden = self.draw(scaled, rows, drawable), None
+        if self._perturbation.reads_hidden:
+            known = self._lookup(first[:1])
+            hidden = known.new_zeros(len(rows), known.shape[-1])
+        _mark_dynamic(draw.tokens, draw.log_total, *draw.summary, hidden)
         if self._perturbation.active:
-            for count in (max(len(rows) - 1, 2), len(rows)):
+            for count in (max(len(rows) - 1, 2), len(rows)) if self.compiled else (len(rows),):
                 gated = Gated(*(rows[:count].clone() for _ in Gated._fields))
                 _mark_dynamic(*gated)
                 parts = self.edit(gated, at, draw, Logits(scaled, temperature, drawable, greedy, hidden))[2]
-            self.candidates = parts["ids"].shape[-1]
+                self.candidates = parts["ids"].shape[-1]
         counted = scaled if drawable is None or not self._masked else drawable
         self.token_log_probs(at, draw.tokens, counted, draw.log_total)
         if self._gate.has_state:
             fed = torch.zeros_like(rows, dtype=torch.bool)
             _mark_dynamic(fed)
-            inputs = Logits(scaled, temperature, drawable, greedy)
-            self.advance_gate(at, rows, draw.tokens, draw.summary, inputs, fed)
-        return draw.tokens
+            self.advance_gate(at, rows, draw, Logits(scaled, temperature, drawable), fed)
 
 
 def _mark_dynamic(*parts: Tensor | None) -> None:

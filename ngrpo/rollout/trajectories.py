@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's memory of live trajectories: what was fed to each and how likely its tokens were."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -135,15 +134,6 @@ def grown(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
     return np.concatenate([array, np.full((size - len(array), *array.shape[1:]), fill, dtype=array.dtype)])
 
 
-@dataclass(frozen=True)
-class Trajectory:
-    """What does not change while a request lives."""
-
-    slot: int
-    seed: int
-    prompt_tokens: int
-
-
 class TrajectoryStore:
     """Slots of live trajectories, written by whole batches."""
 
@@ -156,7 +146,7 @@ class TrajectoryStore:
         """
         self.length, self.slots, self._embedding = max_model_len, slots + _SPARE, embedding
         self._model = 0 if embedding is None else model_fingerprint(*embedding, module)
-        self.live: dict[str, Trajectory] = {}
+        self.live: dict[str, int] = {}  # slots by request
         self.seeds, self.prompts, self.training_steps = (np.zeros(self.slots, dtype=np.int64) for _ in range(3))
         self.answers = np.zeros((self.slots, 2), dtype=np.int64)
         self.perturbed, self.has_edits, self.ahead = (np.zeros(self.slots, dtype=bool) for _ in range(3))
@@ -171,7 +161,7 @@ class TrajectoryStore:
         perturbed: bool,
         training_step: int = 0,
         answer: tuple[int, int] = (0, 1),
-    ) -> Trajectory:
+    ) -> int:
         """Gives a new request a clean slot; training_step below 0: no schedule; ``answer``: number and count."""
         if not self._free:
             self._free.extend(reversed(range(self.slots, 2 * self.slots)))
@@ -184,8 +174,8 @@ class TrajectoryStore:
         self.seeds[slot], self.prompts[slot], self.perturbed[slot] = seed, prompt_tokens, perturbed
         self.training_steps[slot], self.has_edits[slot], self.ahead[slot] = training_step, False, False
         self.answers[slot] = answer
-        self.live[request_id] = trajectory = Trajectory(slot, seed, prompt_tokens)
-        return trajectory
+        self.live[request_id] = slot
+        return slot
 
     def write_tokens(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
         """Notes generated tokens, one for each of several slots; a position drawn again replaces what came after it."""
@@ -200,20 +190,20 @@ class TrajectoryStore:
         """Notes edits, one for each of several slots, each behind the last one of its slot."""
         self._edits.write(slots, self._edits.counts[slots], {"positions": positions.astype(np.int32), **parts})
 
-    def load(self, trajectory: Trajectory, record: ReplayRecord, ahead: bool = False) -> None:
+    def load(self, slot: int, record: ReplayRecord, ahead: bool = False) -> None:
         """Has the record of earlier turns replayed on a new request's prompt; ValueError for one of another model.
 
         ``ahead``: on generated positions too, and rows are mixed without the module: for a start-up check.
         """
         if self._embedding is not None:
             record.check_model(*self._embedding)
-        earlier = record if ahead else record.truncate(trajectory.prompt_tokens)
-        self.ahead[trajectory.slot] = ahead
+        earlier = record if ahead else record.truncate(int(self.prompts[slot]))
+        self.ahead[slot] = ahead
         if len(earlier):
             parts = {name: part for name, part in vars(earlier).items() if isinstance(part, np.ndarray)}
             at = np.arange(len(earlier))
-            self._edits.write(np.full_like(at, trajectory.slot), at, parts)
-        self.has_edits[trajectory.slot] = len(earlier) > 0
+            self._edits.write(np.full_like(at, slot), at, parts)
+        self.has_edits[slot] = len(earlier) > 0
 
     def edits(self, slot: int, start: int, stop: int) -> dict[str, np.ndarray]:
         """The edits of a slot at positions from ``start`` to before ``stop``, (N, …) by name; empty for none."""
@@ -221,17 +211,18 @@ class TrajectoryStore:
 
     def record(self, request_id: str) -> tuple[ReplayRecord, np.ndarray]:
         """The record of a live request, and log π of each generated token, (generated,) float32."""
-        t = self.live[request_id]
-        log_probs = self._tokens.read(t.slot).get("log_probs", np.zeros(0, dtype=np.float32))
+        slot = self.live[request_id]
+        seed, prompt_tokens = int(self.seeds[slot]), int(self.prompts[slot])
+        log_probs = self._tokens.read(slot).get("log_probs", np.zeros(0, dtype=np.float32))
         ids = np.zeros((0, 1), dtype=np.int32)
         none = {"positions": ids[:, 0], "ids": ids, "weights": ids.astype(np.float32), "agreed": ids[:, 0].astype(bool)}
-        parts: dict[str, Any] = {"sigma": None, **(self._edits.read(t.slot) or none)}
-        length = t.prompt_tokens + len(log_probs)
-        return ReplayRecord(t.seed, t.prompt_tokens, length, **parts, model=self._model), log_probs
+        parts: dict[str, Any] = {"sigma": None, **(self._edits.read(slot) or none)}
+        length = prompt_tokens + len(log_probs)
+        return ReplayRecord(seed, prompt_tokens, length, **parts, model=self._model), log_probs
 
     def close(self, request_id: str) -> None:
         """Frees a request's slot."""
-        slot = self.live.pop(request_id).slot
+        slot = self.live.pop(request_id)
         self._edits.clear(slot)
         self._tokens.clear(slot)
         self._free.append(slot)

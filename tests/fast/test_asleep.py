@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ngrpo.machine.storage import parameters_file
-from ngrpo.rollout import new_weights
+from ngrpo.rollout import plugin
 from ngrpo.rollout.attach import AttachedPerturbation
 from perturbations import create
 from perturbations.embeddings import matrix_embeddings
@@ -36,12 +36,12 @@ class Worker:
 
 def asleep() -> Worker:
     worker = Worker()
-    new_weights.after_sleep(Worker.sleep)(worker, level=1)
+    plugin.after_sleep(Worker.sleep)(worker, level=1)
     return worker
 
 
 def wake_up(worker: Worker, *args: Any, **kwargs: Any) -> None:
-    new_weights.after_wake_up(Worker.wake_up)(worker, *args, **kwargs)
+    plugin.after_wake_up(Worker.wake_up)(worker, *args, **kwargs)
 
 
 CALLS = {
@@ -70,7 +70,7 @@ def test_an_engine_that_is_awake_again_is_not(tags: tuple[Any, ...]) -> None:
 
 def test_where_nothing_is_perturbed_sleep_is_stock() -> None:
     worker = SimpleNamespace()
-    new_weights.after_wake_up(lambda self, tags: None)(worker, tags=None)
+    plugin.after_wake_up(lambda self, tags: None)(worker, tags=None)
     assert vars(worker) == {}
 
 

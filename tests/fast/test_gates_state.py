@@ -129,7 +129,7 @@ class Rollout:
 
     def state(self, name: str, at: int) -> list[float]:
         """The state before a position."""
-        return self.gate._own_states[self.store.live[name].slot, (at - 1) % 8].tolist()
+        return self.gate._own_states[self.store.live[name], (at - 1) % 8].tolist()
 
     def perturbed(self, name: str) -> list[int]:
         self.perturber.notes.drain(until=self.perturber.notes.taken)
@@ -211,7 +211,7 @@ def test_a_state_that_starts_again_after_a_preemption_is_seen(monkeypatch: pytes
 
     def forgetful(self: RolloutPerturber, names: list[str], starts: np.ndarray, *args: Any) -> None:
         for name in np.array(names)[starts == 0]:
-            self._gate.reset(self._store.live[name].slot)
+            self._gate.reset(self._store.live[name])
         begin(self, names, starts, *args)
 
     monkeypatch.setattr(RolloutPerturber, "begin", forgetful)

@@ -22,7 +22,7 @@ DONE_AT_HOME = {
         {"perturbations/testing/proposal.py"},
     ),
     "ngrpo/trainers/openrlhf/trainer.py": (r"def evaluate\(", set()),
-    "ngrpo/rollout/new_weights.py": (r"\.(load_weights|reload_weights) = ", set()),
+    "ngrpo/rollout/attach.py": (r"\.(load_weights|reload_weights) = ", set()),
 }
 
 

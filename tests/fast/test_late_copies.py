@@ -148,7 +148,7 @@ def test_a_chunk_copies_the_range_that_it_computes(monkeypatch: pytest.MonkeyPat
     worker.tell({"a": 1})
     worker.step(a=(0, PROMPT))
     decode(worker, range(PROMPT, 400), "a")
-    whole = worker.store._edits.read(worker.store.live["a"].slot)
+    whole = worker.store._edits.read(worker.store.live["a"])
     assert len(whole["positions"]) > 200
 
     def logged(self: Chunks, slot: int, first: int = 0, last: int | None = None) -> dict[str, np.ndarray]:

@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ngrpo.rollout import new_weights
-from ngrpo.rollout.attach import AttachedPerturbation
+from ngrpo.rollout.attach import AttachedPerturbation, follow_weights
 from ngrpo.trainers.common.sample_records import EngineCheck
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
 from perturbations import create
@@ -91,7 +90,7 @@ def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(monkeypatch: pytest
     monkeypatch.setattr(ExactIndex, "search", lambda self, t, k: (filled.append(len(t)), fill(self, t, k))[1])
     start = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
     attached = Attached(start.clone())
-    new_weights.follow(attached._runner, attached)
+    follow_weights(attached._runner, attached)
     attached.prepare()
     assert sum(filled) == 5
     assert attached.nearest() == [1, 2]

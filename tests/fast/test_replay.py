@@ -64,9 +64,9 @@ def test_short_answers_count_what_they_take() -> None:
 
     def hold(number: int) -> int:
         name = f"chatcmpl-{number:032x}-{number:08x}"
-        trajectory = store.open(name, (1 << 47) + number, 2, True)
+        slot = store.open(name, (1 << 47) + number, 2, True)
         for position in (2, 3, 4):
-            store.write_tokens(np.array([trajectory.slot]), np.array([position]), np.zeros(1, np.float32))
+            store.write_tokens(np.array([slot]), np.array([position]), np.zeros(1, np.float32))
         held[name] = FinishedTrajectory(*store.record(name))
         store.close(name)
         return held[name].size

@@ -48,7 +48,7 @@ class Books:
     def __init__(self) -> None:
         self.store = TrajectoryStore(4, 64)
         perturber = SimpleNamespace(
-            opened=lambda name, prompt: None, closed=lambda slot: None, masks=None,
+            opened=lambda name, prompt: None, closed=lambda slot: None, masks=None, routed=None,
             notes=SimpleNamespace(drain=lambda **kwargs: None, taken=0, written=0),
         )  # fmt: skip
         self.buffer = buffers.create("memory")
@@ -113,7 +113,7 @@ def test_prompts_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     for number, prompt in enumerate((1, 2, 1, 3, 1, 2)):
         name = f"{number}-12345678"
         books.run(name, prompt=prompt)
-        drawn.append(books.store.live[name].seed)
+        drawn.append(int(books.store.seeds[books.store.live[name]]))
         books.end(name)
     assert len(books.requests._counts) == 2
     assert len(set(drawn[:5])) == 5, "the prompt that is asked again and again stays known"

@@ -14,12 +14,12 @@ def seeds(rank: int, count: int = 4, seed: int | None = None) -> list[int]:
     """Of the samples of one prompt that a data-parallel rank is asked for."""
     store = TrajectoryStore(count, 64)
     notes = SimpleNamespace(drain=lambda **kwargs: None, taken=0, written=0)
-    perturber = SimpleNamespace(opened=lambda name, prompt: None, notes=notes)
+    perturber = SimpleNamespace(opened=lambda name, prompt: None, notes=notes, routed=None)
     requests = RunningRequests(create("gumbel", seed=3), store, perturber, buffers.create("memory"), rank)
     params = SimpleNamespace(seed=seed, extra_args=None)
     new = [SimpleNamespace(req_id=str(i), sampling_params=params, prompt_token_ids=[5, 6, 7]) for i in range(count)]
     requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
-    return [store.live[str(i)].seed for i in range(count)]
+    return store.seeds[[store.live[str(i)] for i in range(count)]].tolist()
 
 
 def test_the_samples_of_a_prompt_differ_on_a_rank_and_between_ranks() -> None:

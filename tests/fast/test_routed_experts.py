@@ -47,7 +47,7 @@ class Worker:
         self.routed.restart(self.store)
 
     def open(self, name: str, prompt: int, blocks: Sequence[int]) -> int:
-        slot = self.store.open(name, 0, prompt, True).slot
+        slot = self.store.open(name, 0, prompt, True)
         self.routed.clear(slot)
         self.schedule(new={name: blocks})
         return slot

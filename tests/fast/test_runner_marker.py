@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.rollout import runner_marker
+from ngrpo.rollout import plugin
 from ngrpo.workbench.compare.runs import identity
 from ngrpo.workbench.report import summary
 from tests.fast.compare_example import plan
@@ -14,30 +14,30 @@ from tests.fast.run import run_of
 
 
 def test_engines_answer_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(runner_marker.VARIABLE, "")
+    monkeypatch.setenv(plugin.RUNNERS, "")
     folder = tmp_path / "run" / "model_runner"
-    runner_marker.note("V1")
-    runner_marker.watch(folder)
-    assert runner_marker.read(folder) is None
-    runner_marker.note("V2")
-    assert runner_marker.read(folder) == "V2"
-    runner_marker.note("V1")
-    assert runner_marker.read(folder) == "V1, V2"
-    runner_marker.watch(folder)
-    assert runner_marker.read(folder) is None, "what an earlier run left does not count"
+    plugin.note_runner("V1")
+    plugin.watch_runners(folder)
+    assert plugin.runners_of(folder) is None
+    plugin.note_runner("V2")
+    assert plugin.runners_of(folder) == "V2"
+    plugin.note_runner("V1")
+    assert plugin.runners_of(folder) == "V1, V2"
+    plugin.watch_runners(folder)
+    assert plugin.runners_of(folder) is None, "what an earlier run left does not count"
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(runner_marker.VARIABLE, str(tmp_path / "file" / "model_runner"))
-    runner_marker.note("V1")
-    assert runner_marker.read(tmp_path / "file" / "model_runner") is None
+    monkeypatch.setenv(plugin.RUNNERS, str(tmp_path / "file" / "model_runner"))
+    plugin.note_runner("V1")
+    assert plugin.runners_of(tmp_path / "file" / "model_runner") is None
 
 
 def test_the_summary_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(runner_marker.VARIABLE, "")
-    runner_marker.watch(tmp_path / summary.RUNNERS)
-    runner_marker.note("V2")
+    monkeypatch.setenv(plugin.RUNNERS, "")
+    plugin.watch_runners(tmp_path / summary.RUNNERS)
+    plugin.note_runner("V2")
     summary.finish(tmp_path, run_of(hardware="cpu"), began=0.0)
     assert json.loads((tmp_path / "summary.json").read_text())["versions"]["model runner"] == "V2"
 

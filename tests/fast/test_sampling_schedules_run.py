@@ -80,20 +80,20 @@ def test_an_engine_reads_its_schedule() -> None:
         settings.read({"sampling_schedule": {"name": "eadd"}})
 
 
-def test_the_perturber_is_told_the_temperature_that_was_drawn_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_perturber_is_told_the_temperature_that_was_drawn_with() -> None:
     """0.8 asked, factor 2: logits 3.2 / 1.6, and 1.6 for the record."""
     told: list[list[float]] = []
 
     def finish(scaled: torch.Tensor, temperature: torch.Tensor, *_: Any) -> None:
         told.append([*scaled[0].tolist(), *temperature.tolist()])
 
-    monkeypatch.setattr(runners, "_filtered", lambda scaled, metadata: scaled)
     perturber = SimpleNamespace(busy=True, temperature_factor=lambda *_: torch.tensor([2.0]), finish=finish)
     sample = runners._sample_v1(
         SimpleNamespace(logprobs_mode="raw_logprobs", sample=None), SimpleNamespace(perturber=perturber)
     )
+    no_filters = {"logitsprocs": SimpleNamespace(argmax_invariant=[]), "top_k": None, "top_p": None}
     metadata = SimpleNamespace(
-        all_random=True, all_greedy=False, temperature=torch.tensor([0.8]), max_num_logprobs=None
+        all_random=True, all_greedy=False, temperature=torch.tensor([0.8]), max_num_logprobs=None, **no_filters
     )
     sample(torch.tensor([[3.2, 0.0]]), metadata)
     assert told == [pytest.approx([2.0, 0.0, 1.6])]

@@ -68,7 +68,7 @@ def test_what_is_missing_is_0_in_chunks_that_are_made_later() -> None:
 def test_a_large_engine_with_dense_edits_needs_memory_for_what_was_edited_only() -> None:
     """1,032 slots of 32,768 positions and 4,096 dimensions would be 567 TB; two edits take one pool of chunks."""
     store = TrajectoryStore(1032, 32_768)
-    slots = np.array([store.open(name, 1, 10, True).slot for name in "ab"])
+    slots = np.array([store.open(name, 1, 10, True) for name in "ab"])
     vectors = np.ones((2, 4096), dtype=np.float32)
     parts = {"ids": np.zeros((2, 1), np.int32), "weights": np.zeros((2, 1), np.float32), "agreed": np.ones(2, bool)}
     store.write_tokens(slots, np.array([10, 10]), np.zeros(2, np.float32))
@@ -81,7 +81,7 @@ def test_a_large_engine_with_dense_edits_needs_memory_for_what_was_edited_only()
 @pytest.mark.parametrize("back", [1, 3])
 def test_a_position_that_is_drawn_again_replaces_what_came_after_it(back: int) -> None:
     store = TrajectoryStore(1, 64)
-    slot = np.array([store.open("a", 7, 5, True).slot])
+    slot = np.array([store.open("a", 7, 5, True)])
 
     def draw(position: int, edited: bool) -> None:
         store.write_tokens(slot, np.array([position]), np.array([-position], np.float32))
@@ -105,8 +105,8 @@ def test_a_record_of_earlier_turns_is_cut_at_the_prompt() -> None:
         9, 3, 20, np.array([4, 8, 15], np.int32), ids, np.full((3, 2), 0.5, np.float32), None, np.ones(3, bool)
     )
     store = TrajectoryStore(1, 64)
-    trajectory = store.open("a", 9, 15, True)
-    store.load(trajectory, earlier)
-    assert store.edits(trajectory.slot, 5, 15)["ids"].tolist() == [[3, 4]]
-    assert store.edits(trajectory.slot, 9, 15) == {}
+    slot = store.open("a", 9, 15, True)
+    store.load(slot, earlier)
+    assert store.edits(slot, 5, 15)["ids"].tolist() == [[3, 4]]
+    assert store.edits(slot, 9, 15) == {}
     assert store.record("a")[0].positions.tolist() == [4, 8]

@@ -93,10 +93,11 @@ MUTATIONS = {
         ("None if hidden is None else picked(hidden)", "hidden", "the hidden states of other rows than those gated"),
     ],
     ("ngrpo/trainers/openrlhf/model_actors.py", "test_density_actor.py"): [
-        ("densities(scope, model.temperature)", "densities(scope, 1.0)", "the actor's density at temperature 1"),
-    ],
-    ("ngrpo/trainers/openrlhf/actor_trainer.py", "test_density_actor.py"): [
-        ("densities(scope, self.actor.temperature,", "densities(scope, 1.0,", "the step's density at temperature 1"),
+        (
+            "densities(scope, actor.temperature,",
+            "densities(scope, 1.0,",
+            "the density at temperature 1",
+        ),
     ],
     ("ngrpo/trainers/common/policy_loss.py", "test_density_actor.py"): [
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
@@ -108,7 +109,11 @@ MUTATIONS = {
             "sampling mask: the log-probability of the whole distribution",
         ),
         ("for part in (at[inside] - 1,", "for part in (at[inside],", "sampling mask: a row too late"),
-        ("- highest[which]).exp(", "- highest[which]).exp().detach(", "sampling mask: no gradient to the tokens left"),
+        (
+            "- highest[members]).exp(",
+            "- highest[members]).exp().detach(",
+            "sampling mask: no gradient to the tokens left",
+        ),
         ("scores[is_label] - highest -", "scores[is_label] -", "sampling mask: the largest score is not put back"),
     ],
     (_STORE, _STORED): [

@@ -124,7 +124,7 @@ def warm_up(llm: Any) -> dict[str, int]:
     worker = worker_of(llm)
     requests, perturber = worker.perturbation.requests, worker.perturbation.perturber
     seen = {"compiled": 0, "compiled_before": 0}
-    take, compile_step = requests.take, perturber.compile
+    take, compile_step = requests.take, perturber.rehearse
 
     def compiling(logits: Any) -> Any:
         seen["compiled"] += 1
@@ -144,7 +144,7 @@ def warm_up(llm: Any) -> dict[str, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests, "take", counted)
-        patch.setattr(perturber, "compile", compiling)
+        patch.setattr(perturber, "rehearse", compiling)
         patch.setattr(gpu_worker, "kernel_warmup", kernel_warmup)
         # vLLM 0.31 leaves the second part out of eager engines.
         patch.setattr(worker.vllm_config.kernel_config, "enable_jit_warmup", True, raising=False)

@@ -17,9 +17,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ngrpo.trainers.common.sample_records import unpack
+from ngrpo.trainers.common.sample_records import part_of_each
 from perturbations.errors import require
 from perturbations.replay.scope import ReplayScope, flat_rows
+from perturbations.replay.trajectory import SamplingMask
 
 Override = Callable[[Tensor, Tensor, Tensor], Tensor]
 _active: ContextVar[tuple[Override, ...]] = ContextVar("log_prob_overrides", default=())
@@ -181,14 +182,11 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
 
     Raises ``RuntimeError`` if a sample has no mask, a token is not in its set, or no log-probabilities came through.
     """
-    candidates = [each.sampling_mask for each in unpack(side_inputs) if each is not None]
-    masks = [mask for mask in candidates if mask is not None]
-    missing = len(attention_mask) - len(masks)
-    if missing:
-        raise RuntimeError(
-            f"--sampling.correct_mask: {missing} of {len(attention_mask)} samples came without their sampling mask:"
-            " the rollout's engine does not record them, or an agent drops mm_train_inputs from its response."
-        )
+    missing = (
+        "came without their sampling mask (--sampling.correct_mask): the rollout's engine does not record them, or an"
+        " agent drops mm_train_inputs from its response."
+    )
+    masks: list[SamplingMask] = part_of_each(side_inputs, len(attention_mask), "sampling_mask", missing)
     samples = torch.cat([torch.full((len(mask),), i) for i, mask in enumerate(masks)])
     positions = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
     sets, on_host = [left for mask in masks for left in mask.left()], attention_mask.cpu()
@@ -206,22 +204,18 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
             part.to(logits.device)
             for part in (at[inside] - 1, torch.from_numpy(which), torch.from_numpy(np.concatenate(left)))
         )
-        corrected = _log_probs_among(logits.flatten(0, -2), labels.flatten(), rows, members, ids)
+        scores = logits.flatten(0, -2)[rows[members], ids]
+        is_label = ids == labels.flatten()[rows[members]]
+        if int(is_label.sum()) != len(rows):
+            raise RuntimeError(
+                f"{len(rows) - int(is_label.sum())} of {len(rows)} tokens to be trained on are not among the tokens"
+                " that the rollout's sampling left: the sampling masks are not those of these samples."
+            )
+        highest = scores.new_full(rows.shape, -torch.inf).scatter_reduce(0, members, scores.detach(), "amax")
+        total = scores.new_zeros(rows.shape).index_add(0, members, (scores - highest[members]).exp())
+        # The members ascend, so the drawn ones have the order of the rows.
+        corrected = scores[is_label] - highest - total.log()
         return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)
 
     with override_log_probs(override, "--sampling.correct_mask did not come into effect", "Take that path out."):
         yield
-
-
-def _log_probs_among(logits: Tensor, labels: Tensor, rows: Tensor, which: Tensor, ids: Tensor) -> Tensor:
-    """log π_S of the labels at N rows, (N,); a set's members are ``ids``, (M,), of the row ``rows[which]``."""
-    scores = logits[rows[which], ids]
-    is_label = ids == labels[rows[which]]
-    if int(is_label.sum()) != len(rows):
-        raise RuntimeError(
-            f"{len(rows) - int(is_label.sum())} of {len(rows)} tokens to be trained on are not among the tokens that"
-            " the rollout's sampling left: the sampling masks are not those of these samples."
-        )
-    highest = scores.new_full(rows.shape, -torch.inf).scatter_reduce(0, which, scores.detach(), "amax")
-    total = scores.new_zeros(rows.shape).index_add(0, which, (scores - highest[which]).exp())
-    return scores[is_label] - highest - total.log()  # `which` ascends, so the drawn ones have the order of the rows

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from perturbations.base import Perturbation
-from perturbations.replay.trajectory import FinishedTrajectory
-from perturbations.step import Positions
+from perturbations import FinishedTrajectory, Perturbation, Positions
 
 _FLOOR = 1e-5  # the mean gap of an exact replay in float32: smaller plain gaps say nothing about perturbed positions
 _COARSE = 2.0**-5  # that of bfloat16; tokens before the first perturbed input may be few, and smaller by chance

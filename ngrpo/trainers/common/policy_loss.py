@@ -28,9 +28,8 @@ class RatioMeasure:
     The log-ratio is clamped to ±20, as in OpenRLHF's loss, so that the mean is finite.
     """
 
-    def __init__(self, loss: Loss) -> None:
-        self._loss = loss
-        self.densities: Densities | None = None
+    def __init__(self, loss: Loss, densities: Densities | None = None) -> None:
+        self._loss, self._densities = loss, densities
         self.mean = torch.tensor(1.0)
 
     def __call__(
@@ -39,8 +38,8 @@ class RatioMeasure:
         with torch.no_grad():
             ratio = (log_probs - old_log_probs).float().clamp(-20.0, 20.0).exp()
             self.mean = (ratio * action_mask).sum() / action_mask.sum().clamp_min(1)
-        if self.densities is not None:
-            log_probs = self.densities.for_policy_loss(log_probs)
+        if self._densities is not None:
+            log_probs = self._densities.for_policy_loss(log_probs)
         return self._loss(log_probs, old_log_probs, *args, action_mask=action_mask, **kwargs)
 
 

@@ -174,32 +174,31 @@ def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]
     ]
 
 
-def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]:
-    """The replay records of a training batch, in order; a sample without a perturbed position has an empty one.
+def part_of_each(side_inputs: Sequence[Any] | None, batch: int, part: str, missing: str) -> list[Any]:
+    """A part of each sample's `FinishedTrajectory`; RuntimeError, which ends with ``missing``, where one has none."""
+    parts = [getattr(trajectory, part, None) for trajectory in unpack(side_inputs)]
+    found = [each for each in parts if each is not None]
+    if len(found) != batch:
+        raise RuntimeError(f"{batch - len(found)} of {batch} samples {missing}")
+    return found
 
-    Raises ``RuntimeError`` if a sample has none.
-    """
-    trajectories = unpack(side_inputs) or [None] * batch
-    missing = [i for i, trajectory in enumerate(trajectories) if trajectory is None]
-    if missing or len(trajectories) != batch:
-        raise RuntimeError(
-            f"{len(missing) or batch - len(trajectories)} of {batch} samples have no replay record (the first:"
-            f" {missing[:5]}), so the model would be trained on inputs that the rollout did not see. Each sample of a"
-            " perturbed run has its record in mm_train_inputs: a custom executor must hand on what generate() returns."
-        )
-    return [trajectory.record for trajectory in trajectories if trajectory is not None]
+
+def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]:
+    """The replay records of a training batch, in order; a sample without a perturbed position has an empty one."""
+    missing = (
+        "have no replay record, so the model would be trained on inputs that the rollout did not see. Each sample of a"
+        " perturbed run has its record in mm_train_inputs: a custom executor must hand on what generate() returns."
+    )
+    return part_of_each(side_inputs, batch, "record", missing)
 
 
 def routed(side_inputs: Sequence[Any] | None, batch: int) -> list[np.ndarray]:
-    """The experts of each sample of a batch, as of `FinishedTrajectory`; ``RuntimeError`` if a sample has none."""
-    found = [each.experts for each in unpack(side_inputs) if each is not None]
-    experts = [each for each in found if each is not None]
-    if len(experts) != batch:
-        raise RuntimeError(
-            f"--replay.routing: {batch - len(experts)} of {batch} samples came without their experts: an agent drops"
-            " mm_train_inputs from its response, or did not let generate() make it."
-        )
-    return experts
+    """The experts of each sample of a batch, as of `FinishedTrajectory`."""
+    missing = (
+        "came without their experts (--replay.routing): an agent drops mm_train_inputs from its response, or did not"
+        " let generate() make it."
+    )
+    return part_of_each(side_inputs, batch, "experts", missing)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,11 @@ import torch
 
 from ngrpo.config.run import current_run
 from ngrpo.trainers.common import weights_file
-from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs
+from ngrpo.trainers.common.log_probs import override_log_probs
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
-from ngrpo.trainers.common.sample_records import records, routed, two_rounds
-from ngrpo.trainers.openrlhf.model_actors import model_of, replay_scope
-from perturbations import seeds
-from perturbations.errors import UsageError
-from perturbations.replay.routing import RoutingScope
+from ngrpo.trainers.common.sample_records import two_rounds
+from ngrpo.trainers.openrlhf.model_actors import model_of, replayed
+from perturbations import UsageError, seeds
 
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
@@ -56,7 +54,7 @@ def actor_trainer(plain: Any) -> type:
         def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
             run, side_inputs = current_run(), experience.mm_train_inputs
             upstream_loss = loss = self.actor_loss_fn
-            credit = ratio = stats = None
+            credit = ratio = None
             with ExitStack() as stack:  # the backward runs inside, so that a checkpointed forward replays again
                 if run.credit is not None and run.credit.acts_in_loss:
                     masks = experience.action_mask, experience.attention_mask
@@ -67,19 +65,13 @@ def actor_trainer(plain: Any) -> type:
                 if run.second_round is not None and not run.second_round.refines:
                     carried = two_rounds(side_inputs, len(experience.action_mask))
                     loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
-                if run.sampling.correct_mask:
-                    stack.enter_context(corrected(side_inputs, experience.attention_mask))
-                if run.replay_routing:
-                    experts = routed(side_inputs, len(experience.sequences))
-                    stack.enter_context(RoutingScope(model_of(self.actor))(experts, experience.attention_mask))
+                # A pass over the vocabulary is worth its time once per step, not in every micro-batch.
+                look_up = _LOOK_UP if step == 0 else 0
+                given = side_inputs, experience.attention_mask, experience.advantages
+                replay = replayed(self.actor, *given, look_up=look_up)
+                stats, found = stack.enter_context(replay)
                 if run.perturbation is not None:
-                    loss = ratio = RatioMeasure(loss)
-                    # A pass over the vocabulary is worth its time once per step, not in every micro-batch.
-                    scope = replay_scope(self.actor, run.perturbation, look_up=_LOOK_UP if step == 0 else 0)
-                    replay = scope(records(side_inputs, len(experience.sequences)), experience.attention_mask)
-                    stats = stack.enter_context(replay)
-                    advantages = experience.advantages if run.perturbation.has_density else None
-                    ratio.densities = stack.enter_context(densities(scope, self.actor.temperature, advantages))
+                    loss = ratio = RatioMeasure(loss, found)
                 self.actor_loss_fn = loss
                 try:
                     result = super().training_step(experience, kl_ctl, step, *args)

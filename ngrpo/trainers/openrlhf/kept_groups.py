@@ -112,20 +112,16 @@ def of_step(
         if longest > _SHORTEST:
             longest //= 2
             for answer in itertools.chain.from_iterable(group["answers"] for group in made):
-                _shorten(answer, longest)
+                left_out = len(answer["tokens"]) - longest
+                if left_out > 0:
+                    answer["cut"] = answer.get("cut", 0) + left_out
+                for key in {"tokens", "gaps", "advantages"} & answer.keys():
+                    answer[key] = answer[key][:longest]
+                if "fed" in answer:
+                    answer["fed"] = [each for each in answer["fed"] if each[0] < longest]
         else:
             made.pop()
     return line
-
-
-def _shorten(answer: dict[str, Any], longest: int) -> None:
-    left_out = len(answer["tokens"]) - longest
-    if left_out > 0:
-        answer["cut"] = answer.get("cut", 0) + left_out
-        for key in {"tokens", "gaps", "advantages"} & answer.keys():
-            answer[key] = answer[key][:longest]
-        if "fed" in answer:
-            answer["fed"] = [each for each in answer["fed"] if each[0] < longest]
 
 
 def diversity(answers: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -135,17 +131,17 @@ def diversity(answers: Sequence[Sequence[int]]) -> dict[str, float]:
     ``common_prefix``: tokens until two responses part, the mean over pairs of responses.
     """
     pairs = [pair for tokens in answers for pair in itertools.pairwise(tokens)]
-    shared = [_common(one, other) for one, other in itertools.combinations(answers, 2)]
+    # Of two responses, the first of their tokens up to the one at which they part.
+    shared = [
+        sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other)))
+        for one, other in itertools.combinations(answers, 2)
+    ]
     measures = {"different": float(len({tuple(tokens) for tokens in answers}))}
     if pairs:
         measures["distinct_2"] = len(set(pairs)) / len(pairs)
     if shared:
         measures["common_prefix"] = sum(shared) / len(shared)
     return measures
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _generated(experience: Experience, row: int) -> tuple[list[int], list[int]]:

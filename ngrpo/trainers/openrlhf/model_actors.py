@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,15 +17,16 @@ from torch import Tensor, nn
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
-from ngrpo.trainers.common.log_probs import corrected, densities, no_overrides
+from ngrpo.machine.upstream.patch import around
+from ngrpo.rollout.startup_check import check_replay
+from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.policy_loss import rows_of_tokens
-from ngrpo.trainers.common.replay_check import check_replay
 from ngrpo.trainers.common.sample_records import OURS, records, routed
-from perturbations.base import Perturbation
+from perturbations import Perturbation
 from perturbations.errors import require
 from perturbations.parameters import attached, freeze
 from perturbations.replay.routing import RoutingScope, routers
-from perturbations.replay.scope import LastHidden, ReplayScope
+from perturbations.replay.scope import LastHidden, ReplayScope, ReplayStats
 
 if TYPE_CHECKING:
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
@@ -79,22 +79,15 @@ class _Replaying:
         if run.perturbation is not None and not self._is_checked:
             check_replay(model_of(model), self.unperturbed_log_probs)
             self._is_checked = True
-        action_densities, entropies, hidden = None, [], None
+        entropies, hidden = [], None
         with ExitStack() as stack:
-            if run.sampling.correct_mask:
-                stack.enter_context(corrected(side_inputs, require(attention_mask, "attention_mask")))
             if run.credit is not None and self.is_policy:
                 entropies = stack.enter_context(_kept_entropies(model))
-            if run.replay_routing:
-                experts = routed(side_inputs, len(sequences))
-                stack.enter_context(RoutingScope(model_of(model))(experts, require(attention_mask, "attention_mask")))
             if run.advantage is not None and run.advantage.needs == "hidden" and self.is_policy:
                 hidden = LastHidden(model_of(model).get_output_embeddings())
                 stack.enter_context(hidden())
-            if run.perturbation is not None:
-                scope = replay_scope(model, run.perturbation, measure=False)
-                stack.enter_context(scope(records(side_inputs, len(sequences)), attention_mask))
-                action_densities = stack.enter_context(densities(scope, model.temperature))
+            replay = replayed(model, side_inputs, attention_mask, measure=False)
+            _, action_densities = stack.enter_context(replay)
             log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)  # type: ignore[misc]
             if action_densities is not None and self.is_policy:
                 self._kept = (*self._kept, ("token_log_probs", action_densities.token_log_probs(log_probs)))
@@ -127,6 +120,40 @@ class _Replaying:
         """
         kept, self._kept = self._kept, tuple(entry for entry in self._kept if entry[0] != what)
         return [part for name, part in kept if name == what]
+
+
+@contextmanager
+def replayed(
+    actor: Any, side_inputs: Sequence[Any] | None, attention_mask: Any, advantages: Tensor | None = None, **options: Any
+) -> Iterator[tuple[ReplayStats | None, Densities | None]]:
+    """The forward of OpenRLHF's ``Actor`` in this context is over the rollout's inputs, experts and sets of tokens.
+
+    Args:
+        actor: its model is replayed.
+        side_inputs: of the samples of the batch.
+        attention_mask: a tensor (B, T).
+        advantages: as of :class:`Densities`.
+        options: of :func:`replay_scope`.
+    """
+    run, stats, found = current_run(), None, None
+    with ExitStack() as stack:
+        if run.sampling.correct_mask:
+            stack.enter_context(corrected(side_inputs, attention_mask))
+        if run.replay_routing:
+            experts = routed(side_inputs, len(attention_mask))
+            stack.enter_context(RoutingScope(model_of(actor))(experts, attention_mask))
+        if run.perturbation is not None:
+            scope = replay_scope(actor, run.perturbation, **options)
+            stats = stack.enter_context(scope(records(side_inputs, len(attention_mask)), attention_mask))
+            found = stack.enter_context(densities(scope, actor.temperature, advantages))
+        yield stats, found
+
+
+def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
+    """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
+    model = model_of(actor)
+    hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
+    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up, hidden=hidden)
 
 
 def kept_by_actors(maker: Any, what: str, own: Sequence[Tensor]) -> list[Tensor]:
@@ -178,14 +205,10 @@ def model_of(actor: Any) -> Any:
     return model
 
 
-def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
-    """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
-    model = model_of(actor)
-    hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
-    return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up, hidden=hidden)
-
-
-def merge_mm_train_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+@around
+def merge_mm_train_inputs(
+    original: Callable[..., Any], mm_train_inputs_list: Sequence[Any], device: torch.device
+) -> Any:
     """`merge_mm_train_inputs`, meant for images: a multimodal model's forward does not get our entries."""
 
     def theirs(entry: Any) -> Any:
@@ -193,53 +216,48 @@ def merge_mm_train_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
             return [theirs(one) for one in entry]
         return {name: value for name, value in (entry or {}).items() if name not in OURS} or None
 
-    @wraps(original)
-    def merge_mm_train_inputs(mm_train_inputs_list: Sequence[Any], device: torch.device) -> Any:
-        return original([theirs(entry) for entry in mm_train_inputs_list], device)
-
-    return merge_mm_train_inputs
+    return original([theirs(entry) for entry in mm_train_inputs_list], device)
 
 
 # ---- parameters of a perturbation --------------------------------------------------------------------------------
 
 
-def actor_init(original: Callable[..., None]) -> Callable[..., None]:
+@around
+def actor_init(
+    original: Callable[..., None], self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object
+) -> None:
     """`Actor.__init__`: the perturbation's parameters join the model before DeepSpeed and the optimizer see it.
 
     So ZeRO, gradient clipping, checkpoints and weight sync treat them as the policy's. The reference model has the
     parameters of its own folder, or the ones that training starts from.
     """
 
-    def __init__(self: Any, pretrain_or_model: str | nn.Module, *args: object, **kwargs: object) -> None:
-        original(self, pretrain_or_model, *args, **kwargs)
-        if isinstance(pretrain_or_model, str):
-            perturbation = require(current_run().perturbation, "--perturbation")
-            attach(self.model, perturbation, pretrain_or_model)
-            freeze(self.model, perturbation)
-
-    return __init__
-
-
-def get_model_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`DeepspeedStrategy._get_model_parameters`: parameters with their own learning rate get their own group."""
-
-    def _get_model_parameters(self: DeepspeedStrategy, model: nn.Module, *args: object, **kwargs: object) -> Any:
-        raw, groups = original(self, model, *args, **kwargs)
-        module = attached(raw)
-        if module is None:
-            return raw, groups
+    original(self, pretrain_or_model, *args, **kwargs)
+    if isinstance(pretrain_or_model, str):
         perturbation = require(current_run().perturbation, "--perturbation")
-        rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
-        if all(rate is None for rate in rates.values()):
-            return raw, groups
-        if not all(isinstance(group, dict) for group in groups):
-            raise ValueError(
-                f"perturbation {perturbation.name!r} has its own learning rates, which need --actor.optim adam. Use it,"
-                " or set them to none."
-            )
-        return raw, separate(groups, rates)
+        attach(self.model, perturbation, pretrain_or_model)
+        freeze(self.model, perturbation)
 
-    return _get_model_parameters
+
+@around
+def get_model_parameters(
+    original: Callable[..., Any], self: DeepspeedStrategy, model: nn.Module, *args: object, **kwargs: object
+) -> Any:
+    """`DeepspeedStrategy._get_model_parameters`: parameters with their own learning rate get their own group."""
+    raw, groups = original(self, model, *args, **kwargs)
+    module = attached(raw)
+    if module is None:
+        return raw, groups
+    perturbation = require(current_run().perturbation, "--perturbation")
+    rates = {id(p): perturbation.learning_rate(name) for name, p in module.named_parameters() if p.requires_grad}
+    if all(rate is None for rate in rates.values()):
+        return raw, groups
+    if not all(isinstance(group, dict) for group in groups):
+        raise ValueError(
+            f"perturbation {perturbation.name!r} has its own learning rates, which need --actor.optim adam. Use it,"
+            " or set them to none."
+        )
+    return raw, separate(groups, rates)
 
 
 def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -200,8 +201,6 @@ async def generate(
 
     In ``prompt`` a picture has all of its places; ``pictures`` are vLLM's ``multi_modal_data``.
     """
-    from vllm.inputs import TokensPrompt
-
     conversation = _conversation.get()
     params, arguments = deepcopy(sampling_params), dict(request_arguments(sampling_params))
     arguments.pop("round", None)
@@ -220,10 +219,10 @@ async def generate(
         if earlier is not None:
             arguments["record"] = earlier.to_bytes()
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
-    request = TokensPrompt(prompt_token_ids=prompt)
+    request: dict[str, Any] = {"prompt_token_ids": prompt}
     if pictures:
         token_ids = unexpanded(prompt, require(actor._mm_pad_token_ids, "the placeholders of pictures"))
-        request = TokensPrompt(prompt_token_ids=token_ids, multi_modal_data=pictures)
+        request = {"prompt_token_ids": token_ids, "multi_modal_data": pictures}
     output, parts = await _asked(actor, request, params)
     if pictures:
         check_places(prompt, require(output.prompt_token_ids, "the prompt's tokens"))
@@ -247,8 +246,6 @@ async def unperturbed_response(
 
     It is drawn without the rollout's filters of tokens, so that log π is over all of them.
     """
-    from vllm.inputs import TokensPrompt
-
     if len(prompt) > _LONGEST_CONTROL_PROMPT:
         return None
     short = deepcopy(sampling_params)
@@ -256,17 +253,15 @@ async def unperturbed_response(
     short.min_tokens = min(short.min_tokens or 0, short.max_tokens)
     short.top_p, short.top_k, short.min_p = 1.0, 0, 0.0
     short.extra_args = {**(short.extra_args or {}), KEY: {"enabled": False, "scheduled": False, "seed": seed}}
-    output, parts = await _asked(actor, TokensPrompt(prompt_token_ids=prompt), short)
+    output, parts = await _asked(actor, {"prompt_token_ids": prompt}, short)
     tokens = list(output.outputs[0].token_ids)
     taken = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
     return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), taken.log_probs, taken.experts)
 
 
-async def _asked(actor: Any, request: Any, params: SamplingParams) -> tuple[Any, Any]:
+async def _asked(actor: Any, request: Mapping[str, Any], params: SamplingParams) -> tuple[Any, Any]:
     """A request's final output, and the parts of its record."""
-    from vllm.utils import random_uuid
-
-    name, output = random_uuid(), None
+    name, output = uuid4().hex, None
     async for latest in actor.llm.generate(request, params, request_id=name):
         output = latest
     return require(output, "a response"), await actor.pick_ups.take(name)

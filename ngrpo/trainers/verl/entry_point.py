@@ -49,10 +49,6 @@ def refuse_without_mode(argv: Sequence[str]) -> None:
 _CPU, _VARIABLE = "cpu", "VERL_PLATFORM"
 
 
-def _zero(*_args: object, **_kwargs: object) -> int:
-    return 0
-
-
 def _answer(value: object) -> Callable[..., object]:
     return lambda self, *_args, **_kwargs: value
 
@@ -61,7 +57,7 @@ def _answer(value: object) -> Callable[..., object]:
 _MEMORY = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
 _DEVICE = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in ("current_device", "current_stream", "stream")},
-    **dict.fromkeys((*_MEMORY, "set_device", "empty_cache", "ipc_collect", "synchronize"), _zero),
+    **dict.fromkeys((*_MEMORY, "set_device", "empty_cache", "ipc_collect", "synchronize"), lambda *_, **__: 0),
     is_available=lambda: False,
     device_count=lambda: 1,
     mem_get_info=lambda: (0, 0),

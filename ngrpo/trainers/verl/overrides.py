@@ -16,9 +16,7 @@ from ngrpo.config.verl_lines import MODE
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage, AnnealedK
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY
-from perturbations import registry
-from perturbations.base import Perturbation
-from perturbations.errors import UsageError
+from perturbations import Perturbation, UsageError, registry
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

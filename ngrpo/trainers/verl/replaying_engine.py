@@ -24,10 +24,9 @@ from verl.workers.utils.padding import build_attention_mask_from_nested
 
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.log_probs import Densities
-from perturbations import registry
+from perturbations import FinishedTrajectory, registry
 from perturbations.errors import UsageError, require
 from perturbations.replay.scope import ReplayScope
-from perturbations.replay.trajectory import FinishedTrajectory
 
 TOKEN_LOG_PROBS = "perturbation_token_log_probs"
 """An output of forward-only passes: the tokens' own log-probabilities, which a density replaces."""

@@ -21,9 +21,7 @@ from ngrpo.rollout.records import confirm
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.sample_records import PickUps
 from ngrpo.trainers.common.weights_file import reload_weights
-from perturbations import registry, seeds
-from perturbations.errors import UsageError
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations import FinishedTrajectory, UsageError, registry, seeds
 
 _SINGLE_TURN = "single_turn_agent"
 

@@ -15,7 +15,7 @@ from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.versions import machine, versions
-from ngrpo.rollout import runner_marker
+from ngrpo.rollout import plugin
 from ngrpo.trainers.openrlhf import kept_groups
 from ngrpo.workbench.report.values import first_and_last
 from perturbations import registry
@@ -78,7 +78,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False)
         "seed": int(flags.or_default("--train.seed")),
         "hardware": run.hardware,
         "machine": machine(),
-        "versions": versions(runner_marker.read(folder / RUNNERS)),
+        "versions": versions(plugin.runners_of(folder / RUNNERS)),
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),
