@@ -15,8 +15,7 @@ from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from ngrpo.config.run import RunConfig
-    from ngrpo.workbench.evaluate.engine import Sampling
-    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
+    from ngrpo.workbench.evaluate.engine import RolloutPolicy, Sampling
 
 _EXAMPLES = """\
   --perturbation NAME   perturb the rollouts [off]
@@ -45,8 +44,8 @@ examples
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again."""
+    from ngrpo.workbench.evaluate.engine import RolloutPolicy
     from ngrpo.workbench.evaluate.evaluation import evaluate, rescore, table
-    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     args, asked, engine_options = _read(argv)
     for note in asked.notes:
@@ -127,9 +126,8 @@ def _drawing(
     args: argparse.Namespace, asked: RunConfig, report: Callable[[str], None]
 ) -> tuple[Sampling, RolloutPolicy]:
     """The checked settings of the draws, with the model's name."""
-    from ngrpo.workbench.evaluate.engine import Sampling
+    from ngrpo.workbench.evaluate.engine import RolloutPolicy, Sampling
     from ngrpo.workbench.evaluate.evaluation import checked_ks
-    from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
 
     checked_model(args)
     checked_ks(args.k, args.n)
@@ -196,8 +194,8 @@ def _check_rescore_flags(
         UsageError: for a flag with another value, or without an effect on scores.
     """
     from ngrpo.machine.models import packaged
+    from ngrpo.workbench.evaluate.engine import DESCRIBED
     from ngrpo.workbench.evaluate.evaluation import PROBLEMS
-    from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED
 
     folder = Path(args.rescore).expanduser()
     settings = read_json(folder / SETTINGS)

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.workbench.evaluate.engine import Generated, Sampling, generate, render
+from ngrpo.workbench.evaluate.engine import Generated, RolloutPolicy, Sampling, generate, noisy_engine, render
 from ngrpo.workbench.evaluate.engine import build as build_engine
-from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_engine
-from ngrpo.workbench.evaluate.scorers import score
+from ngrpo.workbench.tasks import score
 from perturbations import Perturbation, Proposal, Step, option
 from perturbations.edit import one_hot
 from perturbations.embeddings import ModelEmbeddings, nearest_tokens
