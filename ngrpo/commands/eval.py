@@ -133,7 +133,7 @@ def _drawing(
     checked_ks(args.k, args.n)
     policy = RolloutPolicy.of(asked, args.at_step, args.of_steps)
     policy.check_temperature(args.temperature)
-    if args.temperature == 0 and args.n > 1 and asked.spec is None and policy.schedule is None:
+    if args.temperature == 0 and args.n > 1 and asked.spec is None and policy.run.sampling_schedule is None:
         report(f"warning: at temperature 0 the {args.n} samples of a problem are one response; --n 1 is enough")
     return Sampling(args.temperature, args.top_p, args.max_tokens, args.seed), policy
 

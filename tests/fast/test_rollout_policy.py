@@ -134,9 +134,9 @@ def test_strategies_of_a_diagnosis() -> None:
     assert [arm.id for arm in arms] == lines
     plain, hot, noisy = map(policy_of, arms)
     assert plain.specs == {}
-    assert hot.schedule.tau_max == 1.5
-    assert hot.noise is None
-    assert noisy.noise.name == "psn" and noisy.schedule is None
+    assert hot.run.sampling_schedule.tau_max == 1.5
+    assert hot.run.policy_noise is None
+    assert noisy.run.policy_noise.name == "psn" and noisy.run.sampling_schedule is None
     for line in ("none base=gspo", "none credit=top_entropy", "none --rollout.temperature=2"):
         with pytest.raises(UsageError, match="is for a training"):
             parse_arms(None, (), [line], rollouts=True)

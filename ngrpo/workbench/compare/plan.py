@@ -258,7 +258,7 @@ def _drawn_line(arm: Arm) -> str:
     """A value of ``--strategy`` of ``ngrpo diagnose``, with every part that changes the rollouts of the first step."""
     with suppress(UsageError):  # needs a training, or its length
         policy = policy_of(arm)
-        if policy.schedule is not None or policy.scale:
+        if policy.run.sampling_schedule is not None or policy.scale:
             more = (f"{key}={value}" if value else f"--{key}" for key, value in arm.rollouts.items())
             return shlex.join([*shlex.split(arm.line), *more])
     return arm.line

@@ -180,7 +180,7 @@ def sample_strategy(
     Returns:
         P × G samples, and ``tokens_per_second``, ``model_runner`` and :func:`fed_inputs`.
     """
-    put(llm, strategy, policy.schedule)
+    put(llm, strategy, policy.run.sampling_schedule)
     tokenizer, group = llm.get_tokenizer(), sampling.group
     texts = [render(tokenizer, problem) for problem in problems]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.tokenizers import TokenizerLike
 
-    from ngrpo.methods.policy_noises.base import PolicyNoise
-    from ngrpo.methods.sampling_schedules.base import SamplingSchedule
     from perturbations.replay import ReplayRecord
 
 # Requests that wait inside the engine; more than any engine runs at once, few enough to be cheap.
@@ -104,20 +102,20 @@ class RolloutPolicy:
         if not 0 <= step < (math.inf if steps is None else steps):
             last = "" if steps is None else f" to {steps - 1}, the last of --of-steps {steps}"
             raise UsageError(f"--at-step {step}: must be a training step, from 0{last}.")
-        policy = cls(run, step, steps)
-        if policy.schedule is not None and policy.schedule.follows_training:
+        schedule, noise = run.sampling_schedule, run.policy_noise
+        if schedule is not None and schedule.follows_training:
             raise UsageError(
-                f"--sampling.schedule {policy.schedule.name} follows a training's rollouts, and there is none here."
+                f"--sampling.schedule {schedule.name} follows a training's rollouts, and there is none here."
                 " Leave it out, or set a --temperature."
             )
-        if policy.noise is not None and steps is None:
+        if noise is not None and steps is None:
             lengths = (step + 1, 10 * (step + 1), 1000 * (step + 1))
-            if len({policy.noise.scale(step, length, None, None) for length in lengths}) > 1:
+            if len({noise.scale(step, length, None, None) for length in lengths}) > 1:
                 raise UsageError(
-                    f"--policy_noise {policy.noise.name}: its σ depends on how long the training is. Add --of-steps N,"
+                    f"--policy_noise {noise.name}: its σ depends on how long the training is. Add --of-steps N,"
                     " the run's number of training steps."
                 )
-        return policy
+        return cls(run, step, steps)
 
     @property
     def specs(self) -> dict[str, Any]:
@@ -125,35 +123,30 @@ class RolloutPolicy:
         return {name: dict(spec) for name, spec in self.run.specs.items() if KINDS[name].in_rollouts}
 
     @property
-    def schedule(self) -> SamplingSchedule | None:
-        return self.run.sampling_schedule
-
-    @property
-    def noise(self) -> PolicyNoise | None:
-        return self.run.policy_noise
-
-    @property
     def scale(self) -> float:
         """σ of the weights at the step; 0 where there is no noise."""
-        return 0.0 if self.noise is None else self.noise.scale(self.step, self.steps or self.step + 1, None, None)
+        noise, steps = self.run.policy_noise, self.steps or self.step + 1
+        return 0.0 if noise is None else noise.scale(self.step, steps, None, None)
 
     @property
     def notes(self) -> list[str]:
         """Warnings about the step."""
-        if self.noise is None or self.scale > 0.0:
+        noise = self.run.policy_noise
+        if noise is None or self.scale > 0.0:
             return []
-        return [f"--policy_noise {self.noise.name} has no noise at training step {self.step}: give another --at-step N"]
+        return [f"--policy_noise {noise.name} has no noise at training step {self.step}: give another --at-step N"]
 
     def check_temperature(self, temperature: float) -> None:
         """Raises ``UsageError`` for a schedule with greedy responses, which no temperature changes."""
-        if self.schedule is not None and temperature == 0.0:
+        schedule = self.run.sampling_schedule
+        if schedule is not None and temperature == 0.0:
             raise UsageError(
-                f"--sampling.schedule {self.schedule.name} has no effect with --temperature 0. Leave one of them out."
+                f"--sampling.schedule {schedule.name} has no effect with --temperature 0. Leave one of them out."
             )
 
     def described(self) -> dict[str, Any]:
         """For a result file: the specs, the step, and σ; empty where the model's own policy draws."""
-        sigma = {} if self.noise is None else {"sigma": self.scale}
+        sigma = {} if self.run.policy_noise is None else {"sigma": self.scale}
         return {**self.specs, "training_step": self.step, **sigma} if self.specs else {}
 
 
@@ -166,7 +159,8 @@ def noisy_model(model: str, policy: RolloutPolicy) -> Iterator[Any]:
     from transformers import AutoModelForCausalLM
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    with require(policy.noise, "policy noise").added(dict(loaded.named_parameters()), policy.scale, policy.step):
+    noise = require(policy.run.policy_noise, "policy noise")
+    with noise.added(dict(loaded.named_parameters()), policy.scale, policy.step):
         yield loaded
 
 

@@ -178,7 +178,11 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
     if all(change.get("over") == "problems" for change in tested):
         return f"One seed each: no strategy can be called better or worse than {against}."
-    found = [_beyond_noise(summary, names, keys) for _, keys in metrics]
+    found = []
+    for _, keys in metrics:
+        changes = {name: dig(summary[name], "difference", *keys) for name in names}
+        clear = {name: number(c, "value") or 0.0 for name, c in changes.items() if values.noise(c) == "beyond noise"}
+        found.append(([name for name in clear if clear[name] > 0], [name for name in clear if clear[name] < 0]))
     better, worse = found[0]
     if better:
         text = f"Better than {against} beyond noise: {', '.join(better)}"
@@ -199,13 +203,6 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
     if fewest < ENOUGH_SEEDS:
         text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
     return text
-
-
-def _beyond_noise(summary: Summary, names: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The strategies that are better, and the ones that are worse, than the baseline beyond noise."""
-    changes = {name: dig(summary[name], "difference", *keys) for name in names}
-    found = {name: number(c, "value") or 0.0 for name, c in changes.items() if values.noise(c) == "beyond noise"}
-    return [name for name in found if found[name] > 0], [name for name in found if found[name] < 0]
 
 
 def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 
 A module has ``problems()``: training and held-out rows with ``input`` and ``label`` (None: nothing is held out);
 ``reward_func``, since OpenRLHF loads its file as ``--reward.remote_url``; for evaluation ``score(answer, label)``,
-``final_answer(answer)`` and ``RIGHT_FROM``, the least reward of a right answer [1]. With ``ARGUMENT``, a name for help,
-the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one; ``OPTIONAL``: may be left out.
+``final_answer(answer)`` and ``RIGHT_FROM``, the least reward of a right answer [1]. With ``ARGUMENT``, its form in help,
+the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one; ``[:FORM]`` may be left out.
 """
 
 import pkgutil
@@ -42,11 +42,7 @@ def available() -> list[str]:
 
 def usage() -> list[str]:
     """The forms of ``--task``, for help: ``arithmetic``, ``reasoning_gym:DATASET``, ``shortcut[:FORM]``."""
-    forms = []
-    for name in available():
-        argument, optional = _argument(name)
-        forms.append(name if argument is None else f"{name}[:{argument}]" if optional else f"{name}:{argument}")
-    return forms
+    return [name + _argument(name) for name in available()]
 
 
 def check_name(task: str, *, argument_needed: bool = True) -> None:
@@ -58,13 +54,13 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
             " leave --task out and give OpenRLHF's --data.prompt_dataset and --reward.remote_url, or"
             " --train.agent_func_path for an environment."
         )
-    placeholder, optional = _argument(name)
-    if placeholder is None and colon:
+    form = _argument(name)
+    if colon and not form:
         raise UsageError(f"task {task!r}: {name} takes no argument. Write --task {name}.")
-    if placeholder is not None and argument:
+    if form and argument:
         _module(name).check(argument)
-    elif placeholder is not None and argument_needed and not optional:
-        raise UsageError(f"task {task!r} needs an argument: --task {name}:{placeholder}, {_module(name).EXAMPLE}.")
+    elif form.startswith(":") and argument_needed:
+        raise UsageError(f"task {task!r} needs an argument: --task {name}{form}, {_module(name).EXAMPLE}.")
 
 
 def prepare(task: str, folder: Path) -> dict[str, Default]:
@@ -150,9 +146,9 @@ def _module(name: str) -> Any:
     return import_module(f"{__name__}.{name}")
 
 
-def _argument(name: str) -> tuple[str | None, bool]:
-    """The name of a task's argument, None without one, and whether it may be left out."""
-    return getattr(_module(name), "ARGUMENT", None), getattr(_module(name), "OPTIONAL", False)
+def _argument(name: str) -> str:
+    """The form of a task's argument, ``:FILE``, or ``[:FORM]`` if it may be left out; empty without one."""
+    return getattr(_module(name), "ARGUMENT", "")
 
 
 # --- scorers ----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ngrpo.workbench.scoring.answers import check_math, last_statement
 from ngrpo.workbench.scoring.problems import load_problems
 from ngrpo.workbench.tasks import reward_function
 
-ARGUMENT = "FILE"
+ARGUMENT = ":FILE"
 EXAMPLE = "such as --task math:problems.parquet"
 
 

@@ -13,7 +13,7 @@ from ngrpo.workbench.scoring.answers import last_boxed, visible
 from ngrpo.workbench.tasks import Split, reward_function
 from perturbations.errors import UsageError, nearest
 
-ARGUMENT = "DATASET"
+ARGUMENT = ":DATASET"
 EXAMPLE = "such as --task reasoning_gym:chain_sum"
 INSTRUCTION = "Put the final answer alone between <answer> and </answer>."
 TRAIN_ROWS = 2048
