@@ -150,9 +150,8 @@ def evaluate(
                 perturbed=perturbation is not None,
                 reproducible=reproducible,
                 step=policy.step,
-                answers=1
-                if policy.run.sampling_schedule is None
-                else n,  # a schedule may give each of them its own temperature
+                # A schedule may give each of them its own temperature.
+                answers=1 if policy.run.sampling_schedule is None else n,
             )
             with closing(stream):
                 for batch in stream:

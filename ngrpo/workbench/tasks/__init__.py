@@ -3,7 +3,7 @@
 
 A module has ``problems()``: training and held-out rows with ``input`` and ``label`` (None: nothing is held out);
 ``reward_func``, since OpenRLHF loads its file as ``--reward.remote_url``; for evaluation ``score(answer, label)``,
-``final_answer(answer)`` and ``RIGHT_FROM``, the least reward of a right answer [1]. With ``ARGUMENT``, its form in help,
+``final_answer(answer)`` and ``RIGHT_FROM``, the least reward of a right answer [1]. With ``ARGUMENT`` (for help),
 the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one; ``[:FORM]`` may be left out.
 """
 
