@@ -18,17 +18,16 @@ from markupsafe import Markup
 
 from ngrpo.machine.storage.result_folder import read_json, write_text
 from ngrpo.workbench.report import charts, headline, responses, values
-from ngrpo.workbench.report.drawing import all_series, by_series
+from ngrpo.workbench.report.drawing import all_series
 from perturbations.errors import UsageError
 
 FORMAT = 1
-# Kind of result: its file, the command that writes it, and the lists that it must hold.
+# Kind of result: its file, the command that writes it, the lists that it must hold, and what its page begins with.
 _KINDS = {
-    "comparison": ("results.json", "ngrpo compare", ("strategies", "runs")),
-    "diagnosis": ("diagnosis.json", "ngrpo diagnose", ("strategies",)),
-    "training run": ("summary.json", "ngrpo train", ("steps",)),
+    "comparison": ("results.json", "ngrpo compare", ("strategies", "runs"), headline.comparison),
+    "diagnosis": ("diagnosis.json", "ngrpo diagnose", ("strategies",), headline.diagnosis),
+    "training run": ("summary.json", "ngrpo train", ("steps",), headline.training),
 }
-_HEADS = {"comparison": headline.comparison, "diagnosis": headline.diagnosis, "training run": headline.training}
 _PROVENANCE = ("perturbation", "base", "settings", "paper")
 TEMPLATES = Environment(
     loader=PackageLoader("ngrpo.workbench.report"),
@@ -51,7 +50,7 @@ def load(path: Path) -> tuple[dict[str, Any], Path]:
     Raises:
         UsageError: for a file that is missing, cannot be read, is not JSON, is something else, or is of a newer format.
     """
-    names = [name for name, _, _ in _KINDS.values()]
+    names = [name for name, *_ in _KINDS.values()]
     file = next((path / name for name in names if (path / name).is_file()), path)
     if file.is_dir():
         raise UsageError(f"{path} has neither {' nor '.join(names)}. Give a folder that one of our commands wrote.")
@@ -61,7 +60,7 @@ def load(path: Path) -> tuple[dict[str, Any], Path]:
     if not isinstance(data, dict):
         raise UsageError(f"{file}: a JSON object was expected, found {type(data).__name__}.")
     kind = _kind(data)
-    _, made_by, needed = _KINDS[kind]
+    _, made_by, needed, _ = _KINDS[kind]
     what, advice = f"{file}: not a {kind} of ngrpo", f"Give a file that `{made_by}` wrote."
     version = data.get("format")
     if type(version) is not int or version < 1:
@@ -95,11 +94,8 @@ def write_report(data: Mapping[str, Any], path: Path) -> None:
         data = {**data, "strategies": [strategy], "runs": [{**data, "strategy": name, "status": "done"}]}
     series, runs = all_series(data), values.rows(data, "runs")
     diagnosis = data if kind == "diagnosis" else data.get("diagnosis") or {}
-    table: dict[str, Any] | None = None
-    if kind == "comparison":
-        table = headline.results_table(data, series)
-    elif kind == "diagnosis" and (listed := by_series(data, series)):
-        table = {"listed": listed}
+    head = _KINDS[kind][-1](data, series)
+    table = head.get("table")
     # Name to link to, heading, content; None leaves the section out.
     sections = [
         ("results", "Results", table),
@@ -116,7 +112,7 @@ def write_report(data: Mapping[str, Any], path: Path) -> None:
     style, script = (Path(__file__).with_name(name).read_text("utf-8") for name in ("style.css", "script.js"))
     page = TEMPLATES.get_template("page.html").render(
         kind=kind.capitalize(),
-        headline=_HEADS[kind](data, series),
+        headline=head,
         sections=[section for section in sections if section[2] is not None],
         style=Markup(style),
         script=Markup(script),
@@ -127,13 +123,15 @@ def write_report(data: Mapping[str, Any], path: Path) -> None:
 
 def _provenance(source: Mapping[str, Any]) -> dict[str, Any]:
     """Command, machine, versions, seeds and specs: enough to make the result again."""
-    facts = []
-    for key in ("versions", "machine", "sampling"):
-        if section := source.get(key):
-            dumped = {
-                name: json.dumps(v, ensure_ascii=False) for name, v in section.items() if isinstance(v, dict | list)
-            }
-            facts.append((key.capitalize(), {name: values.shown(v) for name, v in (section | dumped).items()}))
+
+    def plain(value: object) -> str:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else values.shown(value)
+
+    facts = [
+        (key.capitalize(), {name: plain(value) for name, value in section.items()})
+        for key in ("versions", "machine", "sampling")
+        if (section := source.get(key))
+    ]
     strategies = {
         str(row.get("id", row.get("name"))): {key: row[key] for key in _PROVENANCE if key in row}
         for row in values.rows(source, "strategies")

@@ -27,7 +27,7 @@ def _named(names: Sequence[object]) -> str:
 
 
 def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Title, facts, failures, what was found in one sentence, and each strategy's difference to the baseline."""
+    """Title, facts, failures, what was found in one sentence, each difference to the baseline, and the table."""
     runs, first = rows(results, "runs"), results.get("baseline")
     others = [row.get("id") for row in rows(results, "strategies") if row.get("id") != first]
     against = first or (len(others) > _MOST_NAMES and "each other")
@@ -46,6 +46,9 @@ def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
     summary, baseline = by_strategy(results), str(results.get("baseline"))
     metrics = evaluated(results, summary)
     measure = (metrics or [("Mean@n", ("mean_at_n",))])[0]
+    changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
+    least = [value for change in changes if (value := number(change, "detectable"))]
+    reach = dict.fromkeys(format_number(end) for end in (min(least), max(least))) if least else ()
     return {
         "title": title if others else _named([first or "Comparison"]),
         "facts": {
@@ -65,6 +68,17 @@ def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict
         "forest": forest(series, summary, baseline, measure) if baseline in summary else [],
         "measure": measure[0],
         "baseline": baseline,
+        # The summary's rows with what their tables show in addition.
+        "table": {
+            "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
+            "metrics": metrics,
+            "baseline": first,
+            "perturbed": [row.get("id") for row in rows(results, "strategies") if row.get("perturbation") is not None],
+            "over": [dig(row, "mean_at_n", "over") for row in summary.values()],
+            "comparisons": max((number(change, "comparisons") or 0 for change in changes), default=0),
+            "detectable": " to ".join(reach),
+            "untrained": results.get("untrained"),
+        },
     }
 
 
@@ -77,11 +91,12 @@ def training(summary: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
 
 
 def diagnosis(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Title, facts, warnings, and each strategy's diversity and validity against the unperturbed one's, in words."""
+    """Title, facts, warnings, and each strategy's diversity and validity: as a table, and against the unperturbed."""
     strategies = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
     named = [row for row in strategies if row.get("name") == diagnosis.get("baseline")]
     baseline = [*named, *strategies, {}][0]
+    listed = by_series(diagnosis, series)
     return {
         "title": f"Before any training: {_named([row.get('name') for row in strategies])}",
         "facts": {
@@ -95,9 +110,10 @@ def diagnosis(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dic
         "beside": baseline.get("name"),
         "verdicts": [
             (one, f"{_against(row, baseline, 'diversity', 'diverse')}; {_against(row, baseline, 'validity', 'valid')}.")
-            for one, row in by_series(diagnosis, series)
+            for one, row in listed
             if row is not baseline
         ],
+        "table": {"listed": listed} if listed else None,
     }
 
 
@@ -203,24 +219,6 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
     if fewest < ENOUGH_SEEDS:
         text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
     return text
-
-
-def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """The summary's rows with what their tables show in addition: columns, and what the intervals and tests are of."""
-    summary = by_strategy(results)
-    changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
-    least = [value for change in changes if (value := number(change, "detectable"))]
-    reach = dict.fromkeys(format_number(end) for end in (min(least), max(least))) if least else ()
-    return {
-        "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
-        "metrics": evaluated(results, summary),
-        "baseline": results.get("baseline"),
-        "perturbed": [row.get("id") for row in rows(results, "strategies") if row.get("perturbation") is not None],
-        "over": [dig(row, "mean_at_n", "over") for row in summary.values()],
-        "comparisons": max((number(change, "comparisons") or 0 for change in changes), default=0),
-        "detectable": " to ".join(reach),
-        "untrained": results.get("untrained"),
-    }
 
 
 def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
