@@ -207,7 +207,7 @@ def _load_weights(llm: LLM, loaded: PreTrainedModel) -> None:
     dtype = llm.llm_engine.model_config.dtype
     weights = {name: p.detach().to(dtype).contiguous() for name, p in loaded.named_parameters()}
     with weights_file.written(weights) as path:
-        llm.llm_engine.collective_rpc(weights_file.load_weights_file, args=(path,))
+        llm.llm_engine.collective_rpc(partial(weights_file.load_weights_file, path=path))
         llm.llm_engine.reset_prefix_cache()
 
 
