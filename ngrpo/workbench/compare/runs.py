@@ -186,19 +186,15 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
                     os.killpg(process.pid, sign)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(patience)
-    if process.returncode != 0:
-        raise CommandFailed(_last_words(log, process.returncode))
+    if (code := process.returncode) != 0:
+        # Our own error line where there is one, else the end of the log.
+        lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
+        for mark in ("ngrpo: error:", "ngrpo: training failed:"):
+            if ours := [i for i, line in enumerate(lines) if line.startswith(mark)]:
+                raise CommandFailed("\n".join(lines[ours[-1] : ours[-1] + _ERROR_LINES]).removeprefix("ngrpo: "))
+        ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        raise CommandFailed("\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]]))
     return None if os.environ.get("RAY_ADDRESS") else peak or None
-
-
-def _last_words(log: Path, code: int) -> str:
-    """Our own error line where there is one, else the end of the log."""
-    lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
-    for mark in ("ngrpo: error:", "ngrpo: training failed:"):
-        if ours := [i for i, line in enumerate(lines) if line.startswith(mark)]:
-            return "\n".join(lines[ours[-1] : ours[-1] + _ERROR_LINES]).removeprefix("ngrpo: ")
-    ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return "\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]])
 
 
 def _memory(pid: int) -> int:

@@ -306,7 +306,13 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
             for key in ("unrelated_share", "changed_share")
         )
         share, changed = f"{unrelated} became an unrelated token", f"{other} changed their nearest token"
-        readings = [[x, y, -1, _nearest(row, points)] for row, (x, y) in zip(tokens, anchors)]
+        readings = []
+        for row, (x, y) in zip(tokens, anchors):  # what the token's copies are read as, the most frequent first
+            counts = Counter(token(point.get("nearest")) for point in points if point.get("token") == row["index"])
+            ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+            lines = [f"“{token(row.get('text'))}” is read as", *(f"“{other}” {count}×" for other, count in ordered[:6])]
+            lines += [f"and {len(ordered) - 6} others"] if len(ordered) > 6 else []
+            readings.append([x, y, -1, lines])
         marks = [path(_NEAR, near), path(_FAR, far), path(_DIAMOND, nearby), path(_DOT, anchors)]
         groups = [Group("halo faint", marks, labels=faint), Group("halo", (), labels=bold)]
         title = f"{name}: perturbed embeddings and their nearest tokens"
@@ -321,11 +327,3 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
 
 def _placed(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [point for point in points if ends((point.get("x"), point.get("y"))) is not None]
-
-
-def _nearest(row: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of the tooltip: the tokens that a token's copies are read as, the most frequent first."""
-    counts = Counter(token(point.get("nearest")) for point in points if point.get("token") == row["index"])
-    lines = [f"“{other}” {count}×" for other, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))]
-    more = [f"and {len(lines) - 6} others"] if len(lines) > 6 else []
-    return [f"“{token(row.get('text'))}” is read as", *lines[:6], *more]
