@@ -2,6 +2,7 @@
 """Sampling schedules and noise on the weights without a training: what is taken, and what the engine is given."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +116,7 @@ def test_a_folder_with_noise(tiny: Path) -> None:
 def test_the_engine_is_given_schedule_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     built: dict[str, Any] = {}
     stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+    stand_in.__spec__ = find_spec("vllm")  # its sources are looked up too
     stand_in.LLM = lambda model, **given: built.update(given)
     for name in ("vllm", "vllm.sampling_params"):
         monkeypatch.setitem(sys.modules, name, stand_in)
