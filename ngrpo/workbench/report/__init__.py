@@ -38,7 +38,7 @@ TEMPLATES = Environment(
 )
 """Templates in which every value is text: made visible by `values.shown`, then escaped."""
 TEMPLATES.filters |= {"shown": values.shown, "json": lambda value: json.dumps(value, ensure_ascii=False)}
-TEMPLATES.globals |= vars(values)
+TEMPLATES.globals |= {name: each for name, each in vars(values).items() if callable(each)}
 
 
 def load(path: Path) -> tuple[dict[str, Any], Path]:
