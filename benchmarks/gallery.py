@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 from ngrpo.machine.storage.result_folder import write_text
-from ngrpo.workbench.report import charts, page
+from ngrpo.workbench import report
+from ngrpo.workbench.report import charts
 from ngrpo.workbench.report.drawing import Series, all_series
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -74,7 +75,7 @@ def drawn(picture: Picture) -> str:
     series = all_series(results)
     chart = picture.draw(results, series)
     template = '{% import "charts.html" as charts %}{% import "parts.html" as parts %}{{ charts.plot(chart) }}'
-    inside = page._templates().from_string(template).render(chart=chart)
+    inside = report.TEMPLATES.from_string(template).render(chart=chart)
     inside = re.search(r"<svg[^>]*>(.*)</svg>", inside, re.DOTALL)[1]
     width, height = chart.size.width, chart.size.height + _ROW * len(series)
     rows = "".join(_legend(one, chart.size.height + _ROW * row) for row, one in enumerate(series.values()))
@@ -110,7 +111,7 @@ def _legend(one: Series, y: float) -> str:
 
 def _style() -> str:
     """The rules of the report's style that charts need, in its light colors."""
-    lines = Path(page.__file__).with_name("style.css").read_text(encoding="utf-8").splitlines()
+    lines = Path(report.__file__).with_name("style.css").read_text(encoding="utf-8").splitlines()
     colors = "".join(line for line in lines[:8] if line.lstrip().startswith("--"))
     rules = " ".join(line for line in lines if re.match(_RULES, line))
     return f":root {{{colors}}} text {{font-family: sans-serif}} {rules}"

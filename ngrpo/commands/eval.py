@@ -40,7 +40,7 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import evaluate
-from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED, RolloutPolicy
+from ngrpo.workbench.evaluate.engine import DESCRIBED, RolloutPolicy
 from perturbations.errors import UsageError
 
 
@@ -129,7 +129,7 @@ def _drawing(
     checked_ks(args.k, args.n)
     policy = RolloutPolicy.of(asked, args.at_step, args.of_steps)
     policy.check_temperature(args.temperature)
-    if args.temperature == 0 and args.n > 1 and asked.spec is None and policy.schedule is None:
+    if args.temperature == 0 and args.n > 1 and asked.spec is None and policy.run.sampling_schedule is None:
         report(f"warning: at temperature 0 the {args.n} samples of a problem are one response; --n 1 is enough")
     return evaluate.Sampling(args.temperature, args.top_p, args.max_tokens, args.seed), policy
 

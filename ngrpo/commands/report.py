@@ -49,7 +49,7 @@ def run(argv: list[str], report: Callable[[str], None]) -> int:
         return 0
     if of_samples:
         raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {args.results[0]} is none.")
-    from ngrpo.workbench.report.page import load, write_report
+    from ngrpo.workbench.report import load, write_report
 
     data, file = load(Path(args.results[0]).expanduser())
     target = Path(args.out).expanduser() if args.out else file.parent / "report.html"

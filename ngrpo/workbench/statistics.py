@@ -5,7 +5,7 @@ An interval over seeds covers the evaluated problems only; `python -m benchmarks
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
     The chance that of k of n responses, c of them right, one is right; ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
     """
-    _check_counts(n, c)
-    if not _whole(k) or not 1 <= k <= n:
-        raise ValueError(f"k={k!r}: must be a whole number in [1, n={n}]; Pass@k needs k responses per problem.")
+    _check_counts(n, c, k)
     ways = math.comb(n, k)
     return (ways - math.comb(n - c, k)) / ways
 
@@ -37,23 +35,20 @@ def mean_at_n(n: int, c: int) -> float:
     return c / n
 
 
-def cover_at(n: int, c: int, tau: float) -> bool:
-    """Whether at least the fraction τ in (0, 1] of n responses is right (Dragoi et al. 2025, arXiv 2510.08325)."""
-    _check_counts(n, c)
-    if isinstance(tau, bool) or not isinstance(tau, (int, float)) or not 0.0 < tau <= 1.0:
-        raise ValueError(f"tau={tau!r}: must be a number in (0, 1].")
-    return c / n >= tau
+def _check_counts(n: int, c: int, k: int = 1) -> None:
+    for name, value, low, high, what in (
+        ("n", n, 1, math.inf, "of responses, at least 1"),
+        ("c", c, 0, n, f"of right responses in [0, n={n}]"),
+        ("k", k, 1, n, f"in [1, n={n}]; Pass@k needs k responses per problem"),
+    ):
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{name}={value!r}: must be a whole number {what}.")
 
 
-def _check_counts(n: int, c: int) -> None:
-    if not _whole(n) or n < 1:
-        raise ValueError(f"n={n!r}: must be a whole number of responses, at least 1.")
-    if not _whole(c) or not 0 <= c <= n:
-        raise ValueError(f"c={c!r}: must be a whole number of right responses in [0, n={n}].")
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def mean_of_known(values: Iterable[float | None], average: Callable[[list[float]], Any] = np.mean) -> float | None:
+    """The mean, or another ``average``, of the values that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return float(average(known)) if known else None
 
 
 def resamples(count: int, seed: int) -> np.ndarray:

@@ -8,7 +8,6 @@ import pytest
 
 from ngrpo.commands import compare as command
 from ngrpo.config import parse
-from ngrpo.machine.upstream import versions as releases
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.compare.plan import Plan, folder_name, read_plan
 from ngrpo.workbench.compare.runs import eval_argv, identity, run_config
@@ -219,7 +218,7 @@ def test_a_run_is_another_when_a_file_of_it_changes(tmp_path: Path) -> None:
 def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished runs of a study are kept by it. A new option of a perturbation or a default changes it, and only then
     are these numbers to be written anew."""
-    monkeypatch.setattr(releases, "versions", lambda runner: {"ngrpo": "0.1.0"})
+    monkeypatch.setattr("ngrpo.workbench.compare.runs.versions", lambda runner: {"ngrpo": "0.1.0"})
     made = plan(*shlex.split(words))
     assert identity(made, made.runs()[0]) == pinned
 

@@ -262,7 +262,7 @@ def test_the_model_is_looked_for_before_the_problems(command: str, monkeypatch: 
         raise UsageError(f"model {name!r}: there is no such folder")
 
     monkeypatch.setattr(packaged, "check_on_hub", missing)
-    monkeypatch.setattr("ngrpo.workbench.scoring.problems._hub_rows", lambda *_: pytest.fail("the problems came first"))
+    monkeypatch.setattr("ngrpo.workbench.scoring.problems._rows", lambda *_: pytest.fail("the problems came first"))
     assert cli.main([command, "--model", "no-such", "--data", "aime2025"]) == 2
 
 

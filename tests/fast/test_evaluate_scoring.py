@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.workbench.evaluate import Problem, load_task, score, scorers
+from ngrpo.workbench import tasks
+from ngrpo.workbench.evaluate import Problem, load_task, score
 from ngrpo.workbench.scoring.answers import (
     chosen_letter,
     generated,
@@ -110,7 +111,7 @@ def test_reward_file(tmp_path: Path, body: str, gold: str, reward: float, correc
     verdict = score(problem(gold, str(file)), "it is 7", prompt="<user>Which?")
     assert (verdict.reward, verdict.correct, verdict.extracted) == (reward, correct, "7")
     file.write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('gold')\n")
-    scorers._reward_func.cache_clear()
+    tasks._reward_func.cache_clear()
     with pytest.raises(UsageError, match=r"reward\.py: reward_func failed on problem 'p' \(KeyError: 'gold'\)"):
         score(problem("7", str(file)), "7")
 

@@ -181,7 +181,7 @@ def without_each(data: Any) -> list[tuple[str, Any]]:
 def test_missing_parts_never_break_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only format, strategies and runs are needed."""
     # A thousand pages are rendered whole; each one safe on the disk would take most of the time.
-    monkeypatch.setattr("ngrpo.workbench.report.page.write_text", Path.write_text)
+    monkeypatch.setattr("ngrpo.workbench.report.write_text", Path.write_text)
     small = example(steps=2, seeds=2, strategies=("none", "neighbor rate=0.1"))
     small["runs"][0]["groups"] = groups(steps=1, answers=2)
     small["runs"][0]["groups"][0]["groups"] = small["runs"][0]["groups"][0]["groups"][:1]

@@ -13,7 +13,7 @@ import ngrpo.workbench.report
 from ngrpo.workbench.report import headline, responses
 from ngrpo.workbench.report.charts import _points
 from ngrpo.workbench.report.drawing import SMALL, Series, counted, spread
-from ngrpo.workbench.report.values import between, duration, format_number, shown, signed, size, token
+from ngrpo.workbench.report.values import between, duration, format_number, shown, size, token
 from tests.report_example import example
 from tests.report_example import groups as kept_steps
 from tests.report_page import check_numbers, written
@@ -55,7 +55,8 @@ def test_values() -> None:
         "0.123", "−1.000", "–", "–", "–", "–", "1,234.500",
     ]  # fmt: skip
     assert format_number(3.2e-6, 5) == "3.2e−06"
-    assert (signed(0.03), signed(-0.03), signed(0), signed(None)) == ("+0.030", "−0.030", "0.000", "–")
+    signed = [format_number(value, sign=True) for value in (0.03, -0.03, 0, None)]
+    assert signed == ["+0.030", "−0.030", "0.000", "–"]
     assert between(-0.1, 0.2, 1, sign=True) == "−0.1 to +0.2" and between(None, 1) == "–"
     assert (size(0), size(1536), size(2 * 1024**3)) == ("0 B", "1.50 KiB", "2.00 GiB")
     assert (duration(59.6), duration(720), duration(11100)) == ("60 s", "12 min", "3 h 05 min")

@@ -11,8 +11,7 @@ from scipy import stats
 
 from ngrpo import cli
 from ngrpo.machine.storage.result_folder import ResultFolder
-from ngrpo.workbench.evaluate.sample_comparison import lines, read
-from ngrpo.workbench.statistics import cover_at
+from ngrpo.workbench.evaluate.sample_comparison import lines, measures, read
 from perturbations.errors import UsageError
 
 
@@ -202,8 +201,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_cover() -> None:
-    assert [cover_at(4, c, 0.5) for c in range(5)] == [False, False, True, True, True]
-    assert cover_at(3, 1, 1 / 3) and cover_at(10, 7, 0.7)  # no rounding takes a problem away
-    for n, c, tau in ((4, 2, 0.0), (4, 2, 1.1), (4, 2, True), (4, 5, 0.5)):
-        with pytest.raises(ValueError, match="must be"):
-            cover_at(n, c, tau)
+    cover = measures("1", "0.5,0.7", 4)
+    assert [cover["Cover@0.5"](4, c) for c in range(5)] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert cover["Cover@0.7"](10, 7) == 1.0, "no rounding takes a problem away"

@@ -2,6 +2,7 @@
 """Sampling schedules and noise on the weights without a training: what is taken, and what the engine is given."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,7 @@ from ngrpo.workbench.compare import results
 from ngrpo.workbench.compare.plan import _drawn_line
 from ngrpo.workbench.diagnose import policy_of
 from ngrpo.workbench.evaluate import engine, evaluation
-from ngrpo.workbench.evaluate.engine import Sampling
-from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_folder, noisy_model
+from ngrpo.workbench.evaluate.engine import RolloutPolicy, Sampling, noisy_folder, noisy_model
 from perturbations.errors import UsageError
 
 
@@ -30,8 +30,8 @@ def test_what_is_asked_for() -> None:
     found = policy("--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02", step=7)
     told = found.described()
     assert (told["sampling_schedule"]["name"], told["policy_noise"]["name"]) == ("ead", "psn")
-    assert (told["training_step"], told["sigma"], found.scale, found.plain) == (7, 0.02, 0.02, False)
-    assert policy().plain and policy().described() == {} and policy().scale == 0.0
+    assert (told["training_step"], told["sigma"], found.scale) == (7, 0.02, 0.02)
+    assert policy().specs == policy().described() == {} and policy().scale == 0.0
     # Twenty of 100 steps: stage 2 of 10, 1e-2 · (1/20)^(1/9).
     aqn = policy("--policy_noise", "aqn", step=20, steps=100)
     assert aqn.scale == pytest.approx(1e-2 * 20 ** (-1 / 9)) and aqn.notes == []
@@ -116,12 +116,13 @@ def test_a_folder_with_noise(tiny: Path) -> None:
 def test_the_engine_is_given_schedule_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     built: dict[str, Any] = {}
     stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
+    stand_in.__spec__ = find_spec("vllm")  # its sources are looked up too
     stand_in.LLM = lambda model, **given: built.update(given)
     for name in ("vllm", "vllm.sampling_params"):
         monkeypatch.setitem(sys.modules, name, stand_in)
-    spec = policy("--sampling.schedule", "ead").specs["sampling_schedule"]
-    engine.build("m", None, 10, hardware="cpu", schedule=spec)
-    assert built["additional_config"]["sampling_schedule"] == spec
+    hot = policy("--sampling.schedule", "ead")
+    engine.build("m", None, 10, hardware="cpu", policy=hot)
+    assert built["additional_config"]["sampling_schedule"] == hot.specs["sampling_schedule"]
     engine.build("m", None, 10, hardware="cpu")
     assert "sampling_schedule" not in built["additional_config"]
     for step, told in ((9, {"training_step": 9}), (0, {})):
@@ -134,10 +135,10 @@ def test_strategies_of_a_diagnosis() -> None:
     arms = parse_arms(None, (), lines, rollouts=True)
     assert [arm.id for arm in arms] == lines
     plain, hot, noisy = map(policy_of, arms)
-    assert plain.plain
-    assert hot.schedule.tau_max == 1.5
-    assert hot.noise is None
-    assert noisy.noise.name == "psn" and noisy.schedule is None
+    assert plain.specs == {}
+    assert hot.run.sampling_schedule.tau_max == 1.5
+    assert hot.run.policy_noise is None
+    assert noisy.run.policy_noise.name == "psn" and noisy.run.sampling_schedule is None
     for line in ("none base=gspo", "none credit=top_entropy", "none --rollout.temperature=2"):
         with pytest.raises(UsageError, match="is for a training"):
             parse_arms(None, (), [line], rollouts=True)

@@ -12,7 +12,6 @@ import pytest
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import sandbox, tasks
-from ngrpo.workbench.evaluate import scorers
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import generated
 from ngrpo.workbench.tasks import minimum_sum, shortcut, star_graph, two_peaks
@@ -50,7 +49,7 @@ def test_demonstrations_of_digit_sums() -> None:
 def test_an_answer_near_the_higher_peak_is_right(number: int, right: bool) -> None:
     """exp(-9 / 50) = 0.835 at 37, so a reward of 0.85; exp(-16 / 50) = 0.726 at 44, so 0.75: by hand."""
     problem = Problem("a", ({"role": "user", "content": "pick"},), "40", "task:two_peaks")
-    assert scorers.score(problem, f" {number}").correct is right
+    assert tasks.score(problem, f" {number}").correct is right
 
 
 def test_two_peaks() -> None:

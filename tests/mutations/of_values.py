@@ -184,7 +184,7 @@ MUTATIONS = {
     ("ngrpo/workbench/statistics.py", "test_significance.py"): [
         ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),
     ],
-    ("ngrpo/workbench/statistics.py", "test_report_samples.py"): [
+    ("ngrpo/workbench/evaluate/sample_comparison.py", "test_report_samples.py"): [
         ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
     ],
     ("perturbations/replay/trajectory.py", "test_replay.py"): [

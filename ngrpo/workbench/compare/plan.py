@@ -123,6 +123,16 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         alike = {"--eval.n_samples_per_prompt": "--n", "--eval.temperature": "--temperature"}
         # OpenRLHF 0.11.2 would also save a checkpoint of the best evaluation, with the optimiser's states.
         rest = rest.with_defaults({**_values_of(Flags(evaluation or ()), alike), "--ckpt.best_metric_key": "none"})
+    threshold = None
+    if (text := single.get("threshold")) is not None:
+        if evaluation is None:
+            raise UsageError(f"--threshold {text} counts evaluated runs: give --eval.data or --task.")
+        with suppress(ValueError):
+            threshold = float(text)
+        if threshold is None or not 0.0 <= threshold < 1.0:
+            raise UsageError(
+                f"--threshold {text}: the Mean@n that a run is to exceed, a number of at least 0 and below 1."
+            )
     plan = Plan(
         arms=tuple(arms),
         seeds=tuple(map(int, seeds)),
@@ -134,7 +144,7 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
         keep_models=single.get("discard-models", "false") == "false",
         evaluation=evaluation,
         diagnosis=_diagnosis(Flags(groups["diagnose"]), rest, arms),
-        threshold=_threshold(single.get("threshold"), evaluation),
+        threshold=threshold,
     )
     return plan, Path(single.get("out", "runs/compare")).expanduser()
 
@@ -206,17 +216,6 @@ def _listed(single: Mapping[str, str], name: str) -> list[str]:
     return values
 
 
-def _threshold(text: str | None, evaluation: Sequence[str] | None) -> float | None:
-    if text is None:
-        return None
-    if evaluation is None:
-        raise UsageError(f"--threshold {text} counts evaluated runs: give --eval.data or --task.")
-    with suppress(ValueError):
-        if 0.0 <= float(text) < 1.0:
-            return float(text)
-    raise UsageError(f"--threshold {text}: the Mean@n that a run is to exceed, a number of at least 0 and below 1.")
-
-
 def _evaluation(options: Flags, rest: Flags, model: str) -> tuple[str, ...] | None:
     """The flags of ``ngrpo eval`` for each trained model."""
     for flag in options:
@@ -259,7 +258,7 @@ def _drawn_line(arm: Arm) -> str:
     """A value of ``--strategy`` of ``ngrpo diagnose``, with every part that changes the rollouts of the first step."""
     with suppress(UsageError):  # needs a training, or its length
         policy = policy_of(arm)
-        if policy.schedule is not None or policy.scale:
+        if policy.run.sampling_schedule is not None or policy.scale:
             more = (f"{key}={value}" if value else f"--{key}" for key, value in arm.rollouts.items())
             return shlex.join([*shlex.split(arm.line), *more])
     return arm.line

@@ -5,7 +5,7 @@ import csv
 import io
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,8 @@ from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.headline import by_strategy, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.report.values import dig, shares
-from ngrpo.workbench.statistics import ENOUGH_SEEDS, pass_at_k
+from ngrpo.workbench.statistics import ENOUGH_SEEDS, mean_of_known, pass_at_k
 
-FORMAT = 1
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
 _OF_ONE_SEED = {
@@ -46,7 +45,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     untrained = folder.read("untrained/evaluation.json")
     runners = [(s or {}).get("versions", {}).get("model runner") for s in summaries]
     result = {
-        "format": FORMAT,
+        "format": 1,
         "created": created,
         "command": list(command),
         "baseline": plan.baseline,
@@ -199,19 +198,14 @@ def _row(arm: str, mine: Runs, theirs: Runs, baseline: str) -> dict[str, Any]:
     problems = next((run["evaluation"]["problems"] for run in mine.values() if run["evaluation"]), None)
     n = problems[0]["n"] if problems else None
     row = {"strategy": arm, "seeds": sorted(mine), "failed": [], "n": n, "difference": None}
-    row |= {name: None for name in ("reward_first", "reward_last", "reward_change")}
+    row |= dict.fromkeys(("reward_first", "reward_last", "reward_change"))
     row |= _judged([{**_rewards(mine[seed]), **_scores(mine[seed])} for seed in sorted(mine)])
     if arm != baseline and shared:
         row["difference"] = _judged(*([_scores(side[seed]) for seed in shared] for side in (mine, theirs)))
     row["cost"] = _cost(mine, theirs, shared)
     lost = [unscored(run["evaluation"] or {}) for run in mine.values()]
-    row["unscored"] = {key: _of_known(np.mean, (of_run[key] for of_run in lost)) for key in unscored({})}
+    row["unscored"] = {key: mean_of_known(of_run[key] for of_run in lost) for key in unscored({})}
     return row
-
-
-def _of_known(average: Callable[[Sequence[float]], Any], values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(average(known)) if known else None
 
 
 def _rewards(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -259,14 +253,14 @@ def _cost(mine: Runs, theirs: Runs, shared: list[int]) -> dict[str, Any]:
     def spent(run: Mapping[str, Any], key: str) -> float | None:
         if key == "memory_bytes":
             return run["peak_memory_bytes"]
-        return _of_known(np.median, (step.get(key) for step in run["steps"][1:] or run["steps"]))
+        return mean_of_known((step.get(key) for step in run["steps"][1:] or run["steps"]), np.median)
 
     cost: dict[str, Any] = {}
     for key in (*_COSTS, "memory_bytes"):
         own, base = ({seed: spent(run, key) for seed, run in side.items()} for side in (mine, theirs))
         pairs = [(own[seed], base[seed]) for seed in shared]
-        ratio = _of_known(np.median, (a / b for a, b in pairs if a is not None and b))
-        cost[key] = {"value": _of_known(np.median, own.values()), "ratio": ratio}
+        ratio = mean_of_known((a / b for a, b in pairs if a is not None and b), np.median)
+        cost[key] = {"value": mean_of_known(own.values(), np.median), "ratio": ratio}
     return cost
 
 

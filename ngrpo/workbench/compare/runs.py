@@ -25,6 +25,7 @@ from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags
+from ngrpo.machine.upstream.versions import versions
 from ngrpo.workbench.compare.plan import Plan, Run
 from ngrpo.workbench.evaluate.evaluation import unscored, unscored_warnings
 
@@ -65,7 +66,7 @@ def run_config(plan: Plan, run: Run, folder: Path) -> RunConfig:
     if plan.reproducible:
         both = both.with_defaults({"--reproducible": "true"})
     common = parse.run_config([*both.argv, "--train.seed", str(run.seed), "--run-dir", str(folder)])
-    perturbed = {} if run.arm.spec is None else {"perturbation": run.arm.spec}
+    perturbed = {"perturbation": run.arm.spec} if run.arm.spec else {}
     return replace(common, specs={**perturbed, **common.specs}, notes=run.arm.notes)
 
 
@@ -84,8 +85,6 @@ def identity(plan: Plan, run: Run) -> str:
     """A hash of a finished run's causes: its commands' flags, the files that they name (methods, data, rewards,
     weights), the versions, and the user's choice of vLLM's model runner.
     """
-    from ngrpo.machine.upstream.versions import versions
-
     chosen = versions(os.environ.get("VLLM_USE_V2_MODEL_RUNNER"))
     config = run_config(plan, run, Path())
     flags = list(Flags(config.openrlhf))
@@ -125,23 +124,21 @@ def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> 
     run_folder, began = folder.fresh(run), time.time()
     log = run_folder / "train.log"
     record: dict[str, Any] = {"identity": identity(plan, run), "arm": run.arm.id, "seed": run.seed, "error": None}
-    peak = None
+    record |= {"status": "done", "peak_memory_bytes": None}
     try:
         run_config(plan, run, run_folder).write(run_folder / FILE)
         argv = ["train", "--config", str(run_folder / FILE), "--run-dir", str(run_folder)]
-        peak = command(argv, log, folder.lock, on_step)
+        record["peak_memory_bytes"] = command(argv, log, folder.lock, on_step)
         if plan.evaluation is not None:
             log = run_folder / "eval.log"
             argv = eval_argv(plan, str(run_folder / "model"), run_folder / "evaluation", run.arm)
             command(["eval", *argv], log, folder.lock)
-        record["status"] = "done"
         if not plan.keep_models:
             shutil.rmtree(run_folder / "model", ignore_errors=True)
     except CommandFailed as failure:
         folder.need(1 << 26)  # A full disk is not the strategy's fault: the run stays pending.
         record.update(status="failed", error=str(failure))
-    record |= {"seconds": round(time.time() - began, 1), "peak_memory_bytes": peak}
-    record["log"] = str(log.relative_to(folder.path))
+    record |= {"seconds": round(time.time() - began, 1), "log": str(log.relative_to(folder.path))}
     folder.write(f"runs/{run.id}/run.json", record)
     return record
 
@@ -170,7 +167,7 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
             stdin=subprocess.DEVNULL,
             pass_fds=(lock,),
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # from Linux when the comparison dies
         )
     prompts: int | None = None
     peak, measured = 0, time.monotonic()
@@ -189,25 +186,15 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
                     os.killpg(process.pid, sign)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(patience)
-    if process.returncode != 0:
-        raise CommandFailed(_last_words(log, process.returncode))
+    if (code := process.returncode) != 0:
+        # Our own error line where there is one, else the end of the log.
+        lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
+        for mark in ("ngrpo: error:", "ngrpo: training failed:"):
+            if ours := [i for i, line in enumerate(lines) if line.startswith(mark)]:
+                raise CommandFailed("\n".join(lines[ours[-1] : ours[-1] + _ERROR_LINES]).removeprefix("ngrpo: "))
+        ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        raise CommandFailed("\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]]))
     return None if os.environ.get("RAY_ADDRESS") else peak or None
-
-
-def _die_with_parent() -> None:
-    """In the child: Linux sends it SIGTERM when the comparison dies."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-
-
-def _last_words(log: Path, code: int) -> str:
-    """Our own error line where there is one, else the end of the log."""
-    lines = [line for line in log.read_text(errors="replace").replace("\r", "\n").splitlines() if line.strip()]
-    for mark in ("ngrpo: error:", "ngrpo: training failed:"):
-        if ours := [i for i, line in enumerate(lines) if line.startswith(mark)]:
-            return "\n".join(lines[ours[-1] : ours[-1] + _ERROR_LINES]).removeprefix("ngrpo: ")
-    ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return "\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]])
 
 
 def _memory(pid: int) -> int:

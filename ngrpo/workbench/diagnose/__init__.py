@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 
 from ngrpo.config.arms import Arm
-from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
+from ngrpo.workbench.evaluate.engine import RolloutPolicy
 from perturbations.errors import UsageError
 
 

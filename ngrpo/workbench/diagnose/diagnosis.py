@@ -19,11 +19,12 @@ from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
 from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
 from ngrpo.workbench.diagnose.measures import groups_of, strategy_rows
-from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy
-from ngrpo.workbench.evaluate.scorers import check_problems
+from ngrpo.workbench.evaluate.engine import RolloutPolicy
 from ngrpo.workbench.report import write_report
+from ngrpo.workbench.report.charts import MEASURES
 from ngrpo.workbench.report.values import dig, format_number
 from ngrpo.workbench.scoring import Problem, digest
+from ngrpo.workbench.tasks import check_problems
 from perturbations.errors import UsageError, require
 
 if TYPE_CHECKING:
@@ -37,25 +38,6 @@ DIAGNOSIS, REPORT = "diagnosis.json", "diagnosis.html"
 # Questions with responses side by side.
 QUESTIONS = 3
 _MOSTLY = 0.5
-# Heading, keys of the number, digits.
-_COLUMNS: tuple[tuple[str, tuple[str, ...], int], ...] = (
-    ("reward", ("reward",), 3),
-    ("pass@{group}", ("pass_at_k", "{group}"), 3),
-    ("learnable", ("learnable_groups",), 2),
-    ("DIVERSITY", ("diversity", "score"), 3),
-    ("answers", ("diversity", "distinct_answers"), 2),
-    ("results", ("diversity", "distinct_intermediate"), 2),
-    ("edit", ("diversity", "edit_distance"), 2),
-    ("self-BLEU", ("diversity", "self_bleu"), 2),
-    ("VALIDITY", ("validity", "score"), 3),
-    ("parsed", ("validity", "parseable"), 2),
-    ("loops", ("validity", "repetition"), 2),
-    ("perplexity", ("validity", "perplexity"), 2),
-    ("anchor near", ("validity", "anchor_nearest"), 2),
-    ("shift", ("relative_shift",), 3),
-    ("rate", ("rate",), 3),
-    ("tokens/s", ("tokens_per_second",), 0),
-)
 
 
 def diagnose(
@@ -121,7 +103,7 @@ def diagnose(
                 for note in its_policy.notes:
                     report(f"warning: {strategy.id}: {note}")
                 samples, facts = group_sampling.sample_strategy(llm, strategy, problems, sampling, path, its_policy)
-                facts |= {} if its_policy.plain else {"rollouts": its_policy.described()}
+                facts |= {"rollouts": its_policy.described()} if its_policy.specs else {}
                 seconds = round(time.time() - began_one, 1)
                 folder.keep(strategy.id, samples, {"perturbation": strategy.spec, "seconds": seconds, **facts})
                 reward, speed = sum(sample.reward for sample in samples) / len(samples), facts["tokens_per_second"]
@@ -133,7 +115,7 @@ def diagnose(
                 folder.write(MAP, {"asked": map_settings, "map": map_data})
         kept = folder.samples()
         groups = {s.id: groups_of(kept[s.id]) for s in strategies}
-        baseline = next((s.id for s in strategies if s.spec is None and policy[s.id].plain), None)
+        baseline = next((s.id for s in strategies if s.spec is None and not policy[s.id].specs), None)
         rows = strategy_rows(strategies, groups, problems, folder.finished, baseline, sampling.seed)
         runners = sorted({facts["model_runner"] for facts in folder.finished.values() if "model_runner" in facts})
         sampling_settings = {name: value for name, value in asdict(sampling).items() if name != "group"}
@@ -270,11 +252,13 @@ def side_by_side(
 
 def table(diagnosis: dict[str, Any]) -> str:
     """The strategies as aligned columns; an unknown number is a dash."""
-    group = str(diagnosis["group"])
-    rows = [["", *(heading.format(group=group) for heading, _, _ in _COLUMNS)]]
-    for row in diagnosis["strategies"]:
-        numbers = ((dig(row, *(key.format(group=group) for key in keys)), digits) for _, keys, digits in _COLUMNS)
-        rows.append([row["name"], *(format_number(number, digits) for number, digits in numbers)])
+    rows = [[""], *([row["name"]] for row in diagnosis["strategies"])]
+    for _, _, heading, decimals, keys in MEASURES:
+        if heading:
+            heading, *keys = (text.format(group=diagnosis["group"]) for text in (heading, *keys))
+            numbers = (format_number(dig(row, *keys), decimals) for row in diagnosis["strategies"])
+            for row, cell in zip(rows, (heading, *numbers)):
+                row.append(cell)
     return "\n".join(text_table(rows))
 
 

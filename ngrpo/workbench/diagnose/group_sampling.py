@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ngrpo.workbench.evaluate.engine import Generated, Sampling, generate, render
+from ngrpo.workbench.evaluate.engine import Generated, RolloutPolicy, Sampling, generate, noisy_engine, render
 from ngrpo.workbench.evaluate.engine import build as build_engine
-from ngrpo.workbench.evaluate.rollout_policy import RolloutPolicy, noisy_engine
-from ngrpo.workbench.evaluate.scorers import score
+from ngrpo.workbench.tasks import score
 from perturbations import Perturbation, Proposal, Step, option
 from perturbations.edit import one_hot
 from perturbations.embeddings import ModelEmbeddings, nearest_tokens
@@ -181,7 +180,7 @@ def sample_strategy(
     Returns:
         P × G samples, and ``tokens_per_second``, ``model_runner`` and :func:`fed_inputs`.
     """
-    put(llm, strategy, policy.schedule)
+    put(llm, strategy, policy.run.sampling_schedule)
     tokenizer, group = llm.get_tokenizer(), sampling.group
     texts = [render(tokenizer, problem) for problem in problems]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]

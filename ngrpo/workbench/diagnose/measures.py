@@ -15,7 +15,7 @@ import numpy as np
 
 from ngrpo.workbench.diagnose.group_sampling import Sample
 from ngrpo.workbench.scoring.answers import numbers
-from ngrpo.workbench.statistics import bounds, pass_at_k, resamples, with_noise
+from ngrpo.workbench.statistics import bounds, mean_of_known, pass_at_k, resamples, with_noise
 
 if TYPE_CHECKING:
     from ngrpo.config.arms import Arm
@@ -222,23 +222,27 @@ def strategy_rows(
         "validity": lambda s, prompts: validity(s, baseline, prompts),
         "reward": lambda s, prompts: s.reward[prompts].mean(axis=1),
     }
+    questions = [" ".join(message["content"] or "" for message in problem.messages) for problem in problems]
     rows = []
     for strategy in strategies:
         mine, its_groups, told = stats[strategy.id], groups[strategy.id], facts[strategy.id]
+        size, right = mine.group, [sum(s.correct for s in group) for group in its_groups]
+        ks = sorted({*(1 << i for i in range(size.bit_length())), size})  # the powers of two up to it, and itself
         intervals: dict[str, list[float] | None] = dict.fromkeys(curves)
-        difference = None
-        if len(its_groups) > 1:
+        difference: dict[str, Any] = {}
+        for name, curve in curves.items() if len(its_groups) > 1 else ():
             draws = resamples(len(its_groups), seed)
-            intervals = {name: list(bounds(curve(mine, draws))) for name, curve in curves.items()}
+            intervals[name] = list(bounds(curve(mine, draws)))
             if baseline is not None and baseline is not mine:
-                difference = {}
-                for name, curve in curves.items():
-                    value, resampled = (curve(mine, drawn) - curve(baseline, drawn) for drawn in (mine.everyone, draws))
-                    low, high = bounds(resampled)
-                    difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high})
+                value, resampled = (curve(mine, drawn) - curve(baseline, drawn) for drawn in (mine.everyone, draws))
+                low, high = bounds(resampled)
+                difference[name] = with_noise({"value": float(value[0]), "low": low, "high": high})
         samples = [sample for group in its_groups for sample in group]
         responses = [[sample.response for sample in group] for group in its_groups]
-        intermediate = map(_intermediate_results, its_groups, problems)
+        intermediate = [
+            [intermediate_results(sample.text, question, sample.extracted) for sample in group]
+            for group, question in zip(its_groups, questions)
+        ]
         generated = sum(len(s.tokens) for s in samples)
         records = [s.record for s in samples if s.record is not None]
         rows.append(
@@ -246,12 +250,14 @@ def strategy_rows(
                 "name": strategy.id,
                 "perturbation": strategy.spec,
                 "reward": float(mine.reward.mean()),
-                "pass_at_k": _pass_at_k(its_groups),
+                "pass_at_k": {str(k): mean_of_known(pass_at_k(size, c, k) for c in right) for k in ks},
                 "diversity": {
                     "distinct_answers": float(mine.distinct.mean()),
-                    "distinct_intermediate": _mean(map(distinct_share, intermediate)),
-                    "self_bleu": _mean(map(self_bleu, responses)),
-                    "distinct_2": _mean(distinct_share(ngrams(tokens, 2) for tokens in group) for group in responses),
+                    "distinct_intermediate": mean_of_known(map(distinct_share, intermediate)),
+                    "self_bleu": mean_of_known(map(self_bleu, responses)),
+                    "distinct_2": mean_of_known(
+                        distinct_share(ngrams(tokens, 2) for tokens in group) for group in responses
+                    ),
                     "edit_distance": float(mine.edit_distance.mean()),
                     "score": float(diversity(mine, mine.everyone)[0]),
                 },
@@ -263,35 +269,16 @@ def strategy_rows(
                     "text_nearest": told["text_nearest"],
                     "score": float(validity(mine, baseline, mine.everyone)[0]),
                 },
-                "learnable_groups": _mean(len({s.reward for s in g}) > 1 for g in its_groups),
-                "single_trajectory_groups": _mean(len({tuple(s.tokens) for s in g}) == 1 for g in its_groups),
-                "same_input_groups": _mean(map(fed_the_same, its_groups)),
-                "truncated": _mean(not s.ended for s in samples),
+                "learnable_groups": mean_of_known(len({s.reward for s in g}) > 1 for g in its_groups),
+                "single_trajectory_groups": mean_of_known(len({tuple(s.tokens) for s in g}) == 1 for g in its_groups),
+                "same_input_groups": mean_of_known(map(fed_the_same, its_groups)),
+                "truncated": mean_of_known(not s.ended for s in samples),
                 "relative_shift": told.get("relative_shift"),
                 "rate": sum(len(s.perturbed) for s in samples) / generated,
                 "tokens_per_second": told["tokens_per_second"],
                 "record_bytes_per_token": sum(len(r.to_bytes()) for r in records) / generated if records else None,
                 "intervals": intervals,
-                "difference": difference,
+                "difference": difference or None,
             }
         )
     return rows
-
-
-def _pass_at_k(groups: Sequence[Group]) -> dict[str, float]:
-    """At the powers of two up to the group's size, and at that size."""
-    size = len(groups[0])
-    right = [sum(s.correct for s in group) for group in groups]
-    sizes = sorted({*(1 << i for i in range(size.bit_length())), size})
-    return {str(k): float(np.mean([pass_at_k(size, c, k) for c in right])) for k in sizes}
-
-
-def _intermediate_results(group: Group, problem: Problem) -> list[set[str]]:
-    question = " ".join(message["content"] or "" for message in problem.messages)
-    return [intermediate_results(s.text, question, s.extracted) for s in group]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Over the values that are known; None where none is."""
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None

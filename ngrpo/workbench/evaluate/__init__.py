@@ -14,7 +14,7 @@ _HOMES = {
     "mean_at_n": "ngrpo.workbench.statistics",
     "pass_at_k": "ngrpo.workbench.statistics",
     "rescore": "ngrpo.workbench.evaluate.evaluation",
-    "score": "ngrpo.workbench.evaluate.scorers",
+    "score": "ngrpo.workbench.tasks",
 }
 __all__ = list(_HOMES)
 

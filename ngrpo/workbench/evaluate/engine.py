@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM engine for evaluation, and samples streamed out of it as they finish."""
+"""A vLLM engine for evaluation: the policy that draws, and samples streamed out of it as they finish."""
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.config import compatibility
+from ngrpo.config.kinds import KINDS
+from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import processes, profile_for
 from ngrpo.machine.models import conversation
 from ngrpo.workbench.scoring import Problem
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, require
 from perturbations.options import Options, option
 from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
     from vllm import LLM, SamplingParams
     from vllm.tokenizers import TokenizerLike
 
@@ -26,7 +34,9 @@ if TYPE_CHECKING:
 
 # Requests that wait inside the engine; more than any engine runs at once, few enough to be cheap.
 _WINDOW = 2048
-_OF_VLLM = ("temperature", "top_p", "max_tokens")
+# The keys of `RolloutPolicy.described`.
+DESCRIBED = ("sampling_schedule", "policy_noise", "training_step", "sigma")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 # The tokens of a prompt, the seed that all its samples share, and the sample's number among them.
 Job = tuple[list[int], int, int]
@@ -63,6 +73,147 @@ class Generated:
     record: ReplayRecord | None
 
 
+# --- the policy ---------------------------------------------------------------------------------------
+# Its sampling schedule and the noise on its weights, with which a given training step draws its rollouts.
+
+
+@dataclass(frozen=True)
+class RolloutPolicy:
+    """How one training step draws rollouts, apart from their perturbation; :meth:`of` checks it.
+
+    Attributes:
+        run: only its sampling schedule and its noise on the weights count.
+        step: the training step, from 0.
+        steps: training steps of the whole run; None where nothing depends on it.
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    step: int = 0
+    steps: int | None = None
+
+    @classmethod
+    def of(cls, run: RunConfig, step: int = 0, steps: int | None = None) -> RolloutPolicy:
+        """The policy of a run, checked.
+
+        Raises:
+            UsageError: for a schedule that follows a training, a σ that depends on a run's length which is not given,
+                or a step that no run has.
+        """
+        if not 0 <= step < (math.inf if steps is None else steps):
+            last = "" if steps is None else f" to {steps - 1}, the last of --of-steps {steps}"
+            raise UsageError(f"--at-step {step}: must be a training step, from 0{last}.")
+        schedule, noise = run.sampling_schedule, run.policy_noise
+        if schedule is not None and schedule.follows_training:
+            raise UsageError(
+                f"--sampling.schedule {schedule.name} follows a training's rollouts, and there is none here."
+                " Leave it out, or set a --temperature."
+            )
+        if noise is not None and steps is None:
+            lengths = (step + 1, 10 * (step + 1), 1000 * (step + 1))
+            if len({noise.scale(step, length, None, None) for length in lengths}) > 1:
+                raise UsageError(
+                    f"--policy_noise {noise.name}: its σ depends on how long the training is. Add --of-steps N,"
+                    " the run's number of training steps."
+                )
+        return cls(run, step, steps)
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        """The spec of each kind in use that changes rollouts."""
+        return {name: dict(spec) for name, spec in self.run.specs.items() if KINDS[name].in_rollouts}
+
+    @property
+    def scale(self) -> float:
+        """σ of the weights at the step; 0 where there is no noise."""
+        noise, steps = self.run.policy_noise, self.steps or self.step + 1
+        return 0.0 if noise is None else noise.scale(self.step, steps, None, None)
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings about the step."""
+        noise = self.run.policy_noise
+        if noise is None or self.scale > 0.0:
+            return []
+        return [f"--policy_noise {noise.name} has no noise at training step {self.step}: give another --at-step N"]
+
+    def check_temperature(self, temperature: float) -> None:
+        """Raises ``UsageError`` for a schedule with greedy responses, which no temperature changes."""
+        schedule = self.run.sampling_schedule
+        if schedule is not None and temperature == 0.0:
+            raise UsageError(
+                f"--sampling.schedule {schedule.name} has no effect with --temperature 0. Leave one of them out."
+            )
+
+    def described(self) -> dict[str, Any]:
+        """For a result file: the specs, the step, and σ; empty where the model's own policy draws."""
+        sigma = {} if self.run.policy_noise is None else {"sigma": self.scale}
+        return {**self.specs, "training_step": self.step, **sigma} if self.specs else {}
+
+
+@contextmanager
+def noisy_model(model: str, policy: RolloutPolicy) -> Iterator[Any]:
+    """The Hugging Face model of a folder or hub name, in its own dtype, with the noise of a policy on its weights.
+
+    The noise is that of a training on a CPU with the same model at this step; other devices draw other noise.
+    """
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    noise = require(policy.run.policy_noise, "policy noise")
+    with noise.added(dict(loaded.named_parameters()), policy.scale, policy.step):
+        yield loaded
+
+
+@contextmanager
+def noisy_folder(model: str, policy: RolloutPolicy) -> Iterator[str]:
+    """A temporary model folder with noise on its weights; without noise the model itself."""
+    if not policy.scale:
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="ngrpo-noisy-") as name:
+        folder, source = Path(name), Path(model).expanduser()
+        with noisy_model(model, policy) as loaded:
+            loaded.save_pretrained(folder)
+        # The tokenizer and all other files that belong to the weights.
+        if source.is_dir():
+            for file in source.iterdir():
+                if file.is_file() and not file.name.endswith(_WEIGHTS) and not (folder / file.name).exists():
+                    shutil.copy(file, folder)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer: Any = AutoTokenizer.from_pretrained(model)
+            tokenizer.save_pretrained(folder)
+        yield name
+
+
+@contextmanager
+def noisy_engine(llm: LLM, model: str, policy: RolloutPolicy) -> Iterator[None]:
+    """An idle engine of this folder or hub name with noise on its weights, and with its own weights afterwards."""
+    if not policy.scale:
+        yield
+        return
+    with noisy_model(model, policy) as loaded:
+        _load_weights(llm, loaded)
+    try:
+        yield
+    finally:
+        _load_weights(llm, loaded)  # the noise has been taken off again
+
+
+def _load_weights(llm: LLM, loaded: PreTrainedModel) -> None:
+    from ngrpo.trainers.common import weights_file
+
+    dtype = llm.llm_engine.model_config.dtype
+    weights = {name: p.detach().to(dtype).contiguous() for name, p in loaded.named_parameters()}
+    with weights_file.written(weights) as path:
+        llm.llm_engine.collective_rpc(partial(weights_file.load_weights_file, path=path))
+        llm.llm_engine.reset_prefix_cache()
+
+
+# --- the engine ---------------------------------------------------------------------------------------
+
+
 def build(
     model: str,
     spec: Mapping[str, Any] | None,
@@ -70,12 +221,12 @@ def build(
     *,
     hardware: str = "auto",
     options: Mapping[str, Any] | None = None,
-    schedule: Mapping[str, Any] | None = None,
+    policy: RolloutPolicy = RolloutPolicy(),
 ) -> Any:
     """A ``vllm.LLM`` of a folder or hub name, with reproducible token draws, perturbed or not.
 
     Args:
-        spec, schedule: of the perturbation and the sampling schedule, or None.
+        spec: of the perturbation, or None.
         max_model_len: tokens of prompt and response together.
         options: keyword arguments of ``vllm.LLM``, over the defaults here.
 
@@ -101,12 +252,12 @@ def build(
     }
     # Without a perturbation too: token draws that depend on the request alone, whatever else is in the batch.
     config: dict[str, Any] = {"perturbation": dict(spec or {"name": "none"}), "seeded_draws": True}
-    config |= {} if schedule is None else {"sampling_schedule": dict(schedule)}
-    try:
-        with processes.own_children():
-            return vllm.LLM(model, additional_config=config, **settings)
-    except (TypeError, ValueError) as error:  # vLLM's own checks of its arguments
-        raise UsageError(f"vLLM does not start with {settings}: {error}") from error
+    config |= {kind: spec for kind, spec in policy.specs.items() if kind == "sampling_schedule"}
+    with noisy_folder(model, policy) as loaded, processes.own_children():
+        try:
+            return vllm.LLM(loaded, additional_config=config, **settings)
+        except (TypeError, ValueError) as error:  # vLLM's own checks of its arguments
+            raise UsageError(f"vLLM does not start with {settings}: {error}") from error
 
 
 def prepare(llm: LLM, spec: Mapping[str, Any] | None) -> bool:
@@ -199,5 +350,5 @@ def parameters(
         settings["extra_args"] = {"perturbation": arguments}
     elif torch.cuda.is_available():  # vLLM 0.29 on CPU fails with a seed per request once a prefill is chunked
         settings["seed"] = trajectory_seed(seed, sample)
-    drawn: dict[str, Any] = {name: value for name, value in asdict(sampling).items() if name in _OF_VLLM}
-    return SamplingParams(**drawn, output_kind=RequestOutputKind.FINAL_ONLY, **settings)
+    settings |= {name: getattr(sampling, name) for name in ("temperature", "top_p", "max_tokens")}
+    return SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **settings)

@@ -19,11 +19,10 @@ from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench.evaluate import engine as engines
-from ngrpo.workbench.evaluate.engine import Job, Sampling
-from ngrpo.workbench.evaluate.rollout_policy import DESCRIBED, RolloutPolicy, noisy_folder
-from ngrpo.workbench.evaluate.scorers import check_problems, check_scorer, score
+from ngrpo.workbench.evaluate.engine import DESCRIBED, Job, RolloutPolicy, Sampling
 from ngrpo.workbench.scoring import TIMED_OUT, Problem, digest
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
+from ngrpo.workbench.tasks import check_problems, check_scorer, score
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
 
@@ -41,7 +40,6 @@ _UNSCORED = {
 }
 
 Report = Callable[[str], None]
-Sample = dict[str, Any]
 
 
 def evaluate(
@@ -91,7 +89,7 @@ def evaluate(
         live, name = model, str(model.llm_engine.model_config.model)
     ks = checked_ks(k, n)
     check_problems(problems)
-    if live and not policy.plain:
+    if live and policy.specs:
         raise UsageError("a sampling schedule or policy noise needs a model that is loaded here: give its name.")
     settings = {
         "format": 1,
@@ -127,13 +125,19 @@ def evaluate(
             if live:
                 llm, reproducible = live, engines.prepare(live, perturbation)
             else:
-                length = _checked_length(name, jobs, sampling.max_tokens)
-                report(f"loading {name}")
-                schedule = policy.specs.get("sampling_schedule")
-                with noisy_folder(name, policy) as loaded:
-                    llm = engines.build(
-                        loaded, perturbation, length, hardware=hardware, options=engine_options, schedule=schedule
+                from transformers import AutoConfig
+
+                length = max(len(tokens) for tokens, _, _ in jobs) + sampling.max_tokens
+                limit = getattr(AutoConfig.from_pretrained(name), "max_position_embeddings", None)
+                if isinstance(limit, int) and length > limit:
+                    raise UsageError(
+                        f"--max-tokens {sampling.max_tokens}: with the longest prompt that is {length} positions, and"
+                        f" {name} has {limit}. Use at most --max-tokens {max(1, sampling.max_tokens - length + limit)}."
                     )
+                report(f"loading {name}")
+                llm = engines.build(
+                    name, perturbation, length, hardware=hardware, options=engine_options, policy=policy
+                )
                 reproducible = True
             if not reproducible:
                 report("warning: this engine was built without a perturbation; on CPU its samples do not repeat")
@@ -146,7 +150,8 @@ def evaluate(
                 perturbed=perturbation is not None,
                 reproducible=reproducible,
                 step=policy.step,
-                answers=1 if policy.schedule is None else n,  # a schedule may give each of them its own temperature
+                # A schedule may give each of them its own temperature.
+                answers=1 if policy.run.sampling_schedule is None else n,
             )
             with closing(stream):
                 for batch in stream:
@@ -195,8 +200,6 @@ def rescore(
     for name in (SETTINGS, PROBLEMS):
         if not (path / name).is_file():
             raise UsageError(f"--rescore {folder}: no {name} there. Give the --out folder of an evaluation.")
-    if scorer != "auto":
-        check_scorer(scorer)
     with ResultFolder.opened(path, report) as held:
         settings: dict[str, Any] = held.read(SETTINGS)
         samples = read_samples(held, SAMPLES, "problem", "sample", "text")
@@ -204,6 +207,7 @@ def rescore(
         problems = [replace(Problem(**row), messages=tuple(row["messages"])) for row in rows]
         ks = checked_ks(k, settings["n"])
         if scorer != "auto":
+            check_scorer(scorer)
             problems = [replace(problem, scorer=scorer) for problem in problems]
             settings["digest"] = digest(problems)
         settings |= _scorers(problems)
@@ -248,23 +252,9 @@ def _jobs(
     return [(*seeded[problem.id], sample) for problem, sample in missing]
 
 
-def _checked_length(model: str, jobs: Sequence[Job], max_tokens: int) -> int:
-    """Tokens of the longest prompt and response; raises ``UsageError`` where the model has fewer positions."""
-    from transformers import AutoConfig
-
-    needed = max(len(tokens) for tokens, _, _ in jobs) + max_tokens
-    limit = getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
-    if isinstance(limit, int) and needed > limit:
-        raise UsageError(
-            f"--max-tokens {max_tokens}: with the longest prompt that is {needed} positions, and {model} has {limit}."
-            f" Use at most --max-tokens {max(1, max_tokens - (needed - limit))}."
-        )
-    return needed
-
-
-def read_samples(folder: ResultFolder, name: str = SAMPLES, *keys: str, mend: bool = True) -> list[Sample]:
+def read_samples(folder: ResultFolder, name: str = SAMPLES, *keys: str, mend: bool = True) -> list[dict[str, Any]]:
     """The samples in a file of a folder, each with ``keys``; of two with the same number the first counts."""
-    samples: dict[tuple[str | None, int | None], Sample] = {}
+    samples: dict[tuple[str | None, int | None], dict[str, Any]] = {}
     for row in folder.lines(name, *keys, mend=mend):
         samples.setdefault((row.get("problem"), row.get("sample")), row)
     return list(samples.values())
@@ -283,12 +273,10 @@ def checked_ks(ks: Sequence[int] | None, n: int) -> tuple[int, ...]:
     """The k of Pass@k, sorted, by default those of 1, 4, 8, 16, 32 up to n; ``UsageError`` for one outside [1, n]."""
     if n < 1:
         raise UsageError(f"n={n}: must be at least 1 sample per problem.")
-    if ks is None:
-        return tuple(k for k in DEFAULT_KS if k <= n)
-    for k in ks:
+    for k in ks or ():
         if not 1 <= k <= n:
             raise UsageError(f"k={k}: Pass@k of n={n} samples needs k in [1, {n}]. Draw more with --n.")
-    return tuple(sorted(set(ks)))
+    return tuple(sorted({k for k in DEFAULT_KS if k <= n} if ks is None else set(ks)))
 
 
 def summarise(

@@ -5,7 +5,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,11 +22,10 @@ from ngrpo.workbench.evaluate.evaluation import (
     unscored_warnings,
 )
 from ngrpo.workbench.report.values import shares
-from ngrpo.workbench.statistics import cover_at, pass_at_k
+from ngrpo.workbench.statistics import pass_at_k
 from perturbations.errors import UsageError
 
 _TAUS = (0.25, 0.5, 0.75)
-_EXAMPLES = {"k": "1,8", "tau": "0.25,0.5"}
 
 
 class SampleFile(NamedTuple):
@@ -60,12 +59,8 @@ def lines(
         UsageError: for a bad file or number, two files with one name, and files that share no problem.
     """
     sample_files = [read(file, report) for file in files]
-    short = [one.name for one in sample_files]
-    if len(set(short)) < len(short):  # folders of one name; their paths may differ
-        given = [not Path(path).exists() for path in files]
-        sample_files = [
-            one if named else one._replace(name=path) for one, path, named in zip(sample_files, files, given)
-        ]
+    if len({one.name for one in sample_files}) < len(files):  # folders of one name; their paths may differ
+        sample_files = [f._replace(name=path) if Path(path).exists() else f for f, path in zip(sample_files, files)]
     if len({one.name for one in sample_files}) < len(files):
         raise UsageError(f"{' '.join(files)}: two have one name. Give each another: a=DIR b=DIR.")
     alone = [(problem,) for problem in sample_files[0].counts]
@@ -87,13 +82,20 @@ def lines(
     ]
     heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
     rows = [[*heads, "difference [95%]", "corrected p", "could be seen"]]
-    for measure, of_problem in _measures(_numbers("k", k, int), _numbers("tau", tau, float), fewest):
+    for measure, of_problem in measures(k, tau, fewest).items():
         tables = [np.array([[of_problem(*each)] for each in of_file]) for of_file in counts]
         differences = [statistics.paired(table, tables[0]) for table in tables[1:]]
         statistics.correct(differences)
         for one, table, difference in zip(sample_files, tables, [None, *differences]):
-            value = [statistics.in_words(statistics.interval(table, share=True)), shares(one.unscored)]
-            rows.append([measure, one.name, *value, *(_difference(difference) if difference else [""] * 3)])
+            row = [measure, one.name, statistics.in_words(statistics.interval(table, share=True)), shares(one.unscored)]
+            if difference is None:
+                rows.append([*row, "", "", ""])
+                continue
+            p, least = difference.get("p_corrected"), difference.get("detectable")
+            p_text = "–" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
+            mark = "" if difference["within_noise"] else " *"
+            seen = "–" if least is None else f"{least:.3f}"
+            rows.append([*row, statistics.in_words(difference, "+.3f"), p_text + mark, seen])
     warnings = [line for one in sample_files for line in unscored_warnings(one.name, one.unscored)]
     notes = [
         *(f"warning: {line}" for line in warnings),
@@ -157,33 +159,25 @@ def _numbered(texts: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     return numbered
 
 
-def _numbers(flag: str, text: str | None, kind: type) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        return sorted({kind(part) for part in text.split(",")})
-    except ValueError:
-        raise UsageError(f"--{flag} {text}: must be numbers with commas between, such as {_EXAMPLES[flag]}.") from None
+def measures(k: str | None, tau: str | None, fewest: int) -> dict[str, Callable[[int, int], float]]:
+    """By name, functions of a problem's number of responses and of right ones.
 
+    Cover@τ: whether at least the fraction τ is right (Dragoi et al. 2025, arXiv 2510.08325).
+    """
 
-def _measures(ks: list | None, taus: list | None, fewest: int) -> list[tuple[str, Callable[[int, int], float]]]:
-    """Names with functions of a problem's number of responses and of right ones."""
-    if ks is None:
-        ks = [k for k in DEFAULT_KS if 1 < k <= fewest]
-    if taus is None:
-        taus = list(_TAUS) if fewest > 1 else []
+    def numbers(flag: str, text: str | None, kind: type, usual: Sequence[float]) -> Sequence[Any]:
+        try:
+            return usual if text is None else sorted({kind(part) for part in text.split(",")})
+        except ValueError:
+            example = "1,8" if kind is int else "0.25,0.5"
+            raise UsageError(f"--{flag} {text}: must be numbers with commas between, such as {example}.") from None
+
+    ks = numbers("k", k, int, [k for k in DEFAULT_KS if 1 < k <= fewest])
+    taus = numbers("tau", tau, float, _TAUS if fewest > 1 else ())
     if bad := [k for k in ks if not 1 <= k <= fewest]:
         raise UsageError(f"--k {bad[0]}: must be in [1, {fewest}], the responses that each problem has.")
-    if bad := [t for t in taus if not 0.0 < t <= 1.0]:
+    if bad := [tau for tau in taus if not 0.0 < tau <= 1.0]:
         raise UsageError(f"--tau {bad[0]:g}: must be in (0, 1].")
-    measures: list[tuple[str, Callable[[int, int], float]]] = [("mean", lambda n, c: c / n)]
-    measures += [(f"Pass@{k}", lambda n, c, k=k: pass_at_k(n, c, k)) for k in ks]
-    return measures + [(f"Cover@{t:g}", lambda n, c, t=t: float(cover_at(n, c, t))) for t in taus]
-
-
-def _difference(difference: statistics.Interval) -> list[str]:
-    p, least = difference.get("p_corrected"), difference.get("detectable")
-    p_text = "–" if p is None else f"{p:.3f}" if p >= 0.001 else "<0.001"
-    mark = "" if difference["within_noise"] else " *"
-    detectable = "–" if least is None else f"{least:.3f}"
-    return [statistics.in_words(difference, "+.3f"), p_text + mark, detectable]
+    measures: dict[str, Callable[[int, int], float]] = {"mean": lambda n, c: c / n}
+    measures |= {f"Pass@{k}": lambda n, c, k=k: pass_at_k(n, c, k) for k in ks}
+    return measures | {f"Cover@{tau:g}": lambda n, c, tau=tau: float(c / n >= tau) for tau in taus}

@@ -22,27 +22,30 @@ _SMALL_CHARTS = (
     ("gap_perturbed_mean", "Rollout–trainer gap, perturbed", 5),
     ("gap_plain_mean", "Rollout–trainer gap, plain", 5),
 )
-# Heading with the better direction, keys, decimals.
-_MEASURES = (
-    ("Reward ↑", ("reward",), 3),
-    ("Learnable groups ↑", ("learnable_groups",), 3),
-    ("Groups of one trajectory ↓", ("single_trajectory_groups",), 3),
-    ("Groups fed the same inputs ↓", ("same_input_groups",), 3),
-    ("Distinct answers ↑", ("diversity", "distinct_answers"), 3),
-    ("Distinct intermediate results ↑", ("diversity", "distinct_intermediate"), 3),
-    ("Self-BLEU ↓", ("diversity", "self_bleu"), 3),
-    ("Distinct-2 ↑", ("diversity", "distinct_2"), 3),
-    ("Edit distance ↑", ("diversity", "edit_distance"), 3),
-    ("Parseable ↑", ("validity", "parseable"), 3),
-    ("Repetition ↓", ("validity", "repetition"), 3),
-    ("Perplexity ↓", ("validity", "perplexity"), 2),
-    ("Anchor still nearest ↑", ("validity", "anchor_nearest"), 3),
-    ("Text still nearest ↑", ("validity", "text_nearest"), 3),
-    ("Cut off at the limit ↓", ("truncated",), 3),
-    ("Relative shift of the input", ("relative_shift",), 3),
-    ("Actual rate", ("rate",), 3),
-    ("Tokens per second", ("tokens_per_second",), 1),
-    ("Record (bytes per token)", ("record_bytes_per_token",), 2),
+# Of a diagnosis: on the page the heading with the better direction and decimals, both on the screen, and keys.
+MEASURES = (
+    ("Reward ↑", 3, "reward", 3, ("reward",)),
+    (None, 3, "pass@{group}", 3, ("pass_at_k", "{group}")),
+    ("Learnable groups ↑", 3, "learnable", 2, ("learnable_groups",)),
+    ("Groups of one trajectory ↓", 3, None, 2, ("single_trajectory_groups",)),
+    ("Groups fed the same inputs ↓", 3, None, 2, ("same_input_groups",)),
+    (None, 3, "DIVERSITY", 3, ("diversity", "score")),
+    ("Distinct answers ↑", 3, "answers", 2, ("diversity", "distinct_answers")),
+    ("Distinct intermediate results ↑", 3, "results", 2, ("diversity", "distinct_intermediate")),
+    ("Self-BLEU ↓", 3, "self-BLEU", 2, ("diversity", "self_bleu")),
+    ("Distinct-2 ↑", 3, None, 2, ("diversity", "distinct_2")),
+    ("Edit distance ↑", 3, "edit", 2, ("diversity", "edit_distance")),
+    (None, 3, "VALIDITY", 3, ("validity", "score")),
+    ("Parseable ↑", 3, "parsed", 2, ("validity", "parseable")),
+    ("Repetition ↓", 3, "loops", 2, ("validity", "repetition")),
+    ("Perplexity ↓", 2, "perplexity", 2, ("validity", "perplexity")),
+    ("Anchor still nearest ↑", 3, "anchor near", 2, ("validity", "anchor_nearest")),
+    ("Text still nearest ↑", 3, None, 2, ("validity", "text_nearest")),
+    ("Cut off at the limit ↓", 3, None, 2, ("truncated",)),
+    ("Relative shift of the input", 3, "shift", 3, ("relative_shift",)),
+    ("Actual rate", 3, "rate", 3, ("rate",)),
+    ("Tokens per second", 1, "tokens/s", 0, ("tokens_per_second",)),
+    ("Record (bytes per token)", 2, None, 2, ("record_bytes_per_token",)),
 )
 _AXES = ("validity", "diversity")  # across, upward
 # Class, outline around a point, and meaning of the map's marks.
@@ -217,14 +220,12 @@ def pass_at_k(source: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
 def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
     """One point per strategy, with whiskers: more valid to the right, more diverse upward; and all numbers."""
     listed = drawing.by_series(diagnosis, series)
-    columns = [column for column in _MEASURES if any(number(row, *column[1]) is not None for _, row in listed)]
+    shown = [(heading, keys, decimals) for heading, decimals, _, _, keys in MEASURES if heading]
+    columns = [column for column in shown if any(number(row, *column[1]) is not None for _, row in listed)]
     placed = [(one, row) for one, row in listed if ends([dig(row, axis, "score") for axis in _AXES])]
-    chart = _scatter(placed) if placed else None
-    found = {"chart": chart, "order": [one for one, _ in placed], "columns": columns, "listed": listed}
-    return found if listed else None
-
-
-def _scatter(placed: Sequence[tuple[Series, Mapping[str, Any]]]) -> Chart:
+    found = {"chart": None, "order": [one for one, _ in placed], "columns": columns, "listed": listed}
+    if not placed:
+        return found if listed else None
     across, upward = ([ends(dig(row, "intervals", axis)) for _, row in placed] for axis in _AXES)
     right, up = ([float(row[axis]["score"]) for _, row in placed] for axis in _AXES)
     xs = spread([*right, *(end for pair in across for end in pair or ())], SQUARE.across)
@@ -254,7 +255,9 @@ def _scatter(placed: Sequence[tuple[Series, Mapping[str, Any]]]) -> Chart:
     ]
     title = "Diversity against validity, one point per strategy"
     data = {"kind": "points", "points": readings}
-    return Chart("diversity-validity", title, f"{'; '.join(values)}.", SQUARE, xs, ys, x_title, y_title, groups, data)
+    desc = f"{'; '.join(values)}."
+    chart = Chart("diversity-validity", title, desc, SQUARE, xs, ys, x_title, y_title, groups, data)
+    return {**found, "chart": chart}
 
 
 def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any] | None:
@@ -303,7 +306,13 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
             for key in ("unrelated_share", "changed_share")
         )
         share, changed = f"{unrelated} became an unrelated token", f"{other} changed their nearest token"
-        readings = [[x, y, -1, _nearest(row, points)] for row, (x, y) in zip(tokens, anchors)]
+        readings = []
+        for row, (x, y) in zip(tokens, anchors):  # what the token's copies are read as, the most frequent first
+            counts = Counter(token(point.get("nearest")) for point in points if point.get("token") == row["index"])
+            ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+            lines = [f"“{token(row.get('text'))}” is read as", *(f"“{other}” {count}×" for other, count in ordered[:6])]
+            lines += [f"and {len(ordered) - 6} others"] if len(ordered) > 6 else []
+            readings.append([x, y, -1, lines])
         marks = [path(_NEAR, near), path(_FAR, far), path(_DIAMOND, nearby), path(_DOT, anchors)]
         groups = [Group("halo faint", marks, labels=faint), Group("halo", (), labels=bold)]
         title = f"{name}: perturbed embeddings and their nearest tokens"
@@ -318,11 +327,3 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
 
 def _placed(points: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [point for point in points if ends((point.get("x"), point.get("y"))) is not None]
-
-
-def _nearest(row: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines of the tooltip: the tokens that a token's copies are read as, the most frequent first."""
-    counts = Counter(token(point.get("nearest")) for point in points if point.get("token") == row["index"])
-    lines = [f"“{other}” {count}×" for other, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))]
-    more = [f"and {len(lines) - 6} others"] if len(lines) > 6 else []
-    return [f"“{token(row.get('text'))}” is read as", *lines[:6], *more]

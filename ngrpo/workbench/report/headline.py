@@ -18,41 +18,39 @@ Metric = tuple[str, tuple[str, ...]]
 Summary = Mapping[str, Mapping[str, Any]]
 
 
-def comparison_title(results: Mapping[str, Any]) -> str:
-    """``neighbor and gaussian against none``, not escaped."""
-    baseline = results.get("baseline")
-    others = [row.get("id") for row in rows(results, "strategies") if row.get("id") != baseline]
-    if not others:
-        return _joined([baseline or "Comparison"])
-    if len(others) > _MOST_NAMES:
-        return f"{len(others)} strategies against {_joined([baseline or 'each other'])}"
-    return _joined(others) + (f" against {_joined([baseline])}" if baseline else "")
-
-
-def diagnosis_title(diagnosis: Mapping[str, Any]) -> str:
-    """``Before any training: none and neighbor``, not escaped."""
-    names = [row.get("name") for row in rows(diagnosis, "strategies")]
-    few = 0 < len(names) <= _MOST_NAMES
-    return f"Before any training: {_joined(names) if few else values.plural(len(names), 'strategy')}"
-
-
-def _joined(names: Sequence[object]) -> str:
-    """Names with commas and an "and"; no name breaks in two where it can be avoided."""
+def _named(names: Sequence[object]) -> str:
+    """A few names with commas and an "and", none in two lines where it can be avoided; of more the number."""
+    if not 0 < len(names) <= _MOST_NAMES:
+        return values.plural(len(names), "strategy")
     *others, last = (str(name).replace(" ", "\u00a0") for name in names)
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Facts, failures, what was found in one sentence, and each strategy's difference to the baseline."""
-    runs = rows(results, "runs")
+def comparison(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
+    """Title, facts, failures, what was found in one sentence, each difference to the baseline, and the table."""
+    runs, first = rows(results, "runs"), results.get("baseline")
+    others = [row.get("id") for row in rows(results, "strategies") if row.get("id") != first]
+    against = first or (len(others) > _MOST_NAMES and "each other")
+    title = _named(others) + (f" against {_named([against])}" if against else "")
     seeds = list(dict.fromkeys(values.shown(run.get("seed")) for run in runs))
     states = Counter(run.get("status") for run in runs)
+    failed = []
+    for run in runs:
+        if run.get("status") == "failed":
+            lines = str(run.get("error") or "").strip().splitlines() or ["no error was recorded"]
+            # The line that names the cause: the first one of ours, the last one of a traceback.
+            ours = lines[0].startswith(("error: ", "training failed: "))
+            failed.append({**run, "error": values.shortened(lines[0 if ours else -1], 160)})
     created = results.get("created") or ""  # 2026-11-22T05:50:00+0000
     zone = "UTC" if created[19:] in ("+0000", "+00:00") else created[19:]
     summary, baseline = by_strategy(results), str(results.get("baseline"))
     metrics = evaluated(results, summary)
     measure = (metrics or [("Mean@n", ("mean_at_n",))])[0]
+    changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
+    least = [value for change in changes if (value := number(change, "detectable"))]
+    reach = dict.fromkeys(format_number(end) for end in (min(least), max(least))) if least else ()
     return {
+        "title": title if others else _named([first or "Comparison"]),
         "facts": {
             "Model": results.get("model"),
             "Task": results.get("task"),
@@ -62,7 +60,7 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
             "Made": created and f"{created[:10]} {created[11:16]} {zone}",
         },
         "runs": len(runs),
-        "failed": [{**run, "error": _cause(run)} for run in runs if run.get("status") == "failed"],
+        "failed": failed,
         "pending": states["pending"],
         "warnings": results.get("warnings"),
         "one_seed": len(seeds) == 1,
@@ -70,23 +68,37 @@ def comparison_headline(results: Mapping[str, Any], series: Mapping[str, Series]
         "forest": forest(series, summary, baseline, measure) if baseline in summary else [],
         "measure": measure[0],
         "baseline": baseline,
+        # The summary's rows with what their tables show in addition.
+        "table": {
+            "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
+            "metrics": metrics,
+            "baseline": first,
+            "perturbed": [row.get("id") for row in rows(results, "strategies") if row.get("perturbation") is not None],
+            "over": [dig(row, "mean_at_n", "over") for row in summary.values()],
+            "comparisons": max((number(change, "comparisons") or 0 for change in changes), default=0),
+            "detectable": " to ".join(reach),
+            "untrained": results.get("untrained"),
+        },
     }
 
 
-def training_headline(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Facts of one run: machine, time, and each evaluated metric before and after."""
+def training(summary: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
+    """Title and facts of one run: machine, time, and each evaluated metric before and after."""
     facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": values.duration(summary.get("seconds"))}
     curves = {tag.rpartition("/")[2]: by_step for tag, by_step in (summary.get("evaluation") or {}).items() if by_step}
-    return {"facts": facts | {name: values.first_and_last(of) for name, of in curves.items() if "_pass" in name}}
+    facts |= {name: values.first_and_last(of) for name, of in curves.items() if "_pass" in name}
+    return {"title": next(iter(series)), "facts": facts}
 
 
-def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """Facts, warnings, and each strategy's diversity and validity against the unperturbed one's, in words."""
+def diagnosis(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
+    """Title, facts, warnings, and each strategy's diversity and validity: as a table, and against the unperturbed."""
     strategies = rows(diagnosis, "strategies")
     prompts, group = number(diagnosis.get("prompts")), number(diagnosis.get("group"))
     named = [row for row in strategies if row.get("name") == diagnosis.get("baseline")]
     baseline = [*named, *strategies, {}][0]
+    listed = by_series(diagnosis, series)
     return {
+        "title": f"Before any training: {_named([row.get('name') for row in strategies])}",
         "facts": {
             "Model": diagnosis.get("model"),
             "Dataset": diagnosis.get("dataset"),
@@ -98,9 +110,10 @@ def diagnosis_headline(diagnosis: Mapping[str, Any], series: Mapping[str, Series
         "beside": baseline.get("name"),
         "verdicts": [
             (one, f"{_against(row, baseline, 'diversity', 'diverse')}; {_against(row, baseline, 'validity', 'valid')}.")
-            for one, row in by_series(diagnosis, series)
+            for one, row in listed
             if row is not baseline
         ],
+        "table": {"listed": listed} if listed else None,
     }
 
 
@@ -122,12 +135,6 @@ def _machine(source: Mapping[str, Any]) -> str | None:
     facts = [source.get("hardware"), dig(source, "machine", "cpu"), dig(source, "machine", "gpu")]
     facts += [None if cores is None else f"{cores:.0f} cores"]
     return ", ".join(str(fact) for fact in facts if fact) or None
-
-
-def _cause(run: Mapping[str, Any]) -> str:
-    """The line that names a failure's cause: the first one of ours, the last one of a traceback."""
-    lines = str(run.get("error") or "").strip().splitlines() or ["no error was recorded"]
-    return values.shortened(lines[0] if lines[0].startswith(("error: ", "training failed: ")) else lines[-1], 160)
 
 
 class Row(NamedTuple):
@@ -187,7 +194,11 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
         return f"Nothing could be compared with {against}: no evaluation has finished for both."
     if all(change.get("over") == "problems" for change in tested):
         return f"One seed each: no strategy can be called better or worse than {against}."
-    found = [_beyond_noise(summary, names, keys) for _, keys in metrics]
+    found = []
+    for _, keys in metrics:
+        changes = {name: dig(summary[name], "difference", *keys) for name in names}
+        clear = {name: number(c, "value") or 0.0 for name, c in changes.items() if values.noise(c) == "beyond noise"}
+        found.append(([name for name in clear if clear[name] > 0], [name for name in clear if clear[name] < 0]))
     better, worse = found[0]
     if better:
         text = f"Better than {against} beyond noise: {', '.join(better)}"
@@ -208,31 +219,6 @@ def sentence(summary: Summary, baseline: str, metrics: Sequence[Metric]) -> str 
     if fewest < ENOUGH_SEEDS:
         text += f" Of {values.plural(fewest, 'seed')}: too few to tell a method from luck."
     return text
-
-
-def _beyond_noise(summary: Summary, names: Sequence[str], keys: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The strategies that are better, and the ones that are worse, than the baseline beyond noise."""
-    changes = {name: dig(summary[name], "difference", *keys) for name in names}
-    found = {name: number(c, "value") or 0.0 for name, c in changes.items() if values.noise(c) == "beyond noise"}
-    return [name for name in found if found[name] > 0], [name for name in found if found[name] < 0]
-
-
-def results_table(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[str, Any]:
-    """The summary's rows with what their tables show in addition: columns, and what the intervals and tests are of."""
-    summary = by_strategy(results)
-    changes = [dig(row, "difference", "mean_at_n") for row in summary.values()]
-    least = [value for change in changes if (value := number(change, "detectable"))]
-    reach = dict.fromkeys(format_number(end) for end in (min(least), max(least))) if least else ()
-    return {
-        "listed": [(one, summary[name]) for name, one in series.items() if name in summary],
-        "metrics": evaluated(results, summary),
-        "baseline": results.get("baseline"),
-        "perturbed": [row.get("id") for row in rows(results, "strategies") if row.get("perturbation") is not None],
-        "over": [dig(row, "mean_at_n", "over") for row in summary.values()],
-        "comparisons": max((number(change, "comparisons") or 0 for change in changes), default=0),
-        "detectable": " to ".join(reach),
-        "untrained": results.get("untrained"),
-    }
 
 
 def by_strategy(results: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ngrpo.workbench.report.drawing import Series
-from ngrpo.workbench.report.values import format_number, number, plural, rows, shortened, shown, signed, token
+from ngrpo.workbench.report.values import format_number, number, plural, rows, shortened, shown, token
 
 MOST_BYTES = 1_500_000
 """Of all kept groups of a page, as JSON; the page names the number of steps left out."""
@@ -120,11 +120,12 @@ def _answer(answer: Mapping[str, Any]) -> dict[str, Any]:
     for lines, gap in zip(notes, rows(answer, "gaps")):
         lines += [] if number(gap) is None else [f"gap {gap:.2g}"]
     for lines, advantage in zip(notes, rows(answer, "advantages")):
-        lines += [] if number(advantage) is None else [f"advantage {signed(advantage, 2)}"]
+        lines += [] if number(advantage) is None else [f"advantage {format_number(advantage, 2, sign=True)}"]
     tokens = [
         _marked({"text": text, "perturbed": i in fed, **fed.get(i, {})}, notes[i]) for i, text in enumerate(texts)
     ]
-    facts = [f"reward {format_number(answer.get('reward'), 2)}", f"advantage {signed(answer.get('advantage'), 2)}"]
+    reward, advantage = format_number(answer.get("reward"), 2), format_number(answer.get("advantage"), 2, sign=True)
+    facts = [f"reward {reward}", f"advantage {advantage}"]
     facts.append(f"{len(fed)} of {plural(len(texts), 'token')} perturbed" if fed else plural(len(texts), "token"))
     cut = None if answer.get("cut") is None else plural(answer["cut"], "more token")
     return {"facts": " · ".join(facts), "tokens": tokens, "notes": notes if any(notes) else None, "cut": cut}

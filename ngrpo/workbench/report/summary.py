@@ -128,7 +128,11 @@ def table(summary: Mapping[str, Any]) -> str:
         if summary.get(part):
             lines.append(f"{part:<13} {_words(summary[part])}")
     if rows:
-        lines += ["", *_grid(rows), "", *_figures(rows, summary["evaluation"])]
+        thinned = [row for i, row in enumerate(rows) if i % -(-len(rows) // _ROWS) == 0 or i == len(rows) - 1]
+        columns = [("step", "step", ".0f"), *(each for each in _COLUMNS if any(each[1] in row for row in thinned))]
+        cells = [[f"{row[key]:{form}}" if key in row else "-" for _, key, form in columns] for row in thinned]
+        lines += ["", *text_table([[heading for heading, _, _ in columns], *cells], left=0)]
+        lines += ["", *_figures(rows, summary["evaluation"])]
     else:
         filters = Flags(summary["openrlhf_args"]).has("--algo.dynamic_filtering_enable")
         lines += ["", ALL_FILTERED if filters else NO_STEP]
@@ -153,14 +157,6 @@ def _words(spec: Mapping[str, Any]) -> str:
     return " ".join([str(spec["name"]), *(f"{key}={value}" for key, value in spec.items() if key != "name")])
 
 
-def _grid(rows: list[dict[str, float]]) -> list[str]:
-    stride = -(-len(rows) // _ROWS)
-    thinned = [row for i, row in enumerate(rows) if i % stride == 0 or i == len(rows) - 1]
-    columns = [("step", "step", ".0f"), *(column for column in _COLUMNS if any(column[1] in row for row in thinned))]
-    cells = [[f"{row[key]:{form}}" if key in row else "-" for _, key, form in columns] for row in thinned]
-    return text_table([[heading for heading, _, _ in columns], *cells], left=0)
-
-
 def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
     lines = [f"reward        {rows[0]['reward']:.3f} → {rows[-1]['reward']:.3f}"]
     if tags := sorted(tag for tag in evaluation if tag.endswith("_pass1")):  # step 0 is before the training
@@ -168,10 +164,9 @@ def _figures(rows: list[dict[str, float]], evaluation: Series) -> list[str]:
     if any("trained_groups" in row for row in rows):
         groups, responses, updates = (sum(row.get(key, 0.0) for row in rows) for key in _AS_LOGGED[1:4])
         lines.append(f"trained       {groups:g} groups, {responses:g} responses, {updates:g} optimizer steps")
-    if cut := sum(row.get("cut_prompts", 0.0) for row in rows):
-        lines.append(f"cut prompts   {cut:g} lost their first tokens: --data.max_len is too small for them")
-    if cut := sum(row.get("cut_turns", 0.0) for row in rows):
-        lines.append(f"cut turns     {cut:g} conversations ended early: --data.max_len is too small for them")
+    for what, how in (("prompts", "lost their first tokens"), ("turns", "conversations ended early")):
+        if cut := sum(row.get(f"cut_{what}", 0.0) for row in rows):
+            lines.append(f"cut {what:<9} {cut:g} {how}: --data.max_len is too small for them")
     if gaps := [row[key] for row in rows for key in ("gap_perturbed_max", "gap_plain_max") if key in row]:
         lines.append(f"replay        largest difference of rollout and trainer: {max(gaps):.1e} in log π of a token")
     if sizes := [row["record_bytes_per_token"] for row in rows if "record_bytes_per_token" in row]:

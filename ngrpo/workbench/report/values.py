@@ -44,14 +44,14 @@ def ends(interval: Any) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
-def format_number(value: object, digits: int = 3) -> str:
-    """A number with this many decimals, ``–`` where there is none."""
+def format_number(value: object, digits: int = 3, *, sign: bool = False) -> str:
+    """A number with this many decimals, ``–`` where there is none; a difference with its ``sign``: ``+0.031``."""
     amount = number(value)
     if amount is None:
         return MISSING
-    if amount and (abs(amount) >= 1e9 or (digits > 3 and abs(amount) < 0.1**digits * 5)):
-        return f"{amount:.2g}".replace("-", "−")
-    return f"{amount:,.{digits}f}".replace("-", "−")
+    extreme = amount and (abs(amount) >= 1e9 or (digits > 3 and abs(amount) < 0.1**digits * 5))
+    text = f"{amount:.2g}" if extreme else f"{amount:,.{digits}f}"
+    return ("+" if sign and amount > 0 else "") + text.replace("-", "−")
 
 
 def first_and_last(by_step: Mapping[Any, object]) -> str:
@@ -60,23 +60,17 @@ def first_and_last(by_step: Mapping[Any, object]) -> str:
     return " → ".join(f"{format_number(value)} (step {step})" for step, value in dict((points[0], points[-1])).items())
 
 
-def signed(value: object, digits: int = 3) -> str:
-    """A difference with its sign: ``+0.031``, ``−0.012``, ``0.000``."""
-    return ("+" if (number(value) or 0.0) > 0 else "") + format_number(value, digits)
-
-
 def between(low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
     """An interval, ``0.381 to 0.442``; ``–`` where an end is missing."""
     if number(low) is None or number(high) is None:
         return MISSING
-    show = signed if sign else format_number
-    return f"{show(low, digits)} to {show(high, digits)}"
+    return f"{format_number(low, digits, sign=sign)} to {format_number(high, digits, sign=sign)}"
 
 
 def with_ends(value: object, low: object, high: object, digits: int = 3, *, sign: bool = False) -> str:
     """A value with its interval, ``0.412 (0.381 to 0.442)``; alone where an end is missing."""
     interval = between(low, high, digits, sign=sign)
-    return (signed if sign else format_number)(value, digits) + ("" if interval == MISSING else f" ({interval})")
+    return format_number(value, digits, sign=sign) + ("" if interval == MISSING else f" ({interval})")
 
 
 def shares(unscored: object) -> str:

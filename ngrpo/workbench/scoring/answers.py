@@ -61,8 +61,7 @@ def last_boxes(text: str) -> list[str]:
 
 def last_boxed(text: str) -> str | None:
     """The last of :func:`last_boxes`; None where there is none."""
-    contents = last_boxes(text)
-    return contents[-1] if contents else None
+    return next(reversed(last_boxes(text)), None)
 
 
 def _content(text: str, start: int) -> tuple[str, int]:
@@ -99,8 +98,7 @@ def numbers(text: str, *, alone: bool = False) -> list[str]:
 
 def last_number(text: str) -> str | None:
     """The last number in a text, in one form; None where there is none."""
-    all_numbers = numbers(text)
-    return all_numbers[-1] if all_numbers else None
+    return next(reversed(numbers(text)), None)
 
 
 def last_statement(text: str) -> str | None:

@@ -22,7 +22,7 @@ from ngrpo.workbench.scoring.answers import last_boxed
 from ngrpo.workbench.scoring.math_reading import (
     Answer,
     Value,
-    canonical_or_none,
+    canonical,
     exactly,
     letters,
     prepared,
@@ -110,7 +110,7 @@ def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
     if isinstance(gold, sympy.Expr) and isinstance(said, sympy.Expr):
         if gold.is_number and said.is_number:
             return _same_numbers(gold, said, gold_text, said_text)
-        if canonical_or_none(gold) == canonical_or_none(said):
+        if canonical(gold) == canonical(said):
             return True
         return not (gold.is_number or said.is_number) and _verified(exactly(gold), exactly(said))
     if isinstance(gold, sympy.MatrixBase) and isinstance(said, sympy.MatrixBase):
@@ -176,7 +176,8 @@ def compare(answer: str, text: str) -> Verdict:
         return Verdict(UNREADABLE)
     gold = read(rewritten(last_boxed(answer) or answer))
     # An open operation, as in the question's "2 + 3 * 4", is no answer to a question for a number.
-    finished = gold is not None and not unfinished(gold.items) and [*map(_is_rational, gold.values)] == [True]
+    rational = gold is not None and [bool(getattr(value, "is_Rational", False)) for value in gold.values] == [True]
+    finished = rational and not unfinished(gold.items)
     said = read(found, finished=finished)
     if gold is None and letters(found) == letters(rewritten(answer)):
         return Verdict.of(True, letters(found))  # a damaged reference has its text alone
@@ -187,10 +188,6 @@ def compare(answer: str, text: str) -> Verdict:
     right = same(gold, said)
     # 1.2857142857 is right for 9/7 and then counts as the same answer.
     return Verdict.of(right, gold.form if right else said.form)
-
-
-def _is_rational(value: Value) -> bool:
-    return bool(getattr(value, "is_Rational", False))
 
 
 def main() -> None:

@@ -254,7 +254,7 @@ def read(text: str, finished: bool = False) -> Answer | None:
     values = tuple(_value(item) for item in items)
     if not items or any(value is None for value in values):
         return None
-    form = ", ".join(sorted(canonical(value) for value in values))
+    form = ", ".join(sorted(canonical(value) or str(value) for value in values))
     return Answer(items=items, values=values, unit=unit, label=label, form=form)
 
 
@@ -356,12 +356,8 @@ def exactly(value: Value) -> Value:
     return value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
 
 
-def canonical(value: Value) -> str:
-    """One string for all forms of a value: exact numbers, expanded, roots out of denominators."""
-    return canonical_or_none(value) or str(value)
-
-
-def canonical_or_none(value: Value) -> str | None:
+def canonical(value: Value) -> str | None:
+    """One string for all forms of a value: exact numbers, expanded, roots out of denominators; None where it fails."""
     if isinstance(value, str):
         return letters(value)
     with suppress(Exception):

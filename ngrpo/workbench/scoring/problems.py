@@ -144,16 +144,12 @@ def _rows(source: str, limit: int | None, split: str | None) -> tuple[str, list[
             f"{nearest(source, BENCHMARKS)} Give {', '.join(BENCHMARKS)}, a file ending in {', '.join(ENDINGS)}, or a"
             " hub name like owner/name, owner/name@split or owner/name:config@split."
         )
-    name = short if short in BENCHMARKS else hub["name"].rpartition("/")[2]
-    return name, _hub_rows(hub["name"], hub["config"], split or hub["split"], limit)
-
-
-def _hub_rows(name: str, config: str | None, split: str | None, limit: int | None) -> list[Row]:
+    name = hub["name"]
     try:
         import datasets
 
         with offline_if_unreachable(name):
-            loaded = datasets.load_dataset(name, config, split=split)
+            loaded = datasets.load_dataset(name, hub["config"], split=split or hub["split"])
     except Exception as error:
         message = " ".join(str(error).split())
         raise UsageError(
@@ -170,7 +166,7 @@ def _hub_rows(name: str, config: str | None, split: str | None, limit: int | Non
     rows = [dict(row) for row in islice(iter(loaded), limit)]
     if not rows:
         raise UsageError(f"--data {name} is empty. Name another split: {name}@SPLIT.")
-    return rows
+    return short if short in BENCHMARKS else name.rpartition("/")[2], rows
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def label_note(flags: Flags) -> str | None:
 def check_scorer_name(name: str) -> None:
     """Raises ``UsageError`` for an unknown scorer or a missing file, with the nearest match.
 
-    A task's scorer is accepted here; :func:`ngrpo.workbench.evaluate.scorers.check_scorer` looks at its name too.
+    A task's scorer is accepted here; :func:`ngrpo.workbench.tasks.check_scorer` looks at its name too.
     """
     if name.endswith(".py"):
         path = Path(name).expanduser()
@@ -118,7 +118,13 @@ def _check_python(flag: str, path: str, needed: str) -> ast.AST | None:
         return found if (found.module or "").startswith("ngrpo.") else None  # where every reward reads them
     if not isinstance(found, Definition) or found.decorator_list:
         return None
-    if needed == _REWARD_FUNC and not _takes_three(found):
+    callable_with_three = False
+    if isinstance(found, ast.FunctionDef):
+        positional = len(found.args.posonlyargs) + len(found.args.args)
+        enough = positional >= 3 or found.args.vararg is not None
+        required = positional - len(found.args.defaults)
+        callable_with_three = enough and required <= 3 and None not in found.args.kw_defaults
+    if needed == _REWARD_FUNC and not callable_with_three:
         raise UsageError(
             f"{subject}: line {found.lineno}: OpenRLHF calls {name} with three lists and uses what it returns. Write:"
             f" def {needed}."
@@ -138,12 +144,3 @@ def _at_top(node: ast.AST) -> Iterator[ast.AST]:
         yield child
         if not isinstance(child, Definition | ast.Lambda):
             yield from _at_top(child)
-
-
-def _takes_three(found: Definition) -> bool:
-    """Whether a definition is a function that three positional arguments can call."""
-    if not isinstance(found, ast.FunctionDef):
-        return False
-    positional = len(found.args.posonlyargs) + len(found.args.args)
-    enough = positional >= 3 or found.args.vararg is not None
-    return enough and positional - len(found.args.defaults) <= 3 and None not in found.args.kw_defaults

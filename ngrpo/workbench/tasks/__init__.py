@@ -1,30 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks by name: one module here for each, with its problems and its reward.
+"""One entry for all scorers, and tasks by name: one module here for each, with its problems and its reward.
 
 A module has ``problems()``: training and held-out rows with ``input`` and ``label`` (None: nothing is held out);
 ``reward_func``, since OpenRLHF loads its file as ``--reward.remote_url``; for evaluation ``score(answer, label)``,
-``final_answer(answer)`` and ``RIGHT_FROM``, the least reward of a right answer [1]. With ``ARGUMENT``, a name for help,
-the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one; ``OPTIONAL``: may be left out.
+``final_answer(answer)`` and ``RIGHT_FROM``, the least reward of a right answer [1]. With ``ARGUMENT`` (for help),
+the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wrong one; ``[:FORM]`` may be left out.
 """
 
 import pkgutil
+import runpy
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Default
-from ngrpo.workbench.scoring import Problem
-from ngrpo.workbench.scoring.answers import generated, last_number
+from ngrpo.workbench.scoring import Problem, Verdict
+from ngrpo.workbench.scoring.answers import check_choice, check_math, generated, last_number, last_statement
 from ngrpo.workbench.scoring.problems import load_problems
+from ngrpo.workbench.scoring.reward_files import OF_TASK, check_scorer_name
 from perturbations.errors import UsageError, nearest
 
 Rows = list[dict[str, str]]
 Split = tuple[Rows, Rows]
 """Training and held-out rows."""
+# A score such as a float32 0.99999994 is a full one.
+_FULL = 1.0 - 1e-6
 
 
 def available() -> list[str]:
@@ -34,11 +42,7 @@ def available() -> list[str]:
 
 def usage() -> list[str]:
     """The forms of ``--task``, for help: ``arithmetic``, ``reasoning_gym:DATASET``, ``shortcut[:FORM]``."""
-    forms = []
-    for name in available():
-        argument, optional = _argument(name)
-        forms.append(name if argument is None else f"{name}[:{argument}]" if optional else f"{name}:{argument}")
-    return forms
+    return [name + _argument(name) for name in available()]
 
 
 def check_name(task: str, *, argument_needed: bool = True) -> None:
@@ -50,13 +54,13 @@ def check_name(task: str, *, argument_needed: bool = True) -> None:
             " leave --task out and give OpenRLHF's --data.prompt_dataset and --reward.remote_url, or"
             " --train.agent_func_path for an environment."
         )
-    placeholder, optional = _argument(name)
-    if placeholder is None and colon:
+    form = _argument(name)
+    if colon and not form:
         raise UsageError(f"task {task!r}: {name} takes no argument. Write --task {name}.")
-    if placeholder is not None and argument:
+    if form and argument:
         _module(name).check(argument)
-    elif placeholder is not None and argument_needed and not optional:
-        raise UsageError(f"task {task!r} needs an argument: --task {name}:{placeholder}, {_module(name).EXAMPLE}.")
+    elif form.startswith(":") and argument_needed:
+        raise UsageError(f"task {task!r} needs an argument: --task {name}{form}, {_module(name).EXAMPLE}.")
 
 
 def prepare(task: str, folder: Path) -> dict[str, Default]:
@@ -142,6 +146,65 @@ def _module(name: str) -> Any:
     return import_module(f"{__name__}.{name}")
 
 
-def _argument(name: str) -> tuple[str | None, bool]:
-    """The name of a task's argument, None without one, and whether it may be left out."""
-    return getattr(_module(name), "ARGUMENT", None), getattr(_module(name), "OPTIONAL", False)
+def _argument(name: str) -> str:
+    """The form of a task's argument, ``:FILE``, or ``[:FORM]`` if it may be left out; empty without one."""
+    return getattr(_module(name), "ARGUMENT", "")
+
+
+# --- scorers ----------------------------------------------------------------------------------------
+
+
+def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
+    """The verdict on a response; one that cannot be read is wrong, not an error.
+
+    ``prompt`` is the prompt as the model saw it, for a reward file; None: the question's own text.
+
+    Raises:
+        UsageError: for an unknown scorer, a missing package, or a reward file that fails.
+    """
+    prompt = problem.question if prompt is None else prompt
+    said = generated(prompt + text, prompt)
+    if problem.scorer == "math":
+        return check_math(problem.answer, said)
+    if problem.scorer == "choice":
+        return check_choice(problem.answer, said, problem.meta.get("options"))
+    label = problem.meta.get("label", problem.answer)
+    check_scorer(problem.scorer)
+    if problem.scorer == "reasoning_gym" or problem.scorer.startswith(OF_TASK):
+        # The task's own reward, so that evaluation and training agree on every response.
+        task = _module(problem.scorer.removeprefix(OF_TASK).partition(":")[0])
+        reward = float(task.score(said, label))
+        return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), task.final_answer(said), reward)
+    try:
+        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
+        outcome = result if isinstance(result, dict) else {"rewards": result}
+        values = (outcome["rewards"], outcome.get("scores", outcome["rewards"]))
+        reward, value = (float(np.asarray(each, dtype=np.float64).flat[0]) for each in values)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
+    return Verdict.of(value >= _FULL, last_statement(text), reward)
+
+
+def check_problems(problems: Sequence[Problem]) -> None:
+    """Raises ``UsageError`` for no problems, two with one id, a missing package, or a reward file that fails."""
+    if not problems:
+        raise UsageError("there are no problems: the dataset is empty.")
+    if len({problem.id for problem in problems}) < len(problems):
+        raise UsageError("two problems have the same id; ids must be distinct.")
+    for problem in {problem.scorer: problem for problem in problems}.values():
+        score(problem, problem.answer)
+
+
+@lru_cache(maxsize=8)
+def check_scorer(name: str) -> None:
+    """Raises ``UsageError`` for an unknown scorer, a task's too, or a missing file, with the nearest match."""
+    check_scorer_name(name)
+    if name.startswith(OF_TASK):
+        check_name(name[len(OF_TASK) :].partition(":")[0], argument_needed=False)
+
+
+@lru_cache(maxsize=8)
+def _reward_func(path: str) -> Any:
+    sys.path.append(str(Path(path).expanduser().resolve().parent))  # for what the file imports from its folder
+    return runpy.run_path(str(Path(path).expanduser()))["reward_func"]

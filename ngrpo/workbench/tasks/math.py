@@ -5,21 +5,20 @@ FILE is anything that `ngrpo eval --data` reads: verl's parquet, `input`/`label`
 """
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import check_math, last_statement
 from ngrpo.workbench.scoring.problems import load_problems
 from ngrpo.workbench.tasks import reward_function
 
-ARGUMENT = "FILE"
+ARGUMENT = ":FILE"
 EXAMPLE = "such as --task math:problems.parquet"
 
 
 def check(source: str) -> None:
     """Raises ``UsageError`` unless the source holds problems with answers."""
-    _load(source, report=lambda line: None)
+    load_problems(source, scorer="math", skip_unanswered=True)
 
 
 def problems(source: str) -> tuple[list[dict[str, Any]], None]:
@@ -27,7 +26,8 @@ def problems(source: str) -> tuple[list[dict[str, Any]], None]:
 
     Problems without an answer are left out, and their number is printed: MATH's training set has two.
     """
-    loaded = _load(source, report=lambda line: print(f"ngrpo: {line}", file=sys.stderr))
+    report = partial(print, "ngrpo:", file=sys.stderr)
+    loaded = load_problems(source, scorer="math", skip_unanswered=True, report=report)
     return [{"input": list(p.messages), "label": p.answer, **p.template} for p in loaded], None
 
 
@@ -39,10 +39,6 @@ def score(answer: str, label: str) -> float:
 def _judge(answer: str, label: str) -> tuple[float, bool]:
     verdict = check_math(label, answer)
     return verdict.reward, verdict.parsed
-
-
-def _load(source: str, report: Callable[[str], None]) -> list[Problem]:
-    return load_problems(source, scorer="math", skip_unanswered=True, report=report)
 
 
 final_answer = last_statement

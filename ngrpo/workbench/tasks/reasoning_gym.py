@@ -13,7 +13,7 @@ from ngrpo.workbench.scoring.answers import last_boxed, visible
 from ngrpo.workbench.tasks import Split, reward_function
 from perturbations.errors import UsageError, nearest
 
-ARGUMENT = "DATASET"
+ARGUMENT = ":DATASET"
 EXAMPLE = "such as --task reasoning_gym:chain_sum"
 INSTRUCTION = "Put the final answer alone between <answer> and </answer>."
 TRAIN_ROWS = 2048
@@ -58,14 +58,12 @@ def generate(name: str, rows: int = TRAIN_ROWS, held_out: int = EVAL_ROWS) -> Sp
     """Training and held-out rows, generated in this process; no question is in both, so there may be fewer."""
     import reasoning_gym
 
-    halves: list[dict[str, dict[str, str]]] = []
-    for seed, size in ((_TRAIN_SEED, rows), (_EVAL_SEED, held_out)):
-        by_text: dict[str, dict[str, str]] = {}
+    train: dict[str, dict[str, str]] = {}
+    evaluation: dict[str, dict[str, str]] = {}
+    for half, seed, size in ((train, _TRAIN_SEED, rows), (evaluation, _EVAL_SEED, held_out)):
         for entry in reasoning_gym.create_dataset(name, seed=seed, size=size):
             text = f"{entry['question'].rstrip()}\n{INSTRUCTION}"
-            by_text.setdefault(text, {"input": text, "label": label_of(name, entry)})
-        halves.append(by_text)
-    train, evaluation = halves
+            half.setdefault(text, {"input": text, "label": label_of(name, entry)})
     kept = [row for text, row in train.items() if text not in evaluation]
     if not kept:
         raise UsageError("every training question is also held out")

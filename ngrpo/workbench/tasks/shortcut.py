@@ -11,9 +11,7 @@ from ngrpo.workbench.scoring.answers import last_number
 from ngrpo.workbench.tasks import Rows, Split, distinct_rows, number_score, reward_function
 from perturbations.errors import UsageError, nearest
 
-ARGUMENT = "FORM"
-OPTIONAL = True
-EXAMPLE = "such as --task shortcut:late"
+ARGUMENT = "[:FORM]"
 FORMS = {"first": (False, 0.5), "late": (True, 0.6), "first-plain": (False, 0.0), "late-plain": (True, 0.0)}
 """Whether the way is chosen after words without meaning, and the fraction of easy problems; without these GRPO learns
 the task."""
@@ -27,7 +25,7 @@ def check(form: str) -> None:
     """Raises ``UsageError`` for an unknown form."""
     if form not in FORMS:
         raise UsageError(
-            f"task shortcut:{form}: unknown {ARGUMENT} {form!r}.{nearest(form, FORMS)} Available: {', '.join(FORMS)}."
+            f"task shortcut:{form}: unknown FORM {form!r}.{nearest(form, FORMS)} Available: {', '.join(FORMS)}."
         )
 
 

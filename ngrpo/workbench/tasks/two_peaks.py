@@ -40,10 +40,9 @@ def final_answer(answer: str) -> str | None:
     return number if number is not None and number.isdecimal() and int(number) in NUMBERS else None
 
 
-def _judge(answer: str, label: str) -> tuple[float, bool]:
-    """The reward, and whether the number is nearer to the higher peak than to the lower one."""
-    number = final_answer(answer)
-    return score(answer, label), number is not None and int(number) < (HIGH_PEAK + LOW_PEAK) / 2
+def near_high_peak(answer: str) -> bool:
+    """Whether the number is nearer to the higher peak than to the lower one."""
+    return int(final_answer(answer) or LOW_PEAK) < (HIGH_PEAK + LOW_PEAK) / 2
 
 
-reward_func = reward_function(_judge, "task/near_high_peak")
+reward_func = reward_function(lambda a, label: (score(a, label), near_high_peak(a)), "task/near_high_peak")
