@@ -141,14 +141,14 @@ class ReplayRecord:
         numbers += [] if self.vectors is None else [self.vectors.shape[1]]
         header = _HEADER.pack(flags, self.model, self.seed.to_bytes(SEED_BYTES, "little"))
         parts = [packing.varints(2 * steps + self.agreed), ids.tobytes(), *map(packing.floats, present.values())]
-        return packing.sealed([header, *map(packing.varint, numbers), *parts], _RECORD_VERSION)
+        return packing.sealed([header, packing.varints(np.array(numbers)), *parts], _RECORD_VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReplayRecord:
         """Reads what :meth:`to_bytes` wrote; ``ValueError`` for anything but a whole record of this version."""
         reader = packing.unsealed(data, _RECORD_VERSION, "replay record")
         flags, model, seed = _HEADER.unpack(reader.take(_HEADER.size))
-        width, prompt, generated, count = (reader.varint() for _ in range(4))
+        width, prompt, generated, count = reader.varints(4).tolist()
         dense = reader.varint() if flags & _VECTORS else 0
         if width > packing.MOST_CANDIDATES or (count and not width):
             most = packing.MOST_CANDIDATES
@@ -333,7 +333,7 @@ class FinishedTrajectory:
         counts, answer = (self.dropped, self.prompted, self.cached), self.unperturbed
         parts = {packing.LOG_PROBS: [packing.floats(self.log_probs)]}
         if any(counts):
-            parts[packing.COUNTS] = [packing.varint(count) for count in counts]
+            parts[packing.COUNTS] = [packing.varints(np.array(counts))]
         if answer is not None:
             tokens = [packing.varint(len(answer.tokens)), answer.tokens.astype("<i4").tobytes()]
             parts[packing.UNPERTURBED] = [*tokens, packing.floats(answer.log_probs)]

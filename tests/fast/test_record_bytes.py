@@ -109,11 +109,16 @@ def test_a_record_of_another_version_says_so() -> None:
         ReplayRecord.from_bytes(packing.sealed([a_record().to_bytes()[:-4]], version=4))
 
 
+def leb128(value: int) -> bytes:
+    """A number of any size, as :func:`packing.varints` writes those below 2^35."""
+    return bytes([value & 0x7F | 0x80]) + leb128(value >> 7) if value >= 0x80 else bytes([value])
+
+
 def hostile(**lengths: int) -> bytes:
     """The bytes of a record with a right checksum and lengths that are none."""
     fields = {"width": 1, "prompt": 3, "generated": 9, "count": 1, "size": 2, "flags": 0, **lengths}
     names = ("width", "prompt", "generated", "count", *(["size"] if fields["flags"] & 16 else []))
-    numbers = b"".join(packing.varint(fields[name]) for name in names)
+    numbers = b"".join(leb128(fields[name]) for name in names)
     return packing.sealed([bytes([fields["flags"], 0, 0]) + bytes(6), numbers, bytes([2, 7, 0]), bytes(8)], version=5)
 
 
