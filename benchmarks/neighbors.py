@@ -82,7 +82,7 @@ def measure(embedding: Tensor, metric: str, count: int) -> None:
     one, block = on_demand(graph, shuffled)
     memory = 4 * (graph._graph.ntotal * graph._graph.d + graph._graph.hnsw.neighbors.size())  # vectors and links
     report(metric, "hnsw", recall, built, built + size * block / 1e3, one, block, memory)
-    print(f"    {graph._settings}; peak while building +{peak / 1024:.0f} MiB")
+    print(f"    {graph.hubs} hubs, {graph.rerank} candidates scored; peak while building +{peak / 1024:.0f} MiB")
 
 
 def report(metric: str, *cells: Any) -> None:
@@ -117,9 +117,8 @@ def compare_graphs(embedding: Tensor, metric: str, count: int) -> None:
 
         def __init__(self) -> None:
             self.hnsw = SimpleNamespace()
-            settings = graph._settings
             self._graph = hnswlib.Index("l2", embedding.shape[1])
-            self._graph.init_index(len(embedding), M=settings["m"], ef_construction=settings["ef_construction"])
+            self._graph.init_index(len(embedding), M=graph.links, ef_construction=graph.width_of_build)
             for part in torch.arange(len(embedding)).split(4096):
                 self._graph.add_items(graph._placed(part).numpy(), num_threads=1)
 

@@ -8,7 +8,7 @@ from perturbations import create
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
-from perturbations.neighbors import Drift, ExactIndex, Neighborhood, Refresh
+from perturbations.neighbors import Drift, ExactIndex, Neighborhood, refresh_period
 
 # On a line, nearest by L2:          0→1  1→0  2→1   3→4   4→3
 START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
@@ -152,7 +152,7 @@ def test_an_index_that_is_out_of_use_costs_nothing_and_reports_nothing(monkeypat
 
 def test_the_hot_path_does_not_look_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA, taken on CPU."""
-    watched = Neighborhood(lambda e, probe: ExactIndex(e, lazy=False), lambda: START, Refresh(None))
+    watched = Neighborhood(lambda e, probe: ExactIndex(e, lazy=False), lambda: START, None)
     watched.query(torch.tensor([0]), 1)
     monkeypatch.setattr(torch.Tensor, "__bool__", None)
     monkeypatch.setattr(torch.Tensor, "item", None)
@@ -168,7 +168,7 @@ def test_a_bad_policy_is_refused(value: object) -> None:
 
 
 def test_policies_are_read() -> None:
-    assert [Refresh.parse(t).every for t in ("every_sync", "never", "12")] == [1, None, 12]
+    assert [refresh_period(t) for t in ("every_sync", "never", "12")] == [1, None, 12]
     assert create("neighbor", refresh=3).refresh == "3"  # a YAML number
     with pytest.raises(ValueError, match="Did you mean 'every_sync'"):
         create("neighbor", refresh="every-sync")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbations.neighbors import ExactIndex, Neighborhood, Refresh, refresh
+from perturbations.neighbors import ExactIndex, Neighborhood, refresh, refresh_period
 
 V, D = 400, 24
 METRICS = ("cosine", "l2", "l1")
@@ -138,7 +138,7 @@ class TestOnADevice:
 
     def neighborhood(self, matrix: Tensor, policy: str) -> Neighborhood:
         return Neighborhood(
-            lambda shard, probe: ExactIndex(shard, "l2", lazy=probe), lambda: matrix, Refresh.parse(policy), "l2"
+            lambda shard, probe: ExactIndex(shard, "l2", lazy=probe), lambda: matrix, refresh_period(policy), "l2"
         )
 
     def test_never_keeps_the_first_sets_without_a_copy_of_the_matrix(self) -> None:
@@ -156,7 +156,7 @@ class TestOnADevice:
 
     @pytest.mark.parametrize("policy", ["every_sync", "3"])
     def test_policies_give_what_an_index_made_anew_gives(self, policy: str) -> None:
-        matrix, every = some(V, D), Refresh.parse(policy).every
+        matrix, every = some(V, D), refresh_period(policy)
         found, of_weights = self.neighborhood(matrix, policy), matrix.clone()
         found.precompute(2)
         for sync in range(1, 8):

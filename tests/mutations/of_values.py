@@ -168,10 +168,10 @@ MUTATIONS = {
         (".clamp(0.0, 1.0)", "", "moi: more entropy than there is"),
     ],
     ("perturbations/neighbors/refresh.py", "test_neighbors_refresh.py"): [
-        ("self._refresh.every != 1", "self._refresh.every not in (None, 1)", "never: sets of the live matrix"),
+        ("self._every != 1", "self._every not in (None, 1)", "never: sets of the live matrix"),
         (
-            "self._on_demand and self._refresh.every != 1",
-            "self._refresh.every is None",
+            "self._on_demand and self._every != 1",
+            "self._every is None",
             "n-th: sets of the live matrix",
         ),
     ],
