@@ -143,14 +143,6 @@ class NeighborIndex(ABC):
         """Does the work of queries for up to k neighbors ahead of time, where the index can."""
         return None
 
-    def follow(self) -> None:
-        """Keeps its results for an index of later weights, where the index can. Called before any query."""
-        return None
-
-    def take_over(self, old: NeighborIndex) -> None:
-        """Takes valid rows from an index of earlier weights that follows; results do not change."""
-        return None
-
 
 class TableIndex(NeighborIndex):
     """Serves queries from a table of rows that a subclass computes in :meth:`search`.
@@ -184,7 +176,7 @@ class TableIndex(NeighborIndex):
         if k > self.width or k < 1:
             self._widen(k)
             if not self._lazy:
-                self._fill_all()
+                self.precompute(k)
         if self._lazy:
             try:
                 is_filled = self._filled.index_select(0, token_ids)
@@ -202,7 +194,7 @@ class TableIndex(NeighborIndex):
         """Fills the whole table for up to k neighbors, in blocks of bounded memory."""
         if k > self.width or k < 1:
             self._widen(k)
-        self._fill_all()
+        self._fill((~self._filled).nonzero().flatten())
 
     @property
     def most(self) -> int:
@@ -219,9 +211,6 @@ class TableIndex(NeighborIndex):
             self._scores = torch.zeros(self._size, k, dtype=torch.float32, device=self._device)
             self._filled = torch.zeros(self._size, dtype=torch.bool, device=self._device)
         self.width = k
-
-    def _fill_all(self) -> None:
-        self._fill((~self._filled).nonzero().flatten())
 
     def _fill(self, tokens: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():

@@ -111,7 +111,6 @@ class Neighborhood(NeighborIndex):
         old, k = self._index, self._k
         if due:
             self._index = self._built()
-            self._index.take_over(old)
             if not self._on_demand and old.width:
                 self._index.precompute(old.width)
         self._outlived = not due and not self._on_demand
@@ -138,10 +137,7 @@ class Neighborhood(NeighborIndex):
         self._on_demand, self._outlived = rows_on_demand(matrix), False
         if self._on_demand and self._every != 1:
             matrix = replace(matrix, rows=matrix.rows.clone())
-        index = self._make(matrix, False)
-        if self._every is not None:
-            index.follow()
-        return index
+        return self._make(matrix, False)
 
     def _joining(self, k: int) -> Tensor:
         """Queried tokens that are not followed yet, as many as there is room for."""
