@@ -154,7 +154,7 @@ MUTATIONS = {
         ("24).float() + 0.5) * 2.0**-40", "26).float() + 0.5) * 2.0**-38", "exponential draws are two bits coarser"),
         ("41) < least", "41) <= least", "below includes its bound"),
     ],
-    ("perturbations/methods/tarpo.py", "test_tarpo.py"): [
+    ("perturbations/methods/learned.py", "test_tarpo.py"): [
         (
             "(hidden.float(), self.weight.float(), self.bias_shift.float())",
             "(hidden, self.weight.to(hidden), self.bias_shift.to(hidden)).float()",
