@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact nearest neighbors by blocked matrix products, each token's row computed once."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -36,9 +35,9 @@ class ExactIndex(TableIndex):
         self._here = slice(shard.first, shard.first + len(self._rows))
         # Such products are five times as fast as converting first. CUDA may sum them in bfloat16, so there the result
         # is requested in float32, the type of the sums then.
-        bfloat16 = self._rows.device.type == "cpu" and self._rows.dtype == torch.bfloat16
-        self._native = bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        self._mixed = self._rows.device.type == "cuda" and _sums_in_float32(self._rows.device, self._rows.dtype)
+        device, dtype = self._rows.device.type, self._rows.dtype
+        self._native = (device, dtype) == ("cpu", torch.bfloat16) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        self._mixed = device == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """As :meth:`TableIndex.search`."""
@@ -99,15 +98,3 @@ class ExactIndex(TableIndex):
             values = -torch.cdist(own, part, p=1) if self.metric == "l1" else own @ part.T
             products[:, start : start + block] = values
         return products
-
-
-@functools.cache
-def _sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device multiplies matrices of such numbers with a result in float32."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
-    some = torch.ones(16, 16, dtype=dtype, device=device)
-    try:
-        return torch.mm(some, some, out_dtype=torch.float32).dtype == torch.float32
-    except (NotImplementedError, RuntimeError, TypeError):
-        return False

@@ -150,7 +150,7 @@ def test_a_device_index_fills_its_table_once_and_then_only_gathers(monkeypatch: 
     monkeypatch.setattr(index, "_lazy", False)
     assert index.query(torch.tensor([0]), 2)[0].tolist() == [[1, 2]]
     assert index._filled.all()
-    for name in ("_fill", "_fill_all", "_widen"):
+    for name in ("_fill", "precompute", "_widen"):
         monkeypatch.setattr(index, name, None)
     monkeypatch.setattr(torch.Tensor, "__bool__", None)
     monkeypatch.setattr(torch.Tensor, "item", None)

@@ -280,8 +280,12 @@ MUTATIONS = {
         ("run.temperature * past[-1].factor *", "past[-1].factor *", "e3: τ is taken for its factor"),
         ("+ math.log(math.log(run.vocabulary))", "", "e3: ln ln V is missing"),
         ("0.5 * (1.0 + math.cos(math.pi * x))", "(1.0 - x)", "e3: the target falls evenly"),
-        ("min(since / (steps - start), 1.0)", "since / (steps - start)", "e3: beyond the run the target rises again"),
-        ("since = past - 1 - start", "since = past - start", "e3: the target is a step ahead"),
+        (
+            "min(since / (run.steps - start), 1.0)",
+            "since / (run.steps - start)",
+            "e3: beyond the run it rises again",
+        ),
+        ("since = len(past) - 1 - start", "since = len(past) - start", "e3: the target is a step ahead"),
     ],
     ("ngrpo/methods/sampling_schedules/temperatures.py", _LADDER): [
         ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),

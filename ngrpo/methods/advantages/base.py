@@ -70,22 +70,17 @@ class Advantage(Options, ABC):
 
         ``overlong``: which responses were cut off, (P, G) bool; ignored unless ``leaves_out_overlong``.
         """
-        label = f"advantage {self.name}:"
-        if rewards.dim() != 2:
-            raise UsageError(
-                f"{label} rewards of shape {tuple(rewards.shape)}; (P, G) is needed, a row for each prompt."
-            )
+        label, shape = f"advantage {self.name}:", tuple(rewards.shape)
+        if len(shape) != 2:
+            raise UsageError(f"{label} rewards of shape {shape}; (P, G) is needed, a row for each prompt.")
         further = further if self.needs else None
         if self.needs and (further is None or further.shape[:2] != rewards.shape):
-            raise UsageError(
-                f"{label} {self.needs}={None if further is None else tuple(further.shape)}; a tensor of the rewards'"
-                f" shape {tuple(rewards.shape)} is needed: {FURTHER[self.needs]}."
-            )
+            given = f"{self.needs}={None if further is None else tuple(further.shape)}"
+            needed = f"a tensor of the rewards' shape {shape} is needed: {FURTHER[self.needs]}"
+            raise UsageError(f"{label} {given}; {needed}.")
         for row, column in (~rewards.isfinite()).nonzero().tolist():
-            raise UsageError(
-                f"{label} the reward of prompt {row}, response {column} is {rewards[row, column].item()}."
-                " Finite rewards are needed: repair the reward function."
-            )
+            given = f"the reward of prompt {row}, response {column} is {rewards[row, column].item()}"
+            raise UsageError(f"{label} {given}. Finite rewards are needed: repair the reward function.")
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
         if overlong is None or not self.leaves_out_overlong:
