@@ -87,14 +87,11 @@ class ReplayRecord:
         known = {model_fingerprint(vocabulary, hidden, given): given for given in (False, True)}
         made_with = known.get(self.model, module)
         if module is not None and made_with != module:
-            if not made_with:
-                raise ValueError(
-                    "replay record: its inputs passed no learned module, and this model has one. Detach it."
-                )
-            missing = "its inputs passed the perturbation's learned module, and this model has none"
-            raise ValueError(
-                f"replay record: {missing}. Attach it: perturbations.parameters.attach(model, perturbation)."
-            )
+            what, fix = "no learned module, and this model has one", "Detach it"
+            if made_with:
+                what = "the perturbation's learned module, and this model has none"
+                fix = "Attach it: perturbations.parameters.attach(model, perturbation)"
+            raise ValueError(f"replay record: its inputs passed {what}. {fix}.")
         if self.model and self.model not in known:
             needed = "Rollout and replay must have the same vocabulary and the same hidden size"
             raise ValueError(f"replay record: it is of another model, and cannot be replayed in {here}. {needed}.")

@@ -135,11 +135,9 @@ class VerifiedAdvantage(Advantage):
     paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
 
     def check_rewards(self, rewards: Tensor) -> None:
-        self.refuse(
-            rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)],
-            "not in [0, 1], where 1 is a correct response. Let the reward function give those, or use --advantage"
-            " group_norm or ngrpo.",
-        )
+        outside = rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)]
+        fix = "Let the reward function give those, or use --advantage group_norm or ngrpo."
+        self.refuse(outside, f"not in [0, 1], where 1 is a correct response. {fix}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,10 +162,8 @@ class AnnealedK(Advantage):
     def check_group(self, size: int) -> None:
         """Raises ``UsageError`` where k does not fit groups of this size."""
         if self.k > size:
-            raise UsageError(
-                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the responses to each prompt"
-                " (--rollout.n_samples_per_prompt). Lower k, or ask for more responses."
-            )
+            limit = f"must be in [1, {size}], the responses to each prompt (--rollout.n_samples_per_prompt)"
+            raise UsageError(f"advantage {self.name}: k={self.k}: {limit}. Lower k, or ask for more responses.")
 
     def check_rewards(self, rewards: Tensor) -> None:
         self.check_group(rewards.shape[1])

@@ -39,9 +39,8 @@ class EAD(SamplingSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tau_min > self.tau_max:
-            raise UsageError(
-                f"sampling schedule option tau_min={self.tau_min}: must be at most tau_max={self.tau_max}."
-            )
+            limit = f"must be at most tau_max={self.tau_max}"
+            raise UsageError(f"sampling schedule option tau_min={self.tau_min}: {limit}.")
 
     def factor(self, at: NextTokens) -> Tensor:
         """1 for t < c, then max(1 + τ_max − exp(t / d_s), τ_min), d_s = min(d_0 + 5 s, 40000).
