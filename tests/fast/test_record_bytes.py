@@ -3,6 +3,7 @@
 
 import dataclasses
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,12 +216,14 @@ def test_a_record_of_a_learned_module_is_replayed_with_the_module_alone() -> Non
         pytest.fail("replayed")
 
 
-@pytest.mark.parametrize("seed", [-1, 1 << 48])
-def test_a_seed_out_of_range_is_refused(seed: int) -> None:
-    with pytest.raises(ValueError, match=f"seed {seed} must be in"):
-        a_record(seed=seed).to_bytes()
-
-
-def test_too_large_an_id_is_refused() -> None:
-    with pytest.raises(ValueError, match="token id 16777216 is too large"):
-        a_record(ids=np.full((4, 3), 1 << 24, np.int32)).to_bytes()
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"seed": -1}, "seed -1 must be in"),
+        ({"seed": 1 << 48}, f"seed {1 << 48} must be in"),
+        ({"ids": np.full((4, 3), 1 << 24, np.int32)}, "token id 16777216 is too large"),
+    ],
+)
+def test_what_the_bytes_cannot_hold_is_refused(parts: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        a_record(**parts).to_bytes()
