@@ -44,7 +44,6 @@ class HnswIndex(TableIndex):
         shard = Shard.of(embedding)
         self.metric, self._embedding = metric, shard.whole().cpu()
         self._exact = ExactIndex(self._embedding, metric, exclude)
-        self._pairs = self._exact._pairs
         super().__init__(shard.size, shard.rows.device, exclude, lazy)
         self._kept = (~self._excluded.cpu()).nonzero().flatten()
 
@@ -55,7 +54,7 @@ class HnswIndex(TableIndex):
             whole = torch.cat([self._directions(part) for part in self._embedding.split(4096)])
             self._mean = whole.mean(dim=0)
             self._lengths = (whole - self._mean).norm(dim=-1)
-            rank = -self._pairs.norms.float() if self.metric == "dot" else self._lengths
+            rank = -self._exact.norms.float() if self.metric == "dot" else self._lengths
             near_everything = self._kept[rank[self._kept].argsort(stable=True)[: self.hubs]]
             self._hubs = near_everything.sort().values
             self._hub_rows = self._embedding[self._hubs].float()
@@ -76,7 +75,7 @@ class HnswIndex(TableIndex):
                 continue
             ids = ids.sort(dim=-1).values
             pairs = torch.arange(len(ids)).repeat_interleave(ids.shape[1])
-            scores = self._pairs.of(block, self._embedding[block], pairs, ids.reshape(-1)).view_as(ids)
+            scores = self._exact.score(block, self._embedding[block], pairs, ids.reshape(-1)).view_as(ids)
             scores[:, 1:].masked_fill_(ids[:, 1:] == ids[:, :-1], -torch.inf)
             ids, scores = order(ids, scores.masked_fill(ids == block.unsqueeze(-1), -torch.inf))
             found.append((ids[:, :k], scores[:, :k]))
@@ -96,7 +95,7 @@ class HnswIndex(TableIndex):
             return None  # vectors that are equal by the hundreds can fall apart into islands
         # The hubs in the order of their scores; the token itself is last.
         products = self._embedding[tokens].float() @ self._hub_rows.T
-        norms = self._pairs.norms[self._hubs].float()
+        norms = self._exact.norms[self._hubs].float()
         if self.metric == "cosine":
             products.div_(norms.clamp_min(torch.finfo(torch.float32).tiny))
         elif self.metric == "l2":
