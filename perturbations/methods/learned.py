@@ -173,10 +173,9 @@ class RouterHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits of the two decisions, (N, 2) float32; ``UsageError`` for hidden states of another size."""
-        if hidden.shape[-1] != self.weight.shape[-1]:
-            sizes = (
-                f"the last hidden state has {hidden.shape[-1]} dimensions, the input embedding {self.weight.shape[-1]}"
-            )
+        given, size = hidden.shape[-1], self.weight.shape[-1]
+        if given != size:
+            sizes = f"the last hidden state has {given} dimensions, the input embedding {size}"
             raise UsageError(f"perturbation 'tarpo': {sizes}. The router needs a model in which both are the same.")
         logits = nn.functional.linear(hidden.float(), self.weight.float(), self.bias_shift.float())
         return logits + nn.functional.pad(logits.new_full((1,), self._bias), (0, 1))
