@@ -69,7 +69,17 @@ class StopText:
         after_byte = np.zeros((self.complete + 1, 256), dtype=np.int16)
         for state, byte in itertools.product(range(self.complete + 1), set(self._text)):
             after_byte[state, byte] = self._begun(self._text[:state] + bytes([byte]), self.complete)
-        self._table = torch.from_numpy(_states_after(after_byte, self._bytes)).to(device)
+        lengths = np.array([len(each) for each in self._bytes])
+        starts = np.cumsum(lengths) - lengths
+        symbols = np.frombuffer(b"".join(self._bytes), dtype=np.uint8)
+        states = np.tile(np.arange(self.complete + 1, dtype=np.int16), (vocabulary, 1))
+        found = np.zeros_like(states, dtype=bool)
+        for column in range(int(lengths.max(initial=0))):
+            rows = np.flatnonzero(lengths > column)
+            states[rows] = after_byte[states[rows], symbols[starts[rows] + column, None]]
+            found[rows] |= states[rows] == self.complete
+        states[found] = self.complete  # a text within a token stays complete
+        self._table = torch.from_numpy(states).to(device)  # the state after each token in each state
 
     def _begun(self, read: bytes, most: int) -> int:
         """The size of the text's longest beginning, of at most so many bytes, with which some bytes end."""
@@ -83,22 +93,6 @@ class StopText:
         """The state after a prompt: L where its text ends with this one, whitespace aside, as an empty thought does."""
         end = b"".join(self._bytes[token] for token in prompt[-self.complete - _MARGIN :])
         return self.complete if end.rstrip().endswith(self._text) else self._begun(end, self.complete - 1)
-
-
-def _states_after(after_byte: np.ndarray, token_bytes: Sequence[bytes]) -> np.ndarray:
-    """The state after each token in each state, (V, L + 1) int16; a text within a token stays complete."""
-    complete = len(after_byte) - 1
-    lengths = np.array([len(each) for each in token_bytes])
-    starts = np.cumsum(lengths) - lengths
-    symbols = np.frombuffer(b"".join(token_bytes), dtype=np.uint8)
-    states = np.tile(np.arange(complete + 1, dtype=np.int16), (len(token_bytes), 1))
-    found = np.zeros_like(states, dtype=bool)
-    for column in range(int(lengths.max(initial=0))):
-        rows = np.flatnonzero(lengths > column)
-        states[rows] = after_byte[states[rows], symbols[starts[rows] + column, None]]
-        found[rows] |= states[rows] == complete
-    states[found] = complete
-    return states
 
 
 class BoundGate:
