@@ -2,7 +2,7 @@
 """Neighbor indices on a real model's embeddings: the graph's recall, and the time and memory of graph and exact index.
 
     python -m benchmarks.neighbors [--model smollm2-135m | --random 151936 1536] [--metrics cosine l2 dot]
-                                   [--tokens 2000] [--words | --hnswlib | --sync]
+                                   [--tokens 2000] [--words | --hnswlib]
 
 Recall: of the two nearest tokens by the exact index, the share that the graph finds, over tokens spread evenly over
 the vocabulary. Times of queries are the best of several, and the build's is of the processor: both hold on a machine
@@ -10,9 +10,7 @@ that others use too. Whole table: two neighbors of every token, at the pace of b
 (hnsw). `--random` takes random rows of this size instead of a model's, around a common vector as embeddings have it.
 
 Instead of that, `--words` prints examples of the same-word filter, and `--hnswlib` builds graphs of the same vectors by
-faiss and by hnswlib (which is not among the requirements) and compares them. `--sync` computes whole tables as a GPU
-does, and again after weight syncs in which a share of all elements moved by one unit in their last place: how many rows
-are searched again, and how long that takes.
+faiss and by hnswlib (which is not among the requirements) and compares them.
 """
 
 import argparse
@@ -82,7 +80,7 @@ def measure(embedding: Tensor, metric: str, count: int) -> None:
     one, block = on_demand(graph, shuffled)
     memory = 4 * (graph._graph.ntotal * graph._graph.d + graph._graph.hnsw.neighbors.size())  # vectors and links
     report(metric, "hnsw", recall, built, built + size * block / 1e3, one, block, memory)
-    print(f"    {graph._settings}; peak while building +{peak / 1024:.0f} MiB")
+    print(f"    {graph.hubs} hubs, {graph.rerank} candidates scored; peak while building +{peak / 1024:.0f} MiB")
 
 
 def report(metric: str, *cells: Any) -> None:
@@ -117,9 +115,8 @@ def compare_graphs(embedding: Tensor, metric: str, count: int) -> None:
 
         def __init__(self) -> None:
             self.hnsw = SimpleNamespace()
-            settings = graph._settings
             self._graph = hnswlib.Index("l2", embedding.shape[1])
-            self._graph.init_index(len(embedding), M=settings["m"], ef_construction=settings["ef_construction"])
+            self._graph.init_index(len(embedding), M=graph.links, ef_construction=graph.width_of_build)
             for part in torch.arange(len(embedding)).split(4096):
                 self._graph.add_items(graph._placed(part).numpy(), num_threads=1)
 
@@ -136,42 +133,6 @@ def compare_graphs(embedding: Tensor, metric: str, count: int) -> None:
         recall = (ids.unsqueeze(-1) == want.unsqueeze(1)).any(dim=1).float().mean().item()
         one, block = on_demand(graph, tokens[torch.randperm(count, generator=torch.Generator().manual_seed(0))])
         print(f"{metric} {name}: recall@2 {recall:.4f}, built in {built:.1f} s, one {one:.2f} ms, of 64 {block:.3f} ms")
-
-
-def carry_over(embedding: Tensor, metric: str) -> None:
-    """A whole table, and what a weight sync costs that moves a share of all elements by their last place."""
-    began = time.perf_counter()
-    index = _complete(embedding, metric)
-    whole = time.perf_counter() - began
-    print(f"{metric}: whole table {whole:.1f} s", flush=True)
-    for share in (1e-4, 1e-3, 1e-2):
-        draws = torch.Generator().manual_seed(1)
-        bits = embedding.view(torch.int16)
-        bits += torch.rand(bits.shape, generator=draws) < share
-        searched: list[int] = []
-        began = time.perf_counter()
-        after = _complete(embedding, metric, index, searched)
-        seconds_taken = time.perf_counter() - began
-        some = torch.arange(0, len(embedding), 97)
-        assert torch.equal(after.query(some, 2)[0], ExactIndex(embedding, metric).query(some, 2)[0])
-        print(
-            f"{metric}: {share:.2%} of the elements moved: {sum(searched) / len(embedding):.1%} of the rows searched,"
-            f" {seconds_taken:.1f} s",
-            flush=True,
-        )
-        index = after
-
-
-def _complete(embedding: Tensor, metric: str, old: ExactIndex | None = None, searched: Any = None) -> ExactIndex:
-    """A table of two neighbors of every token, after that of earlier weights where there is one."""
-    index = ExactIndex(embedding, metric, lazy=False)
-    index.follow()
-    if old is not None:
-        search = index._search
-        index._search = lambda tokens, k: (searched.append(len(tokens)), search(tokens, k))[1]
-        index.take_over(old)
-    index.precompute(2)
-    return index
 
 
 def show_words(model: str, embedding: Tensor) -> None:
@@ -211,7 +172,6 @@ def main() -> None:
     parser.add_argument("--random", type=int, nargs=2, metavar=("V", "D"))
     parser.add_argument("--words", action="store_true")
     parser.add_argument("--hnswlib", action="store_true")
-    parser.add_argument("--sync", action="store_true")
     options = parser.parse_args()
     folder = None if options.random else resolve(options.model)
     embedding = random_rows(*options.random) if options.random else load_embedding(folder)
@@ -219,10 +179,6 @@ def main() -> None:
     print(f"{describe()}; {name}, {len(embedding)} x {embedding.shape[1]} {embedding.dtype}", flush=True)
     if options.words:
         show_words(folder, embedding)
-        return
-    if options.sync:
-        for metric in options.metrics:
-            carry_over(embedding, metric)
         return
     if options.hnswlib:
         for metric in options.metrics:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from perturbations.errors import require
-from perturbations.neighbors import Drift, Neighborhood, NeighborIndex, Refresh, create_index, word_numbers
+from perturbations.neighbors import Drift, Neighborhood, NeighborIndex, create_index, refresh_period, word_numbers
 from perturbations.neighbors.base import Shard, TableIndex
 
 _ROWS = 1024  # of the matrix, in float64 at once
@@ -47,8 +47,8 @@ class ModelEmbeddings:
         self._matrices = {"input": input_matrix, "output": output_matrix or input_matrix}
         self._special_ids, self._token_texts = special_ids, token_texts
         self._words: dict[int, Tensor] = {}
-        self._indices: dict[tuple[str | bool, ...], tuple[Neighborhood, int]] = {}
-        self._syncs = 0
+        self._indices: dict[tuple[str | bool, ...], Neighborhood] = {}
+        self._behind: set[tuple[str | bool, ...]] = set()  # indices without the latest weight sync
         self._rms: Tensor | None = None
         self._number = next(_numbers)
         _known[self._number] = self
@@ -95,31 +95,27 @@ class ModelEmbeddings:
                 # No graph is built to look at a few tokens.
                 return create_index(embedding, "exact" if probe else kind, metric, exclude, words, probe or None)
 
-            made = Neighborhood(make, self._matrices[space], Refresh.parse(refresh), metric)
-            self._indices[key] = made, self._syncs
+            self._indices[key] = Neighborhood(make, self._matrices[space], refresh_period(refresh), metric)
         return self._up_to_date(key)
 
     def _up_to_date(self, key: tuple[str | bool, ...]) -> Neighborhood:
-        index, sync = self._indices[key]
-        if sync != self._syncs:
-            index.weights_changed()
-            self._indices[key] = index, self._syncs
-        return index
+        if key in self._behind:
+            self._behind.remove(key)
+            self._indices[key].weights_changed()
+        return self._indices[key]
 
     def refresh(self) -> None:
         """The weights have changed; several calls without a query in between count as one weight sync."""
-        self._syncs += 1
+        self._behind.update(self._indices)
         self._rms = None
 
     def drift(self) -> Drift | None:
         """Changes by the latest weight sync, over all indices queried since the sync before; None without queries."""
         total = None
-        for key, (index, sync) in self._indices.items():
+        for key, index in self._indices.items():
             if index.is_queried:
                 self._up_to_date(key)
-            elif sync != self._syncs:
-                continue
-            if index.drift is not None:
+            if key not in self._behind and index.drift is not None:
                 total = index.drift if total is None else total + index.drift
         return total
 

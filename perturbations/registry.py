@@ -236,6 +236,7 @@ def _same(one: type, two: type) -> bool:
 
 _METHODS = {
     "latent": ("latent", "lepo"),
+    "learned": ("hrpo", "tarpo"),
     "neighbor": ("neighbor", "orthogonal"),
     "soft": ("moi", "selar", "soft"),
     "soft_grpo": ("dirichlet", "gumbel", "normal"),

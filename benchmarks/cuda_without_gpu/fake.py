@@ -259,7 +259,8 @@ class _Table(TableIndex):
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
 
-    def _fill_all(self) -> None: ...
+    def precompute(self, k: int) -> None:
+        self._widen(k)
 
     @property
     def most(self) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,7 +56,7 @@ class GateOptions(Options):
 
 
 class StopText:
-    """Finds a text of L bytes in tokens, across their borders: a Knuth–Morris–Pratt automaton (1977) over bytes.
+    """Finds a text of L bytes in tokens, across their borders, with a table of states.
 
     State s < L: the bytes read end with the text's first s bytes. State L: the latest token completed the text.
     """
@@ -65,8 +66,24 @@ class StopText:
         self._text, self._bytes = text.encode(), [*token_bytes[:vocabulary]]
         self._bytes += [b""] * (vocabulary - len(self._bytes))
         self.complete = len(self._text)
-        table = _states_after(_automaton(self._text), self._bytes)
-        self._table = torch.from_numpy(table).to(device)
+        after_byte = np.zeros((self.complete + 1, 256), dtype=np.int16)
+        for state, byte in itertools.product(range(self.complete + 1), set(self._text)):
+            after_byte[state, byte] = self._begun(self._text[:state] + bytes([byte]), self.complete)
+        lengths = np.array([len(each) for each in self._bytes])
+        starts = np.cumsum(lengths) - lengths
+        symbols = np.frombuffer(b"".join(self._bytes), dtype=np.uint8)
+        states = np.tile(np.arange(self.complete + 1, dtype=np.int16), (vocabulary, 1))
+        found = np.zeros_like(states, dtype=bool)
+        for column in range(int(lengths.max(initial=0))):
+            rows = np.flatnonzero(lengths > column)
+            states[rows] = after_byte[states[rows], symbols[starts[rows] + column, None]]
+            found[rows] |= states[rows] == self.complete
+        states[found] = self.complete  # a text within a token stays complete
+        self._table = torch.from_numpy(states).to(device)  # the state after each token in each state
+
+    def _begun(self, read: bytes, most: int) -> int:
+        """The size of the text's longest beginning, of at most so many bytes, with which some bytes end."""
+        return next(size for size in range(most, -1, -1) if read.endswith(self._text[:size]))
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The states (B,) int64 after ``tokens`` (B,) in ``states`` (B,)."""
@@ -75,38 +92,7 @@ class StopText:
     def after_prompt(self, prompt: Sequence[int]) -> int:
         """The state after a prompt: L where its text ends with this one, whitespace aside, as an empty thought does."""
         end = b"".join(self._bytes[token] for token in prompt[-self.complete - _MARGIN :])
-        if end.rstrip().endswith(self._text):
-            return self.complete
-        return next(size for size in range(self.complete - 1, -1, -1) if end.endswith(self._text[:size]))
-
-
-def _automaton(text: bytes) -> np.ndarray:
-    """The state after each byte in each state, (L + 1, 256) int16 (Knuth, Morris and Pratt 1977)."""
-    after = np.zeros((len(text) + 1, 256), dtype=np.int16)
-    after[0, text[0]] = 1
-    border = 0  # the state of the longest proper suffix
-    for state in range(1, len(text) + 1):
-        after[state] = after[border]
-        if state < len(text):
-            after[state, text[state]] = state + 1
-            border = int(after[border, text[state]])
-    return after
-
-
-def _states_after(automaton: np.ndarray, token_bytes: Sequence[bytes]) -> np.ndarray:
-    """The state after each token in each state, (V, L + 1) int16; a text within a token stays complete."""
-    complete = len(automaton) - 1
-    lengths = np.array([len(each) for each in token_bytes])
-    starts = np.cumsum(lengths) - lengths
-    symbols = np.frombuffer(b"".join(token_bytes), dtype=np.uint8)
-    states = np.tile(np.arange(complete + 1, dtype=np.int16), (len(token_bytes), 1))
-    found = np.zeros_like(states, dtype=bool)
-    for column in range(int(lengths.max(initial=0))):
-        rows = np.flatnonzero(lengths > column)
-        states[rows] = automaton[states[rows], symbols[starts[rows] + column, None]]
-        found[rows] |= states[rows] == complete
-    states[found] = complete
-    return states
+        return self.complete if end.rstrip().endswith(self._text) else self._begun(end, self.complete - 1)
 
 
 class BoundGate:

@@ -10,7 +10,7 @@ import torch
 from perturbations import InputEdit, NeighborIndex, Proposal, Step, UsageError, option, register
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import require
-from perturbations.neighbors import Refresh
+from perturbations.neighbors import refresh_period
 from perturbations.top_tokens import LikeliestTokens
 
 _VARIANTS = {
@@ -46,7 +46,7 @@ class Neighbor(LikeliestTokens):
         if isinstance(self.refresh, int) and not isinstance(self.refresh, bool):
             object.__setattr__(self, "refresh", str(self.refresh))  # as YAML reads it
         super().__post_init__()
-        Refresh.parse(self.refresh)
+        refresh_period(self.refresh)
         for part, value in _VARIANTS[self.variant].items():
             if getattr(self, part) is None:
                 object.__setattr__(self, part, value)

@@ -10,7 +10,7 @@ from perturbations.errors import UsageError, nearest
 from perturbations.neighbors.base import NeighborIndex, Shard, TableIndex
 from perturbations.neighbors.exact import ExactIndex
 from perturbations.neighbors.hnsw import HnswIndex
-from perturbations.neighbors.refresh import Drift, Neighborhood, Refresh
+from perturbations.neighbors.refresh import Drift, Neighborhood, refresh_period
 from perturbations.neighbors.words import OtherWords, word_key, word_numbers
 
 INDICES = ("exact", "hnsw")

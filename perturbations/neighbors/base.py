@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of a neighbor index, its table of rows, and the embedding matrix with the scores of its pairs."""
+"""The contract of a neighbor index, its table of rows, and the embedding matrix, perhaps in shards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from perturbations.errors import UsageError, nearest
+from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-METRICS = ("cosine", "l2", "l1", "dot")
-
-# Rows widened to float64 at once: on a CPU few enough for its cache, which is ten times as fast.
-ROWS_CPU, ROWS_DEVICE = 256, 4096
 _SCRATCH_CPU, _SCRATCH_DEVICE = 64 << 20, 512 << 20  # bytes of temporary values held at once
 _BYTES = 16  # of them for each pair of tokens that is compared: three numbers and a few flags
 
@@ -78,50 +74,6 @@ class Shard:
         return self.gather(vectors.masked_fill(~here.unsqueeze(-1), 0)).view(-1, *vectors.shape).sum(dim=0)
 
 
-class PairScores:
-    """Cosine, dot product, or negative L2 or L1 distance: computed in float64, rounded to float32, for every index.
-
-    The cosine with a zero vector, which has no direction, is defined as -1. ``norms``: of all tokens, (V,) float64.
-    """
-
-    def __init__(self, shard: Shard, metric: str) -> None:
-        """``shard`` is kept by reference. ``UsageError`` for an unknown metric, or rows that are no finite matrix."""
-        if metric not in METRICS:
-            raise UsageError(f"metric={metric!r}: must be one of {', '.join(METRICS)}.{nearest(str(metric), METRICS)}")
-        if shard.rows.dim() != 2 or not shard.rows.is_floating_point():
-            seen = f"embedding of shape {tuple(shard.rows.shape)} and {shard.rows.dtype}"
-            raise UsageError(f"{seen}: must be a (V, D) matrix of floats.")
-        self.metric, self._shard = metric, shard
-        self.block = ROWS_CPU if shard.rows.device.type == "cpu" else ROWS_DEVICE
-        with torch.inference_mode(False), torch.no_grad():
-            parts = [part.double().square().sum(dim=-1).sqrt() for part in shard.rows.split(self.block)]
-            self.norms = shard.gather(torch.cat(parts))[: shard.size]
-        bad = (~torch.isfinite(self.norms)).nonzero().flatten().tolist()
-        if bad:
-            which = f"{bad[0]} (and {len(bad) - 1} more)"
-            raise UsageError(f"embedding row {which} is not finite: the model's weights are broken.")
-
-    def of(self, tokens: Tensor, own: Tensor, pairs: Tensor, others: Tensor) -> Tensor:
-        """Scores of N pairs, (N,) float32, of ``tokens[pairs]`` and ``others``, tokens of this rank, (N,) int64.
-
-        ``own``: the embeddings, (Q, D), of ``tokens``, (Q,).
-        """
-        scores = []
-        for at, right in zip(pairs.split(self.block), others.split(self.block)):
-            a, b = own[at].double(), self._shard.rows[right - self._shard.first].double()
-            if self.metric == "l1":
-                score = -(a - b).abs().sum(dim=-1)
-            elif self.metric == "l2":
-                score = -(a - b).square().sum(dim=-1).sqrt()
-            else:
-                score = (a * b).sum(dim=-1)
-            if self.metric == "cosine":
-                scale = self.norms[tokens[at]] * self.norms[right]
-                score = torch.where(scale > 0.0, score / scale.clamp_min(torch.finfo(torch.float64).tiny), -1.0)
-            scores.append(score)
-        return torch.cat(scores).float()
-
-
 def order(ids: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Sorts along the last dimension by falling score, equal scores by rising id."""
     ids, by_id = ids.sort(dim=-1)
@@ -141,14 +93,6 @@ class NeighborIndex(ABC):
 
     def precompute(self, k: int) -> None:
         """Does the work of queries for up to k neighbors ahead of time, where the index can."""
-        return None
-
-    def follow(self) -> None:
-        """Keeps its results for an index of later weights, where the index can. Called before any query."""
-        return None
-
-    def take_over(self, old: NeighborIndex) -> None:
-        """Takes valid rows from an index of earlier weights that follows; results do not change."""
         return None
 
 
@@ -184,7 +128,7 @@ class TableIndex(NeighborIndex):
         if k > self.width or k < 1:
             self._widen(k)
             if not self._lazy:
-                self._fill_all()
+                self.precompute(k)
         if self._lazy:
             try:
                 is_filled = self._filled.index_select(0, token_ids)
@@ -202,7 +146,7 @@ class TableIndex(NeighborIndex):
         """Fills the whole table for up to k neighbors, in blocks of bounded memory."""
         if k > self.width or k < 1:
             self._widen(k)
-        self._fill_all()
+        self._fill((~self._filled).nonzero().flatten())
 
     @property
     def most(self) -> int:
@@ -219,9 +163,6 @@ class TableIndex(NeighborIndex):
             self._scores = torch.zeros(self._size, k, dtype=torch.float32, device=self._device)
             self._filled = torch.zeros(self._size, dtype=torch.bool, device=self._device)
         self.width = k
-
-    def _fill_all(self) -> None:
-        self._fill((~self._filled).nonzero().flatten())
 
     def _fill(self, tokens: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():

@@ -15,22 +15,18 @@ from perturbations.neighbors.base import NeighborIndex, Shard, TableIndex
 _WATCHED, _WATCHED_L1 = 128, 8  # an L1 row costs as much as some twenty others
 
 
-@dataclass(frozen=True)
-class Refresh:
-    """Neighbor sets are computed again at each n-th weight sync; None for never."""
+def refresh_period(text: str) -> int | None:
+    """Weight syncs from one computation of neighbor sets to the next, None for never, by the option ``refresh``.
 
-    every: int | None = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Refresh:
-        """``every_sync``, ``never``, or a positive whole number of weight syncs; ``UsageError`` for anything else."""
-        words = {"every_sync": cls(1), "never": cls(None)}
-        if text in words:
-            return words[text]
-        if text.isdecimal() and int(text) > 0:
-            return cls(int(text))
-        allowed = "must be every_sync, never, or a positive whole number of weight syncs, such as 10"
-        raise UsageError(f"perturbation option refresh={text!r}: {allowed}.{nearest(text, words)}")
+    ``every_sync``, ``never``, or a positive whole number of weight syncs; ``UsageError`` for anything else.
+    """
+    words = {"every_sync": 1, "never": None}
+    if text in words:
+        return words[text]
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    allowed = "must be every_sync, never, or a positive whole number of weight syncs, such as 10"
+    raise UsageError(f"perturbation option refresh={text!r}: {allowed}.{nearest(text, words)}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,7 @@ class Drift:
 
 
 class Neighborhood(NeighborIndex):
-    """Serves queries from an index that the refresh policy rebuilds, and measures the drift.
+    """Serves queries from an index that is rebuilt at some weight syncs, and measures the drift.
 
     At most 128 of the queried tokens (8 for L1) are followed, evenly spaced by id. At a sync their sets are computed
     from the new weights, used or not. A set is the k nearest, in any order.
@@ -67,11 +63,14 @@ class Neighborhood(NeighborIndex):
         self,
         make: Callable[[Shard, bool], TableIndex],
         matrix: Callable[[], Tensor | Shard],
-        refresh: Refresh,
+        every: int | None,
         metric: str = "cosine",
     ) -> None:
-        """``make``: makes the index, with True a probe for few tokens. ``matrix``: gives the embedding as it is now."""
-        self._make, self._refresh = make, refresh
+        """``make``: makes the index, with True a probe for few tokens. ``matrix``: gives the embedding as it is now.
+
+        ``every``: as of :func:`refresh_period`.
+        """
+        self._make, self._every = make, every
         self._matrix = lambda: Shard.of(matrix())
         self._most = _WATCHED_L1 if metric == "l1" else _WATCHED
         self._syncs = self._k = 0
@@ -106,13 +105,12 @@ class Neighborhood(NeighborIndex):
     def weights_changed(self) -> None:
         """To be called after a weight sync and before the next query."""
         self._syncs += 1
-        due = self._refresh.every is not None and self._syncs % self._refresh.every == 0
+        due = self._every is not None and self._syncs % self._every == 0
         # Whether the sets in use are of the weights right before this sync, and not older ones.
-        fresh = (self._syncs - 1) % (self._refresh.every or self._syncs) == 0
+        fresh = (self._syncs - 1) % (self._every or self._syncs) == 0
         old, k = self._index, self._k
         if due:
             self._index = self._built()
-            self._index.take_over(old)
             if not self._on_demand and old.width:
                 self._index.precompute(old.width)
         self._outlived = not due and not self._on_demand
@@ -137,12 +135,9 @@ class Neighborhood(NeighborIndex):
     def _built(self) -> TableIndex:
         matrix = self._matrix()
         self._on_demand, self._outlived = rows_on_demand(matrix), False
-        if self._on_demand and self._refresh.every != 1:
+        if self._on_demand and self._every != 1:
             matrix = replace(matrix, rows=matrix.rows.clone())
-        index = self._make(matrix, False)
-        if self._refresh.every is not None:
-            index.follow()
-        return index
+        return self._make(matrix, False)
 
     def _joining(self, k: int) -> Tensor:
         """Queried tokens that are not followed yet, as many as there is room for."""

@@ -28,10 +28,8 @@ def word_key(text: str) -> str:
     word = unicodedata.normalize("NFKC", text).strip().strip(_MARKERS).strip().casefold().replace("\u2019", "'")
     if not word:
         return text
-    return _stem(word) if _PLAIN.fullmatch(word) else word
-
-
-def _stem(word: str) -> str:
+    if not _PLAIN.fullmatch(word):
+        return word
     word = word.rstrip("'").removesuffix("'s")
     if len(word) >= 4 and word.endswith("oes"):
         word = word[:-2]

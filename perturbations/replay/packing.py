@@ -20,7 +20,6 @@ PARTS = (RECORD, LOG_PROBS, MASK, COUNTS, EXPERTS, UNPERTURBED, UNPERTURBED_EXPE
 
 _CHECKSUM = struct.Struct("<I")
 _VARINT_BYTES = 5
-_VARINT_LIMITS = 1 << 7 * np.arange(1, _VARINT_BYTES)  # of numbers that need one more byte
 
 
 def sealed(parts: Sequence[bytes], version: int) -> bytes:
@@ -51,30 +50,18 @@ def experts(array: np.ndarray) -> list[bytes]:
 
 
 def varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the high bit is set where more follow."""
-    result = bytearray()
-    while value >= 0x80:
-        result.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*result, value])
+    """One number of :func:`varints`."""
+    return varints(np.array([value]))
 
 
 def varints(values: np.ndarray) -> bytes:
-    """Many of :func:`varint`, each in [0, 2^35)."""
+    """Numbers in [0, 2^35): seven bits a byte, the lowest first; the high bit is set where more follow."""
     if values.max(initial=0) < 0x80:
         return values.astype(np.uint8).tobytes()
-    sizes, long, rest = np.ones(len(values), dtype=np.int64), (values >= 0x80).nonzero()[0], values
-    sizes[long] += np.searchsorted(_VARINT_LIMITS, values[long], side="right")
-    at = sizes.cumsum()
-    packed = np.empty(at[-1], dtype=np.uint8)
-    at -= sizes
-    packed[at] = values & 0x7F
-    while len(long):
-        packed[at[long]] |= 0x80
-        rest, at = rest[long] >> 7, at[long] + 1
-        packed[at] = rest & 0x7F
-        long = (rest >= 0x80).nonzero()[0]
-    return packed.tobytes()
+    places = np.arange(_VARINT_BYTES)
+    rest = values[:, None] >> 7 * places
+    parts = rest & 0x7F | np.where(rest >= 0x80, 0x80, 0)
+    return parts[(rest > 0) | (places == 0)].astype(np.uint8).tobytes()
 
 
 class Reader:
@@ -93,13 +80,7 @@ class Reader:
 
     def varint(self) -> int:
         """The next number of :func:`varint`."""
-        value = 0
-        for place in range(_VARINT_BYTES):
-            (byte,) = self.take(1)
-            value |= (byte & 0x7F) << 7 * place
-            if byte < 0x80:
-                return value
-        raise ValueError(f"{self._what}: a number of more than {_VARINT_BYTES} bytes.")
+        return int(self.varints(1)[0])
 
     def varints(self, count: int) -> np.ndarray:
         """The next numbers of :func:`varints`, (count,) int64."""
@@ -110,15 +91,12 @@ class Reader:
         raw = np.frombuffer(self.take(size), np.uint8)
         if size == count:
             return raw.astype(np.int64)
-        at = (raw < 0x80).nonzero()[0]
-        values, rows = raw[at].astype(np.int64), np.arange(count)
-        for _ in range(_VARINT_BYTES):
-            more = (raw[at - 1] >= 0x80).nonzero()[0]  # the byte before the first one is the last, which is small
-            if not len(more):
-                return values
-            rows, at = rows[more], at[more] - 1
-            values[rows] = values[rows] << 7 | raw[at] & 0x7F
-        raise ValueError(f"{self._what}: a number of more than {_VARINT_BYTES} bytes.")
+        sizes = np.diff((raw < 0x80).nonzero()[0], prepend=-1)
+        if sizes.max() > _VARINT_BYTES:
+            raise ValueError(f"{self._what}: a number of more than {_VARINT_BYTES} bytes.")
+        starts = sizes.cumsum() - sizes
+        places = np.arange(size) - np.repeat(starts, sizes)
+        return np.add.reduceat((raw & 0x7F).astype(np.int64) << 7 * places, starts)
 
     def floats(self, *shape: int) -> np.ndarray:
         """The next ones, float32 of this shape."""

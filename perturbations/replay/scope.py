@@ -122,10 +122,9 @@ class LastHidden:
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
             seen = "was not called" if given is None else f"was given {len(given)} rows"
-            what = (
-                f"density: {type(self._head).__name__}, the model's output layer, {seen} in a forward of {count} rows"
-            )
-            raise RuntimeError(f"{what} of logits. A fused or sliced output layer hides the last hidden states.")
+            head = f"{type(self._head).__name__}, the model's output layer,"
+            why = "A fused or sliced output layer hides the last hidden states"
+            raise RuntimeError(f"density: {head} {seen} in a forward of {count} rows of logits. {why}.")
         return given[rows]
 
 
@@ -263,11 +262,8 @@ class ReplayScope:
         """The factor of the embedding's rows, such as Gemma's, and the recorded edit with σ and vectors times it."""
         embedding, edit = self._embedding, self._flat.edit
         scale = getattr(embedding, "scalar_embed_scale", getattr(embedding, "embed_scale", None))
-        if (
-            scale is None
-            and isinstance(embedding, nn.Embedding)
-            and type(embedding).forward is not nn.Embedding.forward
-        ):
+        own_forward = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
+        if scale is None and own_forward:
             why = f"replay cannot mix embeddings of {type(embedding).__name__}: its forward changes the matrix's rows"
             raise ValueError(f"{why}. Use a model with a plain or scaled table as input embedding.")
         scale = 1.0 if scale is None else float(scale)

@@ -87,14 +87,11 @@ class ReplayRecord:
         known = {model_fingerprint(vocabulary, hidden, given): given for given in (False, True)}
         made_with = known.get(self.model, module)
         if module is not None and made_with != module:
-            if not made_with:
-                raise ValueError(
-                    "replay record: its inputs passed no learned module, and this model has one. Detach it."
-                )
-            missing = "its inputs passed the perturbation's learned module, and this model has none"
-            raise ValueError(
-                f"replay record: {missing}. Attach it: perturbations.parameters.attach(model, perturbation)."
-            )
+            what, fix = "no learned module, and this model has one", "Detach it"
+            if made_with:
+                what = "the perturbation's learned module, and this model has none"
+                fix = "Attach it: perturbations.parameters.attach(model, perturbation)"
+            raise ValueError(f"replay record: its inputs passed {what}. {fix}.")
         if self.model and self.model not in known:
             needed = "Rollout and replay must have the same vocabulary and the same hidden size"
             raise ValueError(f"replay record: it is of another model, and cannot be replayed in {here}. {needed}.")
@@ -141,14 +138,14 @@ class ReplayRecord:
         numbers += [] if self.vectors is None else [self.vectors.shape[1]]
         header = _HEADER.pack(flags, self.model, self.seed.to_bytes(SEED_BYTES, "little"))
         parts = [packing.varints(2 * steps + self.agreed), ids.tobytes(), *map(packing.floats, present.values())]
-        return packing.sealed([header, *map(packing.varint, numbers), *parts], _RECORD_VERSION)
+        return packing.sealed([header, packing.varints(np.array(numbers)), *parts], _RECORD_VERSION)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReplayRecord:
         """Reads what :meth:`to_bytes` wrote; ``ValueError`` for anything but a whole record of this version."""
         reader = packing.unsealed(data, _RECORD_VERSION, "replay record")
         flags, model, seed = _HEADER.unpack(reader.take(_HEADER.size))
-        width, prompt, generated, count = (reader.varint() for _ in range(4))
+        width, prompt, generated, count = reader.varints(4).tolist()
         dense = reader.varint() if flags & _VECTORS else 0
         if width > packing.MOST_CANDIDATES or (count and not width):
             most = packing.MOST_CANDIDATES
@@ -338,7 +335,7 @@ class FinishedTrajectory:
         counts, answer = (self.dropped, self.prompted, self.cached), self.unperturbed
         parts = {packing.LOG_PROBS: [packing.floats(self.log_probs)]}
         if any(counts):
-            parts[packing.COUNTS] = [packing.varint(count) for count in counts]
+            parts[packing.COUNTS] = [packing.varints(np.array(counts))]
         if answer is not None:
             tokens = [packing.varint(len(answer.tokens)), answer.tokens.astype("<i4").tobytes()]
             parts[packing.UNPERTURBED] = [*tokens, packing.floats(answer.log_probs)]

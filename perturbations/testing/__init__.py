@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conformance suites of perturbations and gates, ours and a third party's: the checks, in order."""
 
+import dataclasses
+import json
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from perturbations import Gate, Perturbation, registry
-from perturbations.options import Options
+from perturbations.options import Options, coerce
 from perturbations.registry import Registry
-from perturbations.testing import declaration, proposal
-from perturbations.testing.report import PerturbationError
+from perturbations.testing import proposal
+from perturbations.testing.report import PerturbationError, require
 
 __all__ = ["PerturbationError", "check_gate", "check_perturbation", "inspect", "outcomes"]
 
+_RESERVED = ("name", "config", "source")
+_CALL_SUPER = "Call super().__post_init__() first in your __post_init__: it checks the ranges."
 _Target = Options | type[Options] | str
 _Checks = Iterator[tuple[str, Callable[[], object]]]
 
@@ -53,7 +58,7 @@ def outcomes(
         if options:
             late = f"options {', '.join(options)} come too late"
             raise ValueError(f"{late}: this {registry.kind} is already made. Pass its class.")
-    declared = _outcome(partial(declaration.check_class, registry, cls, registry.base_class()))
+    declared = _outcome(partial(check_class, registry, cls, registry.base_class()))
     yield "the class, and how its options are declared", declared
     if declared is not None:
         return
@@ -62,8 +67,8 @@ def outcomes(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             made = cls(**options)
-    yield "values out of range are refused, in words", _outcome(partial(declaration.check_options, made))
-    yield "another process makes the same from its spec", _outcome(partial(declaration.check_spec, made))
+    yield "values out of range are refused, in words", _outcome(partial(check_options, made))
+    yield "another process makes the same from its spec", _outcome(partial(check_spec, made))
     for title, run in own(made):
         yield title, _outcome(run)
 
@@ -107,3 +112,83 @@ def _raise_first(findings: Iterator[tuple[str, PerturbationError | None]]) -> No
     for _, error in findings:
         if error is not None:
             raise error
+
+
+def check_class(kind: Registry, cls: type, base: type) -> None:
+    """The class itself, and the declaration of each option."""
+    derived, home = isinstance(cls, type) and issubclass(cls, base), kind.base.replace(":", ".")
+    require(derived, f"{cls!r} is not a {kind.kind}.", f"Please derive it from {home}.")
+    name, fix = cls.__qualname__, "Write @dataclass(frozen=True, kw_only=True) above the class."
+    decorated = "__dataclass_fields__" in vars(cls)
+    require(decorated, f"{name} is not a dataclass, so its options would not be seen.", fix)
+    require(cls.__dataclass_params__.frozen, f"{name} can be changed after it is made.", fix)
+    word = "register_gate" if kind is registry.gates else "register"
+    fix = f'Write @{word}("its-name") above @dataclass, or name its file: ./file.py:{name}.'
+    require("name" in vars(cls), f"{name} has no name of its own.", fix)
+    missing = ", ".join(sorted(getattr(cls, "__abstractmethods__", ())))
+    fix = f"See {base.__name__} for arguments and result."
+    require(not missing, f"{cls.name}: {missing} must be implemented.", fix)
+    for field in dataclasses.fields(cls):
+        label = f"{cls.name}: option {field.name!r}"
+        reserved = field.name in _RESERVED or field.name.startswith(registry.GATE_OPTION)
+        require(not reserved, f"{label} has a reserved name ({', '.join(_RESERVED)}).", "Please rename the option.")
+        fix = f"Declare it as {field.name}: … = option(default, help)."
+        require(field.default is not dataclasses.MISSING, f"{label} has no default.", fix)
+        require(field.metadata.get("help"), f"{label} has no help text for `ngrpo train --help`.", fix)
+        try:
+            coerce(cls, field, field.default, kind.kind)
+        except ValueError as error:
+            what = f"{label} refuses its own default {field.default!r}: {error}"
+            raise PerturbationError(what, "Change the default or the range.") from error
+        except Exception as error:
+            what = f"{label} has a type that a command line cannot give ({type(error).__name__}: {error})."
+            fix = "Annotate it as int, float, bool or str, or one of these with `| None`."
+            raise PerturbationError(what, fix) from error
+
+
+def check_options(made: Options) -> None:
+    """Values out of range are refused, by a message with the value."""
+    cls = type(made)
+    present = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    for field in dataclasses.fields(made):
+        low, high, above, choices = (field.metadata.get(limit) for limit in ("low", "high", "above", "choices"))
+        bad = [None if low is None else low - 1, None if high is None else high + 1, above]
+        for value in [value for value in bad if value is not None] + (["no-such-choice"] if choices else []):
+            label, error = f"{cls.name}: {field.name}={value!r}, which is out of range,", None
+            try:
+                cls(**{**present, field.name: value})
+            except Exception as raised:
+                error = raised
+            require(error, f"{label} is accepted.", _CALL_SUPER)
+            seen = f"{type(error).__name__} ({error})"
+            require(isinstance(error, ValueError), f"{label} raises {seen} instead of ValueError.", _CALL_SUPER)
+            named = repr(value) in str(error) or f"{value:g}" in str(error)
+            what = f"{label} is refused without naming the value ({error})."
+            require(named, what, "Put the value into the message.")
+
+
+def check_spec(made: Options) -> None:
+    """Another process can make the same object from the spec."""
+    name, spec = made.name, made.spec()
+    try:
+        plain = json.loads(json.dumps(spec))
+    except TypeError as error:
+        what = f"{name}: spec() is not plain data ({error}), so it cannot be sent to another process."
+        raise PerturbationError(what, "Options must be scalars: int, float, bool, str or None.") from error
+    what = f"{name}: its class {spec['name']!r} is inside a function, where no other process finds it."
+    require("<locals>" not in spec["name"], what, "Move it to the top of a module or a file.")
+    try:
+        again = made.registry.create(**plain)
+    except ValueError as error:
+        options = {key: value for key, value in spec.items() if not key.endswith("source")}
+        what = f"{name}: create(**spec()) fails for {options}: {error}"
+        raise PerturbationError(what, "The class must take each value of spec().") from error
+    fix = "Each option must survive being passed again, and two classes must not share a name."
+    same = type(again) is type(made) and again == made
+    require(same, f"{name}: create(**spec()) gives {again!r}, not {made!r}.", fix)
+    for how, one in (("asked twice", made), ("made again from the spec", again)):
+        seen, expected = one.fingerprint(), made.fingerprint()
+        what = f"{name}: fingerprint() is not stable: {how}, it is {seen} instead of {expected}."
+        require(seen == expected, what, "It must depend on the options alone.")
+    unchanged = pickle.loads(pickle.dumps(made)) == made
+    require(unchanged, f"{name}: pickle changes it.", "Do not override __reduce__.")

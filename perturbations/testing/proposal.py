@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 
-from perturbations import Gate, GateStep, InputEdit, Perturbation, Positions, Proposal, ReplayRecord, Step, streams
+from perturbations import Gate, GateStep, InputEdit, Perturbation, Positions, Proposal, Step, streams
 from perturbations.base import Replayed
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
@@ -104,7 +104,6 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
         same = differing(proposal, proposed(other), exact=True) is None
         message = "draws no weights or tokens of its own" if same else "draws weights or tokens from the seed"
         _log.info("%s %s", perturbation.name, message)
-    _check_record(step, proposal, where)
     if perturbation.has_density:
         check_density(perturbation, step, proposal, where)
 
@@ -192,19 +191,6 @@ def check_module(perturbation: Perturbation) -> None:
         finite = parameter.grad is not None and torch.isfinite(parameter.grad).all()
         what = f"{perturbation.name}: no finite gradient reaches {name}, a parameter of its module."
         require(finite, what, "Use it in forward(), without detach, no_grad or a division by 0.")
-
-
-def _check_record(step: Step, proposal: Proposal, where: str) -> None:
-    """The edits survive being written to a record, to bytes and back."""
-    edit, end = proposal.edit, int(step.positions[-1]) + 1
-    positions, ids = (part.to(torch.int32).numpy() for part in (step.positions, edit.ids))
-    parts = (edit.sigma, edit.vectors, edit.normalizer)
-    sigma, vectors, normalizer = (None if part is None else part.numpy() for part in parts)
-    agreed = (proposal.tokens == step.sampled).numpy()
-    record = ReplayRecord(1, 1, end, positions, ids, edit.weights.numpy(), sigma, agreed, vectors, normalizer)
-    for name, part in vars(ReplayRecord.from_bytes(record.to_bytes())).items():
-        same, fix = np.array_equal(getattr(record, name), part), "Please report this: the record format is ours."
-        require(same, f"{where} {name} does not survive a replay record.", fix)
 
 
 def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:

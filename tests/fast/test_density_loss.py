@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities on their way into a forward's log-probabilities: the right rows, the ratio, the record, the errors."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -196,22 +197,23 @@ def test_the_fed_vector_has_a_gradient_where_it_is_asked_for(perturbation: Pertu
     assert model.embedding.weight.grad.any() == wanted
 
 
-def test_a_forward_that_never_asks_for_log_probabilities_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (log_probs_of, r"was not computed.*--perturbation\.density token"),
+        (
+            lambda logits, tokens: hooked(logits[:, :-1], tokens[:, :-1]),
+            "33 rows of logits for a replayed forward of 36 tokens",
+        ),
+    ],
+    ids=["never asked for log-probabilities", "logits of other rows"],
+)
+def test_a_forward_without_the_densitys_logits_is_an_error(ask: Callable[..., Any], words: str) -> None:
     perturbation, model = PERTURBATIONS[0], Model()
     tokens, mask, records = batch(perturbation)
     scope = ReplayScope(model.embedding, perturbation=perturbation)
-    error = pytest.raises(RuntimeError, match=r"was not computed.*--perturbation\.density token")
-    with error, scope(records, mask), densities(scope, 1.0):
-        log_probs_of(model(tokens), tokens)
-
-
-def test_logits_of_other_rows_are_an_error() -> None:
-    perturbation, model = PERTURBATIONS[0], Model()
-    tokens, mask, records = batch(perturbation)
-    scope = ReplayScope(model.embedding, perturbation=perturbation)
-    error = pytest.raises(RuntimeError, match="33 rows of logits for a replayed forward of 36 tokens")
-    with error, scope(records, mask), densities(scope, 1.0):
-        hooked(model(tokens)[:, :-1], tokens[:, :-1])
+    with pytest.raises(RuntimeError, match=words), scope(records, mask), densities(scope, 1.0):
+        ask(model(tokens), tokens)
 
 
 @pytest.mark.parametrize("density", ["gumbel", "token"])

@@ -16,7 +16,7 @@ from perturbations import InputEdit, Perturbation, Proposal, check_perturbation,
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.methods.hrpo import HybridGate
+from perturbations.methods.learned import HybridGate
 from perturbations.testing import PerturbationError
 from tests.fast.recipes import words_of
 from tests.fast.replay_examples import Embedder, small
@@ -258,7 +258,7 @@ def module_of(kind: str) -> Any:
     ],
 )
 def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
-    from perturbations.methods.hrpo import HRPO
+    from perturbations.methods.learned import HRPO
 
     check_perturbation("hrpo")
     monkeypatch.setattr(HRPO, "module", lambda self, size: module_of(kind)(size))

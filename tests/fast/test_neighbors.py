@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from perturbations.neighbors import ExactIndex
 
@@ -149,7 +150,7 @@ def test_a_device_index_fills_its_table_once_and_then_only_gathers(monkeypatch: 
     monkeypatch.setattr(index, "_lazy", False)
     assert index.query(torch.tensor([0]), 2)[0].tolist() == [[1, 2]]
     assert index._filled.all()
-    for name in ("_fill", "_fill_all", "_widen"):
+    for name in ("_fill", "precompute", "_widen"):
         monkeypatch.setattr(index, name, None)
     monkeypatch.setattr(torch.Tensor, "__bool__", None)
     monkeypatch.setattr(torch.Tensor, "item", None)
@@ -186,3 +187,23 @@ def test_errors_name_value_and_range(call, words: list[str]) -> None:
         call()
     for word in words:
         assert word in str(error.value)
+
+
+def test_half_precision_rows_are_multiplied_with_a_result_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, with sums that stray by as much as the proof allows, and to whichever side is wrong."""
+    draws = torch.Generator().manual_seed(5)
+    matrix = (1.0 + 0.05 * torch.randn(300, 64, generator=draws)).bfloat16()
+    want, asked = ExactIndex(matrix, lazy=False).query(torch.arange(300), 2), []
+    index = ExactIndex(matrix, lazy=False)
+
+    def mm(own: Tensor, rows: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        asked.append((own.dtype, rows.dtype, out_dtype))
+        exact = own.double() @ rows.double()
+        size = own.double().norm(dim=-1, keepdim=True) * rows.double().norm(dim=0)
+        return (exact + 2.0**-9 * size * torch.randn(exact.shape, generator=draws).sign()).float()
+
+    monkeypatch.setattr(torch, "mm", mm)
+    index._mixed, index._native = True, False
+    found = index.query(torch.arange(300), 2)
+    assert set(asked) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
+    assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])

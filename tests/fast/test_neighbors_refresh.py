@@ -3,12 +3,13 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from perturbations import create
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
-from perturbations.neighbors import Drift, ExactIndex, Neighborhood, Refresh
+from perturbations.neighbors import Drift, ExactIndex, Neighborhood, refresh, refresh_period
 
 # On a line, nearest by L2:          0→1  1→0  2→1   3→4   4→3
 START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
@@ -152,7 +153,7 @@ def test_an_index_that_is_out_of_use_costs_nothing_and_reports_nothing(monkeypat
 
 def test_the_hot_path_does_not_look_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA, taken on CPU."""
-    watched = Neighborhood(lambda e, probe: ExactIndex(e, lazy=False), lambda: START, Refresh(None))
+    watched = Neighborhood(lambda e, probe: ExactIndex(e, lazy=False), lambda: START, None)
     watched.query(torch.tensor([0]), 1)
     monkeypatch.setattr(torch.Tensor, "__bool__", None)
     monkeypatch.setattr(torch.Tensor, "item", None)
@@ -168,7 +169,48 @@ def test_a_bad_policy_is_refused(value: object) -> None:
 
 
 def test_policies_are_read() -> None:
-    assert [Refresh.parse(t).every for t in ("every_sync", "never", "12")] == [1, None, 12]
+    assert [refresh_period(t) for t in ("every_sync", "never", "12")] == [1, None, 12]
     assert create("neighbor", refresh=3).refresh == "3"  # a YAML number
     with pytest.raises(ValueError, match="Did you mean 'every_sync'"):
         create("neighbor", refresh="every-sync")
+
+
+class TestOnADevice:
+    """The path of CUDA, taken on a CPU: tables are complete before weights change, and no matrix is copied."""
+
+    @pytest.fixture(autouse=True)
+    def _complete_tables(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(refresh, "rows_on_demand", lambda matrix: False)
+
+    def neighborhood(self, matrix: Tensor, policy: str) -> Neighborhood:
+        return Neighborhood(
+            lambda shard, probe: ExactIndex(shard, "l2", lazy=probe), lambda: matrix, refresh_period(policy), "l2"
+        )
+
+    def test_never_keeps_the_first_sets_without_a_copy_of_the_matrix(self) -> None:
+        matrix = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
+        found = self.neighborhood(matrix, "never")
+        found.precompute(1)
+        assert found._index._rows.data_ptr() == matrix.data_ptr()
+        matrix[1] = 20.0
+        found.weights_changed()
+        assert found.query(torch.tensor([0, 2]), 1)[0].tolist() == [[1], [1]], "also where nobody had asked"
+        assert found.query(torch.tensor([0]), 2)[0].tolist() == [[2, 3]], "a larger k: all anew, of today's weights"
+        matrix[1] = 1.0
+        found.weights_changed()
+        assert found.query(torch.tensor([0, 2]), 1)[0].tolist() == [[2], [0]]
+
+    @pytest.mark.parametrize("policy", ["every_sync", "3"])
+    def test_policies_give_what_an_index_made_anew_gives(self, policy: str) -> None:
+        draws = torch.Generator().manual_seed(0)
+        matrix, every = torch.randn(400, 24, generator=draws), refresh_period(policy)
+        found, of_weights = self.neighborhood(matrix, policy), matrix.clone()
+        found.precompute(2)
+        for sync in range(1, 8):
+            matrix += 0.01 * torch.randn(matrix.shape, generator=draws)
+            found.weights_changed()  # with nothing asked in between too
+            if sync % every == 0:
+                of_weights = matrix.clone()
+            if sync % 2:
+                same_sets = ExactIndex(of_weights, "l2").query(torch.arange(400), 2)[0]
+                assert torch.equal(found.query(torch.arange(400), 2)[0], same_sets)

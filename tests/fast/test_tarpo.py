@@ -22,7 +22,7 @@ from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
 from perturbations.methods import tarpo
-from perturbations.methods.tarpo import Router
+from perturbations.methods.learned import Router
 from perturbations.replay.scope import LastHidden, ReplayScope
 from perturbations.testing.proposal import replayed
 from tests.token_log_probs import log_probs_of

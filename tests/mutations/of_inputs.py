@@ -75,7 +75,7 @@ MUTATIONS = {
         ),
         ("action = tokens if perturbation.draws_token else", "action =", "a token that was drawn is not in the action"),
     ],
-    ("perturbations/methods/tarpo.py", "test_tarpo.py"): [
+    ("perturbations/methods/learned.py", "test_tarpo.py"): [
         ("[:, 1:].exp() > step", "[:, :1].exp() > step", "tarpo: the router's probabilities are exchanged"),
         ("self.decision_weight * router", "router", "tarpo: λ is missing"),
         ("[:, :1] == 0.0)", "[:, :1] != 0.0)", "tarpo: the other decision than was drawn"),

@@ -183,10 +183,10 @@ MUTATIONS = {
         ("self.beta * log_ratio.abs()", "log_ratio.abs()", "kl_cov: β is missing"),
         ("log_ratio.abs()", "log_ratio", "kl_cov: the penalty pushes down"),
     ],
-    ("ngrpo/methods/credits/lp_reg.py", _PENALTIES): [
+    ("ngrpo/methods/credits/token_credits.py", _PENALTIES): [
         ("largest=False", "largest=True", "lp_reg: the likeliest tokens"),
         ("(log_probs <= threshold) & (tokens.advantages < 0.0)", "log_probs <= threshold", "lp_reg: right answers too"),
-        ("math.ceil(", "math.floor(1 + ", "lp_reg: a token too many"),
+        ("math.ceil(self.share", "math.floor(1 + self.share", "lp_reg: a token too many"),
         (" - mass.log()", "", "lp_reg: the proxy is not renormalised"),
         ("torch.where(kept,", "torch.where(kept | True,", "lp_reg: noise is held up"),
         ("log_probs.detach() - mass", "log_probs - mass", "lp_reg: the proxy has a gradient"),
@@ -210,7 +210,7 @@ MUTATIONS = {
     ],
     ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
         ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
-        ("math.ceil(", "math.floor(", "top_entropy: rounded down"),
+        ("math.ceil(self.fraction", "math.floor(self.fraction", "top_entropy: rounded down"),
         ("entropies.topk(", "(-entropies).topk(", "top_entropy: the smallest entropies"),
         ("advantages, 0.0)", "advantages, 0.1 * advantages)", "top_entropy: the others keep a part"),
         (
@@ -280,8 +280,12 @@ MUTATIONS = {
         ("run.temperature * past[-1].factor *", "past[-1].factor *", "e3: τ is taken for its factor"),
         ("+ math.log(math.log(run.vocabulary))", "", "e3: ln ln V is missing"),
         ("0.5 * (1.0 + math.cos(math.pi * x))", "(1.0 - x)", "e3: the target falls evenly"),
-        ("min(since / (steps - start), 1.0)", "since / (steps - start)", "e3: beyond the run the target rises again"),
-        ("since = past - 1 - start", "since = past - start", "e3: the target is a step ahead"),
+        (
+            "min(since / (run.steps - start), 1.0)",
+            "since / (run.steps - start)",
+            "e3: beyond the run it rises again",
+        ),
+        ("since = len(past) - 1 - start", "since = len(past) - start", "e3: the target is a step ahead"),
     ],
     ("ngrpo/methods/sampling_schedules/temperatures.py", _LADDER): [
         ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),

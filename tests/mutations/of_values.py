@@ -154,7 +154,7 @@ MUTATIONS = {
         ("24).float() + 0.5) * 2.0**-40", "26).float() + 0.5) * 2.0**-38", "exponential draws are two bits coarser"),
         ("41) < least", "41) <= least", "below includes its bound"),
     ],
-    ("perturbations/methods/tarpo.py", "test_tarpo.py"): [
+    ("perturbations/methods/learned.py", "test_tarpo.py"): [
         (
             "(hidden.float(), self.weight.float(), self.bias_shift.float())",
             "(hidden, self.weight.to(hidden), self.bias_shift.to(hidden)).float()",
@@ -168,10 +168,10 @@ MUTATIONS = {
         (".clamp(0.0, 1.0)", "", "moi: more entropy than there is"),
     ],
     ("perturbations/neighbors/refresh.py", "test_neighbors_refresh.py"): [
-        ("self._refresh.every != 1", "self._refresh.every not in (None, 1)", "never: sets of the live matrix"),
+        ("self._every != 1", "self._every not in (None, 1)", "never: sets of the live matrix"),
         (
-            "self._on_demand and self._refresh.every != 1",
-            "self._refresh.every is None",
+            "self._on_demand and self._every != 1",
+            "self._every is None",
             "n-th: sets of the live matrix",
         ),
     ],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ngrpo.trainers.common.log_probs import densities
 from perturbations import create, parameters
-from perturbations.methods.tarpo import TARPO
+from perturbations.methods.learned import TARPO
 from perturbations.replay.scope import LastHidden, ReplayScope
 from perturbations.step import Step
 from tests.fast.density_model import hooked

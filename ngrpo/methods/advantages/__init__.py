@@ -32,15 +32,12 @@ register, available = registry.register, registry.available
 def create(name: str, **options: object) -> Advantage:
     """Makes an advantage, as :meth:`perturbations.registry.Registry.create`."""
     if name.lower() in ("n-grpo", "n_grpo"):
-        raise UsageError(
-            f"unknown advantage {name!r}: two methods have nearly this name. N-GRPO, the mixing of neighbors, is"
-            " --perturbation neighbor; NGRPO, negative-enhanced GRPO, is --advantage ngrpo."
-        )
+        n_grpo = "N-GRPO, the mixing of neighbors, is --perturbation neighbor"
+        both = f"two methods have nearly this name. {n_grpo}; NGRPO, negative-enhanced GRPO, is --advantage ngrpo"
+        raise UsageError(f"unknown advantage {name!r}: {both}.")
     if name in OPENRLHF_ESTIMATORS:
-        raise UsageError(
-            f"unknown advantage {name!r}: OpenRLHF computes that one itself; leave --advantage out and give"
-            f" --algo.advantage.estimator {name}. Ours: {', '.join(available())}."
-        )
+        fix = f"leave --advantage out and give --algo.advantage.estimator {name}. Ours: {', '.join(available())}"
+        raise UsageError(f"unknown advantage {name!r}: OpenRLHF computes that one itself; {fix}.")
     return registry.create(name, **options)
 
 

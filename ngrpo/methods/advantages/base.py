@@ -70,22 +70,17 @@ class Advantage(Options, ABC):
 
         ``overlong``: which responses were cut off, (P, G) bool; ignored unless ``leaves_out_overlong``.
         """
-        label = f"advantage {self.name}:"
-        if rewards.dim() != 2:
-            raise UsageError(
-                f"{label} rewards of shape {tuple(rewards.shape)}; (P, G) is needed, a row for each prompt."
-            )
+        label, shape = f"advantage {self.name}:", tuple(rewards.shape)
+        if len(shape) != 2:
+            raise UsageError(f"{label} rewards of shape {shape}; (P, G) is needed, a row for each prompt.")
         further = further if self.needs else None
         if self.needs and (further is None or further.shape[:2] != rewards.shape):
-            raise UsageError(
-                f"{label} {self.needs}={None if further is None else tuple(further.shape)}; a tensor of the rewards'"
-                f" shape {tuple(rewards.shape)} is needed: {FURTHER[self.needs]}."
-            )
+            given = f"{self.needs}={None if further is None else tuple(further.shape)}"
+            needed = f"a tensor of the rewards' shape {shape} is needed: {FURTHER[self.needs]}"
+            raise UsageError(f"{label} {given}; {needed}.")
         for row, column in (~rewards.isfinite()).nonzero().tolist():
-            raise UsageError(
-                f"{label} the reward of prompt {row}, response {column} is {rewards[row, column].item()}."
-                " Finite rewards are needed: repair the reward function."
-            )
+            given = f"the reward of prompt {row}, response {column} is {rewards[row, column].item()}"
+            raise UsageError(f"{label} {given}. Finite rewards are needed: repair the reward function.")
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
         if overlong is None or not self.leaves_out_overlong:
@@ -140,11 +135,9 @@ class VerifiedAdvantage(Advantage):
     paper: ClassVar[str] = "a baseline of NGRPO, arXiv 2509.18851"
 
     def check_rewards(self, rewards: Tensor) -> None:
-        self.refuse(
-            rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)],
-            "not in [0, 1], where 1 is a correct response. Let the reward function give those, or use --advantage"
-            " group_norm or ngrpo.",
-        )
+        outside = rewards[(rewards < 0.0) | (rewards > 1.0 + ROUNDING)]
+        fix = "Let the reward function give those, or use --advantage group_norm or ngrpo."
+        self.refuse(outside, f"not in [0, 1], where 1 is a correct response. {fix}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +162,8 @@ class AnnealedK(Advantage):
     def check_group(self, size: int) -> None:
         """Raises ``UsageError`` where k does not fit groups of this size."""
         if self.k > size:
-            raise UsageError(
-                f"advantage {self.name}: k={self.k}: must be in [1, {size}], the responses to each prompt"
-                " (--rollout.n_samples_per_prompt). Lower k, or ask for more responses."
-            )
+            limit = f"must be in [1, {size}], the responses to each prompt (--rollout.n_samples_per_prompt)"
+            raise UsageError(f"advantage {self.name}: k={self.k}: {limit}. Lower k, or ask for more responses.")
 
     def check_rewards(self, rewards: Tensor) -> None:
         self.check_group(rewards.shape[1])

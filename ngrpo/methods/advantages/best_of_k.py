@@ -29,11 +29,9 @@ class PassAtK(AnnealedK):
 
     def check_rewards(self, rewards: Tensor) -> None:
         super().check_rewards(rewards)
-        self.refuse(
-            rewards[(rewards.abs() > ROUNDING) & ((rewards - 1.0).abs() > ROUNDING)],
-            "neither 0 for a wrong nor 1 for a right response. Let the reward function give those, or use --advantage"
-            " pkpo, which takes any rewards.",
-        )
+        neither = rewards[(rewards.abs() > ROUNDING) & ((rewards - 1.0).abs() > ROUNDING)]
+        fix = "Let the reward function give those, or use --advantage pkpo, which takes any rewards."
+        self.refuse(neither, f"neither 0 for a wrong nor 1 for a right response. {fix}")
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """(1 − ρ)/σ for a right response, (1 − ρ − C(N−c−1, k−1)/C(N−1, k−1))/σ for a wrong one; 0 where σ is 0.
@@ -84,10 +82,9 @@ class PKPO(AnnealedK):
         """Also: a baseline without the response itself needs more than k others, and one of k - 1 a k of at least 2."""
         super().check_group(size)
         if self.k + _LEAST[self.variant] > size:
-            raise UsageError(
-                f"advantage pkpo: k={self.k} with variant=loo: must be below the group's {size} responses"
-                " (--rollout.n_samples_per_prompt). Lower it, or take variant=loo_minus_one."
-            )
+            least = f"must be below the group's {size} responses (--rollout.n_samples_per_prompt)"
+            fix = "Lower it, or take variant=loo_minus_one"
+            raise UsageError(f"advantage pkpo: k={self.k} with variant=loo: {least}. {fix}.")
 
     def largest(self, size: int) -> float:
         """An only right response has k times its reward, and less of a baseline."""
@@ -95,11 +92,8 @@ class PKPO(AnnealedK):
 
     def check_rewards(self, rewards: Tensor) -> None:
         super().check_rewards(rewards)
-        self.refuse(
-            rewards[rewards.abs() > _LARGEST],
-            f"not in [-{_LARGEST}, {_LARGEST}], beyond which the clip would cut its advantage. Divide the rewards by a"
-            " constant.",
-        )
+        limits = f"[-{_LARGEST}, {_LARGEST}], beyond which the clip would cut its advantage"
+        self.refuse(rewards[rewards.abs() > _LARGEST], f"not in {limits}. Divide the rewards by a constant.")
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """s_i is the mean, over all sets of k responses, of the maximum of sets with i, times their share.

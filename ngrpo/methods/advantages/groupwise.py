@@ -95,10 +95,9 @@ class NegativeEnhanced(Advantage):
     max_reward: float = option(1.0, "the maximum reward of the task")
 
     def check_rewards(self, rewards: Tensor) -> None:
-        self.refuse(
-            rewards[rewards > self.max_reward + self._rounding],
-            f"above the maximum reward {self.max_reward:g}. Give the task's maximum with --advantage.max_reward.",
-        )
+        fix = "Give the task's maximum with --advantage.max_reward."
+        above = rewards[rewards > self.max_reward + self._rounding]
+        self.refuse(above, f"above the maximum reward {self.max_reward:g}. {fix}")
 
     @property
     def _rounding(self) -> float:
@@ -135,7 +134,5 @@ class NegativeEnhanced(Advantage):
         lowest = flags.value("--algo.dynamic_filtering_range")
         if lowest is None or lowest.startswith("-"):
             return []
-        return [
-            f"--advantage ngrpo learns from all-wrong groups, but --algo.dynamic_filtering_range {lowest} … drops them"
-            " from the batch."
-        ]
+        dropped = f"--algo.dynamic_filtering_range {lowest} … drops them from the batch"
+        return [f"--advantage ngrpo learns from all-wrong groups, but {dropped}."]

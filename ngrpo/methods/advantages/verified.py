@@ -181,7 +181,5 @@ class SingleStream(VerifiedAdvantage):
         """Where the user's own estimator leaves out the normalisation."""
         if flags.value("--algo.advantage.estimator") != "group_norm":
             return []
-        return [
-            "--advantage spo is normalized over the step unless --algo.advantage.estimator group_norm is given. Leave"
-            " it out."
-        ]
+        unless = "unless --algo.advantage.estimator group_norm is given. Leave it out"
+        return [f"--advantage spo is normalized over the step {unless}."]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 _FAMILIES = {
     "covariance": ("clip_cov", "kl_cov"),
-    "token_credits": ("entropy_bonus", "first_token", "simko", "top_entropy"),
+    "token_credits": ("entropy_bonus", "first_token", "lp_reg", "simko", "top_entropy"),
 }
 registry = Registry("credit", f"{__name__}:Credit", __name__, "ngrpo.credits", _FAMILIES)
 register, available, create = registry.register, registry.available, registry.create

@@ -135,6 +135,5 @@ def check_shapes(credit: Credit, method: str, tokens: int, *parts: Tensor) -> No
     """RuntimeError unless what a method of the credit returned has one number for each token."""
     if any(part.shape != (tokens,) for part in parts):
         shapes = " and ".join(str(tuple(part.shape)) for part in parts)
-        raise RuntimeError(
-            f"credit {credit.name!r}: {method} returns {shapes} for {tokens} tokens: one number for each is needed."
-        )
+        needed = "one number for each is needed"
+        raise RuntimeError(f"credit {credit.name!r}: {method} returns {shapes} for {tokens} tokens: {needed}.")

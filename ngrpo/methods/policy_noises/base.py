@@ -38,11 +38,10 @@ class PolicyNoise(Options, ABC):
         names = tuple(names)
         chosen = tuple(name for name in names if self.selects(name))
         if not chosen:
-            raise UsageError(
-                f"--policy_noise {self.name}: the model's parameters ({', '.join(names[:4])}, …) are none of"
-                f" {self.noised}. Use another --policy_noise ({', '.join(_registry.available())}, or a file of your"
-                " own), another model, or leave it out."
-            )
+            seen = f"the model's parameters ({', '.join(names[:4])}, …) are none of {self.noised}"
+            others = f"{', '.join(_registry.available())}, or a file of your own"
+            fix = f"Use another --policy_noise ({others}), another model, or leave it out"
+            raise UsageError(f"--policy_noise {self.name}: {seen}. {fix}.")
         return chosen
 
     @abstractmethod

@@ -44,10 +44,8 @@ class PSN(PolicyNoise):
         if not self.adaptive or last is None:
             return self.sigma
         if divergence is None:
-            raise UsageError(
-                "--policy_noise.adaptive needs log-probabilities of the rollout: leave"
-                " --algo.advantage.is_correction_level at token."
-            )
+            fix = "leave --algo.advantage.is_correction_level at token"
+            raise UsageError(f"--policy_noise.adaptive needs log-probabilities of the rollout: {fix}.")
         sigma = last * self.factor if divergence < self.target else last / self.factor
         return min(max(sigma, _LEAST), _MOST)
 
@@ -101,10 +99,9 @@ class AQN(PolicyNoise):
             blocks[block].add(norm)
         for block, norms in blocks.items():
             if not norms & _BEFORE_ATTENTION:
-                raise UsageError(
-                    f"--policy_noise {self.name}: {block} has {', '.join(sorted(norms))} and no norm before its"
-                    f" attention ({' or '.join(sorted(_BEFORE_ATTENTION))}). Use --policy_noise psn, or another model."
-                )
+                known = " or ".join(sorted(_BEFORE_ATTENTION))
+                seen = f"{block} has {', '.join(sorted(norms))} and no norm before its attention ({known})"
+                raise UsageError(f"--policy_noise {self.name}: {seen}. Use --policy_noise psn, or another model.")
         # Where a norm of its own is before the MLP, the other one is at the end of the attention.
         ends = {f"{block}.{_AFTER_ATTENTION}.weight" for block, norms in blocks.items() if norms & _BEFORE_MLP}
         return tuple(name for name in chosen if name not in ends)

@@ -39,9 +39,8 @@ class EAD(SamplingSchedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tau_min > self.tau_max:
-            raise UsageError(
-                f"sampling schedule option tau_min={self.tau_min}: must be at most tau_max={self.tau_max}."
-            )
+            limit = f"must be at most tau_max={self.tau_max}"
+            raise UsageError(f"sampling schedule option tau_min={self.tau_min}: {limit}.")
 
     def factor(self, at: NextTokens) -> Tensor:
         """1 for t < c, then max(1 + τ_max − exp(t / d_s), τ_min), d_s = min(d_0 + 5 s, 40000).
@@ -114,17 +113,13 @@ class E3(SamplingSchedule):
         """τ ← τ (1 + τ ln(H* / H) / (ln V + ln ln V)), H* = H_0 · ((1 − f) · ½(1 + cos πx) + f)."""
         if not past:
             return 1.0
-        first, last = (max(one.entropy, _LEAST_ENTROPY) for one in (past[0], past[-1]))
-        target = first * self._share_of_first(len(past), run.steps)
+        target, last = (max(one.entropy, _LEAST_ENTROPY) for one in (past[0], past[-1]))
+        start = run.steps - int(self.share * run.steps)
+        # As in the release, the target that a step is compared with was set after the step before it.
+        since = len(past) - 1 - start
+        if self.annealing and since > 0:
+            x = min(since / (run.steps - start), 1.0)
+            target *= (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * x)) + self.end
         slowness = math.log(run.vocabulary) + math.log(math.log(run.vocabulary))
         change = run.temperature * past[-1].factor * math.log(target / last) / slowness
         return min(max(past[-1].factor * (1.0 + change), self.least), self.most)
-
-    def _share_of_first(self, past: int, steps: int) -> float:
-        start = steps - int(self.share * steps)
-        # As in the release, the target that a step is compared with was set after the step before it.
-        since = past - 1 - start
-        if not self.annealing or since <= 0:
-            return 1.0
-        x = min(since / (steps - start), 1.0)
-        return (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * x)) + self.end
