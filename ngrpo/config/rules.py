@@ -55,8 +55,10 @@ def check_parsed(flags: Flags) -> None:
 
 def about_gpus(flags: Flags, run: RunConfig) -> str:
     """The number of GPUs that a run needs, and the GPUs that are there."""
-    needed, machine = sum(group.gpus for group in placement.groups(flags.args)), machine_of(run)
-    return f"GPUs: {needed} needed; {machine}" if machine else "no GPU is needed"
+    machine = machine_of(run)
+    if machine is None:
+        return "no GPU is needed"
+    return f"GPUs: {sum(group.gpus for group in placement.groups(flags.args))} needed; {machine}"
 
 
 def check_patches(flags: Flags, run: RunConfig) -> None:

@@ -41,7 +41,7 @@ def take_trajectories(llm: LLM, request_ids: Sequence[str] | None = None) -> dic
 
 
 def take_finished(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, FinishedTrajectory]:
-    """As :func:`take_records`, with all that the engine records."""
+    """As :func:`take_records`, with everything that the engine records."""
     front = llm.llm_engine.output_processor
     names = None if request_ids is None else list(request_ids)
     return of_answers(front, _ask(llm, "take", names, list(front.request_states)))

@@ -82,7 +82,7 @@ class StopText:
         self._table = torch.from_numpy(states).to(device)  # the state after each token in each state
 
     def _begun(self, read: bytes, most: int) -> int:
-        """The size of the text's longest beginning, of at most so many bytes, with which some bytes end."""
+        """The size of the text's longest beginning, of at most ``most`` bytes, with which some bytes end."""
         return next(size for size in range(most, -1, -1) if read.endswith(self._text[:size]))
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class Trainer:
     """OpenRLHF's, as far as its training step and its loss go; packed or padded."""
 
     def __init__(self, logits: Tensor, packed: bool) -> None:
-        self.actor_loss_fn = clipped_loss
+        self.actor_loss_fn, self.actor = clipped_loss, None
         self.logits, self.packed = logits, packed
 
     def training_step(self, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def load_weights_file(worker: Any, path: str) -> int:
 
 
 def reload_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Loads a checkpoint's weights into a model runner of vLLM, whose CPU kernels multiply with packed copies.
+    """Loads a checkpoint's weights into a model runner of vLLM, where CPU kernels multiply with packed copies.
 
     `reload_weights` and not `load_weights`, since only the former restores the checkpoint's layout first. Of two that
     it leaves unpacked in vLLM 0.29, a tied head, which is in no checkpoint, would keep the old weights, and experts

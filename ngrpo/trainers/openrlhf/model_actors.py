@@ -86,7 +86,7 @@ class _Replaying:
             if run.advantage is not None and run.advantage.needs == "hidden" and self.is_policy:
                 hidden = LastHidden(model_of(model).get_output_embeddings())
                 stack.enter_context(hidden())
-            replay = replayed(model, side_inputs, attention_mask, measure=False)
+            replay = replayed(model, side_inputs, require(attention_mask, "attention_mask"), measure=False)
             _, action_densities = stack.enter_context(replay)
             log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)  # type: ignore[misc]
             if action_densities is not None and self.is_policy:
@@ -124,7 +124,11 @@ class _Replaying:
 
 @contextmanager
 def replayed(
-    actor: Any, side_inputs: Sequence[Any] | None, attention_mask: Any, advantages: Tensor | None = None, **options: Any
+    actor: Any,
+    side_inputs: Sequence[Any] | None,
+    attention_mask: Tensor,
+    advantages: Tensor | None = None,
+    **options: Any,
 ) -> Iterator[tuple[ReplayStats | None, Densities | None]]:
     """The forward of OpenRLHF's ``Actor`` in this context is over the rollout's inputs, experts and sets of tokens.
 
