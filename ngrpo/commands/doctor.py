@@ -233,7 +233,7 @@ def self_test(model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from ngrpo.rollout import model_runner, take_trajectories
-    from ngrpo.rollout.startup_check import check_replay
+    from ngrpo.trainers.common.replay_check import check_replay
     from perturbations import replaying
 
     folder = packaged.resolve(model)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model (`check_replay`)?
+"""The start-up check: do overrides land where they belong, in an engine and in a trainer's model (`replay_check`)?
 
 A row fed with another token's embedding must give the log-probabilities of the text with that token there; all other
 rows, and one fed with its own token's, those of the untouched text. An engine's core runs a few tiny requests for this.
@@ -16,23 +16,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ngrpo import patches
 from ngrpo.machine.upstream.patch import around
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
 from perturbations import ReplayRecord, UsageError
-from perturbations.replay.scope import ReplayScope
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.v1.engine.core import EngineCore
 
 _LENGTH = 10
-_LONGEST = 32  # context of a trainer's model
 # By half precision or not: the fraction of the other token's effect that rounding may reach, and the least effect, in
 # nats, that tells anything.
 _ROUNDING = {False: 0.02, True: 0.25}
@@ -193,45 +189,6 @@ def distance(ones: Sequence[Any], others: Sequence[Any]) -> float:
         else:
             apart.extend(np.abs(one - other).tolist())
     return float(np.mean(apart)) if apart else 0.0
-
-
-# ---- the check of a trainer's model ------------------------------------------------------------------------------
-
-
-def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Replays a row of one candidate of weight 1 and compares with the text that has this token.
-
-    ``log_probs`` goes from sequences (B, T), action mask (B, A) and attention mask (B, T) to log π of the last A
-    tokens, (B, A), through the trainer's wrappers of the model. Every rank of a sharded model does the same
-    forwards.
-
-    Raises ``CheckFailure`` if a replayed row does not reach the model, or others change.
-    """
-    embedding: Any = model.get_input_embeddings()
-    partly = reads_tokens_elsewhere(model.modules(), embedding)
-
-    def answers(*texts: list[int]) -> list[Answer]:
-        sequences = torch.tensor(texts)
-        ones = torch.ones_like(sequences)
-        return [Answer(row) for row in log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()]
-
-    def compare(texts: CheckTexts) -> list[Comparison]:
-        first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
-        plain = answers(first, text, last, texts.swapped)
-        records = [None, *(record_of({row: token}, 1, len(text)) for token in (other, text[row])), None]
-        mask = torch.ones(len(records), len(text), dtype=torch.int64)
-        with ReplayScope(embedding, measure=False)(records, mask):
-            fed = answers(first, text, text, last)
-        return compared(plain, fed, row, partly=partly, what="replayed", each="sample")
-
-    check_texts(
-        embedding.num_embeddings,
-        _LONGEST,
-        compare,
-        half_precision=next(model.parameters()).dtype != torch.float32,
-        where="the trainer",
-        model=type(model).__name__,
-    )
 
 
 # ---- when an engine is checked ----------------------------------------------------------------------------------

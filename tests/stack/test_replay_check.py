@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.startup_check import CheckFailure, check_replay, texts_of_check
+from ngrpo.rollout.startup_check import CheckFailure, texts_of_check
+from ngrpo.trainers.common.replay_check import check_replay
 from perturbations.errors import UsageError
 from perturbations.replay import scope
 from tests.stack.tiny_models import FORMS, tiny_model

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
-from ngrpo.rollout.startup_check import check_replay
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.policy_loss import rows_of_tokens
+from ngrpo.trainers.common.replay_check import check_replay
 from ngrpo.trainers.common.sample_records import OURS, records, routed
 from perturbations import Perturbation
 from perturbations.errors import require
