@@ -89,10 +89,24 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     plan, out = read_plan(argv)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
         report(f"warning: {note}")
-    shape, failed, everything = Flags(argv).value(parse.DRY_RUN), 0, plan.runs()
+    shape = Flags(argv).value(parse.DRY_RUN)
+    failed = check(plan, out, report, shape)
+    if shape is not None:
+        return failed
+    with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", argv, out, report):
+        folder.claim(plan.common())
+        return _work(plan, folder, ["ngrpo", "compare", *argv], report)
+
+
+def check(plan: Plan, out: Path, report: Callable[[str], None], shape: str | None = None) -> int:
+    """Checks every strategy as `ngrpo train` would, so that the last run does not fail on a misspelt flag.
+
+    For a dry run on the GPUs of ``shape``, prints them, the first one in full; then 1 where one of them fails.
+    """
+    failed, everything = 0, plan.runs()
     if shape is not None:
         print(f"{len(everything)} runs: {len(plan.arms)} strategies × {len(plan.seeds)} seeds")
-    for number, one in enumerate(everything[: len(plan.arms)]):  # so that the last run does not fail on a misspelt flag
+    for number, one in enumerate(everything[: len(plan.arms)]):
         if shape is not None:
             print(f"\nstrategy {one.arm.id}\n  {shlex.join(one.arm.flags)}\n")
         with _named(f"strategy {one.arm.id!r}"):
@@ -107,11 +121,7 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     if plan.diagnosis is not None:
         with _named("diagnosis", " (--diagnose.OPTION sets it, --diagnose.prompts 0 leaves it out)"):
             diagnosis.check(["--model", plan.model, *plan.diagnosis])
-    if shape is not None:
-        return failed
-    with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", argv, out, report):
-        folder.claim(plan.common())
-        return _work(plan, folder, ["ngrpo", "compare", *argv], report)
+    return failed
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def test_an_evaluation_before_the_training_is_the_trainings_own(steps: list[str]
     assert made.evaluation == ("--task", "arithmetic", "--n", "8")
     assert run_config(made, made.runs()[0], Path("folder")).eval_at_start
     assert has(made, 0, "--eval.n_samples_per_prompt 8 --ckpt.best_metric_key none")
-    command._check(made, tmp_path, print)
+    command.check(made, tmp_path, print)
     off = plan("--perturbations", "none", "--eval.at_start", "false")
     assert not run_config(off, off.runs()[0], Path("folder")).eval_at_start
 
@@ -296,8 +296,8 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows:
 def test_what_a_later_command_would_refuse_is_refused_at_once(given: list[str], message: str) -> None:
     shared = [*MODEL, "--hardware", "cpu", "--algo.advantage.estimator", "reinforce"]
     with pytest.raises(UsageError, match=message):
-        command._check(read_plan(["--perturbations", "none", *shared, *given])[0], Path("out"), print)
-    command._check(read_plan(["--perturbations", "none", *shared])[0], Path("out"), print)
+        command.check(read_plan(["--perturbations", "none", *shared, *given])[0], Path("out"), print)
+    command.check(read_plan(["--perturbations", "none", *shared])[0], Path("out"), print)
 
 
 def test_a_folder_of_a_long_label_has_a_short_name() -> None:
@@ -327,5 +327,5 @@ def test_greedy_samples_are_one(tmp_path: Path) -> None:
         ([], False),
     ):
         told.clear()
-        command._check(read_plan([*words, *more])[0], tmp_path, told.append)
+        command.check(read_plan([*words, *more])[0], tmp_path, told.append)
         assert any("at temperature 0 the 8 samples of a problem are one response" in line for line in told) == said
