@@ -21,7 +21,7 @@ from perturbations.base import Replayed, Step
 from perturbations.edit import InputEdit, realise
 from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import UsageError
-from perturbations.methods import tarpo
+from perturbations.methods import learned
 from perturbations.methods.learned import Router
 from perturbations.replay.scope import LastHidden, ReplayScope
 from perturbations.testing.proposal import replayed
@@ -211,7 +211,7 @@ def test_what_is_missing_or_does_not_fit_is_said() -> None:
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
 def test_the_gated_rows_are_routed_by_their_own_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the positions of a batch on a pretended GPU, with a router that the hidden state moves: each as alone."""
-    monkeypatch.setattr(tarpo, "_SPREAD", 0.3)
+    monkeypatch.setattr(learned, "_SPREAD", 0.3)
     simulate(create("tarpo", bias=0.0, rate=0.5), Plan(seed=2, lag=3, preempted=0.1, chunk=5, batch=5), count=5)
 
 
