@@ -5,10 +5,11 @@ import shutil
 import tempfile
 from contextlib import suppress
 from functools import lru_cache
+from math import ceil
 from pathlib import Path
 
 from ngrpo.config import batch_check, compatibility, flag_values
-from ngrpo.config.features import MODEL, Combination
+from ngrpo.config.features import MODEL, SIZES, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
 from ngrpo.machine.hardware import gpu_plan, profile_of_run, stand_ins
@@ -19,7 +20,7 @@ from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
 from ngrpo.machine.upstream.placement import Machine
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, require
 
 _OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
 # Another flag that sets the same thing: where it is given, ours would override it without a word.
@@ -74,8 +75,20 @@ def of_preset(flags: Flags, run: RunConfig) -> dict[str, Default]:
         longest = flags.value("--rollout.max_new_tokens") or flags.or_default("--data.max_len")
         defaults[OVERLONG] = str(max(1, int(longest) // 5))
     if run.advantage is not None:
-        defaults |= run.advantage.flags(flags.with_defaults(defaults))
+        defaults |= _clip_range(flags, run) | run.advantage.flags(flags.with_defaults(defaults))
     return {name: value for name, value in defaults.items() if not flags.has(_SAME_SETTING.get(name, name))}
+
+
+def _clip_range(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """A wider clip where advantages among all responses that are compared with one another may exceed OpenRLHF's 10."""
+    advantage, second = require(run.advantage, "--advantage"), run.second_round
+    prompts, compared, *_ = (int(flags.or_default(name)) for name in SIZES)
+    if advantage.normalized_over_step:
+        compared *= prompts
+    if second is not None and second.group == "all":
+        compared += second.prompts * second.answers
+    bound = ceil(advantage.largest(compared))
+    return {"--reward.clip_range": (f"-{bound}", f"{bound}")} if bound > 10 else {}
 
 
 def of_task(flags: Flags, run: RunConfig) -> dict[str, Default]:
