@@ -26,7 +26,7 @@ _OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logge
 # Another flag that sets the same thing: where it is given, ours would override it without a word.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
 UNPREPARED = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
-"""Stand-in flags of a task that could not be prepared."""
+"""Stand-in flags of a task that is not, or could not be, prepared."""
 
 
 def completed(run: RunConfig) -> Flags:
@@ -41,12 +41,24 @@ def completed(run: RunConfig) -> Flags:
     return flags
 
 
-def resolve_flags(run: RunConfig) -> Flags:
-    """All flags of a run, with its task's files in a temporary folder; ``UsageError`` as for :func:`completed`."""
+def on_hardware(run: RunConfig) -> Flags:
+    """The completed flags with those of the hardware; ``UsageError`` as for :func:`completed`."""
     flags = completed(run)
-    for defaults in (of_task, of_profile, of_machine, batch_check.of_rows):
+    for defaults in (of_profile, of_machine):
         flags = flags.with_defaults(defaults(flags, run))
     return flags
+
+
+def with_task(flags: Flags, run: RunConfig) -> Flags:
+    """All flags of a run, with its task's files in a temporary folder."""
+    for defaults in (of_task, batch_check.of_rows):
+        flags = flags.with_defaults(defaults(flags, run))
+    return flags
+
+
+def resolve_flags(run: RunConfig) -> Flags:
+    """The flags of :func:`on_hardware` and :func:`with_task`."""
+    return with_task(on_hardware(run), run)
 
 
 def of_folder(flags: Flags, run: RunConfig) -> dict[str, Default]:
