@@ -18,6 +18,7 @@ class LpReg(Credit):
     """The least likely tokens with A < 0 have a KL penalty towards the policy without its noise tokens."""
 
     paper = "Lp-Reg, arXiv 2510.03222"
+    reads_log_probs = True
 
     share: float = option(0.01, "ρ, the share of tokens that count as unlikely", above=0.0, high=1.0)
     kappa: float = option(
