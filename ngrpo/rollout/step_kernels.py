@@ -219,7 +219,7 @@ class StepKernels:
     ) -> None:
         """Moves the further gate's state past the tokens of all rows; ``seeds`` (B,); ``fed``: perturbed, (B,) bool."""
         parts = (rows.slots, rows.prompts, rows.positions, rows.sampled, seeds, tokens, fed, *vars(summary).values())
-        parts = (*parts, logits.scaled, logits.temperature, logits.drawable)
+        parts = (*parts, logits.scaled, logits.temperature, logits.drawable, logits.hidden)
         self._advance(*(map(_doubled, parts) if self.compiled and len(tokens) == 1 else parts))
 
     def _advanced(
@@ -237,9 +237,10 @@ class StepKernels:
         scaled: Tensor,
         temperature: Tensor,
         drawable: Tensor | None,
+        hidden: Tensor | None,
     ) -> None:
-        summary = Summary(maxima, log_totals, total)
-        step = Step(scaled.float(), tokens, temperature, seeds, positions, self._embeddings, drawable, {}, summary)
+        known = {}, Summary(maxima, log_totals, total), hidden, None if hidden is None else self._module
+        step = Step(scaled.float(), tokens, temperature, seeds, positions, self._embeddings, drawable, *known)
         self._gate.advance(slots, step, prompts, fed, sampled > 0)
 
     # --- compilation ---------------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ class StepKernels:
         if self._gate.has_state:
             fed = torch.zeros_like(rows, dtype=torch.bool)
             _mark_dynamic(fed)
-            inputs = Logits(scaled, temperature, drawable, greedy)
+            inputs = Logits(scaled, temperature, drawable, greedy, hidden)
             self.advance_gate(at, rows, draw.tokens, draw.summary, inputs, fed)
         return draw.tokens
 
