@@ -231,14 +231,15 @@ def test_hidden_states_and_parameters_reach_a_state() -> None:
 
 def test_the_state_of_the_entropy_has_the_same_bits_in_any_batch() -> None:
     """So equal logits never turn `swi` after a preemption; at a tie of entropies a slightly different logit does."""
-    gate, several = create_gate("swi", window=0), torch.randn(7, 8192, generator=torch.Generator().manual_seed(4))
+    gate, several = create_gate("swi", window=0), torch.randn(7, 49152, generator=torch.Generator().manual_seed(4))
     known = summary(several)
     state = {"closed": 0.0, "length": 1.0, "reference": entropy(several, known.log_total)[3].item(), "switches": 0.0}
 
     def after(logits: Tensor) -> list[list[float]]:
-        step = dataclasses.replace(step_with(logits), summary=summary(logits))
         of_rows = {name: torch.full((len(logits),), value) for name, value in state.items()}
-        found = gate.advance(dataclasses.replace(step, state=of_rows), torch.zeros(len(logits), dtype=torch.bool))
+        small = step_with(torch.zeros(len(logits), 1))
+        step = dataclasses.replace(small, logits=logits, summary=summary(logits), state=of_rows)
+        found = gate.advance(step, torch.zeros(len(logits), dtype=torch.bool))
         return torch.stack([part.float() for part in found.values()], dim=-1).tolist()
 
     whole = after(several)
