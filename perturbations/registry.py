@@ -9,6 +9,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from inspect import isroutine
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -142,6 +143,10 @@ class Registry:
             fix = f'Write {written} above the class, and each option as a field: share: float = option(0.5, "help")'
             raise UsageError(f"{label} is not a dataclass, so its options are not seen. {fix}.")
         for field in dataclasses.fields(cls):
+            owner = next((base for base in cls.__mro__[1:] if isroutine(vars(base).get(field.name))), None)
+            if owner is not None:
+                hidden = f"{owner.__name__}.{field.name}, a method that is called"
+                raise UsageError(f"{label}: its option {field.name!r} hides {hidden}. Give it another name.")
             has_default = (field.default, field.default_factory) != (dataclasses.MISSING, dataclasses.MISSING)
             if field.init and not has_default and field.name not in options:
                 raise UsageError(f"{label} has no default for its option {field.name!r}. Give it one.")

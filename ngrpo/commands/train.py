@@ -184,19 +184,15 @@ def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
 
 
 def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> RunConfig:
-    """The run with complete flags, additions in front. Checks come first, and what takes longest last."""
-    complete = complete_flags.resolve_flags(run)
-    rules.check("start", complete, run)
+    """The run with complete flags, additions in front. All checks come before the first file in its folder."""
+    complete = rules.started(run)
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
-    if run.task is not None:
-        complete_flags.copy_task(run.task, folder / "task")
-    complete = complete_flags.in_run_folder(complete, run)
     if complete.has(flag_values.LOAD):
         report(flag_values.first_step(complete))
-    if complete.added:
-        report(f"added to OpenRLHF's flags: {shlex.join(complete.added)}")
+    if added := complete_flags.in_run_folder(complete, run).added:
+        report(f"added to OpenRLHF's flags: {shlex.join(added)}")
 
     def resolved(name: str) -> str:
         # ModelScope has models that the hub does not have.
@@ -206,4 +202,7 @@ def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> Run
 
     complete = complete.replaced(MODEL_NAMES, resolved)
     rules.check("model", complete, run)
+    if run.task is not None:
+        complete_flags.copy_task(run.task, folder / "task")
+    complete = complete_flags.in_run_folder(complete, run)
     return replace(run, openrlhf=tuple(complete.argv), hardware=run.profile.name, run_dir=str(folder.absolute()))

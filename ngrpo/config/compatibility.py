@@ -96,9 +96,7 @@ TRAINING = (
         (given.small_batch, _ONE_UPDATE, f"set --train.batch_size to these samples, {_TOKEN}"),
         (given.NOISE, f"{_ONE_UPDATE}, not at weights without the noise", f"leave one of them out, {_TOKEN}"),
     ),
-    Row(
-        given.CREDIT_IN_LOSS, given.TOKENLESS, "no token is drawn at its positions, so none shares in the credit", _OUT
-    ),
+    Row(given.CREDIT_OF_TOKENS, given.TOKENLESS, "no token is drawn at its positions, so none has a probability", _OUT),
     Row(
         given.kl_term, given.TOKENLESS_SCORE, "no token is drawn at its positions, so none has a KL term", f"set {KL} 0"
     ),

@@ -5,10 +5,11 @@ import shutil
 import tempfile
 from contextlib import suppress
 from functools import lru_cache
+from math import ceil
 from pathlib import Path
 
 from ngrpo.config import batch_check, compatibility, flag_values
-from ngrpo.config.features import MODEL, Combination
+from ngrpo.config.features import MODEL, SIZES, Combination
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import OVERLONG, PRESETS, RunConfig
 from ngrpo.machine.hardware import gpu_plan, stand_ins
@@ -18,13 +19,13 @@ from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
 from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
-from perturbations.errors import UsageError
+from perturbations.errors import UsageError, require
 
 _OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}
 # Another flag that sets the same thing: where it is given, ours would override it without a word.
 _SAME_SETTING = {"--actor.eps_clip_low_high": "--actor.eps_clip"}
 UNPREPARED = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of the task")
-"""Stand-in flags of a task that could not be prepared."""
+"""Stand-in flags of a task that is not, or could not be, prepared."""
 
 
 def completed(run: RunConfig) -> Flags:
@@ -39,12 +40,24 @@ def completed(run: RunConfig) -> Flags:
     return flags
 
 
-def resolve_flags(run: RunConfig) -> Flags:
-    """All flags of a run, with its task's files in a temporary folder; ``UsageError`` as for :func:`completed`."""
+def on_hardware(run: RunConfig) -> Flags:
+    """The completed flags with those of the hardware; ``UsageError`` as for :func:`completed`."""
     flags = completed(run)
-    for defaults in (of_task, of_profile, of_machine, batch_check.of_rows):
+    for defaults in (of_profile, of_machine):
         flags = flags.with_defaults(defaults(flags, run))
     return flags
+
+
+def with_task(flags: Flags, run: RunConfig) -> Flags:
+    """All flags of a run, with its task's files in a temporary folder."""
+    for defaults in (of_task, batch_check.of_rows):
+        flags = flags.with_defaults(defaults(flags, run))
+    return flags
+
+
+def resolve_flags(run: RunConfig) -> Flags:
+    """The flags of :func:`on_hardware` and :func:`with_task`."""
+    return with_task(on_hardware(run), run)
 
 
 def of_folder(flags: Flags, run: RunConfig) -> dict[str, Default]:
@@ -73,8 +86,20 @@ def of_preset(flags: Flags, run: RunConfig) -> dict[str, Default]:
         longest = flags.value("--rollout.max_new_tokens") or flags.or_default("--data.max_len")
         defaults[OVERLONG] = str(max(1, int(longest) // 5))
     if run.advantage is not None:
-        defaults |= run.advantage.flags(flags.with_defaults(defaults))
+        defaults |= _clip_range(flags, run) | run.advantage.flags(flags.with_defaults(defaults))
     return {name: value for name, value in defaults.items() if not flags.has(_SAME_SETTING.get(name, name))}
+
+
+def _clip_range(flags: Flags, run: RunConfig) -> dict[str, Default]:
+    """A wider clip where advantages among all responses that are compared with one another may exceed OpenRLHF's 10."""
+    advantage, second = require(run.advantage, "--advantage"), run.second_round
+    prompts, compared, *_ = (int(flags.or_default(name)) for name in SIZES)
+    if advantage.normalized_over_step:
+        compared *= prompts
+    if second is not None and second.group == "all":
+        compared += second.prompts * second.answers
+    bound = ceil(advantage.largest(compared))
+    return {"--reward.clip_range": (f"-{bound}", f"{bound}")} if bound > 10 else {}
 
 
 def of_task(flags: Flags, run: RunConfig) -> dict[str, Default]:

@@ -297,6 +297,9 @@ SCHEDULE_BY_WEIGHTS = part("sampling_schedule", "that follows the training", lam
 EVALUATED_SCHEDULE = part("sampling_schedule", "with evaluation", lambda made: made.evaluation)
 CREDIT = part("credit")
 CREDIT_IN_LOSS = part("credit", "that acts in the loss", lambda made: made.acts_in_loss)
+CREDIT_OF_TOKENS = part(
+    "credit", "that reads log-probabilities or acts in the loss", lambda m: m.reads_log_probs or m.acts_in_loss
+)
 SECOND_ROUND = part("second_round")
 REPLACED = part("second_round", "that trains responses to another prompt", lambda made: not made.refines)
 REFINED = part("second_round", "that shows a draft", lambda made: made.refines)

@@ -217,7 +217,7 @@ class RolloutPerturber:
             fed = torch.zeros_like(sampled, dtype=torch.bool)
             if len(gated):
                 fed.index_copy_(0, of_gated[0], edits["fed"])
-            at_rows, plain = draw._replace(tokens=tokens), Logits(scaled, temperature, filtered)
+            at_rows, plain = draw._replace(tokens=tokens), Logits(scaled, temperature, filtered, hidden=hidden)
             self._kernels.advance_gate(rows, self._upload(at.seeds), at_rows, plain, fed)
         counted = scaled if self.masks is None else drawable  # the tokens that log π is normalised over
         log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)

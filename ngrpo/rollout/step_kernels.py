@@ -201,9 +201,10 @@ class StepKernels:
     @_part
     def advance_gate(self, rows: Rows, seeds: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
         """Moves the further gate's state past the tokens of all rows; ``seeds`` (B,); ``fed``: perturbed, (B,) bool."""
-        scaled, drawable = logits.scaled.float(), logits.drawable
+        scaled, hidden = logits.scaled.float(), logits.hidden
         at = draw.tokens, logits.temperature, seeds, rows.positions
-        step = Step(scaled, *at, self._embeddings, drawable, {}, draw.summary)
+        known = {}, draw.summary, hidden, None if hidden is None else self._module
+        step = Step(scaled, *at, self._embeddings, logits.drawable, *known)
         self._gate.advance(rows.slots, step, rows.prompts, fed, rows.sampled > 0)
 
     # --- compilation ---------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ class StepKernels:
         if self._gate.has_state:
             fed = torch.zeros_like(rows, dtype=torch.bool)
             _mark_dynamic(fed)
-            self.advance_gate(at, rows, draw, Logits(scaled, temperature, drawable), fed)
+            self.advance_gate(at, rows, draw, Logits(scaled, temperature, drawable, hidden=hidden), fed)
 
 
 def _mark_dynamic(*parts: Tensor | None) -> None:

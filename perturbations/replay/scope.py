@@ -97,11 +97,15 @@ def flat_rows(
 class LastHidden:
     """Keeps the last hidden states, the input of a model's output layer, while it is called as a context."""
 
-    def __init__(self, head: nn.Module | None) -> None:
-        """``head``: of ``get_output_embeddings()``, from (…, D) to (…, V). ``UsageError`` where the model has none."""
+    def __init__(self, head: nn.Module | None, reader: str) -> None:
+        """``head``: of ``get_output_embeddings()``, from (…, D) to (…, V). ``UsageError`` where the model has none.
+
+        ``reader``: what reads them, for messages, such as ``perturbation tarpo``.
+        """
+        self._subject = f"the last hidden states, which {reader} reads,"
         if head is None:
-            known = "the last hidden states are not known, since get_output_embeddings() is None"
-            raise UsageError(f"perturbation: {known}. Use another model, or another perturbation.")
+            known = "are not known, since get_output_embeddings() is None"
+            raise UsageError(f"{self._subject} {known}. Use another model, or leave {reader} out.")
         self._head = head
         self._given: Tensor | None = None
 
@@ -122,9 +126,8 @@ class LastHidden:
         given = None if self._given is None else self._given.reshape(-1, self._given.shape[-1])
         if given is None or len(given) != count:
             seen = "was not called" if given is None else f"was given {len(given)} rows"
-            head = f"{type(self._head).__name__}, the model's output layer,"
-            why = "A fused or sliced output layer hides the last hidden states"
-            raise RuntimeError(f"density: {head} {seen} in a forward of {count} rows of logits. {why}.")
+            layer = f"{type(self._head).__name__}, the model's output layer, {seen} in a forward of {count} rows"
+            raise RuntimeError(f"{self._subject} are not known: {layer} of logits. A fused or sliced one hides them.")
         return given[rows]
 
 

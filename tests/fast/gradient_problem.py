@@ -146,7 +146,7 @@ def estimate(perturbation: Perturbation, steps: int, rounded: bool = False) -> d
     action = (torch.arange(1, mask.shape[1]) % (steps + 1) > 0).unsqueeze(0)
 
     def log_probs(tokens: Tensor, record: ReplayRecord) -> Tensor:
-        hidden = LastHidden(model.last) if perturbation.reads_hidden else None
+        hidden = LastHidden(model.last, "a test") if perturbation.reads_hidden else None
         scope = ReplayScope(model.embedding, module=attached(model), perturbation=perturbation, hidden=hidden)
         with scope([record], mask), densities(scope, TEMPERATURE) as ours:
             found = log_probs_from_logits(model(tokens), torch.roll(tokens, -1, 1))[:, :-1] * action

@@ -33,6 +33,12 @@ def run_with(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     monkeypatch.setattr(run, "_current", run_of(**values))
 
 
+def clip_range(words: str, advantage: Mapping[str, Any], **parts: Any) -> Any:
+    """The clip of advantages that a run adds to OpenRLHF's flags; None for OpenRLHF's own, 10."""
+    flags = complete_flags.of_preset(Flags(words.split()), run_of(advantage=advantage, **parts))
+    return flags.get("--reward.clip_range")
+
+
 def check_flags(words: Sequence[str], asked: RunConfig) -> None:
     """The rules on OpenRLHF's flags as they are given, and as the methods complete them."""
     complete_flags.completed(replace(asked, openrlhf=tuple(words)))

@@ -11,6 +11,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
 from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations.errors import UsageError
+from tests.fast.run import clip_range
 
 
 def advantage(name: str, rewards: list[float], **options: object) -> list[float]:
@@ -123,9 +124,9 @@ def test_pkpo_is_not_clipped_where_right_answers_are_rare() -> None:
     """One right answer of 32 has k = 16 times its reward, beyond OpenRLHF's clip of ±10."""
     made, right = advantages.create("pkpo", k=16), torch.eye(32)[:1]
     assert made.compute(right).max().item() == pytest.approx(16.0)
-    given = Flags(["--rollout.n_samples_per_prompt", "32"])
-    assert made.flags(given)["--reward.clip_range"] == ("-480000", "480000")
-    assert advantages.create("pkpo", k=2, k_end=8).flags(given)["--reward.clip_range"] == ("-240000", "240000")
+    given = "--rollout.n_samples_per_prompt 32"
+    assert clip_range(given, {"name": "pkpo", "k": 16}) == ("-480000", "480000")
+    assert clip_range(given, {"name": "pkpo", "k": 2, "k_end": 8}) == ("-240000", "240000")
 
 
 def test_pkpo_equal_rewards_give_exactly_nothing() -> None:

@@ -6,8 +6,8 @@ from math import comb
 import pytest
 import torch
 
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
+from tests.fast.run import clip_range
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
@@ -28,7 +28,16 @@ def test_the_update_is_the_gradient_of_truncated_maximum_likelihood(size: int, l
 
 
 def test_the_clip_leaves_a_rare_right_answer_alone() -> None:
-    made, flag = advantages.create("maxrl"), "--reward.clip_range"
+    made, spec = advantages.create("maxrl"), {"name": "maxrl"}
     assert made.compute(torch.eye(64)[:1]).max().item() == pytest.approx(63.0)
-    assert made.flags(Flags(["--rollout.n_samples_per_prompt", "64"]))[flag] == ("-63", "63")
-    assert flag not in made.flags(Flags(["--rollout.n_samples_per_prompt", "11"])), "OpenRLHF's own clip, 10, is enough"
+    assert clip_range("--rollout.n_samples_per_prompt 64", spec) == ("-63", "63")
+    assert clip_range("--rollout.n_samples_per_prompt 11", spec) is None, "OpenRLHF's own clip, 10, is enough"
+
+
+def test_the_clip_is_for_all_responses_that_are_compared() -> None:
+    """8 responses and 3 × 4 of a second round: the only right one of 20 has 19."""
+    words, both = "--rollout.n_samples_per_prompt 8", {"name": "repeat", "prompts": 3, "answers": 4}
+    assert clip_range(words, {"name": "maxrl"}, second_round=both) == ("-19", "19")
+    assert clip_range(words, {"name": "rs_grpo", "beta": 1}, second_round=both) == ("-20", "20")
+    for alone in ({**both, "group": "kept"}, {"name": "igrpo"}):
+        assert clip_range(words, {"name": "maxrl"}, second_round=alone) is None

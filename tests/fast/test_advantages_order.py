@@ -14,7 +14,7 @@ from ngrpo.methods import advantages
 from ngrpo.trainers.openrlhf.step_advantages import compute_reward as with_ours
 from perturbations.errors import UsageError
 from tests.fast.openrlhf_doubles import maker
-from tests.fast.run import run_with
+from tests.fast.run import clip_range, run_with
 
 
 def test_each_answer_gets_its_own_advantage_in_whatever_order_micro_batches_are(
@@ -83,7 +83,7 @@ def test_ngrpo_takes_sums_of_float32_for_the_maximum() -> None:
 def test_pkpo_s_rewards_of_any_size_are_not_clipped() -> None:
     """A reward of 100 at k = 2 is 200, where OpenRLHF clips at 10 and ours clipped at 20."""
     made = advantages.create("pkpo", k=2)
-    bound = float(made.flags(Flags(["--rollout.n_samples_per_prompt", "8"]))["--reward.clip_range"][1])
+    bound = float(clip_range("--rollout.n_samples_per_prompt 8", {"name": "pkpo", "k": 2})[1])
     largest = made.compute(100.0 * torch.eye(8)[:1]).max().item()
     assert largest == pytest.approx(200.0) and bound > largest
 
@@ -95,7 +95,7 @@ def test_pkpo_s_clip_is_beyond_all_that_its_rewards_come_to(variant: str) -> Non
         if k == size and variant == "loo":
             continue
         made = advantages.create("pkpo", k=k, variant=variant)
-        bound = float(made.flags(Flags(["--rollout.n_samples_per_prompt", str(size)]))["--reward.clip_range"][1])
+        bound = float(clip_range(f"--rollout.n_samples_per_prompt {size}", made.spec())[1])
         rewards = torch.tensor(list(product([-1e4, 1e4], repeat=size)))
         assert made.compute(rewards).abs().max().item() <= bound
         with pytest.raises(UsageError, match=r"a reward of 10001 is not in \[-10000, 10000\].* Divide"):

@@ -8,8 +8,8 @@ from math import factorial, prod
 import pytest
 import torch
 
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
+from tests.fast.run import clip_range
 
 
 def advantage(rewards: list[float], **options: float) -> list[float]:
@@ -80,7 +80,7 @@ def test_the_update_is_the_gradient_of_the_risk_sensitive_objective(beta: float)
 
 def test_the_clip_leaves_a_rare_right_answer_alone() -> None:
     """The only right answer of 64, with β = 1 and large rewards, has 63."""
-    made, flag = advantages.create("rs_grpo", beta=1.0), "--reward.clip_range"
+    made, spec = advantages.create("rs_grpo", beta=1.0), {"name": "rs_grpo", "beta": 1.0}
     assert made.compute(100.0 * torch.eye(64)[:1]).max().item() == pytest.approx(63.0)
-    assert made.flags(Flags(["--rollout.n_samples_per_prompt", "64"]))[flag] == ("-64", "64")
-    assert flag not in made.flags(Flags(["--rollout.n_samples_per_prompt", "8"])), "OpenRLHF's own clip, 10, is wider"
+    assert clip_range("--rollout.n_samples_per_prompt 64", spec) == ("-64", "64")
+    assert clip_range("--rollout.n_samples_per_prompt 8", spec) is None, "OpenRLHF's own clip, 10, is wider"

@@ -48,20 +48,27 @@ def test_a_step_takes_off_the_value_before_it_and_goes_on_after_a_resume() -> No
     first, second = our_trainer(Trainer)(), our_trainer(Trainer)()
     first.experience_maker, second.experience_maker = new(), new()
     first.experience_maker.visits = Visits()  # of a checkpoint with another advantage
-    assert step(first.experience_maker, [1, 0, 1, 1], [2, 0, 3, 1], "ppqq") == [0.5, -0.5, 0.0, 0.0]
+    # r − v̂ is ½, −½, 0, 0, of mean 0 and variance 1/6.
+    wanted = pytest.approx([1.5**0.5, -(1.5**0.5), 0.0, 0.0])
+    assert step(first.experience_maker, [1, 0, 1, 1], [2, 0, 3, 1], "ppqq") == wanted
     first.save_logs_and_checkpoints(1, {}, {"global_step": 1})
     assert "Values of 2 prompts" in repr(pickle.loads(Trainer.saved)["ngrpo"]["visits"])
     second.init_checkpoint_states()
-    assert step(second.experience_maker, [1, 1, 0, 1], [1, 3, 2, 0], "ppqq") == [0.5, 0.5, -1.0, 0.0]
+    # ½, ½, −1, 0, of mean 0 and variance ½.
+    wanted = pytest.approx([0.5**0.5, 0.5**0.5, -(2**0.5), 0.0])
+    assert step(second.experience_maker, [1, 1, 0, 1], [1, 3, 2, 0], "ppqq") == wanted
 
 
-def test_openrlhf_s_estimator_needs_no_group_and_normalises() -> None:
-    for words, told in (
-        (["--rollout.n_samples_per_prompt", "1"], ""),
-        (["--algo.advantage.estimator", "group_norm"], "out"),
-    ):
-        given = Flags(words)
-        run = run_of(preset="grpo", advantage={"name": "spo"})
-        flags = given.with_defaults(complete_flags.of_preset(given, run))
-        assert told in "".join(create("spo").notes(flags)) and bool(told) == bool(create("spo").notes(flags))
-        assert flags.value("--algo.advantage.estimator") == ("group_norm" if told else "reinforce")
+def test_equal_differences_to_the_value_teach_nothing() -> None:
+    """Prompts of one response each, first seen and seen again."""
+    at = maker(args=SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=1)))
+    assert step(at, [0.1] * 3, [2, 0, 1], "pqr") == [0.0] * 3
+    assert step(at, [0.3] * 3, [0, 1, 2], "pqr") == [0.0] * 3
+
+
+def test_openrlhf_s_estimator_needs_no_group_and_leaves_the_numbers_alone() -> None:
+    """It does not normalize them again, and clips beyond √128, the most of 128 responses."""
+    run = run_of(preset="grpo", advantage={"name": "spo"})
+    given = Flags(["--rollout.n_samples_per_prompt", "1", "--rollout.batch_size", "128"])
+    flags = complete_flags.of_preset(given, run)
+    assert (flags["--algo.advantage.estimator"], flags["--reward.clip_range"]) == ("flash_reinforce", ("-12", "12"))

@@ -211,8 +211,8 @@ def test_marks_ride_with_the_samples(monkeypatch: pytest.MonkeyPatch, maker: Any
 
 @pytest.mark.parametrize("method", ["formula", "marks"])
 def test_a_credit_that_answers_in_another_shape(method: str, monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
-    run_with(monkeypatch, credit={"name": "top_entropy"})
-    monkeypatch.setattr(type(credits.create("top_entropy")), method, lambda self, tokens: tokens.advantages[:1])
+    run_with(monkeypatch, credit={"name": "kl_cov"})
+    monkeypatch.setattr(type(credits.create("kl_cov")), method, lambda self, tokens: tokens.advantages[:1])
     experiences = three_answers()
     with pytest.raises(RuntimeError, match=rf"{method} returns \(1,\) for 5 tokens"):
         maker.compute_advantages_and_returns(experiences)

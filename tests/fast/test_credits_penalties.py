@@ -3,7 +3,7 @@
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -31,6 +31,23 @@ STEP = StepTokens(
     seeds=torch.tensor([11, 22, 22, 33]),
 )
 NONE = StepTokens(*[torch.zeros(0)] * 3, *[torch.zeros(0, dtype=torch.int64)] * 2)
+
+
+def test_marks_without_a_loss_are_refused_at_once() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Marking(credits.Credit):
+        name = "marking"
+
+        def formula(self, tokens: StepTokens) -> torch.Tensor:
+            return tokens.advantages
+
+        def marks(self, tokens: StepTokens) -> torch.Tensor:
+            return tokens.advantages < 0.0
+
+    with pytest.raises(
+        UsageError, match=r"credit 'marking': .*Marking has marks and no marked_loss\. Write marked_loss"
+    ):
+        Marking()
 
 
 def test_clip_cov_and_kl_cov_by_hand() -> None:

@@ -17,7 +17,9 @@ from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import Gate, GateStep, create, create_gate, option
 from perturbations.embeddings import matrix_embeddings
+from perturbations.errors import require
 from perturbations.gates.default import BoundGate
+from perturbations.row_blocks import entropy, summary
 from perturbations.testing import PerturbationError, check_gate
 from tests.fast.gate_steps import F, T, step_with
 from tests.fast.test_gates_own import NoModel
@@ -204,6 +206,50 @@ def test_what_was_fed_is_told_and_every_position_counts() -> None:
 @pytest.mark.parametrize("gate", GATES, ids=str)
 def test_requests_together_on_a_gpu_are_each_alone_on_a_cpu(gate: Gate) -> None:
     simulate(create("soft", until=None, gate=gate), Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4), count=6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift(Gate):
+    """Open where the last hidden state has another first number than the one before."""
+
+    name = "drift"
+
+    def initial_state(self) -> Mapping[str, float]:
+        return {"before": 0.0}
+
+    def open(self, step: GateStep) -> Tensor:
+        return require(step.hidden, "hidden")[:, 0] > step.state["before"]
+
+    def advance(self, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
+        require(step.module, "module")
+        return {"before": require(step.hidden, "hidden")[:, 0]}
+
+
+def test_hidden_states_and_parameters_reach_a_state() -> None:
+    simulate(create("tarpo", until=None, gate=Drift()), Plan(seed=3, lag=3, preempted=0.2, batch=4), count=6)
+
+
+def test_the_state_of_the_entropy_has_the_same_bits_in_any_batch() -> None:
+    """So equal logits never turn `swi` after a preemption; at a tie of entropies a slightly different logit does."""
+    gate, several = create_gate("swi", window=0), torch.randn(7, 49152, generator=torch.Generator().manual_seed(4))
+    known = summary(several)
+    state = {"closed": 0.0, "length": 1.0, "reference": entropy(several, known.log_total)[3].item(), "switches": 0.0}
+
+    def after(logits: Tensor) -> list[list[float]]:
+        of_rows = {name: torch.full((len(logits),), value) for name, value in state.items()}
+        small = step_with(torch.zeros(len(logits), 1))
+        step = dataclasses.replace(small, logits=logits, summary=summary(logits), state=of_rows)
+        found = gate.advance(step, torch.zeros(len(logits), dtype=torch.bool))
+        return torch.stack([part.float() for part in found.values()], dim=-1).tolist()
+
+    whole = after(several)
+    assert whole[3][:2] == [0.0, 2.0], "a tie leaves the block open"
+    for size in (1, 2, 5):
+        for start in range(8 - size):
+            assert after(several[start : start + size].clone()) == whole[start : start + size]
+    turned = several[3:4].clone()
+    turned[0, turned[0].argmax()] += 0.1  # less uncertain
+    assert after(turned)[0][:2] == [1.0, 1.0]
 
 
 def test_a_state_that_starts_again_after_a_preemption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ class Batch:
             self.module.lambda_start = self.up(self.module.lambda_start)
 
     def scope(self) -> ReplayScope:
-        hidden = LastHidden(self.model.head) if self.perturbation.reads_hidden else None
+        hidden = LastHidden(self.model.head, "a test") if self.perturbation.reads_hidden else None
         return ReplayScope(self.model.embedding, True, self.module, self.perturbation, 4, hidden=hidden)
 
     def forward(self) -> Tensor:

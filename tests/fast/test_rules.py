@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.config import flag_values, model_check, rules
+from ngrpo import cli
+from ngrpo.config import complete_flags, flag_values, model_check, rules
 from ngrpo.config.dataset_check import check_files
 from ngrpo.config.rules import batch_notes
 from ngrpo.machine.upstream import versions
@@ -211,3 +212,16 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
         file.write_text(f"class {name}:\n    pass\n")
         with pytest.raises(UsageError, match=said):
             reward_files.check_rewards(Flags(["--train.agent_func_path", str(file)]))
+
+
+def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither one that the hardware refuses, nor one that the model does, which is looked at last."""
+    pytest.importorskip("openrlhf")
+    monkeypatch.chdir(tmp_path)
+    words = "train --model sandbox --task arithmetic --hardware cpu --preset grpo --rollout.n_samples_per_prompt 4"
+    words += " --rollout.batch_size 8 --train.batch_size 32 --perturbation soft"
+    assert cli.main([*words.split(), "--perturbation.protect", "99999999"]) == 2
+    assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(complete_flags, "prepared", lambda task: pytest.fail("its files are prepared"))
+    assert cli.main([*words.split(), "--ds.param_dtype", "fp16"]) == 2
+    assert not any(tmp_path.iterdir())

@@ -4,6 +4,7 @@
 import asyncio
 import math
 from collections import Counter
+from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 
 from ngrpo.config.run import RunConfig
 from ngrpo.methods import second_rounds
-from ngrpo.methods.second_rounds.base import closing, opening
+from ngrpo.methods.second_rounds.base import SecondRound, closing, opening
 from ngrpo.methods.second_rounds.lope import WORDS
 from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import samples_generator, second_round
+from perturbations.errors import UsageError
 from tests.fast.run import run_with
 
 LOPE, IGRPO = second_rounds.create("lope"), second_rounds.create("igrpo")
@@ -339,6 +341,20 @@ def test_refinements_are_trained_with_their_own_prompt_and_records(monkeypatch: 
     carried = sample_records.two_rounds([each["mm_train_inputs"] for each in group], 3)
     assert [each.rewards.tolist() for each in carried] == [[0.5, 1, 0, 1, 0, 1]] * 3
     assert [each.place for each in carried] == [3, 4, 5] and all(each.log_probs is None for each in carried)
+
+
+def test_a_second_round_that_refines_has_one_prompt_and_groups_of_its_own() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Refining(SecondRound):
+        name, refines = "refining", True
+
+        def prompt(self, text: str, tokenizer: Any, random: Random, drafts: Any = ()) -> str:
+            return text
+
+    told = "refines=True with prompts=6 and group='all'; must be 1 and 'kept'.* ClassVar.* into .*Refining"
+    with pytest.raises(UsageError, match=told):
+        Refining()
+    assert Refining(prompts=1, group="kept").refines
 
 
 def test_a_draft_without_room_leaves_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 import asyncio
 import itertools
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,19 @@ def test_a_uniform_group_moves_nothing(name: str, moved: dict[str, list[list[flo
         ours, stock = (moved[f"{side} {name} {case} beside"] for side in ("ours", "stock"))
         trained = len(ours) // 2
         assert set(ours[:trained]) == {0.0} and ours[trained:] == stock[trained:] and any(ours[trained:])
+
+
+def test_spo_is_normalized_over_the_step_before_the_kl_penalty(moved: dict[str, list[list[float]]]) -> None:
+    """Of each response once; with a penalty of 0.5 for each token that is left, in a step of equal rewards alone."""
+    for size in SIZES:
+        lengths = [1 + place % 5 for place in [*range(size)] * 2]
+        penalty = [-0.5 * (length - token) for length in lengths for token in range(length)]
+        equal, beside = (moved[f"spo flash_reinforce {(size, 0.3)} {case}"] for case in ("equal", "beside"))
+        assert equal == penalty
+        rewards = torch.tensor([0.3] * size + [place / size for place in range(size)])
+        wanted = (rewards - rewards.mean()) / rewards.std()  # one prompt, so one value
+        wanted = wanted.repeat_interleave(torch.tensor(lengths)) + torch.tensor(penalty)
+        assert beside == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
 def test_a_step_without_an_update_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,8 +195,8 @@ def main() -> None:
 
     found = {}
 
-    def compute(side: str) -> None:
-        for name, size, constant in itertools.product(ESTIMATORS, SIZES, CONSTANTS):
+    def compute(side: str, names: Sequence[str], constants: Sequence[float], penalty: float = 0.0) -> None:
+        for name, size, constant in itertools.product(names, SIZES, constants):
             mask = (torch.arange(5) < 1 + torch.arange(size).unsqueeze(-1) % 5).float()  # of responses of 1 to 5 tokens
             equal = torch.full((size,), constant)
             for case, second in {"equal": equal, "beside": torch.arange(size) / size}.items():
@@ -193,21 +207,23 @@ def main() -> None:
                     reward=SimpleNamespace(clip_range=(-10, 10)),
                 )
                 made = object.__new__(experience_maker.RemoteExperienceMaker)
-                made.args, made.strategy, made.kl_ctl = args, SimpleNamespace(args=args), SimpleNamespace(value=0.0)
+                made.args, made.strategy, made.kl_ctl = args, SimpleNamespace(args=args), SimpleNamespace(value=penalty)
                 made.advantage_estimator, made.tokenizer = name, None
-                zeros = torch.zeros_like(mask)
+                zeros, kl = torch.zeros_like(mask), torch.ones_like(mask)
                 step = [
-                    Experience(action_mask=mask, rewards=r, index=places, prompts=["p"] * size, values=zeros, kl=zeros)
+                    Experience(action_mask=mask, rewards=r, index=places, prompts=["p"] * size, values=zeros, kl=kl)
                     for r, places in ((equal, [*range(size)]), (second, [*range(size, 2 * size)]))
                 ]
                 done = made.compute_advantages_and_returns(step)
                 trained = torch.cat([each.advantages[each.action_mask.bool()] for each in done])
                 found[f"{side} {name} {(size, constant)} {case}"] = trained.tolist()
 
-    compute("stock")
+    compute("stock", ESTIMATORS, CONSTANTS)
     patch.place(row for row in patches.active([patches.TRAINING]) if row.module.endswith("experience_maker"))
     begin(RunConfig())
-    compute("ours")
+    compute("ours", ESTIMATORS, CONSTANTS)
+    begin(run_of(advantage={"name": "spo"}))
+    compute("spo", ["flash_reinforce"], [0.3], penalty=0.5)
     print(json.dumps(found))
 
 

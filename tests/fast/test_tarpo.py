@@ -147,7 +147,9 @@ def run(model: Small, tokens: Tensor, mask: Tensor, records: list[Any], packed: 
         tokens, labels = tokens[mask.bool()].unsqueeze(0), labels[mask.bool()].unsqueeze(0)
     module = parameters.attached(model)
     perturbation = create("tarpo", decision_weight=0.5)
-    scope = ReplayScope(model.embedding, module=module, perturbation=perturbation, hidden=LastHidden(head))
+    scope = ReplayScope(
+        model.embedding, module=module, perturbation=perturbation, hidden=LastHidden(head, "perturbation tarpo")
+    )
     with scope(records, mask), densities(scope, 1.0):
         found = with_overrides(log_probs_of)(model(tokens), labels)
     return torch.zeros(shape).masked_scatter(mask.bool(), found[0]) if packed else found
@@ -189,10 +191,13 @@ def test_an_output_layer_that_is_not_called() -> None:
     model = Small()
     parameters.attach(model, create("tarpo"))
     tokens = torch.zeros(1, 3, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match="the model's output layer, was not called in a forward of 3 rows"):
+    told = (
+        "which perturbation tarpo reads, are not known: Linear, the model's output layer, was not called in a forward"
+    )
+    with pytest.raises(RuntimeError, match=f"{told} of 3 rows"):
         run(model, tokens, torch.ones_like(tokens), [record([1], [True], 3)], False, nn.Linear(1, 1))
-    with pytest.raises(UsageError, match=r"get_output_embeddings\(\) is None"):
-        LastHidden(None)
+    with pytest.raises(UsageError, match=r"which advantage rep_exp reads, .* get_output_embeddings\(\) is None"):
+        LastHidden(None, "advantage rep_exp")
 
 
 def test_what_is_missing_or_does_not_fit_is_said() -> None:

@@ -157,9 +157,18 @@ MUTATIONS = {
         ("rho * wrong + len(own) - sum(own))", "rho * wrong + len(own))", "spo: right answers are wrong ones too"),
         ("(values[key] / (1.0 - rho), (1.0", "(values[key], (1.0", "spo: the first evidence has no weight"),
         ("if not isinstance(maker.visits, kind)", "if maker.visits is None", "spo: another advantage's state"),
+        ("normalised(advantages.reshape(1, -1))", "normalised(advantages)", "spo: normalized over the group"),
     ],
-    ("ngrpo/methods/advantages/base.py", "test_advantages_maxrl.py"): [
-        ("if bound > 10:", "if bound > 0:", "a clip narrower than OpenRLHF's own"),
+    ("ngrpo/config/complete_flags.py", "test_advantages_maxrl.py"): [
+        ("if bound > 10 else", "if bound > 0 else", "a clip narrower than OpenRLHF's own"),
+        ("compared += second.prompts", "compared += 0 * second.prompts", "a clip for the first round alone"),
+    ],
+    ("ngrpo/rollout/step_kernels.py", "test_gates_state.py"): [
+        (
+            "known = {}, draw.summary, hidden,",
+            "known = {}, draw.summary, None,",
+            "a gate's state without hidden states",
+        ),
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),

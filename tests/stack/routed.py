@@ -59,7 +59,7 @@ def replayed(model: Any, rollouts: Sequence[Rollout], weight: float) -> tuple[li
     for row, rollout in enumerate(rollouts):
         tokens[row, -len(rollout.sequence) :] = torch.tensor(rollout.sequence)  # padded on the left
         mask[row, -len(rollout.sequence) :] = 1
-    hidden = LastHidden(model.get_output_embeddings())
+    hidden = LastHidden(model.get_output_embeddings(), "a test")
     scope = ReplayScope(
         model.get_input_embeddings(),
         module=parameters.attached(model),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -36,11 +35,13 @@ class Advantage(Options, ABC):
     registry: ClassVar[Any] = _registry
     paper: ClassVar[str] = "none named"
     # What else it needs, a name of FURTHER, where `counted = True` is "counts"; whether each group's advantages sum
-    # to 0, whatever its rewards; and whether responses beyond the length limit are no part of their groups, and get 0.
+    # to 0, whatever its rewards; whether responses beyond the length limit are no part of their groups, and get 0; and
+    # whether all advantages of a training step are normalized together.
     needs: ClassVar[str] = ""
     counted: ClassVar[bool] = False
     sums_to_zero: ClassVar[bool] = False
     leaves_out_overlong: ClassVar[bool] = False
+    normalized_over_step: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -102,18 +103,13 @@ class Advantage(Options, ABC):
             raise UsageError(f"advantage {self.name}: a reward of {float(rewards[0]):g} is {fault}")
 
     def largest(self, size: int) -> float:
-        """The size that an advantage can reach in a group of ``size`` responses; 0 where OpenRLHF's clip, 10, fits."""
+        """The size that an advantage can reach among ``size`` compared responses; 0 where OpenRLHF's clip, 10, fits."""
         return 0.0
 
     def flags(self, flags: Flags) -> dict[str, Default]:
         """Defaults of OpenRLHF's flags that belong to the method, in view of the others."""
         # The estimator with groups, no critic, no discount and no further normalisation; its value is replaced.
-        added: dict[str, Default] = {"--algo.advantage.estimator": "group_norm"}
-        size = flags.or_default("--rollout.n_samples_per_prompt")
-        bound = math.ceil(self.largest(int(size))) if size.isdecimal() else 0
-        if bound > 10:
-            added["--reward.clip_range"] = (f"-{bound}", f"{bound}")
-        return added
+        return {"--algo.advantage.estimator": "group_norm"}
 
     def notes(self, flags: Flags) -> list[str]:
         """Warnings for the user about OpenRLHF's flags."""

@@ -166,6 +166,7 @@ class SingleStream(VerifiedAdvantage):
 
     paper = "SPO, arXiv 2509.13232"
     needs = "values"
+    normalized_over_step = True  # Eq. 9
 
     rho: float = option(0.875, "ρ, the share of a prompt's earlier evidence that a step keeps", low=0.0, high=0.99)
 
@@ -173,13 +174,10 @@ class SingleStream(VerifiedAdvantage):
         """r − v̂, Eq. 8, with the value before this step; :class:`Values` of step_advantages.py has the tracker."""
         return rewards - require(further, self.needs)
 
-    def flags(self, flags: Flags) -> dict[str, Default]:
-        """Also the estimator without a group: OpenRLHF normalises its advantages over the step, Eq. 9."""
-        return super().flags(flags) | {"--algo.advantage.estimator": "reinforce"}
+    def largest(self, size: int) -> float:
+        """That of an only right response, (n − 1) / √n."""
+        return size**0.5
 
-    def notes(self, flags: Flags) -> list[str]:
-        """Where the user's own estimator leaves out the normalisation."""
-        if flags.value("--algo.advantage.estimator") != "group_norm":
-            return []
-        unless = "unless --algo.advantage.estimator group_norm is given. Leave it out"
-        return [f"--advantage spo is normalized over the step {unless}."]
+    def flags(self, flags: Flags) -> dict[str, Default]:
+        """The estimator that takes one response to each prompt; its value is replaced too."""
+        return {"--algo.advantage.estimator": "flash_reinforce"}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ngrpo.methods.credits import registry as _registry
 from perturbations import row_blocks
+from perturbations.errors import UsageError
 from perturbations.options import Options
 
 _BLOCK_ELEMENTS = 2**24  # logits that are looked at in one go: 64 MiB
@@ -100,6 +101,14 @@ class Credit(Options, ABC):
     paper: ClassVar[str] = "none named"
     # Whether each token keeps its response's advantage or gets 0, whatever the advantages of its group are.
     keeps_sums: ClassVar[bool] = False
+    # Whether the log-probabilities of a step's tokens count.
+    reads_log_probs: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self).marks is not Credit.marks and type(self).marked_loss is Credit.marked_loss:
+            fix = "Write marked_loss(self, tokens, marked, log_ratio), or leave marks out"
+            raise UsageError(f"credit {self.name!r}: {type(self).__qualname__} has marks and no marked_loss. {fix}.")
 
     @abstractmethod
     def formula(self, tokens: StepTokens) -> Tensor:
@@ -123,7 +132,7 @@ class Credit(Options, ABC):
             marked: which of ``tokens``, (M,) int64.
             log_ratio: their log π − log π_old as in PPO's ratio, (M,), with gradient.
         """
-        raise NotImplementedError(f"credit {self.name!r} marks tokens, but has no marked_loss: write the method.")
+        raise NotImplementedError
 
     @property
     def acts_in_loss(self) -> bool:

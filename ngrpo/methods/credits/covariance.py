@@ -21,6 +21,7 @@ class ClipCov(Credit):
     """A few random tokens with a covariance between two bounds get no advantage."""
 
     paper = _PAPER
+    reads_log_probs = True
 
     share: float = option(2e-4, "r, the share of all tokens that is chosen", above=0.0, high=1.0)
     low: float = option(1.0, "ω_low, the smallest covariance of a token that may be chosen")
@@ -48,6 +49,7 @@ class KLCov(Credit):
     """The tokens of largest covariance have a KL penalty towards the policy before the step's updates."""
 
     paper = _PAPER
+    reads_log_probs = True
 
     share: float = option(2e-3, "k, the share of tokens with the penalty", above=0.0, high=1.0)
     beta: float = option(1.0, "β, the penalty's weight", low=0.0)

@@ -56,6 +56,7 @@ class FirstToken(Credit):
     """Of a prompt's responses with A > 0, only the one with the highest mean log-probability trains its first token."""
 
     paper = "Latent-GRPO, arXiv 2604.27998"
+    reads_log_probs = True
 
     wrong: str = option("zero", "what responses with A ≤ 0 get there: nothing, or A", choices=("zero", "keep"))
 
@@ -132,6 +133,7 @@ class LpReg(Credit):
     """The least likely tokens with A < 0 have a KL penalty towards the policy without its noise tokens."""
 
     paper = "Lp-Reg, arXiv 2510.03222"
+    reads_log_probs = True
 
     share: float = option(0.01, "ρ, the share of tokens that count as unlikely", above=0.0, high=1.0)
     kappa: float = option(

@@ -43,6 +43,15 @@ class SecondRound(Options, ABC):
     group: str = option("all", "rewards that advantages compare: of all responses, or kept", choices=("all", "kept"))
     seed: int = option(0, "seed of the prompts and of the choice among right responses", low=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.refines and (self.prompts, self.group) != (1, "kept"):
+            raise UsageError(
+                f"second round {self.name!r}: refines=True with prompts={self.prompts} and group={self.group!r}; must"
+                " be 1 and 'kept', since refinements of one draft are trained and compared with one another. Write"
+                f" prompts: ClassVar[int] = 1 and group: ClassVar[str] = 'kept' into {type(self).__qualname__}."
+            )
+
     @abstractmethod
     def prompt(self, text: str, tokenizer: PreTrainedTokenizerBase, random: Random) -> str:
         """A prompt of the second round, at most :attr:`room` tokens longer than ``text``, the data's prompt.

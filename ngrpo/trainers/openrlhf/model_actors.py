@@ -84,7 +84,8 @@ class _Replaying:
             if run.credit is not None and self.is_policy:
                 entropies = stack.enter_context(_kept_entropies(model))
             if run.advantage is not None and run.advantage.needs == "hidden" and self.is_policy:
-                hidden = LastHidden(model_of(model).get_output_embeddings())
+                head = model_of(model).get_output_embeddings()
+                hidden = LastHidden(head, f"advantage {run.advantage.name}")
                 stack.enter_context(hidden())
             replay = replayed(model, side_inputs, require(attention_mask, "attention_mask"), measure=False)
             _, action_densities = stack.enter_context(replay)
@@ -156,7 +157,9 @@ def replayed(
 def replay_scope(actor: Any, perturbation: Perturbation, measure: bool = True, look_up: int = 0) -> ReplayScope:
     """The scope for the model of OpenRLHF's ``Actor``; arguments of :class:`ReplayScope`."""
     model = model_of(actor)
-    hidden = LastHidden(model.get_output_embeddings()) if perturbation.reads_hidden else None
+    hidden = None
+    if perturbation.reads_hidden:
+        hidden = LastHidden(model.get_output_embeddings(), f"perturbation {perturbation.name}")
     return ReplayScope(model.get_input_embeddings(), measure, attached(model), perturbation, look_up, hidden=hidden)
 
 

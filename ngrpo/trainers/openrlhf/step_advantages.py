@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ngrpo.config.run import current_run
-from ngrpo.methods.advantages.base import Advantage
+from ngrpo.methods.advantages.base import Advantage, normalised
 from ngrpo.methods.credits.base import StepTokens, check_shapes
 from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
@@ -157,6 +157,8 @@ class StepAdvantages:
         if advantage.leaves_out_overlong:
             overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
         advantages = advantage.compute(rewards, further, overlong)
+        if advantage.normalized_over_step:
+            advantages = normalised(advantages.reshape(1, -1)).view_as(advantages)
         second_round = current_run().second_round
         if second_round is not None and second_round.group == "all":
             carried = [each for e in experiences for each in two_rounds(e.mm_train_inputs, len(e.index))]

@@ -66,9 +66,12 @@ def lines(
     alone = [(problem,) for problem in sample_files[0].counts]
     how, shared = _paired(sample_files) if len(files) > 1 else ("", alone)
     if not shared:
+        fix = "give evaluations of the same problems, with the same --instruction"
+        if bare := [file for file, one in zip(files, sample_files) if not any(one.texts)]:
+            fix = f"{' and '.join(bare)} has neither. Add {PROBLEMS} beside it, or a 'prompt' to each of its lines"
         raise UsageError(
             f"{' and '.join(files)} have no problem in common. Problems are paired by their text, or by the prompts in"
-            " the files: give evaluations of the same problems, with the same --instruction."
+            f" the files: {fix}."
         )
     counts = [[one.counts[ids[i]] for ids in shared] for i, one in enumerate(sample_files)]
     sizes = {n for of_file in counts for n, _ in of_file}
