@@ -167,7 +167,7 @@ MUTATIONS = {
         (
             "known = {}, draw.summary, hidden,",
             "known = {}, draw.summary, None,",
-            "a gate's state without hidden states",
+            "a gate's state is blind",
         ),
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
