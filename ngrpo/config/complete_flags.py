@@ -44,8 +44,13 @@ def on_hardware(run: RunConfig) -> Flags:
     """The completed flags with those of the hardware; ``UsageError`` as for :func:`completed`."""
     flags = completed(run)
     for defaults in (of_profile, of_machine):
-        flags = flags.with_defaults(defaults(flags, run))
+        flags = flags.with_defaults(defaults(with_stand_ins(flags, run), run))
     return flags
+
+
+def with_stand_ins(flags: Flags, run: RunConfig) -> Flags:
+    """The flags with :data:`UNPREPARED` for a task, without which OpenRLHF's parser takes none."""
+    return flags if run.task is None else flags.with_defaults({**UNPREPARED})
 
 
 def with_task(flags: Flags, run: RunConfig) -> Flags:

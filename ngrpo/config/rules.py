@@ -9,7 +9,7 @@ from typing import Literal
 
 from ngrpo import patches
 from ngrpo.config import batch_check, compatibility, flag_values, model_check
-from ngrpo.config.complete_flags import UNPREPARED, machine_of, on_hardware, prepared, with_task
+from ngrpo.config.complete_flags import UNPREPARED, machine_of, on_hardware, prepared, with_stand_ins, with_task
 from ngrpo.config.dataset_check import DATASETS, check_files, is_checked, label_note
 from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, SIZES, Combination
 from ngrpo.config.run import GROUP_BASELINES, RunConfig
@@ -127,7 +127,7 @@ def outcomes(flags: Flags, run: RunConfig) -> list[tuple[str, Callable[[], str |
 def started(run: RunConfig) -> Flags:
     """The complete flags of a run after the rules of a start, which come before the files of its task are written."""
     flags = on_hardware(run)
-    check("start", flags if run.task is None else flags.with_defaults({**UNPREPARED}), run)
+    check("start", with_stand_ins(flags, run), run)
     return with_task(flags, run)
 
 

@@ -111,7 +111,7 @@ class Flags:
         for name, default in defaults.items():
             if not self.has(name):
                 new += [name, *((default,) if isinstance(default, str) else default or ())]
-        return Flags(self.given, (*self.added, *new)) if new else self  # whose arguments may be parsed already
+        return Flags(self.given, (*self.added, *new)) if new else self  # its arguments may be parsed already
 
     def without(self, *names: str) -> Flags:
         """The flags but those of these names."""
