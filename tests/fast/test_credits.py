@@ -133,7 +133,7 @@ def test_the_actor_keeps_entropies_and_returns_what_it_returned(monkeypatch: pyt
     batches = [torch.arange(8).view(2, 4), torch.arange(3).view(1, 3)]
     masks = [torch.ones(2, 2), torch.ones(1, 1)]
     for sequences, mask in zip(batches, masks):
-        assert torch.equal(actor.forward(sequences, mask), plain.forward(sequences, mask))
+        assert torch.equal(actor.forward(sequences, mask, mask), plain.forward(sequences, mask))
     assert [h.tolist() for h in actor.hand_over("token_entropies")] == [[[20.0, 30.0], [60.0, 70.0]], [[20.0]]]
     assert actor.hand_over("token_entropies") == []
     assert "forward" not in vars(actor.actor), "the model's own forward is back in its place"

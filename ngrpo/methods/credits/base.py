@@ -101,7 +101,7 @@ class Credit(Options, ABC):
     paper: ClassVar[str] = "none named"
     # Whether each token keeps its response's advantage or gets 0, whatever the advantages of its group are.
     keeps_sums: ClassVar[bool] = False
-    # Whether the log-probabilities of a step's tokens count.
+    # Whether it reads the drawn tokens' own probabilities, which some densities do not have.
     reads_log_probs: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -56,7 +56,6 @@ class FirstToken(Credit):
     """Of a prompt's responses with A > 0, only the one with the highest mean log-probability trains its first token."""
 
     paper = "Latent-GRPO, arXiv 2604.27998"
-    reads_log_probs = True
 
     wrong: str = option("zero", "what responses with A ≤ 0 get there: nothing, or A", choices=("zero", "keep"))
 
