@@ -54,10 +54,9 @@ def repeated(results: Results) -> list[str]:
     lines = []
     for cpu, name in dict.fromkeys((run["cpu"], run["strategy"]) for run in results.get("repeated", ())):
         runs = [run for run in results["repeated"] if (run["cpu"], run["strategy"]) == (cpu, name)]
-        by_seed = scores({"runs": runs}, name)
-        ends = " ".join(f"{by_seed[seed]:.3f}" for seed in sorted(by_seed))
-        mean = np.mean(list(by_seed.values()))
-        lines.append(f"`{name}` run again on {cpu or 'a CPU'}, not counted above: {ends} (mean {mean:.3f}).")
+        ends = [run["evaluation"]["mean_at_n"] for run in runs if run["evaluation"]]
+        each, mean = " ".join(f"{end:.3f}" for end in ends), np.mean(ends)
+        lines.append(f"`{name}` run again on {cpu or 'a CPU'}, not counted above: {each} (mean {mean:.3f}).")
     return lines
 
 

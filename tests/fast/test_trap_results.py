@@ -136,7 +136,7 @@ def test_published_results_are_computed_again() -> None:
     words = [(was.partition(" [")[0], now.partition(" [")[0]) for path, was, now in changed if path.endswith("verdict")]
     over = [now for path, _, now in changed if path.endswith("/over")]
     none_detectable = [now for path, was, now in changed if path.endswith("detectable") and was == 0.0]
-    assert len(ends) == 78 and all(was == now for was, now in words) and set(none_detectable) == {None}
+    assert len(ends) == 76 and all(was == now for was, now in words) and set(none_detectable) == {None}
     assert set(over) == {"problems"} and len(changed) == len(ends) + len(words) + len(none_detectable) + len(over)
 
 
