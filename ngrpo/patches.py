@@ -73,7 +73,7 @@ OPENRLHF: tuple[Patch, ...] = (
     _row("torch.cuda", "synchronize", "hardware.cpu:do_nothing", "cpu", "(device)",
         "torch_dist_barrier_and_cuda_sync waits for the device", "torch 2.13.0"),
     _row(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import", 'asks for a mesh on "cuda"'),
-    _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "hardware.cpu:moving_average", "cpu",
+    _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "model_actors:moving_average", "cpu",
         "(self, model, model_ema, beta, device)", 'the actor passes the device "cuda" by name (--train.enable_ema)'),
     _row("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
         "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
@@ -152,7 +152,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "(self, weights_iterator, weights_path, is_checkpoint_format)",
         "takes the weights; plain load_weights fails on CPU, where linear weights are repacked", "vllm 0.29.0"),
     _row("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod._setup_kernel",
-        None, "cpu", "sha:426e2ca585c3", "packs a CPU's experts at the first load alone", "vllm 0.29.0"),
+        None, "cpu", "(self, layer, w13, w2)", "packs a CPU's experts at the first load alone", "vllm 0.29.0"),
 )
 
 # The parameter names fit all releases of VLLM_OF_ROLLOUTS.
@@ -166,11 +166,11 @@ VLLM: tuple[Patch, ...] = (
         "(self, request_id, prompt, params, ..., resumable...)", "a bad argument is the caller's error"),
     _vllm("v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params",
         "request_arguments:numbered_children", "(self, index)", "each of n samples is another trajectory"),
-    _vllm("v1.engine.output_processor", "OutputProcessor._finish_request", "async_scheduling:keep_length",
+    _vllm("v1.engine.output_processor", "OutputProcessor._finish_request", "records:keep_length",
         "(self, req_state)", "only the front end sees where a response ends at a stop string"),
-    _vllm("v1.engine.llm_engine", "LLMEngine.__init__", "async_scheduling:with_lengths", "(self, ...)",
+    _vllm("v1.engine.llm_engine", "LLMEngine.__init__", "records:with_lengths", "(self, ...)",
         "the front end of an engine that perturbs keeps these lengths"),
-    _vllm("v1.engine.async_llm", "AsyncLLM.__init__", "async_scheduling:with_lengths", "(self, ...)", "the same"),
+    _vllm("v1.engine.async_llm", "AsyncLLM.__init__", "records:with_lengths", "(self, ...)", "the same"),
     _vllm("v1.engine.llm_engine", "LLMEngine.abort_request", "records:drop_aborted", "(self, request_ids, ...)",
         "the records of aborted requests are dropped"),
     _vllm("v1.engine.async_llm", "AsyncLLM.abort", "records:drop_aborted_async", "(self, request_id, ...)", "the same"),

@@ -4,7 +4,7 @@
 - A step's draws are still on their way to the host when the next steps run. They wait in :class:`Notes`.
 - A request's slot stays its own until its last copies have arrived (`ngrpo.rollout.requests`).
 - A worker computes further tokens before a response's end is seen, any number where vLLM's front end finds a stop
-  string. Only the front end knows how long a response is (:func:`keep_length`); a worker's trajectory is cut to that.
+  string. Only the front end knows how long a response is; `records.py` cuts a worker's trajectory to that.
 """
 
 from __future__ import annotations
@@ -12,29 +12,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.machine.upstream.patch import around
 from ngrpo.rollout.routed_experts import RoutedExperts, RoutedStep
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
-from ngrpo.rollout.settings import read
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
-from perturbations import FinishedTrajectory
 from perturbations.errors import require
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-# Where vLLM's front end keeps the number of tokens of each finished response, until its record is taken.
-LENGTHS = "perturbation_lengths"
-# Responses of an engine without a reader of records, about 150 MB of them; no batch is this large.
-_LENGTHS_KEPT = 1 << 20
-
 
 # --- copies on their way ------------------------------------------------------------------------------------------
 
@@ -127,35 +113,3 @@ def _arrived(note: Note, wait: bool) -> bool:
     if wait:
         note.ready.synchronize()
     return wait
-
-
-# --- responses that end before what was computed does ----------------------------------------------------------------
-
-
-@around
-def with_lengths(original: Callable[..., None], self: LLMEngine | AsyncLLM, *args: object, **kwargs: object) -> None:
-    """An engine's ``__init__``: where it perturbs, its front end keeps the lengths of its responses."""
-    original(self, *args, **kwargs)
-    if read(self.vllm_config.additional_config) is not None:
-        vars(self.output_processor)[LENGTHS] = {}
-
-
-@around
-def keep_length(original: Callable[..., None], self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
-    """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens a response has, until it is taken."""
-    original(self, req_state, *args, **kwargs)
-    lengths = vars(self).get(LENGTHS)
-    if lengths is not None and req_state.detokenizer is not None:
-        lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
-        if len(lengths) > _LENGTHS_KEPT:
-            del lengths[next(iter(lengths))]
-
-
-def taken_length(front: Any, name: str) -> int | None:
-    """How many tokens a finished response has, by its internal id; the engine's ``output_processor`` tells it once."""
-    return vars(front).get(LENGTHS, {}).pop(name, None)
-
-
-def cut_to_answer(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
-    """A turn's trajectory without the tokens beyond the response's ``generated`` ones; None for all."""
-    return trajectory if generated is None else trajectory.truncate(trajectory.record.prompt_tokens + generated)

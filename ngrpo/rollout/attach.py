@@ -119,7 +119,9 @@ class AttachedPerturbation:
         return fingerprint(self.perturbation, self.schedule)
 
     def warm_up(self) -> None:
-        """Compiles what the first requests need, for one and for several."""
+        """Compiles what the first requests need, for one and for several, where anything is computed ahead."""
+        if not self._ahead:
+            return
         padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
         with torch.inference_mode():
             for rows in (2, 1):  # a batch of one is compiled separately
@@ -148,6 +150,8 @@ class AttachedPerturbation:
 
     def weights_changed(self) -> None:
         """All new weights are loaded."""
+        if self._routed is not None:
+            self._routed.watch()
         self.embeddings.refresh()
         self.prepare()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Picking up the records of finished requests from an engine."""
+"""An engine's front end: records of finished requests are picked up, and those of aborted ones are dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ngrpo.machine.upstream.patch import around
-from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
 from ngrpo.rollout.requests import external_id
 from ngrpo.rollout.settings import read
 from perturbations import FinishedTrajectory, ReplayRecord, registry
@@ -20,6 +19,11 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
+
+# Where vLLM's front end keeps the number of tokens of each finished response, until its record is taken.
+LENGTHS = "perturbation_lengths"
+# Responses of an engine without a reader of records, about 150 MB of them; no batch is this large.
+_LENGTHS_KEPT = 1 << 20
 
 
 def take_records(llm: LLM, request_ids: Sequence[str] | None = None) -> dict[str, ReplayRecord]:
@@ -128,6 +132,41 @@ def check_installed(fingerprints: Sequence[str], expected: str | None = None) ->
                 f"vLLM worker {rank} runs another perturbation than this run: {fingerprint} instead"
                 f" of {expected}. Are all nodes on the same version of ngrpo?"
             )
+
+
+# --- responses that end before what was computed does ----------------------------------------------------------------
+
+
+@around
+def with_lengths(original: Callable[..., None], self: LLMEngine | AsyncLLM, *args: object, **kwargs: object) -> None:
+    """An engine's ``__init__``: where it perturbs, its front end keeps the lengths of its responses."""
+    original(self, *args, **kwargs)
+    if read(self.vllm_config.additional_config) is not None:
+        vars(self.output_processor)[LENGTHS] = {}
+
+
+@around
+def keep_length(original: Callable[..., None], self: Any, req_state: Any, *args: object, **kwargs: object) -> None:
+    """vLLM's ``OutputProcessor._finish_request``, which keeps how many tokens a response has, until it is taken."""
+    original(self, req_state, *args, **kwargs)
+    lengths = vars(self).get(LENGTHS)
+    if lengths is not None and req_state.detokenizer is not None:
+        lengths[req_state.request_id] = req_state.detokenizer.num_output_tokens()
+        if len(lengths) > _LENGTHS_KEPT:
+            del lengths[next(iter(lengths))]
+
+
+def taken_length(front: Any, name: str) -> int | None:
+    """How many tokens a finished response has, by its internal id; the engine's ``output_processor`` tells it once."""
+    return vars(front).get(LENGTHS, {}).pop(name, None)
+
+
+def cut_to_answer(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
+    """A turn's trajectory without the tokens beyond the response's ``generated`` ones; None for all."""
+    return trajectory if generated is None else trajectory.truncate(trajectory.record.prompt_tokens + generated)
+
+
+# --- aborted requests ----------------------------------------------------------------------------------------------
 
 
 @around

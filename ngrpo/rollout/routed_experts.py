@@ -59,11 +59,15 @@ class RoutedExperts:
         self._shape = len(layers), each.pop()
         dtype = torch.uint8 if few else torch.int16
         self._step = torch.zeros(runner.max_num_tokens, *self._shape, dtype=dtype, device=runner.device)
-        for number, layer in enumerate(layers):
-            _watch(layer, partial(self._note, number))
-        self._runner = runner
+        self._layers, self._runner = layers, runner
+        self.watch()
         self._cache: np.ndarray | None = None  # experts by place in the KV cache
         self._layout: tuple[Any, ...] = ()
+
+    def watch(self) -> None:
+        """Has the layers hand over their choices; also after a weight sync, which may have made new kernels."""
+        for number, layer in enumerate(self._layers):
+            _watch(layer, partial(self._note, number))
 
     def _note(self, layer: int, ids: Tensor) -> None:
         self._step[: len(ids), layer] = ids.to(self._step.dtype)
@@ -103,12 +107,12 @@ class RoutedExperts:
         """The group of the KV cache that keeps all tokens of a request."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        groups = self._runner.kv_cache_config.kv_cache_groups
-        full = [i for i, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec)]
-        if not full and len(groups) > 1:
-            why = "no part of this model's KV cache keeps whole prompts"
-            raise UsageError(f"routed experts: {why}. Give enable_prefix_caching=False.")
-        return (full or [0])[0]
+        for number, group in enumerate(self._runner.kv_cache_config.kv_cache_groups):
+            of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {"all": group.kv_cache_spec})
+            if all(isinstance(spec, FullAttentionSpec) for spec in of_layers.values()):
+                return number
+        why = "no part of this model's KV cache keeps whole prompts"
+        raise UsageError(f"routed experts: {why}. Give enable_prefix_caching=False.")
 
     def _places(self, slot: int, positions: np.ndarray) -> np.ndarray:
         size = self._runner.kv_cache_config.kv_cache_groups[self._group()].kv_cache_spec.block_size
@@ -184,7 +188,8 @@ def _watch(layer: MoERunner, take: Callable[[Tensor], None]) -> None:
         return
     select = getattr(type(kernel), "_select_experts", None)  # of the CPU kernels of vLLM 0.28 and 0.29
     if kernel is None or select is None:
-        why = f"the kernel {type(kernel).__name__} chooses experts inside and does not show them"
+        inside = type(layer._quant_method if kernel is None else kernel).__name__
+        why = f"vLLM's {inside} chooses experts inside and does not show them in this release"
         raise UsageError(f"routed experts: {why}. Leave --replay.routing out, or choose another MoE backend of vLLM.")
 
     def chosen(*args: object, **kwargs: object) -> Any:

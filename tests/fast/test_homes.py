@@ -16,7 +16,8 @@ DONE_AT_HOME = {
     "perturbations/replay/packing.py": (r"def (un)?sealed\(", set()),
     "ngrpo/trainers/openrlhf/actor_trainer.py": (r"\bactor_loss_fn\b.*=", set()),
     "ngrpo/trainers/common/log_probs.py": (r"\boriginal\(logits, labels", set()),
-    "ngrpo/rollout/async_scheduling.py": (r"\.synchronize\(\)|num_output_tokens\(\)", set()),
+    "ngrpo/rollout/async_scheduling.py": (r"\.synchronize\(\)", set()),
+    "ngrpo/rollout/records.py": (r"num_output_tokens\(\)", set()),
     "perturbations/gates/default.py": (
         r"\bgate\.(open|feeds|selects)\(|def verdict\(",
         {"perturbations/testing/proposal.py"},

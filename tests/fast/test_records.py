@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.rollout import async_scheduling, take_trajectories
+from ngrpo.rollout import records, take_trajectories
 from ngrpo.rollout.records import check_installed, confirm
 from ngrpo.trainers.common.sample_records import PickUps
 from perturbations import FinishedTrajectory, ReplayRecord
@@ -29,11 +29,11 @@ class FrontEnd:
 
     def __init__(self) -> None:
         self.request_states: dict[str, Any] = {}
-        vars(self)[async_scheduling.LENGTHS] = {}
+        vars(self)[records.LENGTHS] = {}
 
     def finish(self, name: str, tokens: int) -> None:
         state = SimpleNamespace(request_id=name, detokenizer=SimpleNamespace(num_output_tokens=lambda: tokens))
-        async_scheduling.keep_length(lambda front, state: None)(self, state)
+        records.keep_length(lambda front, state: None)(self, state)
 
 
 def engine(front: FrontEnd, taken: dict[str, Any]) -> Any:
@@ -57,7 +57,7 @@ def test_a_record_is_cut_to_the_answer() -> None:
 
 
 def test_lengths_that_nobody_asks_for_do_not_pile_up(monkeypatch: Any) -> None:
-    monkeypatch.setattr(async_scheduling, "_LENGTHS_KEPT", 3)
+    monkeypatch.setattr(records, "_LENGTHS_KEPT", 3)
     front = FrontEnd()
     for i in range(10):
         front.finish(f"{i}-aaaaaaaa", i)
@@ -98,7 +98,7 @@ class Engine:
 
     def __init__(self, missing: tuple[str, ...] = (), fails: int = 0) -> None:
         self.calls: list[list[str]] = []
-        self.output_processor = SimpleNamespace(**{async_scheduling.LENGTHS: {}})
+        self.output_processor = SimpleNamespace(**{records.LENGTHS: {}})
         self._missing, self._fails = missing, fails
 
     async def collective_rpc(self, method: str, args: Any) -> Any:
@@ -133,12 +133,12 @@ def test_what_is_asked_for_during_a_call_goes_with_the_next() -> None:
 def test_the_lengths_of_answers_go_with_their_records() -> None:
     """vLLM's front end keeps them for callers that have no output at hand; one that has must leave none behind."""
     engine, names = Engine(), ["a", "b", "of another caller"]
-    finish = async_scheduling.keep_length(lambda front, state: None)
+    finish = records.keep_length(lambda front, state: None)
     for name in names:
         detokenizer = SimpleNamespace(num_output_tokens=lambda: 5)
         finish(engine.output_processor, SimpleNamespace(request_id=f"{name}-12345678", detokenizer=detokenizer))
     asyncio.run(taken(engine, names[:2]))
-    assert [async_scheduling.taken_length(engine.output_processor, f"{name}-12345678") for name in names] == [
+    assert [records.taken_length(engine.output_processor, f"{name}-12345678") for name in names] == [
         None,
         None,
         5,

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from ngrpo import patches
-from ngrpo.rollout import async_scheduling, plugin, request_arguments
-from ngrpo.rollout.async_scheduling import LENGTHS
+from ngrpo.rollout import plugin, records, request_arguments
+from ngrpo.rollout.records import LENGTHS
 from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
 from perturbations import FinishedTrajectory, ReplayRecord
@@ -117,7 +117,7 @@ def test_a_prompt_in_parts_is_refused() -> None:
 @pytest.mark.parametrize("config", [{"perturbation": {"name": "neighbor"}}, {"seeded_draws": True}, {}])
 def test_only_an_engine_that_asks_keeps_the_lengths_of_its_answers(config: dict[str, Any]) -> None:
     engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), output_processor=SimpleNamespace())
-    async_scheduling.with_lengths(lambda self: None)(engine)
+    records.with_lengths(lambda self: None)(engine)
     assert vars(engine.output_processor) == ({LENGTHS: {}} if config else {})
 
 

@@ -143,6 +143,7 @@ def warm_up(llm: Any) -> dict[str, int]:
         )
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.perturbation, "_ahead", True)
         patch.setattr(requests, "take", counted)
         patch.setattr(perturber, "rehearse", compiling)
         patch.setattr(gpu_worker, "kernel_warmup", kernel_warmup)

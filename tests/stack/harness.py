@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngrpo.rollout.async_scheduling import cut_to_answer
+from ngrpo.rollout.records import cut_to_answer
 from ngrpo.rollout.requests import external_id
 from perturbations import ReplayRecord, replaying
 from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask

@@ -35,7 +35,7 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from ngrpo.rollout.async_scheduling import cut_to_answer
+    from ngrpo.rollout.records import cut_to_answer
     from ngrpo.rollout.requests import external_id
     from perturbations import FinishedTrajectory
     from tests.stack.harness import Rollout

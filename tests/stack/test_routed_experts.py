@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.rollout.async_scheduling import cut_to_answer
+from ngrpo.rollout.records import cut_to_answer
 from ngrpo.rollout.requests import external_id
 from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import replaying

@@ -23,7 +23,6 @@ from perturbations.errors import UsageError
 if TYPE_CHECKING:
     import torch
     from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
-    from torch import nn
 
 _ROLES = ("actor", "ref", "reward", "critic")
 # Above the ports of Ray's workers (10002 to 19999), below Linux' ports for outgoing connections.
@@ -122,15 +121,6 @@ def replay_buffer_init(original: Callable[..., None], self: NaiveReplayBuffer, *
     finally:
         torch.cuda.current_device = current_device
     self.target_device = torch.device("cpu")
-
-
-def moving_average(original: Callable[..., None]) -> Callable[..., None]:
-    """`--train.enable_ema` averages on the device "cuda" by name."""
-
-    def average(self: object, model: nn.Module, model_ema: nn.Module, beta: float = 0.992, device: str = "") -> None:
-        original(self, model, model_ema, beta, "cpu")
-
-    return average
 
 
 def engine_arguments(argv: Sequence[str], tensor_parallel_size: int) -> dict[str, str]:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ngrpo.rollout.async_scheduling import cut_to_answer, taken_length
-from ngrpo.rollout.records import of_all_workers
+from ngrpo.rollout.records import cut_to_answer, of_all_workers, taken_length
 from ngrpo.rollout.requests import external_id
 from perturbations import seeds
 from perturbations.errors import require
@@ -175,16 +174,21 @@ def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]
 
 
 def part_of_each(side_inputs: Sequence[Any] | None, batch: int, part: str, missing: str) -> list[Any]:
-    """A part of each sample's `FinishedTrajectory`; RuntimeError, which ends with ``missing``, where one has none."""
-    parts = [getattr(trajectory, part, None) for trajectory in unpack(side_inputs)]
-    found = [each for each in parts if each is not None]
-    if len(found) != batch:
-        raise RuntimeError(f"{batch - len(found)} of {batch} samples {missing}")
-    return found
+    """A part of each sample's `FinishedTrajectory`; RuntimeError, with ``missing``, where one has none."""
+    parts = [getattr(trajectory, part, None) for trajectory in unpack(side_inputs) or [None] * batch]
+    without = [i for i, each in enumerate(parts) if each is None]
+    if without or len(parts) != batch:
+        count = len(without) or batch - len(parts)
+        raise RuntimeError(f"{count} of {batch} samples {missing} The first: {without[:5]}.")
+    return parts
 
 
 def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]:
-    """The replay records of a training batch, in order; a sample without a perturbed position has an empty one."""
+    """The replay records of a training batch, in order; a sample without a perturbed position has an empty one.
+
+    Raises:
+        RuntimeError: if a sample has none.
+    """
     missing = (
         "have no replay record, so the model would be trained on inputs that the rollout did not see. Each sample of a"
         " perturbed run has its record in mm_train_inputs: a custom executor must hand on what generate() returns."

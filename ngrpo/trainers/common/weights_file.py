@@ -66,12 +66,13 @@ def reload_weights(runner: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     it leaves unpacked in vLLM 0.29, a tied head, which is in no checkpoint, would keep the old weights, and experts
     would be read as if they were packed.
     """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     runner.reload_weights(weights_iterator=iter(weights))
     for module in runner.get_model().modules() if runner.device.type == "cpu" else ():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None:
-            kernel.fused_experts.process_weights_after_loading(module)
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)

@@ -279,3 +279,16 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
         if rest or not group["params"]:
             remaining.append({**group, "params": rest})
     return remaining + list(by_rate.values())
+
+
+@around
+def moving_average(
+    original: Callable[..., None],
+    self: DeepspeedStrategy,
+    model: nn.Module,
+    model_ema: nn.Module,
+    beta: float = 0.992,
+    device: str = "",
+) -> None:
+    """`DeepspeedStrategy.moving_average` on a CPU: the actor asks for "cuda" by name (`--train.enable_ema`)."""
+    original(self, model, model_ema, beta, "cpu")

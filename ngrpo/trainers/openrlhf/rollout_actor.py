@@ -17,8 +17,7 @@ from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import engine_arguments
 from ngrpo.machine.hardware.processes import own_children
 from ngrpo.rollout import settings
-from ngrpo.rollout.async_scheduling import cut_to_answer
-from ngrpo.rollout.records import confirm
+from ngrpo.rollout.records import confirm, cut_to_answer
 from ngrpo.rollout.settings import KEY, fingerprint, request_arguments
 from ngrpo.trainers.common.sample_records import Conversation, EngineCheck, PickUps
 from ngrpo.trainers.common.weights_file import load_weights_file

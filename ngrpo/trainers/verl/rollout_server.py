@@ -16,8 +16,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from ngrpo.rollout import settings
-from ngrpo.rollout.async_scheduling import cut_to_answer
-from ngrpo.rollout.records import confirm
+from ngrpo.rollout.records import confirm, cut_to_answer
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.sample_records import PickUps
 from ngrpo.trainers.common.weights_file import reload_weights
