@@ -82,6 +82,7 @@ def _configuration(args: Args, run: RunConfig) -> list[str]:
     ours = {
         **{kind.flag: run.specs.get(kind.name) for kind in KINDS.values()},
         "--sampling": run.sampling.given() or None,
+        "--replay.routing": run.replay_routing or None,
         "--reproducible": run.reproducible or None,
         "--eval.at_start": run.eval_at_start or None,
         "--report": {"groups": run.report_groups} if run.report_groups else None,

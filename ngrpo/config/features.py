@@ -338,7 +338,7 @@ def dense(asked: Combination) -> str:
     if path is None:
         return ""
     config = architecture.read_config(path)
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     experts = (value for name, value in text.items() if "expert" in name)
     return "" if any(experts) else f"the model {asked.flags.value(MODEL)}, which is dense,"
 

@@ -238,7 +238,7 @@ def test_the_flag_records_and_replays() -> None:
         ("--ds.ring_attn_size 2", "--ds.ring_attn_size 2 cannot be used with --replay.routing"),
     ],
 )
-def test_what_it_does_not_go_with(words: str, message: str) -> None:
+def test_what_it_does_not_go_with(words: str, message: str, smollm2: str) -> None:
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
         rules.checked(parse.run_config([*RUN.split(), "--replay.routing", *words.split()]))
 

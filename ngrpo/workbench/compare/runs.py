@@ -167,7 +167,7 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
             stdin=subprocess.DEVNULL,
             pass_fds=(lock,),
             start_new_session=True,
-            preexec_fn=lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM),  # from Linux when the comparison dies
+            preexec_fn=_die_with_parent,
         )
     prompts: int | None = None
     peak, measured = 0, time.monotonic()
@@ -195,6 +195,12 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
         ending = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         raise CommandFailed("\n".join([f"{ending}; the log ends:", *lines[-_ERROR_LINES:]]))
     return None if os.environ.get("RAY_ADDRESS") else peak or None
+
+
+def _die_with_parent() -> None:
+    """In the child: Linux sends it SIGTERM when the comparison dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _memory(pid: int) -> int:

@@ -68,9 +68,7 @@ def lines(
     if not shared:
         fix = "give evaluations of the same problems, with the same --instruction"
         if bare := [file for file, one in zip(files, sample_files) if not any(one.texts)]:
-            fix = (
-                f"{' and '.join(bare)} has neither. Put {PROBLEMS} into its folder, or a 'prompt' to each of its lines"
-            )
+            fix = f"{' and '.join(bare)} has neither. Give an evaluation's folder, or each line a 'prompt'"
         raise UsageError(
             f"{' and '.join(files)} have no problem in common. Problems are paired by their text, or by the prompts in"
             f" the files: {fix}."

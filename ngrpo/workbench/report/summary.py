@@ -72,6 +72,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False)
         **run.methods,
         "sampling": run.sampling.described(flags),
         "reproducible": run.reproducible,
+        "replay_routing": run.replay_routing,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
         "seconds": round(time.time() - began, 1),
