@@ -103,7 +103,10 @@ def test_names_never_pair(tmp_path: Path) -> None:
     base, ours = of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", OURS, asked="Think. {}?")
     rows = [{"problem": name, "sample": i, "correct": one} for name, of in OURS.items() for i, one in enumerate(of)]
     bare = written(tmp_path / "bare.jsonl", rows)
-    for other, fix in ((ours, "with the same --instruction"), (bare, rf"{bare} has neither\. Put problems\.jsonl")):
+    for other, fix in (
+        (ours, "with the same --instruction"),
+        (bare, rf"{bare} has neither\. Give an evaluation's folder"),
+    ):
         with pytest.raises(UsageError, match=rf"no problem in common.*paired by their text.*: .*{fix}") as told:
             lines([base, other])
         assert ("--instruction" in str(told.value)) == (other == ours)
