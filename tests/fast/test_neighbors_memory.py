@@ -68,6 +68,8 @@ def test_the_table_is_filled_in_blocks_of_bounded_memory(metric: str) -> None:
 class Attached(AttachedPerturbation):
     """The part that follows weight syncs, on a plain matrix."""
 
+    _routed = None
+
     def __init__(self, embedding: torch.Tensor) -> None:
         self.embeddings = matrix_embeddings(embedding)
         self.perturbation = create("neighbor", metric="l2")
