@@ -152,7 +152,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "(self, weights_iterator, weights_path, is_checkpoint_format)",
         "takes the weights; plain load_weights fails on CPU, where linear weights are repacked", "vllm 0.29.0"),
     _row("vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod._setup_kernel",
-        None, "cpu", "sha:426e2ca585c3", "packs a CPU's experts at the first load alone", "vllm 0.29.0"),
+        None, "cpu", "(self, layer, w13, w2)", "packs a CPU's experts at the first load alone", "vllm 0.29.0"),
 )
 
 # The parameter names fit all releases of VLLM_OF_ROLLOUTS.

@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngrpo.commands.command_parser import CommandParser, problems_of, telling_what_is_kept
 from ngrpo.config import parse
@@ -40,12 +40,15 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import evaluate
-from ngrpo.workbench.evaluate.engine import DESCRIBED, RolloutPolicy
 from perturbations.errors import UsageError
+
+if TYPE_CHECKING:
+    from ngrpo.workbench.evaluate.engine import RolloutPolicy
 
 
 def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     """Evaluates, or scores again."""
+    from ngrpo.workbench.evaluate.engine import RolloutPolicy
     from ngrpo.workbench.evaluate.evaluation import table
 
     args, asked, engine_options = _read(argv)
@@ -123,6 +126,7 @@ def _drawing(
     args: argparse.Namespace, asked: RunConfig, report: Callable[[str], None]
 ) -> tuple[evaluate.Sampling, RolloutPolicy]:
     """The checked settings of the draws, with the model's name."""
+    from ngrpo.workbench.evaluate.engine import RolloutPolicy
     from ngrpo.workbench.evaluate.evaluation import checked_ks
 
     packaged.check_name(args.model)
@@ -187,6 +191,7 @@ def _check_rescore_flags(
     Raises:
         UsageError: for a flag with another value, or without an effect on scores.
     """
+    from ngrpo.workbench.evaluate.engine import DESCRIBED
     from ngrpo.workbench.evaluate.evaluation import PROBLEMS
 
     folder = Path(args.rescore).expanduser()
