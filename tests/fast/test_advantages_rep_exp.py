@@ -87,12 +87,12 @@ def test_a_step_projects_them_by_its_own_sparse_matrix(monkeypatch: pytest.Monke
     made = [SimpleNamespace(index=part, rewards=torch.zeros(len(part))) for part in ([5, 0], [1, 2, 3, 4])]
     args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=3), train=SimpleNamespace(seed=7))
     advantage = advantages.create("rep_exp", dim=8)
-    found = [step_advantages.further_of(maker(args=args, training_step=step), made, advantage) for step in (0, 0, 1)]
+    found = [step_advantages._hidden(maker(args=args, training_step=step), made, advantage) for step in (0, 0, 1)]
     assert asked == ["mean_hidden"] * 3 and found[0].shape == (6, 8)
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
 
     monkeypatch.setattr(step_advantages, "kept_by_actors", lambda *what: [torch.eye(400)])
-    projection = step_advantages.further_of(maker(args=args, training_step=0), made, advantage)
+    projection = step_advantages._hidden(maker(args=args, training_step=0), made, advantage)
     assert projection.abs().unique().tolist() == pytest.approx([0.0, (20 / 8) ** 0.5])
     assert (projection != 0.0).float().mean().item() == pytest.approx(1 / 20, abs=0.01)
     torch.testing.assert_close(means @ projection, found[0])

@@ -195,7 +195,7 @@ class TestOnADevice:
         matrix[1] = 20.0
         found.weights_changed()
         assert found.query(torch.tensor([0, 2]), 1)[0].tolist() == [[1], [1]], "also where nobody had asked"
-        assert found.query(torch.tensor([0]), 2)[0].tolist() == [[2, 3]], "a larger k: all anew, of today's weights"
+        assert found.query(torch.tensor([0]), 2)[0].tolist() == [[2, 3]], "a larger k: all again, of today's weights"
         matrix[1] = 1.0
         found.weights_changed()
         assert found.query(torch.tensor([0, 2]), 1)[0].tolist() == [[2], [0]]

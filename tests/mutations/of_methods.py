@@ -156,7 +156,7 @@ MUTATIONS = {
         ("(rho * right + sum(own), rho", "(right + sum(own), rho", "spo: right answers are never forgotten"),
         ("rho * wrong + len(own) - sum(own))", "rho * wrong + len(own))", "spo: right answers are wrong ones too"),
         ("(values[key] / (1.0 - rho), (1.0", "(values[key], (1.0", "spo: the first evidence has no weight"),
-        ("if not isinstance(maker.visits, kind)", "if maker.visits is None", "spo: another advantage's state"),
+        ("if not isinstance(maker.visits, Values)", "if maker.visits is None", "spo: another advantage's state"),
         ("normalised(advantages.reshape(1, -1))", "normalised(advantages)", "spo: normalized over the group"),
     ],
     ("ngrpo/config/complete_flags.py", "test_advantages_maxrl.py"): [

@@ -129,7 +129,9 @@ def replayed(
     side_inputs: Sequence[Any] | None,
     attention_mask: Tensor,
     advantages: Tensor | None = None,
-    **options: Any,
+    *,
+    measure: bool = True,
+    look_up: int = 0,
 ) -> Iterator[tuple[ReplayStats | None, Densities | None]]:
     """The forward of OpenRLHF's ``Actor`` in this context is over the rollout's inputs, experts and sets of tokens.
 
@@ -138,7 +140,7 @@ def replayed(
         side_inputs: of the samples of the batch.
         attention_mask: a tensor (B, T).
         advantages: as of :class:`Densities`.
-        options: of :func:`replay_scope`.
+        measure, look_up: as of :class:`ReplayScope`.
     """
     run, stats, found = current_run(), None, None
     with ExitStack() as stack:
@@ -148,7 +150,7 @@ def replayed(
             experts = routed(side_inputs, len(attention_mask))
             stack.enter_context(RoutingScope(model_of(actor))(experts, attention_mask))
         if run.perturbation is not None:
-            scope = replay_scope(actor, run.perturbation, **options)
+            scope = replay_scope(actor, run.perturbation, measure, look_up)
             stats = stack.enter_context(scope(records(side_inputs, len(attention_mask)), attention_mask))
             found = stack.enter_context(densities(scope, actor.temperature, advantages))
         yield stats, found

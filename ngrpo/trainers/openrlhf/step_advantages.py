@@ -26,6 +26,8 @@ from perturbations.seeds import trajectory_seed
 if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
 
+    from ngrpo.methods.advantages.verified import NovelRepresentation, SingleStream
+
 
 class Visits:
     """How often each (prompt, outcome) has been seen in a run, by hashes of 8 bytes: COPO's N."""
@@ -152,7 +154,7 @@ class StepAdvantages:
         rewards = grouped(torch.cat([e.rewards for e in experiences]))
         if advantage is None:
             return split((rewards.amax(-1, keepdim=True) == rewards.amin(-1, keepdim=True)).expand_as(rewards))
-        further = grouped(further_of(self._maker, experiences, advantage)) if advantage.needs else None
+        further = grouped(_FURTHER[advantage.needs](self._maker, experiences, advantage)) if advantage.needs else None
         overlong = None
         if advantage.leaves_out_overlong:
             overlong = grouped(torch.cat([e.truncated for e in experiences]).bool())
@@ -173,23 +175,30 @@ class StepAdvantages:
         return split(advantages)
 
 
-def further_of(maker: Any, experiences: Sequence[Experience], advantage: Any) -> Tensor:
-    """What else an advantage needs (`FURTHER`), of a step's responses in the order of its experiences."""
-    if advantage.needs in ("counts", "values"):
-        kind: type = Visits if advantage.needs == "counts" else Values
-        if not isinstance(maker.visits, kind):
-            maker.visits = kind()
-        prompts = [prompt for experience in experiences for prompt in experience.prompts]
-        if advantage.needs == "counts":
-            texts = [text for experience in experiences for text in responses(maker.tokenizer, experience)]
-            return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
-        rewards = torch.cat([experience.rewards for experience in experiences])
-        return torch.tensor(maker.visits.visit(prompts, rewards.tolist(), advantage.rho)).to(rewards)
-    if advantage.needs == "log_probs":
-        masks = [experience.action_mask.bool() for experience in experiences]
-        totals = [e.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1) for e, mask in zip(experiences, masks)]
-        return torch.stack([torch.cat(totals), torch.cat([mask.sum(-1) for mask in masks])], dim=-1)
-    # Hidden states, projected by a sparse random matrix of the step: ±√(√D / dim) with probability 1 / (2 √D) each.
+def _counts(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
+    if not isinstance(maker.visits, Visits):
+        maker.visits = Visits()
+    prompts = [prompt for experience in experiences for prompt in experience.prompts]
+    texts = [text for experience in experiences for text in responses(maker.tokenizer, experience)]
+    return torch.tensor(maker.visits.visit(prompts, texts), dtype=torch.float32)
+
+
+def _log_probs(maker: Any, experiences: Sequence[Experience], _: Advantage) -> Tensor:
+    masks = [experience.action_mask.bool() for experience in experiences]
+    totals = [e.action_log_probs.float().masked_fill(~mask, 0.0).sum(-1) for e, mask in zip(experiences, masks)]
+    return torch.stack([torch.cat(totals), torch.cat([mask.sum(-1) for mask in masks])], dim=-1)
+
+
+def _values(maker: Any, experiences: Sequence[Experience], advantage: SingleStream) -> Tensor:
+    if not isinstance(maker.visits, Values):
+        maker.visits = Values()
+    prompts = [prompt for experience in experiences for prompt in experience.prompts]
+    rewards = torch.cat([experience.rewards for experience in experiences])
+    return torch.tensor(maker.visits.visit(prompts, rewards.tolist(), advantage.rho)).to(rewards)
+
+
+def _hidden(maker: Any, experiences: Sequence[Experience], advantage: NovelRepresentation) -> Tensor:
+    """Projected by a sparse random matrix of the step: ±√(√D / dim) with probability 1 / (2 √D) each, else 0."""
     means = torch.cat(kept_by_actors(maker, "mean_hidden", [experience.rewards for experience in experiences]))
     size = means.shape[1]
     draws = torch.Generator().manual_seed(trajectory_seed(maker.args.train.seed, maker.training_step))
@@ -197,6 +206,14 @@ def further_of(maker: Any, experiences: Sequence[Experience], advantage: Any) ->
     signs = (uniform < 0.5 / size**0.5).float() - (uniform > 1.0 - 0.5 / size**0.5).float()
     return means @ (signs * (size**0.5 / advantage.dim) ** 0.5)
 
+
+# What else advantages need (FURTHER), of a step's responses in the order of its experiences.
+_FURTHER: dict[str, Callable[[Any, Sequence[Experience], Any], Tensor]] = {
+    "counts": _counts,
+    "log_probs": _log_probs,
+    "hidden": _hidden,
+    "values": _values,
+}
 
 _step: ContextVar[StepAdvantages | None] = ContextVar("step_advantages", default=None)
 
