@@ -230,8 +230,8 @@ def strategy_rows(
         ks = sorted({*(1 << i for i in range(size.bit_length())), size})  # the powers of two up to it, and itself
         intervals: dict[str, list[float] | None] = dict.fromkeys(curves)
         difference: dict[str, Any] = {}
+        draws = resamples(len(its_groups), seed)
         for name, curve in curves.items() if len(its_groups) > 1 else ():
-            draws = resamples(len(its_groups), seed)
             intervals[name] = list(bounds(curve(mine, draws)))
             if baseline is not None and baseline is not mine:
                 value, resampled = (curve(mine, drawn) - curve(baseline, drawn) for drawn in (mine.everyone, draws))
