@@ -119,14 +119,12 @@ class AttachedPerturbation:
         return fingerprint(self.perturbation, self.schedule)
 
     def warm_up(self) -> None:
-        """Compiles what the first requests need, for one and for several, where anything is computed ahead."""
-        if not self._ahead:
-            return
+        """Compiles what the first requests need, for one and for several; no index is built before it is needed."""
         padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
         with torch.inference_mode():
             for rows in (2, 1):  # a batch of one is compiled separately
                 logits = torch.zeros(rows, padded, dtype=self._runner.model_config.dtype, device=self._runner.device)
-                self.perturber.rehearse(logits[:, : self._vocabulary])
+                self.perturber.rehearse(logits[:, : self._vocabulary], edits=self._ahead)
 
     def prepare(self) -> None:
         """Computes everything that the perturbation needs of the weights; a weight sync ends with this."""

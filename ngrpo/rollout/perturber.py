@@ -159,9 +159,9 @@ class RolloutPerturber:
         """Whether a step of real requests is in flight (a warm-up run is not)."""
         return self._batch is not None
 
-    def rehearse(self, logits: Tensor) -> None:
-        """Does a step's work on logits (B, V) of any values: vLLM measures its memory, and a GPU compiles its parts."""
-        self._kernels.rehearse(logits)
+    def rehearse(self, logits: Tensor, edits: bool = True) -> None:
+        """Does a step's work on logits (B, V) of any values: vLLM measures its memory, and its parts are compiled."""
+        self._kernels.rehearse(logits, edits)
         self._at_once = max(self._at_once, self._kernels.candidates * len(logits))
         # One row for all, as there.
         scaled, rows = logits[:1].float().repeat(len(logits), 1), torch.arange(len(logits), device=logits.device)

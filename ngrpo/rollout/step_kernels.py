@@ -209,21 +209,24 @@ class StepKernels:
 
     # --- compilation ---------------------------------------------------------------------------------------------
 
-    def rehearse(self, logits: Tensor) -> None:
-        """Does a step's work on logits (B, V); on a GPU every version of every part is compiled for later ones."""
+    def rehearse(self, logits: Tensor, edits: bool = True) -> None:
+        """Does a step's work on logits (B, V); on a GPU every version of every part is compiled for later ones.
+
+        edits: with those of the perturbation, which may look for neighbors.
+        """
         # One row for all: an index finds the neighbors of one token only, and its drift is not of noise.
         count = max(len(logits), 2) if self.compiled else len(logits)
         example = logits[:1].repeat(count, 1)
         if len(logits) > 1:  # a vocabulary that vLLM filled up: versions are for the strides; a doubled row has none
             example = logits.new_empty_strided(logits.shape, logits.stride()).copy_(example)
         scaled = example.float()
-        self._rehearse(scaled, scaled.clone())
+        self._rehearse(scaled, scaled.clone(), edits)
         if self.compiled and example.dtype != torch.float32:
-            self._rehearse(example, None)
+            self._rehearse(example, None, edits)
         if self.compiled:
-            self._rehearse(scaled, None)
+            self._rehearse(scaled, None, edits)
 
-    def _rehearse(self, scaled: Tensor, drawable: Tensor | None) -> None:
+    def _rehearse(self, scaled: Tensor, drawable: Tensor | None, edits: bool) -> None:
         rows = torch.arange(len(scaled), device=scaled.device)
         first, none = torch.zeros_like(rows), torch.zeros_like(rows)
         temperature, greedy = torch.ones(len(rows), device=scaled.device), torch.full_like(rows, -1)
@@ -236,7 +239,7 @@ class StepKernels:
             known = self._lookup(first[:1])
             hidden = known.new_zeros(len(rows), known.shape[-1])
         _mark_dynamic(draw.tokens, draw.log_total, *draw.summary, hidden)
-        if self._perturbation.active:
+        if edits and self._perturbation.active:
             for count in (max(len(rows) - 1, 2), len(rows)) if self.compiled else (len(rows),):
                 gated = Gated(*(rows[:count].clone() for _ in Gated._fields))
                 _mark_dynamic(*gated)

@@ -126,9 +126,9 @@ def warm_up(llm: Any) -> dict[str, int]:
     seen = {"compiled": 0, "compiled_before": 0}
     take, compile_step = requests.take, perturber.rehearse
 
-    def compiling(logits: Any) -> Any:
+    def compiling(*args: Any, **kwargs: Any) -> Any:
         seen["compiled"] += 1
-        return compile_step(logits)
+        return compile_step(*args, **kwargs)
 
     def counted(names: Any, *args: Any) -> Any:
         taken = take(names, *args)

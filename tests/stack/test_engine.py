@@ -188,6 +188,17 @@ def test_nothing_is_compiled_after_the_start(engine: Any) -> None:
         torch._dynamo.reset()
 
 
+def test_a_start_on_a_cpu_looks_for_no_neighbors(engine: Any) -> None:
+    """Its index could take minutes to build, and a neighbor of the start would count in the first drift."""
+    set_perturbation(engine, "neighbor", k=2)
+    attached = worker_of(engine).perturbation
+    attached.embeddings.refresh()
+    attached.drift()  # of other tests' queries
+    attached.warm_up()
+    attached.embeddings.refresh()
+    assert attached.drift() is None
+
+
 def test_a_dummy_run_does_the_work_of_a_step_and_leaves_nothing(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So vLLM measures its memory with what a step needs."""
     set_perturbation(engine, "gumbel")
