@@ -23,7 +23,21 @@ from typing import Any
 import numpy as np
 import torch
 
-TYPES = ("qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "olmoe", "granitemoe", "glm4_moe", "gpt_oss", "deepseek_v3")
+TYPES = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "mixtral",
+    "olmoe",
+    "flex_olmo",
+    "granitemoe",
+    "glm4_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "dots1",
+    "llama4_text",
+)
 PERTURBATION = {"name": "neighbor", "variant": "released", "rate": 0.5}
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- table: python -m benchmarks.routing writes this -->", "<!-- /table -->"
@@ -60,8 +74,9 @@ def replayed(model: Any, sequence: list[int], parts: Any, replay: bool) -> tuple
     tokens, experts = torch.tensor([sequence]), taken.experts[: len(sequence) - 1].astype(np.int64)
     mask = torch.ones_like(tokens)
 
-    def note(_router: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
-        chosen.append(next(part for part in output if not part.is_floating_point()))
+    def note(router: Any, _inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
+        ids = [part for part in output if not part.is_floating_point()]
+        chosen.append(ids[0] if ids else output[0].topk(router.top_k).indices)  # Llama 4's has scores, 0 for others
 
     hooks = [router.register_forward_hook(note) for router in routers(model)]
     with replaying(model, [taken.record], mask), RoutingScope(model)([experts if replay else None], mask):
@@ -88,7 +103,9 @@ def measured(model_type: str, dtype: str) -> list[str]:
         tiny.build(model_type, folder, Path(resolve("smollm2-135m")), getattr(torch, dtype))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         command = [sys.executable, "-m", "benchmarks.routing", "--engine", str(folder), str(target), "--dtype", dtype]
-        subprocess.run(command, check=True, capture_output=True)
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            raise SystemExit(f"{model_type}: no rollouts.\n{ended.stderr[-4000:]}")
         rollouts = pickle.loads(target.read_bytes())
         return [f"| {model_type} | {dtype} | {name} | {_cells(model, of)} |" for name, of in rollouts.items()]
 
