@@ -12,6 +12,7 @@ from tests.pipeline.harness import GAP, LOUD, ROOT, steps_of
 from tests.stack.tiny_models import tie_experts
 
 LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")]
+SHARDED = "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --rollout.micro_batch_size 4 --train.micro_batch_size 4"
 WHOLE = "--algo.kl.init_coef 1e-3 --actor.gradient_checkpointing_enable --ds.packing_samples"
 
 
@@ -25,7 +26,12 @@ def tied(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    "words", [f"--perturbation neighbor {WHOLE}", pytest.param("--perturbation none", marks=pytest.mark.slow)]
+    "words",
+    [
+        pytest.param(f"--perturbation neighbor {WHOLE}", id="packed"),
+        pytest.param("--perturbation none", marks=pytest.mark.slow, id="unperturbed"),
+        pytest.param(f"--perturbation neighbor --algo.kl.init_coef 0 {SHARDED}", marks=pytest.mark.slow, id="zero 3"),
+    ],
 )
 def test_ties_are_replayed_and_the_router_learns(words: str, tmp_path: Path, tied: Path) -> None:
     steps = steps_of(tmp_path, str(tied), *LOUD, *LETTERS, "--replay.routing", *words.split())
