@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo.config import parse
 from ngrpo.machine.storage import parameters_file
 from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.methods.learned import HybridGate
+from perturbations.methods.learned import HRPO, HybridGate
 from perturbations.testing import PerturbationError
-from tests.fast.recipes import words_of
 from tests.fast.replay_examples import Embedder, small
 
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
@@ -30,14 +28,6 @@ def a_step(logits: list[list[float]], sampled: list[int]) -> Step:
     return Step(
         torch.tensor(logits), torch.tensor(sampled), torch.ones(rows), zeros, zeros + 5, matrix_embeddings(EMBEDDING)
     )
-
-
-def a_gate(**values: list[Any]) -> HybridGate:
-    """A gate for D = 2 with given w_r, w_i and Λ."""
-    gate = HybridGate(2, 0.99)
-    gate.lambda_start = torch.zeros(2)
-    parameters.load(gate, {name: torch.tensor(value) for name, value in values.items()}, whole=False)
-    return gate
 
 
 def test_mixture_by_hand() -> None:
@@ -69,11 +59,9 @@ def test_gate_by_hand() -> None:
     e'_2 = 1/√2 · 2 + sqrt(1 − 1/2) · 1/2 · (−1) = √2 − 1 / (2 √2) = 3 / (2 √2).
     """
     softplus = [math.log(2) / 4, math.log(2) / 12]
-    gate = a_gate(
-        w_r=[[0.0, 0.0], [math.log(3), 0.0]],
-        w_i=[[0.0, math.log(3) / 2], [0.0, 0.0]],
-        lambda_shift=[math.log(math.expm1(s)) for s in softplus],
-    )
+    gate = HybridGate(2, 0.99)
+    gate.lambda_start = torch.tensor([math.log(math.expm1(s)) for s in softplus])
+    gate.w_r.data[1, 0], gate.w_i.data[0, 1] = math.log(3), math.log(3) / 2
     got = gate(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]))
     want = torch.tensor([[0.5 + 9 * 3**0.5 / 8, 3 / (2 * 2**0.5)]])
     torch.testing.assert_close(got, want)
@@ -248,24 +236,16 @@ def module_of(kind: str) -> Any:
     return Bad
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("random", "starts differently"),
-        ("rounds", "compute in float32"),
-        ("mixes", "each row"),
-        ("detached", "no finite gradient reaches w"),
-    ],
-)
-def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
-    from perturbations.methods.learned import HRPO
+BAD_MODULES = {
+    "random": "starts differently",
+    "rounds": "compute in float32",
+    "mixes": "each row",
+    "detached": "no finite gradient reaches w",
+}
 
-    check_perturbation("hrpo")
+
+@pytest.mark.parametrize(("kind", "words"), BAD_MODULES.items())
+def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
     monkeypatch.setattr(HRPO, "module", lambda self, size: module_of(kind)(size))
     with pytest.raises(PerturbationError, match=words):
         check_perturbation("hrpo")
-
-
-def test_the_recipe_names_options_of_hrpo() -> None:
-    found = parse.run_config(words_of("methods/hrpo"))
-    assert create(**found.spec) == create("hrpo")
