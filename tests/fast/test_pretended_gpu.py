@@ -4,7 +4,6 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -99,12 +98,6 @@ def test_a_value_asked_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert any(kind == "item" for kind, _ in simulate(made("soft"), PLAN, count=5).waits)
 
 
-def test_notes_read_before_they_have_arrived_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RolloutPerturber, "_event", lambda self: None)
-    with pytest.raises((Disagreement, IndexError)):
-        run(made("soft"), PLAN)
-
-
 def test_masks_read_before_they_have_arrived_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def drain_edits(original: Any, self: Notes, until: int) -> None:
         original(self, until)
@@ -116,9 +109,17 @@ def test_masks_read_before_they_have_arrived_are_seen(monkeypatch: pytest.Monkey
         run(made("soft"), dataclasses.replace(PLAN, masked=True, sampling="filtered"))
 
 
-def test_recomputation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Notes, "drain_slot", lambda self, slot: None)
-    with pytest.raises(Disagreement, match="replaced False, on a CPU True"):
+@pytest.mark.parametrize(
+    ("owner", "name", "left_out"),
+    [
+        (RolloutPerturber, "_event", lambda self: None),  # notes are read before they have arrived
+        (Notes, "drain_slot", lambda self, slot: None),  # recomputation does not wait
+        (InputOverride, "clear", lambda self, rewritten=None: None),  # a flag is left standing
+    ],
+)
+def test_a_part_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, left_out: Any) -> None:
+    monkeypatch.setattr(owner, name, left_out)
+    with pytest.raises((Disagreement, IndexError)):
         run(made("soft"), PLAN)
 
 
@@ -141,11 +142,3 @@ def test_an_edit_of_a_slot_that_is_used_again_is_seen(monkeypatch: pytest.Monkey
     with pytest.raises(Disagreement):
         for seed in range(12):
             run(made("soft", rate=1.0), Plan(seed=seed, batch=2, chunk=100))
-
-
-def test_a_flag_that_is_left_standing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def clear(original: Any, self: InputOverride, rewritten: np.ndarray | None = None) -> None: ...
-
-    planted(monkeypatch, InputOverride, "clear", clear)
-    with pytest.raises(Disagreement):
-        run(made("soft"), PLAN)
