@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from ngrpo import cli
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream import versions
-from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations import registry
-from perturbations.errors import UsageError
+from perturbations import UsageError, registry
 
 MANY = settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 FEW = settings(MANY, max_examples=150)
@@ -168,11 +166,3 @@ def test_yaml_files(tmp_path_factory: pytest.TempPathFactory, text: str, command
     flag = "--perturbation.config" if command == "train" else "--config"
     more = [] if command == "train" else ["--perturbations", "none"]
     refused([command, flag, str(file), *more, "--model", "smollm2-135m", "--task", "arithmetic", *IMPOSSIBLE])
-
-
-@FEW
-@given(WORDS)
-def test_openrlhfs_own_parser(words: list[str]) -> None:
-    with contextlib.suppress(UsageError):
-        assert Flags([*words, *IMPOSSIBLE]).args
-        pytest.fail(f"accepted: {words}")

@@ -13,9 +13,7 @@ import torch
 
 from ngrpo.config import parse
 from ngrpo.trainers.openrlhf.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
-from perturbations.errors import UsageError
-from perturbations.replay import ReplayRecord
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations import FinishedTrajectory, ReplayRecord, UsageError
 from tests.fast.openrlhf_doubles import maker
 from tests.fast.run import run_with
 

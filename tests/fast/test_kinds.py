@@ -15,8 +15,7 @@ import pytest
 
 from ngrpo.config import kinds
 from ngrpo.config.kinds import KINDS, Kind, of_registry, run_level_kinds
-from perturbations import option
-from perturbations.errors import UsageError
+from perturbations import UsageError, option
 from perturbations.registry import Registry
 from tests.conftest import ROOT
 

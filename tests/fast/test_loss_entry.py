@@ -17,12 +17,9 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages, policy_noises
 from ngrpo.trainers.common.log_probs import densities
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
-from perturbations.base import Perturbation
-from perturbations.errors import UsageError
+from perturbations import FinishedTrajectory, Perturbation, UsageError, create
 from perturbations.parameters import freeze
-from perturbations.registry import create
 from perturbations.replay.scope import ReplayScope
-from perturbations.replay.trajectory import FinishedTrajectory
 from tests.fast import openrlhf_doubles
 from tests.fast.density_model import Model, batch, hooked
 from tests.fast.policy_actor import PolicyModelActor

@@ -14,11 +14,9 @@ from ngrpo.config.run import Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
 from ngrpo.trainers.common.sample_records import Conversation
-from perturbations.errors import UsageError
-from perturbations.registry import create
-from perturbations.replay import ReplayRecord
+from perturbations import FinishedTrajectory, ReplayRecord, UsageError, create
 from perturbations.replay.scope import ReplayScope
-from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
+from perturbations.replay.trajectory import SamplingMask
 from tests.fast.density_model import Model, log_probs_of, record_of
 from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of
@@ -169,8 +167,7 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
     """The masks of earlier turns stay, also where the last turn cut nothing."""
     conversation = Conversation({})
     for prompt, answer, left in (([1, 2], [3, 4], {2: [3, 8], 3: [4]}), ([1, 2, 3, 4, 9], [5], {})):
-        sample = carried(left, len(prompt) + len(answer))
-        found = FinishedTrajectory.unpack(sample)
+        found = FinishedTrajectory.unpack(carried(left, len(prompt) + len(answer)))
         record = dataclasses.replace(found.record, prompt_tokens=len(prompt))
         turn = dataclasses.replace(found, record=record, log_probs=np.zeros(len(answer), np.float32))
         conversation.go_on(prompt)

@@ -15,10 +15,7 @@ from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
 from ngrpo.trainers.common.sample_records import records, unpack
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
-from perturbations import ReplayRecord, create
-from perturbations.errors import UsageError
-from perturbations.replay.trajectory import FinishedTrajectory
-from perturbations.step import Positions
+from perturbations import FinishedTrajectory, Positions, ReplayRecord, UsageError, create
 
 NAN = np.nan
 SHIFT_SUM, SHIFT_COUNT = MEAN_METRICS["perturbation/shift"]

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from ngrpo.rollout.attach import AttachedPerturbation, follow_weights
 from ngrpo.trainers.common.sample_records import EngineCheck
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
-from perturbations import create
+from perturbations import ExactIndex, create
 from perturbations.embeddings import matrix_embeddings
-from perturbations.neighbors import ExactIndex
 from tests.fast.run import run_with
 
 

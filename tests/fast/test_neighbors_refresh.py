@@ -5,11 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbations import create
-from perturbations.base import Step
+from perturbations import ExactIndex, Step, create
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.neighbors import Drift, ExactIndex, Neighborhood, refresh, refresh_period
+from perturbations.neighbors import Drift, Neighborhood, refresh, refresh_period
 
 # On a line, nearest by L2:          0→1  1→0  2→1   3→4   4→3
 START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])

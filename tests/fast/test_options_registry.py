@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from perturbations import registry
-from perturbations.registry import create
+from perturbations import create, registry
 from tests.fast.own_files import clean, message, write
 
 __all__ = ["clean"]  # each test in a folder of its own, and what it registers is gone after it

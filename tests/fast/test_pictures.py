@@ -16,8 +16,7 @@ from ngrpo.machine.hardware import stand_ins
 from ngrpo.trainers.common.sample_records import Conversation, unpack
 from ngrpo.trainers.openrlhf import rollout_actor
 from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs
-from perturbations.replay import ReplayRecord
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations import FinishedTrajectory, ReplayRecord
 from tests.fast.run import run_with
 
 PAD = 7

@@ -29,9 +29,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbations import available
-from perturbations.base import Perturbation
-from perturbations.registry import create, get
+from perturbations import Perturbation, available, create
+from perturbations.registry import get
 from tests.fast.gradient_problem import V, estimate
 from tests.fast.gradient_truth import truth
 
