@@ -60,11 +60,7 @@ def noisy(branches: Branches, sigma: Tensor) -> Branches:
     points, weights = gauss_hermite()
     many = len(weights)
     fed = vectors.unsqueeze(2) + sigma * points
-    return (
-        (prob.unsqueeze(-1) * weights).flatten(1),
-        tokens.repeat_interleave(many, dim=1),
-        fed.flatten(1, 2),
-    )
+    return (prob.unsqueeze(-1) * weights).flatten(1), tokens.repeat_interleave(many, dim=1), fed.flatten(1, 2)
 
 
 def gaussian_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:

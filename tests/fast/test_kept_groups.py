@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that a run keeps for its report: which steps, which answers, what of each token, and how much."""
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,20 +14,15 @@ import torch
 
 from ngrpo.config import parse
 from ngrpo.trainers.openrlhf.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
-from perturbations import FinishedTrajectory, ReplayRecord, UsageError
+from perturbations import FinishedTrajectory, UsageError
 from tests.fast.openrlhf_doubles import maker
+from tests.fast.replay_examples import small
 from tests.fast.run import run_with
 
 
 class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(96 + token) for token in tokens)
-
-
-def record(edited: int) -> ReplayRecord:
-    """Of a sequence of two prompt tokens: one position fed 3/4 of token 7 and 1/4 of token 8."""
-    ids, weights = np.array([[7, 8]], np.int32), np.array([[0.75, 0.25]], np.float32)
-    return ReplayRecord(1, 2, 5, np.array([edited], np.int32), ids, weights, None, np.array([True]))
 
 
 def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: bool = True) -> list[Any]:
@@ -38,7 +34,8 @@ def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: 
     mask = torch.ones(total, 1 + length)
     mask[:, 0] = 0
     rollout = np.array([np.nan, np.nan, -1.5] + [-1.0] * (length - 1), np.float32)
-    packed = FinishedTrajectory(record(3), rollout).pack()
+    record = dataclasses.replace(small([3]), prompt_tokens=2, num_tokens=5)  # tokens 1 and 3, half and half
+    packed = FinishedTrajectory(record, rollout).pack()
     return [
         SimpleNamespace(
             sequences=sequences,
@@ -61,7 +58,7 @@ def test_a_step_by_hand() -> None:
     plain, mixed = found["groups"][1]["answers"]
     assert plain == {"reward": 0.0, "advantage": 2.0, "tokens": ["c", "c", "c"]}
     # The first token's log-probability was −1.5 at the rollout, the others' −1; position 3 is the second token.
-    fed = [[1, {"candidates": [["g", 0.75], ["h", 0.25]]}]]
+    fed = [[1, {"candidates": [["a", 0.5], ["c", 0.5]]}]]
     assert mixed == {"reward": 1.0, "advantage": 3.0, "tokens": ["d"] * 3, "gaps": [0.5, 0.0, 0.0], "fed": fed}
 
 

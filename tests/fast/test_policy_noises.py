@@ -147,52 +147,41 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
 # --- in OpenRLHF ----------------------------------------------------------------------------------------
 
 
-class Actors:
-    """A model actor, its trainer's weight sync, and the engines that it ends in."""
+class ActorTrainer:
+    """Sends the weight of its model's only norm."""
 
     def __init__(self, sent: list[Any]) -> None:
-        class Trainer:
-            actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({"input_layernorm": nn.LayerNorm(4)})))
+        self.actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({"input_layernorm": nn.LayerNorm(4)})))
+        self.weight, self.sent = self.actor.model.module.input_layernorm.weight, sent
 
-            def broadcast_to_vllm(self) -> None:
-                sent.append(self.actor.model.module.input_layernorm.weight.detach().clone())
+    def broadcast_to_vllm(self) -> None:
+        self.sent.append(self.weight.detach().clone())
 
-        class Plain:
-            trainer = actor_trainer(Trainer)()
 
-            def broadcast_to_vllm(self) -> None:
-                self.trainer.broadcast_to_vllm()
+class ModelActor:
+    def __init__(self, sent: list[Any]) -> None:
+        self.trainer = actor_trainer(ActorTrainer)(sent)
 
-        self.actor = policy_model_actor(Plain)()
+    def broadcast_to_vllm(self) -> None:
+        self.trainer.broadcast_to_vllm()
 
     def async_run_method(self, method_name: str, **kwargs: Any) -> None:
-        getattr(self.actor, method_name)(**kwargs)
+        getattr(self, method_name)(**kwargs)
 
 
 class PlainTrainer:
-    """As OpenRLHF's, with two training steps, and an evaluation after the first."""
+    """As OpenRLHF's, of a run of four training steps."""
 
     tensorboard_logger = None
+    args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
+    prompts_dataloader = range(8)
 
-    def __init__(self, sent: list[Any], states: dict[str, Any]) -> None:
-        self.actor_model_group, self.experience_maker = Actors(sent), makers_state()
-        self.args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
-        self.prompts_dataloader, self.states, self.saved, self.sent = range(8), states, [], sent
+    def __init__(self, **states: Any) -> None:
+        self.sent, self.experience_maker, self.states = [], makers_state(), states
+        self.actor_model_group = policy_model_actor(ModelActor)(self.sent)
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         return self.states
-
-    def fit(self) -> None:
-        step = self.init_checkpoint_states()["global_step"]
-        if step:
-            self.broadcast_to_vllm()
-        while step < 2:
-            self.status, step = self.train_step([], step)
-            states = {"global_step": step}
-            self.save_logs_and_checkpoints(step, None, states)
-            self.saved.append(states)
-            if step == 1:
-                self.evaluate(step)
 
     def train_step(self, samples: Any, step: int) -> tuple[dict, int]:
         self.broadcast_to_vllm()
@@ -211,23 +200,27 @@ class PlainTrainer:
 def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda value: value))
     # Four steps in all, four stages: none, then 0.3 and less.
-    spec = policy_noises.create("aqn", stages=4, start=0.3, end=0.1).spec()
-    run_with(monkeypatch, policy_noise=spec)
-    sent: list[Any] = []
-    trained = trainer(PlainTrainer)(sent, {"global_step": 0})
-    trained.fit()
-    clean, first, again, evaluation, back, second = sent
+    run_with(monkeypatch, policy_noise=policy_noises.create("aqn", stages=4, start=0.3, end=0.1).spec())
+    whole, states = trainer(PlainTrainer)(global_step=0), {"global_step": 1}
+    whole.init_checkpoint_states()
+    whole.train_step([], 0)
+    whole.save_logs_and_checkpoints(1, None, states)
+    whole.evaluate(1)
+    status, _ = whole.train_step([], 1)
+    clean, first, again, evaluation, back, second = whole.sent
     assert evaluation == "evaluation"
     ones = torch.ones(4)
     assert torch.equal(clean, ones) and torch.equal(again, ones), "stage 0, and the evaluation"
     assert not torch.equal(first, ones) and not torch.equal(second, first)
     assert torch.equal(first, back)
-    assert torch.equal(trained.actor_model_group.actor.trainer.actor.model.module.input_layernorm.weight, ones)
-    assert trained.status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
+    assert torch.equal(whole.actor_model_group.trainer.weight, ones)
+    assert status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
     # Resumed after the first step, the engines get what they had.
-    resumed: list[Any] = []
-    trainer(PlainTrainer)(resumed, trained.saved[0]).fit()
-    assert len(resumed) == 2 and torch.equal(resumed[0], first) and torch.equal(resumed[1], second)
+    resumed = trainer(PlainTrainer)(**states)
+    resumed.init_checkpoint_states()
+    resumed.broadcast_to_vllm()
+    resumed.train_step([], 1)
+    assert len(resumed.sent) == 2 and torch.equal(resumed.sent[0], first) and torch.equal(resumed.sent[1], second)
 
 
 # --- the command line ------------------------------------------------------------------------------------
