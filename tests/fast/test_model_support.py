@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.config import compatibility
-from ngrpo.config.features import Combination
 from ngrpo.machine.models import architecture
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.evaluate import engine
 from perturbations.errors import UsageError
+from tests.fast.run import check_pairs, run_of
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="reads vLLM's table of classes")
 
@@ -64,9 +62,9 @@ def test_heads_that_vllm_s_cpu_attention_cannot_take(tmp_path: Path, capsys: pyt
 
     def refuses(hardware: str = "cpu", **more: int) -> bool:
         (tmp_path / "config.json").write_text(json.dumps(config("LlamaForCausalLM", "llama", **sizes, **more)))
-        flags = Flags(("--actor.model_name_or_path", str(tmp_path), "--ds.attn_implementation", "sdpa"))
+        flags = ["--actor.model_name_or_path", str(tmp_path), "--ds.attn_implementation", "sdpa"]
         try:
-            compatibility.check(compatibility.HARDWARE, Combination(flags=flags, hardware=hardware))
+            check_pairs(flags, run_of(), hardware=hardware)
         except UsageError as error:
             assert "heads of size 16 (vLLM has 32, 64, 80, " in str(error) and "\n" not in str(error)
             return True
