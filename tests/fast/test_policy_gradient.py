@@ -129,7 +129,6 @@ def test_the_gradient_is_the_true_one(case: str, steps: int) -> None:
         error = error.sqrt() + 1e-5
         away = (along.mean(0) - (0.0 if nothing else goal.mean(0))) / error
         length = goal.mean(0)[0] / error[0]
-        print(f"{case}, {steps} steps, {name}: {length:.0f} errors long; {away.tolist()}")
         assert nothing or length > 10, f"{name}: too few samples to tell"
         assert away.abs().max() < 3.0, f"{name}: {away.tolist()} standard errors away"
 
@@ -160,9 +159,5 @@ def test_rounded_logits_leave_the_gradient_its_direction(case: str, steps: int) 
             assert away.norm() <= 0.1 * size + 4.0 * error, f"{name}: {away.norm()} away from 0; with a goal {size}"
             continue
         cosine = torch.nn.functional.cosine_similarity(goal + away, goal, dim=0).item()
-        print(
-            f"{case}, {steps} steps, {name}: cosine {cosine:.5f}, moved {away.norm() / goal.norm():.4f} of its length"
-            f" ± {error / goal.norm():.4f}"
-        )
         assert cosine >= LEAST, f"{name}: a cosine of {cosine:.4f}"
         assert error < 0.1 * goal.norm(), f"{name}: too few samples to tell"
