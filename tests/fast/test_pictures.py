@@ -116,9 +116,9 @@ def test_one_question_about_two_pictures_has_draws_of_its_own_for_each(monkeypat
             await ask(engine, [1, PAD, 2], {"image": images} if images else None)
             return {}
 
-    executor = rollout_actor.RecordingExecutor(Executor())
+    executor, sampling = rollout_actor.RecordingExecutor(Executor()), pytest.importorskip("vllm").SamplingParams()
     for images in (["red.png"], ["blue.png"], ["red.png"], None):
-        asyncio.run(executor.execute(prompt="Which color?", images=images))
+        asyncio.run(executor.execute(prompt="Which color?", images=images, sampling_params=sampling))
     given = [params.extra_args["perturbation"] for params in engine.params]
     assert [arguments["sample"] for arguments in given] == [0, 0, 1, 0]
     red, blue, again, text = (arguments["seed"] for arguments in given)
