@@ -18,16 +18,9 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.methods.learned import HRPO, HybridGate
 from perturbations.testing import PerturbationError
 from tests.fast.replay_examples import Embedder, small
+from tests.fast.strategy_steps import step_of
 
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
-
-
-def a_step(logits: list[list[float]], sampled: list[int]) -> Step:
-    rows = len(sampled)
-    zeros = torch.zeros(rows, dtype=torch.int64)
-    return Step(
-        torch.tensor(logits), torch.tensor(sampled), torch.ones(rows), zeros, zeros + 5, matrix_embeddings(EMBEDDING)
-    )
 
 
 def test_mixture_by_hand() -> None:
@@ -36,8 +29,7 @@ def test_mixture_by_hand() -> None:
     All: r = (0.6·(1, 0) + 0.3·(0, 1) + 0.1·(2, 2)) / sqrt(0.46) = (0.8, 0.5) / sqrt(0.46).
     Two: r = (2/3, 1/3) / (sqrt(5)/3) = (2, 1) / sqrt(5).
     """
-    logits = [[math.log(0.6), math.log(0.3), math.log(0.1), -math.inf]]
-    step = a_step(logits, [2])
+    step = step_of([0.6, 0.3, 0.1, 0.0], sampled=2, embeddings=matrix_embeddings(EMBEDDING))
     for k, want in ((4, torch.tensor([0.8, 0.5]) / 0.46**0.5), (2, torch.tensor([2.0, 1.0]) / 5.0**0.5)):
         proposal = create("hrpo", k=k).propose(step)
         assert proposal.tokens.tolist() == [2]
