@@ -68,12 +68,9 @@ def test_every_configuration(name: str, options: dict[str, Any], plan: Plan) -> 
 
 # --- planted faults -----------------------------------------------------------------------------------------
 
-PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4)
-
-
-def planted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Any) -> None:
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda self, *args, **kwargs: act(original, self, *args, **kwargs))
+PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4, sampling="filtered")
+MASKED = dataclasses.replace(PLAN, masked=True)
+PROPOSE, DRAIN, DRAIN_EDITS = Soft.propose, Notes.drain, Notes._drain_edits
 
 
 def test_without_a_fault_nothing_is_seen() -> None:
@@ -81,59 +78,55 @@ def test_without_a_fault_nothing_is_seen() -> None:
 
 
 def test_a_tensor_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def propose(original: Any, self: Any, step: Any) -> Any:
-        return original(self, dataclasses.replace(step, logits=step.logits + torch.zeros(len(step.logits), 1)))
+    def propose(self: Soft, step: Any) -> Any:
+        return PROPOSE(self, dataclasses.replace(step, logits=step.logits + torch.zeros(len(step.logits), 1)))
 
-    planted(monkeypatch, Soft, "propose", propose)
+    monkeypatch.setattr(Soft, "propose", propose)
     with pytest.raises(RuntimeError, match="expected all tensors on one device"):
         run(made("soft"), PLAN)
 
 
 def test_a_value_asked_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def propose(original: Any, self: Any, step: Any) -> Any:
+    def propose(self: Soft, step: Any) -> Any:
         step.logits.max().item()
-        return original(self, step)
+        return PROPOSE(self, step)
 
-    planted(monkeypatch, Soft, "propose", propose)
+    monkeypatch.setattr(Soft, "propose", propose)
     assert any(kind == "item" for kind, _ in simulate(made("soft"), PLAN, count=5).waits)
 
 
-def test_masks_read_before_they_have_arrived_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drain_edits(original: Any, self: Notes, until: int) -> None:
-        original(self, until)
-        for i, note in enumerate(self._masked):  # what was asked for only now
-            self._masked[i] = dataclasses.replace(note, ready=None)
-
-    planted(monkeypatch, Notes, "_drain_edits", drain_edits)
-    with pytest.raises((Disagreement, ValueError, IndexError)):
-        run(made("soft"), dataclasses.replace(PLAN, masked=True, sampling="filtered"))
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a method that is left out."""
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "said"),
-    [
-        (RolloutPerturber, "_event", ""),  # notes are read before they have arrived
-        (Notes, "drain_slot", "replaced False, on a CPU True"),  # recomputation does not wait
-        (InputOverride, "clear", ""),  # a flag is left standing
-    ],
-)
-def test_a_part_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, said: str) -> None:
-    monkeypatch.setattr(owner, name, lambda *args, **kwargs: None)
-    with pytest.raises((Disagreement, IndexError), match=said):
-        run(made("soft"), PLAN)
+def too_early(self: Notes, until: int = 0) -> None:
+    DRAIN(self)
+    self.written = self.taken
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_record_that_is_taken_before_its_end_has_arrived_is_seen(
-    masked: bool, monkeypatch: pytest.MonkeyPatch
+def masks_too_early(self: Notes, until: int) -> None:
+    DRAIN_EDITS(self, until)
+    for i, note in enumerate(self._masked):  # what was asked for only now
+        self._masked[i] = dataclasses.replace(note, ready=None)
+
+
+FAULTS = {
+    "notes-are-read-early": (RolloutPerturber, "_event", nothing, PLAN, ""),
+    "masks-are-read-early": (Notes, "_drain_edits", masks_too_early, MASKED, ""),
+    "a-record-is-taken-early": (Notes, "drain", too_early, PLAN, ""),
+    "a-record-with-masks-is-taken-early": (Notes, "drain", too_early, MASKED, ""),
+    "recomputation-does-not-wait": (Notes, "drain_slot", nothing, PLAN, "replaced False, on a CPU True"),
+    "a-flag-is-left-standing": (InputOverride, "clear", nothing, PLAN, ""),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "act", "plan", "said"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_timing_is_seen(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Any, plan: Plan, said: str
 ) -> None:
-    def drain(original: Any, self: Notes, *_: Any, **__: Any) -> None:
-        original(self)
-        self.written = self.taken
-
-    planted(monkeypatch, Notes, "drain", drain)
-    with pytest.raises(Disagreement):
-        run(made("soft"), dataclasses.replace(PLAN, masked=masked, sampling="filtered"))
+    monkeypatch.setattr(owner, name, act)
+    with pytest.raises((Disagreement, ValueError, IndexError), match=said):
+        run(made("soft"), plan)
 
 
 def test_an_edit_of_a_slot_that_is_used_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
