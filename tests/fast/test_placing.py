@@ -114,7 +114,10 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--train.async_enable", "--train.async_enable gives half a placement: --actor.num_gpus_per_node and"),
         ("--train.colocate_actor_ref --actor.num_gpus_per_node 4", "--vllm.num_engines missing. Fix: add --vllm.num"),
         ("--actor.num_gpus_per_node 8 --vllm.num_engines 8", "needs 24 GPUs and 8 are there (as --dry-run says)"),
-        ("--train.colocate_all --vllm.num_engines 4 --vllm.tensor_parallel_size 1", "is 4 GPUs, and the actor has 8"),
+        (
+            "--train.colocate_all --actor.num_gpus_per_node 8 --vllm.num_engines 4 --vllm.tensor_parallel_size 1",
+            "--vllm.num_engines 4 × --vllm.tensor_parallel_size 1 is 4 GPUs, and the actor has 8",
+        ),
         ("--vllm.tensor_parallel_size 3", "--vllm.tensor_parallel_size 3 must divide the 16 attention heads of Qwen/"),
         ("--vllm.num_engines 0", "--vllm.num_engines 0: must be a whole number of at least 1."),
         ("--ref.num_gpus_per_node 4", "--ref.num_gpus_per_node 4 must be those of --actor (1 and 8)"),
