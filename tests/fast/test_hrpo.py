@@ -10,34 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo.config import parse
 from ngrpo.machine.storage import parameters_file
 from perturbations import InputEdit, Perturbation, Proposal, check_perturbation, create, parameters, register, replaying
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.methods.learned import HybridGate
+from perturbations.methods.learned import HRPO, HybridGate
 from perturbations.testing import PerturbationError
-from tests.fast.recipes import words_of
 from tests.fast.replay_examples import Embedder, small
+from tests.fast.strategy_steps import step_of
 
 EMBEDDING = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [-1.0, 1.0]])
-
-
-def a_step(logits: list[list[float]], sampled: list[int]) -> Step:
-    rows = len(sampled)
-    zeros = torch.zeros(rows, dtype=torch.int64)
-    return Step(
-        torch.tensor(logits), torch.tensor(sampled), torch.ones(rows), zeros, zeros + 5, matrix_embeddings(EMBEDDING)
-    )
-
-
-def a_gate(**values: list[Any]) -> HybridGate:
-    """A gate for D = 2 with given w_r, w_i and Λ."""
-    gate = HybridGate(2, 0.99)
-    gate.lambda_start = torch.zeros(2)
-    parameters.load(gate, {name: torch.tensor(value) for name, value in values.items()}, whole=False)
-    return gate
 
 
 def test_mixture_by_hand() -> None:
@@ -46,8 +29,7 @@ def test_mixture_by_hand() -> None:
     All: r = (0.6·(1, 0) + 0.3·(0, 1) + 0.1·(2, 2)) / sqrt(0.46) = (0.8, 0.5) / sqrt(0.46).
     Two: r = (2/3, 1/3) / (sqrt(5)/3) = (2, 1) / sqrt(5).
     """
-    logits = [[math.log(0.6), math.log(0.3), math.log(0.1), -math.inf]]
-    step = a_step(logits, [2])
+    step = step_of([0.6, 0.3, 0.1, 0.0], sampled=2, embeddings=matrix_embeddings(EMBEDDING))
     for k, want in ((4, torch.tensor([0.8, 0.5]) / 0.46**0.5), (2, torch.tensor([2.0, 1.0]) / 5.0**0.5)):
         proposal = create("hrpo", k=k).propose(step)
         assert proposal.tokens.tolist() == [2]
@@ -69,11 +51,9 @@ def test_gate_by_hand() -> None:
     e'_2 = 1/√2 · 2 + sqrt(1 − 1/2) · 1/2 · (−1) = √2 − 1 / (2 √2) = 3 / (2 √2).
     """
     softplus = [math.log(2) / 4, math.log(2) / 12]
-    gate = a_gate(
-        w_r=[[0.0, 0.0], [math.log(3), 0.0]],
-        w_i=[[0.0, math.log(3) / 2], [0.0, 0.0]],
-        lambda_shift=[math.log(math.expm1(s)) for s in softplus],
-    )
+    gate = HybridGate(2, 0.99)
+    gate.lambda_start = torch.tensor([math.log(math.expm1(s)) for s in softplus])
+    gate.w_r.data[1, 0], gate.w_i.data[0, 1] = math.log(3), math.log(3) / 2
     got = gate(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, -1.0]]))
     want = torch.tensor([[0.5 + 9 * 3**0.5 / 8, 3 / (2 * 2**0.5)]])
     torch.testing.assert_close(got, want)
@@ -116,24 +96,6 @@ def test_every_parameter_trains_and_the_shift_of_lambda_is_small_steps() -> None
     output.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in parts.values())
     assert torch.equal(output, model.embedding(tokens))
-
-
-def test_replay_equals_rollout_with_the_same_parameters() -> None:
-    generator = torch.Generator().manual_seed(4)
-    model = Embedder()
-    module = parameters.attach(model, create("hrpo", k=3))
-    for parameter in module.parameters():
-        parameter.data.normal_(generator=generator)
-    step = a_step([[0.3, 1.0, -0.5, 0.1]], [2])
-    edit = create("hrpo", k=3).propose(step).edit
-    fed = realise(edit, model.embedding, None, module)
-    record = small([1])
-    object.__setattr__(record, "ids", edit.ids.to(torch.int32).numpy())
-    object.__setattr__(record, "weights", edit.weights.numpy())
-    with replaying(model, [record]):
-        torch.testing.assert_close(model(torch.tensor([[0, 2, 6]]))[0, 1], fed[0])
-    plain = realise(edit, model.embedding, None)
-    assert not torch.allclose(fed, plain, atol=1e-2)
 
 
 def test_a_scaled_embedding() -> None:
@@ -248,24 +210,16 @@ def module_of(kind: str) -> Any:
     return Bad
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("random", "starts differently"),
-        ("rounds", "compute in float32"),
-        ("mixes", "each row"),
-        ("detached", "no finite gradient reaches w"),
-    ],
-)
-def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
-    from perturbations.methods.learned import HRPO
+BAD_MODULES = {
+    "random": "starts differently",
+    "rounds": "compute in float32",
+    "mixes": "each row",
+    "detached": "no finite gradient reaches w",
+}
 
-    check_perturbation("hrpo")
+
+@pytest.mark.parametrize(("kind", "words"), BAD_MODULES.items())
+def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
     monkeypatch.setattr(HRPO, "module", lambda self, size: module_of(kind)(size))
     with pytest.raises(PerturbationError, match=words):
         check_perturbation("hrpo")
-
-
-def test_the_recipe_names_options_of_hrpo() -> None:
-    found = parse.run_config(words_of("methods/hrpo"))
-    assert create(**found.spec) == create("hrpo")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that a run keeps for its report: which steps, which answers, what of each token, and how much."""
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,30 +14,15 @@ import torch
 
 from ngrpo.config import parse
 from ngrpo.trainers.openrlhf.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
-from perturbations.errors import UsageError
-from perturbations.replay import ReplayRecord
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations import FinishedTrajectory, UsageError
 from tests.fast.openrlhf_doubles import maker
+from tests.fast.replay_examples import small
 from tests.fast.run import run_with
 
 
 class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(96 + token) for token in tokens)
-
-
-def record(edited: int) -> ReplayRecord:
-    """Of a sequence of two prompt tokens: one position fed 3/4 of token 7 and 1/4 of token 8."""
-    return ReplayRecord(
-        seed=1,
-        prompt_tokens=2,
-        num_tokens=5,
-        positions=np.array([edited], np.int32),
-        ids=np.array([[7, 8]], np.int32),
-        weights=np.array([[0.75, 0.25]], np.float32),
-        sigma=None,
-        agreed=np.array([True]),
-    )
 
 
 def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: bool = True) -> list[Any]:
@@ -47,12 +33,9 @@ def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: 
     sequences[:, 2:] = torch.tensor(order).unsqueeze(1) % 20 + 1
     mask = torch.ones(total, 1 + length)
     mask[:, 0] = 0
-    side = []
-    for place in order:
-        rollout = np.full(2 + length, -1.0, np.float32)
-        rollout[:2] = np.nan
-        rollout[2] = -1.5
-        side.append(FinishedTrajectory(record(3), rollout).pack() if perturbed and place % 2 else None)
+    rollout = np.array([np.nan, np.nan, -1.5] + [-1.0] * (length - 1), np.float32)
+    record = dataclasses.replace(small([3]), prompt_tokens=2, num_tokens=5)  # tokens 1 and 3, half and half
+    packed = FinishedTrajectory(record, rollout).pack()
     return [
         SimpleNamespace(
             sequences=sequences,
@@ -63,7 +46,7 @@ def experiences(size: int = 2, prompts: int = 2, *, length: int = 3, perturbed: 
             action_log_probs=torch.full((total, 1 + length), -1.0),
             rollout_log_probs=None,
             prompts=[f"prompt {place // size}" for place in order],
-            mm_train_inputs=side if perturbed else [],
+            mm_train_inputs=[packed if place % 2 else None for place in order] if perturbed else [],
         )
     ]
 
@@ -75,21 +58,16 @@ def test_a_step_by_hand() -> None:
     plain, mixed = found["groups"][1]["answers"]
     assert plain == {"reward": 0.0, "advantage": 2.0, "tokens": ["c", "c", "c"]}
     # The first token's log-probability was −1.5 at the rollout, the others' −1; position 3 is the second token.
-    assert mixed == {
-        "reward": 1.0,
-        "advantage": 3.0,
-        "tokens": ["d", "d", "d"],
-        "gaps": [0.5, 0.0, 0.0],
-        "fed": [[1, {"candidates": [["g", 0.75], ["h", 0.25]]}]],
-    }
+    fed = [[1, {"candidates": [["a", 0.5], ["c", 0.5]]}]]
+    assert mixed == {"reward": 1.0, "advantage": 3.0, "tokens": ["d"] * 3, "gaps": [0.5, 0.0, 0.0], "fed": fed}
 
 
 def test_prompts_are_drawn_by_the_seed() -> None:
-    def drawn(seed: str) -> list[str]:
-        line = of_step(experiences(prompts=6), Tokenizer(), size=2, groups=2, seed=seed)
-        return [group["prompt"] for group in line["groups"]]
+    def drawn(seed: int) -> tuple[str, ...]:
+        line = of_step(experiences(prompts=6), Tokenizer(), size=2, groups=2, seed=str(seed))
+        return tuple(group["prompt"] for group in line["groups"])
 
-    assert len({tuple(drawn(str(i))) for i in range(12)}) > 4 and drawn("3") == drawn("3")
+    assert len(set(map(drawn, range(12)))) > 4 and drawn(3) == drawn(3)
 
 
 def test_tokens_with_advantages_of_their_own() -> None:
@@ -104,9 +82,8 @@ def test_tokens_with_advantages_of_their_own() -> None:
 
 
 def test_a_step_stays_small() -> None:
-    found = of_step(
-        experiences(size=8, prompts=8, length=2000, perturbed=False), Tokenizer(), size=8, groups=8, seed="0"
-    )
+    long = experiences(size=8, prompts=8, length=2000, perturbed=False)
+    found = of_step(long, Tokenizer(), size=8, groups=8, seed="0")
     assert len(json.dumps(found, ensure_ascii=False).encode()) <= STEP_BYTES
     answer = found["groups"][0]["answers"][0]
     assert answer["cut"] == 2000 - len(answer["tokens"]) and 32 <= len(answer["tokens"]) <= 512
@@ -115,11 +92,8 @@ def test_a_step_stays_small() -> None:
 
 def test_diversity_by_hand() -> None:
     # Pairs: 12, 23 | 12, 24 | 12, 23: three different of six. Common prefixes: 2, 3, 2.
-    assert diversity([[1, 2, 3], [1, 2, 4], [1, 2, 3]]) == {
-        "different": 2.0,
-        "distinct_2": 0.5,
-        "common_prefix": pytest.approx(7 / 3),
-    }
+    of_three = {"different": 2.0, "distinct_2": 0.5, "common_prefix": pytest.approx(7 / 3)}
+    assert diversity([[1, 2, 3], [1, 2, 4], [1, 2, 3]]) == of_three
     assert diversity([[1], [1]]) == {"different": 1.0, "common_prefix": 1.0}
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of extension: each is one row and one folder, and everything that deals with kinds goes by the rows."""
 
-import json
+import contextlib
+import io
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ngrpo.config import kinds
 from ngrpo.config.kinds import KINDS, Kind, of_registry, run_level_kinds
-from perturbations import option
-from perturbations.errors import UsageError
+from perturbations import UsageError, option
 from perturbations.registry import Registry
 from tests.conftest import ROOT
 
@@ -44,27 +46,99 @@ def test_what_a_row_names_is_there(kind: Kind) -> None:
 
 
 def test_a_further_kind_is_a_row_and_a_folder(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fast.further_kind"]
+    """In a process of its own, because kinds are read when a module is imported."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", __name__]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    for name in ("list", "of name"):
-        assert found[name][0] == 0, name
-        assert "short" in found[name][1], name
-        assert "bonus" in found[name][1], name
-    assert "--bonus.size" in found["of name"][1]
-    assert "--bonus NAME" in found["help"][1] and "--bonus.size" in found["help"][1]
-    assert "bonus              what is added to a reward" in found["kinds"][1]
-    assert found["new"][0] == 0 and found["new"][2:] == ["# Mine, a bonus\n", "# tests of Mine\n"]
-    assert "ngrpo train --bonus ./mine.py" in found["new"][1]
-    assert found["check"][0] == 2 and "no conformance suite" in found["check"][1]
-    assert found["unknown"][0] == 2 and "unknown bonus 'shrot'. Did you mean 'short'?" in found["unknown"][1]
-    assert "--bonus needs a bonus's name (see: ngrpo list)" in found["alone"][1]
-    assert "--bonus.size is given, but no bonus. Add --bonus NAME." in found["without"][1]
-    assert "unknown flag '--bonuss'. Did you mean '--bonus'?" in found["misspelt"][1]
-    assert "--bonus short: size=0.25" in found["dry run"][1]
-    assert found["again"]
-    assert found["worker"] == 0.5
-    assert found["conditions"] == ["bonus"]
-    assert found["compare"] == {"name": "short", "size": 0.75}
+
+
+FOLDER = {
+    "__init__.py": """
+from perturbations.registry import Registry
+
+registry = Registry("bonus", "bonuses:Bonus", "bonuses", "ngrpo.bonuses")
+__getattr__ = registry.base_of_package
+""",
+    "base.py": '''
+from dataclasses import dataclass
+
+from bonuses import registry
+from perturbations.options import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bonus(Options):
+    """What is added to a reward."""
+
+    kind, registry, paper = "bonus", registry, ""
+''',
+    "short.py": '''
+from dataclasses import dataclass
+
+from bonuses import registry
+from bonuses.base import Bonus
+from perturbations.options import option
+
+
+@registry.register("short")
+@dataclass(frozen=True, kw_only=True)
+class Short(Bonus):
+    """A bonus for short answers."""
+
+    size: float = option(0.25, "the largest bonus", low=0.0)
+''',
+    "templates/bonus.txt": "# $Class, a bonus\n",
+    "templates/test_bonus.txt": "# tests of $Class\n",
+}
+
+
+def commands_go_by_rows() -> None:
+    """Writes the folder here, adds the row, and asks the commands."""
+    for name, text in FOLDER.items():
+        path = Path("bonuses") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    sys.path.insert(0, os.getcwd())
+    import bonuses  # type: ignore[import-not-found]
+
+    about = {"about": "what is added to a reward", "page": "docs/bonuses.md", "templates": "bonuses"}
+    row = kinds.Kind(registry=bonuses.registry, flag="--bonus", **about)
+    kinds.ROWS += (row,)
+    kinds.KINDS[row.name], kinds.FLAGS[row.registry] = row, row.flag
+    from ngrpo import cli
+    from ngrpo.config import parse
+    from ngrpo.workbench.compare import runs
+    from ngrpo.workbench.compare.plan import read_plan
+
+    def says(words: str, *parts: str, code: int = 0) -> None:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            ended = cli.main(words.split())
+        assert ended == code, out.getvalue()
+        assert all(part in out.getvalue() for part in parts), out.getvalue()
+
+    says("list", "short", "bonus")
+    says("list short", "bonus", "--bonus.size")
+    says("train --help", "--bonus NAME", "--bonus.size")
+    says("new", "bonus              what is added to a reward", code=2)
+    says("new bonus mine", "ngrpo train --bonus ./mine.py")
+    assert Path("mine.py").read_text() == "# Mine, a bonus\n"
+    assert Path("test_mine.py").read_text() == "# tests of Mine\n"
+    says("check bonus short", "no conformance suite", code=2)
+    says("train --bonus shrot", "unknown bonus 'shrot'. Did you mean 'short'?", code=2)
+    says("train --bonus", "--bonus needs a bonus's name (see: ngrpo list)", code=2)
+    says("train --bonus.size 1", "--bonus.size is given, but no bonus. Add --bonus NAME.", code=2)
+    says("train --bonuss short", "unknown flag '--bonuss'. Did you mean '--bonus'?", code=2)
+    says("train --bonus short --model m --task arithmetic --dry-run", "--bonus short: size=0.25")
+    run = parse.run_config(["--bonus", "short", "--bonus.size", "0.5"])
+    run.write(Path("run.yaml"))
+    assert parse.run_config(parse.with_files(["--config", "run.yaml"])) == run
+    assert pickle.loads(pickle.dumps(run)).part("bonus").size == 0.5 and run.conditions == ("bonus",)
+    lines = ["--strategy", "none", "--strategy", "none bonus=short bonus.size=0.75"]
+    plan = read_plan([*lines, "--model", "m", "--task", "arithmetic"])[0]
+    assert runs.run_config(plan, plan.runs()[1], Path("x")).specs["bonus"] == {"name": "short", "size": 0.75}
+
+
+if __name__ == "__main__":
+    commands_go_by_rows()

@@ -1,155 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies from the device that arrive late: who waits, for what, and that nothing is read before it is there."""
+"""Rows that are computed again: which copies from the device they wait for, and which edits they read."""
 
-import math
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor, nn
 
-from ngrpo.rollout.input_override import InputOverride
+from benchmarks.decode_step import Decoding
 from ngrpo.rollout.perturber import RolloutPerturber
-from ngrpo.rollout.requests import RunningRequests
-from ngrpo.rollout.trajectories import Chunks, TrajectoryStore
-from perturbations import create, registry
-from perturbations.embeddings import matrix_embeddings
-from perturbations.gates.default import BoundGate
-
-V, D, PROMPT = 100, 8, 4
+from ngrpo.rollout.trajectories import Chunks
+from perturbations import create
 
 
-@pytest.fixture(autouse=True)
-def _uncompiled() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
+def decode(decoding: Decoding, steps: int, *requests: str) -> None:
+    decoding.requests = list(requests)
+    for _ in range(steps):
+        decoding.step()
 
 
-class Copies:
-    """Downloads of a perturber, which hold rubbish until an event that was recorded after them has arrived.
+def test_a_row_computed_again_waits_for_its_own_newest_note_and_for_none_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+    made: list[int] = []
 
-    An event arrives ``lag`` further events later, or when it is waited for; waiting for one brings all before it.
-    """
+    def event(_: RolloutPerturber) -> Any:
+        number = len(made)
+        made.append(number)
+        return SimpleNamespace(query=lambda: number in waited, synchronize=lambda: waited.append(number))
 
-    def __init__(self, lag: float) -> None:
-        self.lag, self.waited, self.events = lag, [], []
-        self._coming: list[tuple[Tensor, Tensor]] = []
-
-    def download(self, part: Tensor) -> Tensor:
-        rubbish = torch.full_like(part, 1) if part.dtype == torch.bool else torch.full_like(part, 77)
-        self._coming.append((rubbish, part.clone()))
-        return rubbish
-
-    def event(self) -> Any:
-        mine, self._coming = self._coming, []
-        number = len(self.events)
-
-        def arrive() -> None:
-            with torch.inference_mode():
-                for rubbish, part in mine:
-                    rubbish.copy_(part)
-            mine.clear()
-
-        def query() -> bool:
-            if len(self.events) <= number + self.lag:
-                return not mine
-            arrive()
-            return True
-
-        def synchronize() -> None:
-            self.waited.append(number)
-            for event in self.events[: number + 1]:
-                event.arrive()
-
-        self.events.append(SimpleNamespace(query=query, synchronize=synchronize, arrive=arrive))
-        return self.events[-1]
-
-
-class Worker:
-    """A perturber, its requests, and logits that are a function of request and position."""
-
-    def __init__(self, lag: float | None) -> None:
-        """``lag`` None: copies are there at once, as on a CPU."""
-        perturbation, device = create("gumbel", rate=0.6, until=None), torch.device("cpu")
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(V, D).requires_grad_(False)
-        self.store = TrajectoryStore(3, 512, (V, D))
-        gate = BoundGate(perturbation, lambda: [b"a", b"</think>", *[b"a"] * (V - 2)], V, self.store.slots, device)
-        self.perturber = RolloutPerturber(
-            perturbation, self.store, gate, matrix_embeddings(self.embedding.weight),
-            InputOverride(self.embedding, 512, D, torch.float32, device), device,
-        )  # fmt: skip
-        if lag is not None:
-            self.copies = Copies(lag)
-            self.perturber._download, self.perturber._event = self.copies.download, self.copies.event
-        self.requests = RunningRequests(perturbation, self.store, self.perturber, registry.buffers.create("memory"))
-
-    def tell(self, new: dict[str, int] | None = None, finished: tuple[str, ...] = ()) -> None:
-        opened = [
-            SimpleNamespace(
-                req_id=name, prompt_token_ids=[1] * PROMPT,
-                sampling_params=SimpleNamespace(extra_args={"perturbation": {"seed": seed}}, seed=None),
-            )
-            for name, seed in (new or {}).items()
-        ]  # fmt: skip
-        self.requests.update(SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=opened))
-
-    def step(self, partial: str = "", **computed: tuple[int, int]) -> Tensor:
-        """One forward: of each request the first position and how many; what the override holds, (rows, D).
-
-        ``partial`` is the request whose prefill is not complete with that, so that its draw is thrown away.
-        """
-        starts, counts = (np.array([span[i] for span in computed.values()]) for i in (0, 1))
-        with torch.inference_mode():
-            self.perturber.begin(list(computed), starts, counts, np.array([name == partial for name in computed]))
-            rows = int(counts.sum())
-            fed = self.embedding.override[:rows].where(self.embedding.overridden[:rows], torch.nan)
-            logits = torch.stack(
-                [
-                    torch.randn(V, generator=torch.Generator().manual_seed(1000 * ord(name[0]) + int(start + count)))
-                    for name, start, count in zip(computed, starts, counts)
-                ]
-            )
-            drawable = logits.where(logits >= logits.topk(9, dim=-1).values[:, -1:], -torch.inf)
-            self.perturber.finish(logits, torch.ones(len(counts)), drawable, None)
-        return fed
-
-
-def decode(worker: Worker, steps: range, *names: str) -> None:
-    for at in steps:
-        worker.step(**{name: (at, 1) for name in names})
-
-
-def test_a_row_computed_again_waits_for_its_own_newest_note_and_for_none_after_it() -> None:
-    fed = []
-    for lag in (None, math.inf):
-        worker = Worker(lag)
-        worker.tell({"a": 1, "b": 2})
-        worker.step(a=(0, PROMPT), b=(0, PROMPT))
-        decode(worker, range(PROMPT, 40), "a", "b")
-        decode(worker, range(40, 60), "b")  # a was preempted
-        worker.tell()
-        if lag is not None:
-            assert worker.copies.waited == [], "no step waits"
-        fed.append(worker.step(a=(0, 30), b=(60, 1), partial="a"))
-        if lag is not None:
-            # Prompt and 36 positions were 37 steps; the twenty of b alone are still on their way.
-            assert set(worker.copies.waited) == set(range(37))
-            assert worker.perturber.notes.written == 37
-    assert torch.equal(*(part.nan_to_num(7.0) for part in fed)) and not fed[0].isnan().all()
-    assert 10 < int((~fed[0][:30].isnan().any(dim=1)).sum()) < 26
+    monkeypatch.setattr(RolloutPerturber, "_event", event)
+    decoding = Decoding(create("gumbel", rate=0.6), 64)
+    decode(decoding, 40, "request-0", "request-1")
+    decode(decoding, 20, "request-1")  # the other one was preempted
+    assert waited == [], "no step waits"
+    starts, counts = np.array([0, decoding._position]), np.array([50, 1])
+    decoding.perturber.begin(["request-0", "request-1"], starts, counts, np.array([True, False]))
+    assert waited == [*range(40)] and decoding.perturber.notes.written == 40, "the other twenty are on their way"
 
 
 def test_a_chunk_copies_the_range_that_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, read, spans = Worker(None), Chunks.read, []
-    worker.tell({"a": 1})
-    worker.step(a=(0, PROMPT))
-    decode(worker, range(PROMPT, 400), "a")
-    whole = worker.store._edits.read(worker.store.live["a"])
-    assert len(whole["positions"]) > 200
+    decoding, read, spans = Decoding(create("gumbel", rate=0.6), 64), Chunks.read, []
+    decode(decoding, 380, "request-0")
+    store, overridden = decoding.perturber._store, decoding.perturber._override._module.overridden
+    positions = store._edits.read(store.live["request-0"])["positions"]
+    assert len(positions) > 200
 
     def logged(self: Chunks, slot: int, first: int = 0, last: int | None = None) -> dict[str, np.ndarray]:
         found = read(self, slot, first, last)
@@ -158,10 +54,10 @@ def test_a_chunk_copies_the_range_that_it_computes(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Chunks, "read", logged)
     for first in range(0, 400, 50):
-        fed = worker.step("a", a=(first, 50))
-        inside = (whole["positions"] >= first) & (whole["positions"] < first + 50)
-        assert spans.pop() == inside.sum() and not spans
-        assert (~fed.isnan().any(dim=1)).nonzero()[:, 0].tolist() == (whole["positions"][inside] - first).tolist()
+        decoding.perturber.begin(["request-0"], np.array([first]), np.array([50]), np.array([True]))
+        inside = positions[(positions >= first) & (positions < first + 50)]
+        assert spans.pop() == len(inside) and not spans
+        assert overridden[:50, 0].nonzero()[:, 0].tolist() == (inside - first).tolist()
 
 
 def test_the_range_of_a_slot_is_found_at_every_border() -> None:

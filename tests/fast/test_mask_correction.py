@@ -14,11 +14,9 @@ from ngrpo.config.run import Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
 from ngrpo.trainers.common.sample_records import Conversation
-from perturbations.errors import UsageError
-from perturbations.registry import create
-from perturbations.replay import ReplayRecord
+from perturbations import FinishedTrajectory, ReplayRecord, UsageError, create
 from perturbations.replay.scope import ReplayScope
-from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
+from perturbations.replay.trajectory import SamplingMask
 from tests.fast.density_model import Model, log_probs_of, record_of
 from tests.fast.density_steps import V, a_step, likely
 from tests.fast.run import check_flags, run_of
@@ -132,12 +130,10 @@ def test_the_policy_gradient_of_a_truncated_bandit() -> None:
     assert policy_gradient(False, torch.ones(V, dtype=torch.float64))[0].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("density", [False, True])
-def test_together_with_a_density(density: bool) -> None:
+@pytest.mark.parametrize(("name", "options"), [("gumbel", {}), ("gaussian", {"base": "token"})])
+def test_together_with_a_density(name: str, options: dict[str, str]) -> None:
     """A density of the input stands as it is; where the token was drawn too, its log π is the one among those left."""
-    perturbation = (
-        create("gumbel", density="gumbel") if density else create("gaussian", base="token", density="gaussian")
-    )
+    perturbation = create(name, density=name, **options)
     model, (tokens, mask, _) = Model(), batch()
     record = record_of(perturbation, a_step(likely(4)))  # perturbed positions of the first sample
     at = int(record.positions[0])
@@ -146,17 +142,13 @@ def test_together_with_a_density(density: bool) -> None:
     for left in ({at: among}, {}):
         sides = [carried(left, replay=record), carried({}), carried({})]
         scope = ReplayScope(model.embedding, perturbation=perturbation)
-        with (
-            torch.no_grad(),  # as old log-probabilities are: nothing asks for a gradient
-            corrected(sides, mask),
-            scope([record, None, None], mask),
-            densities(scope, 1.0),
-        ):
+        # Without a gradient, as old log-probabilities are.
+        with torch.no_grad(), corrected(sides, mask), scope([record, None, None], mask), densities(scope, 1.0):
             logits = model(tokens)
             found.append(hooked(logits, torch.roll(tokens, -1, 1))[0, at - 1])
     difference = torch.logsumexp(logits[0, at - 1], -1) - torch.logsumexp(logits[0, at - 1, among], -1)
     assert difference > 0.1
-    torch.testing.assert_close(found[0] - found[1], torch.zeros(()) if density else difference)
+    torch.testing.assert_close(found[0] - found[1], difference if perturbation.draws_token else torch.zeros(()))
 
 
 def test_what_cannot_be_corrected_is_an_error() -> None:
@@ -175,9 +167,8 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
     """The masks of earlier turns stay, also where the last turn cut nothing."""
     conversation = Conversation({})
     for prompt, answer, left in (([1, 2], [3, 4], {2: [3, 8], 3: [4]}), ([1, 2, 3, 4, 9], [5], {})):
-        sample = carried(left, len(prompt) + len(answer))
-        found = FinishedTrajectory.unpack(sample)
-        record = dataclasses.replace(found.record, prompt_tokens=len(prompt), num_tokens=len(prompt) + len(answer))
+        found = FinishedTrajectory.unpack(carried(left, len(prompt) + len(answer)))
+        record = dataclasses.replace(found.record, prompt_tokens=len(prompt))
         turn = dataclasses.replace(found, record=record, log_probs=np.zeros(len(answer), np.float32))
         conversation.go_on(prompt)
         conversation.add(turn.pack(), prompt, answer)
@@ -187,10 +178,9 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
 
 class TestFlags:
     def test_on_by_the_flag_alone(self) -> None:
-        command = parse.run_config(["--sampling.correct_mask", "--sampling.top_k", "5"])
-        assert command.sampling.given() == {"top_k": 5, "correct_mask": True}
-        settings = run_of(sampling=command.sampling.given())
-        assert settings.conditions == ("sampling", "sampling_mask")
+        on = parse.run_config(["--sampling.correct_mask", "--sampling.top_k", "5"])
+        assert on.sampling.given() == {"top_k": 5, "correct_mask": True}
+        assert on.conditions == ("sampling", "sampling_mask")
         off = parse.run_config(["--sampling.correct_mask", "false"])
         assert off.sampling.given() == {} and off.conditions == ()
 
@@ -199,11 +189,11 @@ class TestFlags:
             ({"top_k": 20}, [], "top_k 20"),
             ({"min_p": 0.1}, [], "min_p 0.1"),
             ({}, ["--rollout.top_p", "0.9"], "top_p 0.9"),
-            ({}, ["--rollout.top_p", "1.0"], None),
         ):
-            notes = Sampling(**options).notes(Flags(args))
-            assert len(notes) == (named is not None) and all(named in note for note in notes)
+            (note,) = Sampling(**options).notes(Flags(args))
+            assert named in note
             assert Sampling(**options, correct_mask=True).notes(Flags(args)) == []
+        assert Sampling().notes(Flags(["--rollout.top_p", "1.0"])) == []
 
     def test_what_it_does_not_go_with(self) -> None:
         model = ["--actor.model_name_or_path", "m"]

@@ -15,27 +15,16 @@ from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
 from ngrpo.trainers.common.sample_records import records, unpack
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
-from perturbations import ReplayRecord, create
-from perturbations.errors import UsageError
-from perturbations.replay.trajectory import FinishedTrajectory
-from perturbations.step import Positions
+from perturbations import FinishedTrajectory, Positions, ReplayRecord, UsageError, create
 
 NAN = np.nan
 SHIFT_SUM, SHIFT_COUNT = MEAN_METRICS["perturbation/shift"]
 
 
 def kept(positions: list[int], agreed: list[bool], log_probs: list[float]) -> FinishedTrajectory:
-    count = len(positions)
-    record = ReplayRecord(
-        1,
-        2,
-        len(log_probs),
-        np.array(positions, np.int32),
-        np.zeros((count, 1), np.int32),
-        np.ones((count, 1), np.float32),
-        None,
-        np.array(agreed, bool),
-    )
+    at, shape = np.array(positions, np.int32), (len(positions), 1)
+    ids, weights = np.zeros(shape, np.int32), np.ones(shape, np.float32)
+    record = ReplayRecord(1, 2, len(log_probs), at, ids, weights, None, np.array(agreed, bool))
     return FinishedTrajectory(record, np.array(log_probs, np.float32))
 
 
@@ -101,11 +90,11 @@ def test_records_round_trip() -> None:
             records(side_inputs, 2)
 
 
-@pytest.mark.parametrize(("options", "planned"), [({"rate": 1.0}, 1.0), ({"rate": 1.0, "burn_in": 3}, 1 / 4)])
-def test_the_planned_rate_is_the_share_that_draw_and_schedule_select(options: dict[str, Any], planned: float) -> None:
+@pytest.mark.parametrize(("burn_in", "planned"), [(0, 1.0), (3, 1 / 4)])
+def test_the_planned_rate_is_the_share_that_draw_and_schedule_select(burn_in: int, planned: float) -> None:
     """Prompt of 2, four generated tokens; with a burn-in of 3 only the last of them is selected."""
-    rollout = [NAN, NAN, -1.0, -2.0, -3.0, -4.0]
-    found = values(step_metrics([kept([4], [True], rollout)], [np.array(rollout)], create("gumbel", **options)))
+    rollout, gumbel = [NAN, NAN, -1.0, -2.0, -3.0, -4.0], create("gumbel", rate=1.0, burn_in=burn_in)
+    found = values(step_metrics([kept([4], [True], rollout)], [np.array(rollout)], gumbel))
     assert (found["planned_rate"], found["rate"]) == (planned, 1 / 4)
 
 
@@ -119,50 +108,39 @@ def test_the_planned_rate_follows_the_draws_of_the_rollout() -> None:
     assert measured == neighbor.selects(at).mean() == pytest.approx(0.3, abs=0.04)
 
 
-def measures(perturbed: float | None, plain: float | None) -> dict[str, float]:
-    given = {"perturbation/gap_perturbed_mean": perturbed, "perturbation/gap_plain_mean": plain}
-    return {name: value for name, value in given.items() if value is not None}
+def gaps(perturbed: float | None, plain: float | None, before: float | None = None) -> dict[str, float]:
+    given = {"perturbed": perturbed, "plain": plain, "before": before}
+    return {f"perturbation/gap_{name}_mean": value for name, value in given.items() if value is not None}
 
 
 @pytest.mark.parametrize(
-    ("perturbed", "plain", "limit", "expected"),
+    ("given", "limit", "expected"),
     [
-        (0.19, 0.02, 10.0, False),
-        (0.21, 0.02, 10.0, True),
-        (0.21, 0.02, 11.0, False),
-        (9e-5, 1e-7, 10.0, False),  # an exact plain position says nothing: it counts as 1e-5
-        (2e-4, 1e-7, 10.0, True),
-        (0.2, None, 10.0, True),
-        (None, 0.5, 10.0, False),
+        (gaps(0.19, 0.02), 10.0, False),
+        (gaps(0.21, 0.02), 10.0, True),
+        (gaps(0.21, 0.02), 11.0, False),
+        (gaps(9e-5, 1e-7), 10.0, False),  # an exact plain position says nothing: it counts as 1e-5
+        (gaps(2e-4, 1e-7), 10.0, True),
+        (gaps(0.2, None), 10.0, True),
+        (gaps(None, 0.5), 10.0, False),
+        (gaps(5.9, 1.0, 0.04), 10.0, True),  # a wrong replay: what is plain sees wrong inputs as well
+        (gaps(0.3, 0.04, 1e-4), 10.0, False),  # a few certain tokens say nothing: they count as 2^-5
+        (gaps(0.3, 1e-4, 1e-4), 10.0, False),  # and at rate 1 there are no others
+        (gaps(0.32, 1e-4, 1e-4), 10.0, True),
+        (gaps(0.3, 0.02, 0.04), 10.0, True),
+        (gaps(4.0, 1.0, 1.0), 10.0, False),  # other weights, by design: noise on the policy
     ],
 )
-def test_a_gap_that_is_too_large(perturbed: float | None, plain: float | None, limit: float, expected: bool) -> None:
-    likely = rf"differ by {perturbed or 0:.2g} .*\n  1\. The replay does not reach the model"
+def test_a_gap_that_is_too_large(given: dict[str, float], limit: float, expected: bool) -> None:
+    likely = rf"differ by {given.get('perturbation/gap_perturbed_mean', 0):.2g} .*\n  1\. The replay does not reach"
     with pytest.raises(ReplayGap, match=likely) if expected else contextlib.nullcontext():
-        check_gap(measures(perturbed, plain), limit, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("perturbed", "plain", "before", "expected"),
-    [
-        (5.9, 1.0, 0.04, True),  # a wrong replay: what is plain sees wrong inputs as well
-        (0.3, 0.04, 1e-4, False),  # a few certain tokens say nothing: they count as 2^-5
-        (0.3, 1e-4, 1e-4, False),  # and at rate 1 there are no others
-        (0.32, 1e-4, 1e-4, True),
-        (0.3, 0.02, 0.04, True),
-        (4.0, 1.0, 1.0, False),  # other weights, by design: noise on the policy
-    ],
-)
-def test_what_a_wrong_replay_leaves_as_it_is(perturbed: float, plain: float, before: float, expected: bool) -> None:
-    given = measures(perturbed, plain) | {"perturbation/gap_before_mean": before}
-    with pytest.raises(ReplayGap) if expected else contextlib.nullcontext():
-        check_gap(given, 10.0, strict=True)
+        check_gap(given, limit, strict=True)
 
 
 def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setattr("ngrpo.trainers.common.mismatch._warned", [])
     for _ in range(3):
-        check_gap(measures(1.0, 0.01), 10.0, strict=False)
+        check_gap(gaps(1.0, 0.01), 10.0, strict=False)
     printed = capsys.readouterr().out
     assert printed.count("differ by 1 on average") == 1 and "--perturbation.strict" in printed
     screen = io.StringIO()

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.config import compatibility
-from ngrpo.config.features import Combination
 from ngrpo.machine.models import architecture
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.evaluate import engine
 from perturbations.errors import UsageError
+from tests.fast.run import check_pairs, run_of
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="reads vLLM's table of classes")
 
@@ -23,30 +21,21 @@ def config(architecture: str, model_type: str, **more: Any) -> dict[str, Any]:
     return {"architectures": [architecture], "model_type": model_type, **more}
 
 
+BACKEND = "TransformersForCausalLM (vLLM's Transformers backend)"
+GEMMA3 = "Gemma3ForConditionalGeneration"
+
+
 @pytest.mark.parametrize(
-    ("given", "engine", "trainer"),
+    ("given", "engine"),
     [
-        (config("LlamaForCausalLM", "llama"), "LlamaForCausalLM (vLLM's own)", "LlamaForCausalLM"),
-        (
-            config("SmolLM3ForCausalLM", "smollm3"),
-            "TransformersForCausalLM (vLLM's Transformers backend)",
-            "SmolLM3ForCausalLM",
-        ),
-        (
-            config("Gemma3ForConditionalGeneration", "gemma3", vision_config={}, text_config={}),
-            "Gemma3ForConditionalGeneration (vLLM's own, multimodal)",
-            "Gemma3ForConditionalGeneration",
-        ),
-        # vLLM has no class of its own for it.
-        (
-            config("XGLMForCausalLM", "xglm"),
-            "TransformersForCausalLM (vLLM's Transformers backend)",
-            "XGLMForCausalLM",
-        ),
+        (config("LlamaForCausalLM", "llama"), "LlamaForCausalLM (vLLM's own)"),
+        (config("SmolLM3ForCausalLM", "smollm3"), BACKEND),
+        (config(GEMMA3, "gemma3", vision_config={}, text_config={}), f"{GEMMA3} (vLLM's own, multimodal)"),
+        (config("XGLMForCausalLM", "xglm"), BACKEND),  # vLLM has no class of its own for it
     ],
 )
-def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str, trainer: str) -> None:
-    found = architecture.support_from(given)
+def test_the_classes_of_engine_and_trainer(given: dict[str, Any], engine: str) -> None:
+    found, (trainer,) = architecture.support_from(given), given["architectures"]
     assert (found.engine, found.trainer, found.refused) == (engine, trainer, [])
     assert engine in str(found) and trainer in str(found)
 
@@ -73,15 +62,15 @@ def test_heads_that_vllm_s_cpu_attention_cannot_take(tmp_path: Path, capsys: pyt
 
     def refuses(hardware: str = "cpu", **more: int) -> bool:
         (tmp_path / "config.json").write_text(json.dumps(config("LlamaForCausalLM", "llama", **sizes, **more)))
-        flags = Flags(("--actor.model_name_or_path", str(tmp_path), "--ds.attn_implementation", "sdpa"))
+        flags = ["--actor.model_name_or_path", str(tmp_path), "--ds.attn_implementation", "sdpa"]
         try:
-            compatibility.check(compatibility.HARDWARE, Combination(flags=flags, hardware=hardware))
+            check_pairs(flags, run_of(), hardware=hardware)
         except UsageError as error:
             assert "heads of size 16 (vLLM has 32, 64, 80, " in str(error) and "\n" not in str(error)
             return True
         return False
 
-    assert refuses() and not refuses(head_dim=32) and not refuses("cuda") and not refuses(kv_lora_rank=8)
+    assert not refuses(head_dim=32) and not refuses("cuda") and not refuses(kv_lora_rank=8)
     assert refuses()
     with pytest.raises(UsageError, match="heads of size 16"):
         engine.build(str(tmp_path), None, 32, hardware="cpu")
@@ -94,9 +83,7 @@ def test_what_config_json_does_not_tell_is_said() -> None:
     remote = config("OwnForCausalLM", "own", auto_map={"AutoModelForCausalLM": "own.Own"})
     remote["quantization_config"] = {"quant_method": "awq"}
     told = str(architecture.support_from(remote))
-    assert told.count("not known:") == 4
-    assert "auto_map" in told
-    assert "quantization" in told
+    assert told.count("not known:") == 4 and "auto_map" in told and "quantization" in told
 
 
 def test_particular_embeddings_and_layers_are_noted() -> None:

@@ -44,18 +44,15 @@ def test_made_once_and_a_broken_run_leaves_nothing(
         broken.setattr(Path, "rename", Mock(side_effect=KeyboardInterrupt))
         packaged.resolve(NAME)
     assert list(cache.iterdir()) == [] and len(made) == 1
-    first, second = packaged.resolve(NAME), packaged.resolve(NAME)
-    assert first == second
-    assert Path(first).parent == cache
-    assert len(made) == 2
-    assert [entry.name for entry in cache.iterdir()] == [Path(first).name]
+    folder = packaged.resolve(NAME)
+    assert packaged.resolve(NAME) == folder and len(made) == 2
+    assert list(cache.iterdir()) == [Path(folder)]
 
 
 def test_what_a_killed_run_left_is_never_used_and_goes(cache: Path, made: list[Path]) -> None:
-    cache.mkdir()
     old, young = (cache / f".{NAME}-{packaged._RECIPE}-{age}" for age in ("old", "young"))
     for draft in (old, young):
-        draft.mkdir()
+        draft.mkdir(parents=True)
     os.utime(old, (0, 0))
     folder = packaged.resolve(NAME)
     assert (Path(folder) / "config.json").is_file()
@@ -84,9 +81,8 @@ def test_other_names_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    for name in (str(folder), "Qwen/Qwen3-0.6B", "gpt2", "HuggingFaceTB/SmolLM2-135M"):
+    for name in (str(folder), "Qwen/Qwen3-0.6B", "gpt2"):
         assert packaged.resolve(name) == name
-    monkeypatch.chdir(tmp_path)
     assert packaged.resolve("mine") == str(folder), "a process that opens it may stand in another folder"
 
 
@@ -95,7 +91,6 @@ def test_other_names_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         ("smollm-135m", "does not exist. Did you mean 'smollm2-135m'?"),
         ("./missing", "'./missing' does not exist"),
-        ("runs/demo/model", "does not exist"),
         ("empty", "has no config.json"),
         ("here/missing", "does not exist"),
         ("a-file", "is a file"),
@@ -111,19 +106,14 @@ def test_bad_names(tmp_path: Path, name: str, told: str) -> None:
 
 def test_a_name_that_neither_the_hub_nor_its_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's own library, with an address where nobody answers, and a cache with one model in it."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     began = time.monotonic()
     with pytest.raises(UsageError, match=r"'no-such': there is no such folder, and the hub cannot be reached"):
         packaged.resolve("no-such")
     assert time.monotonic() - began < 20
-    snapshot = tmp_path / "models--owner--kept" / "snapshots" / "main"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (tmp_path / "models--owner--kept" / "refs").mkdir()
-    (tmp_path / "models--owner--kept" / "refs" / "main").write_text("main")
-    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, text in (("snapshots/main/config.json", "{}"), ("refs/main", "main")):
+        file = tmp_path / "models--owner--kept" / name
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert packaged.resolve("owner/kept") == "owner/kept"

@@ -65,9 +65,9 @@ def test_equal_rows_come_by_id_and_repetitions_once(metric: str) -> None:
 def test_a_small_vocabulary_and_islands_are_served_exactly() -> None:
     """Where the graph would look at everything anyway, or cannot name enough tokens."""
     embedding, tokens = matrix("clustered")[:150], torch.arange(150)
-    want = ExactIndex(embedding).query(tokens, 5)[0]
-    assert torch.equal(HnswIndex(embedding).query(tokens, 5)[0], want)
-    assert torch.equal(HnswIndex(embedding).query(tokens, 149)[0], ExactIndex(embedding).query(tokens, 149)[0])
+    for k in (149, 5):
+        want = ExactIndex(embedding).query(tokens, k)[0]
+        assert torch.equal(HnswIndex(embedding).query(tokens, k)[0], want)
     graph = HnswIndex(embedding)
     graph.hubs, graph.rerank = 0, 20
     assert graph._candidates(tokens, 5) is not None
@@ -114,21 +114,8 @@ def test_the_factory() -> None:
     assert type(create_index(embedding, "hnsw", "l1")) is ExactIndex
     with pytest.raises(ValueError, match=r"index='hsnw'.*exact, hnsw.*Did you mean 'hnsw'"):
         create_index(embedding, "hsnw")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"metric": "l1"}, ["metric='l1'", "cosine, l2 and dot", "ExactIndex"]),
-        ({"metric": "cos"}, ["'cos'", "Did you mean 'cosine'?"]),
-        ({"exclude": [50]}, ["id 50", "[0, 49]"]),
-    ],
-)
-def test_errors_name_value_and_range(options: dict, words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
-        HnswIndex(matrix("random")[:50], **options)
-    for word in words:
-        assert word in str(error.value)
+    with pytest.raises(ValueError, match=r"metric='l1'.*cosine, l2 and dot.*ExactIndex"):
+        HnswIndex(embedding, "l1")
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from ngrpo.rollout.attach import AttachedPerturbation, follow_weights
 from ngrpo.trainers.common.sample_records import EngineCheck
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
-from perturbations import create
+from perturbations import ExactIndex, create
 from perturbations.embeddings import matrix_embeddings
-from perturbations.neighbors import ExactIndex
 from tests.fast.run import run_with
 
 
@@ -91,29 +90,22 @@ def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(monkeypatch: pytest
     fill = ExactIndex.search
     monkeypatch.setattr(ExactIndex, "search", lambda self, t, k: (filled.append(len(t)), fill(self, t, k))[1])
     start = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
+    moved = torch.tensor([[0.0], [20.0], [3.0], [10.0], [12.0]])
     attached = Attached(start.clone())
-    follow_weights(attached._runner, attached)
+    runner = attached._runner
+    follow_weights(runner, attached)
     attached.prepare()
-    assert sum(filled) == 5
-    assert attached.nearest() == [1, 2]
-    assert sum(filled) == 5
-    runner, moved = attached._runner, torch.tensor([[0.0], [20.0], [3.0], [10.0], [12.0]])
+    assert sum(filled) == 5 and attached.nearest() == [1, 2] and sum(filled) == 5
     for _ in range(3):
         runner.load_weights([("embed_tokens.weight", moved)])
     assert sum(filled) == 5
     attached.prepare()  # OpenRLHF's last parameter
-    assert sum(filled) == 10
-    assert attached.nearest() == [2, 3]
-    assert sum(filled) == 10
+    assert sum(filled) == 10 and attached.nearest() == [2, 3] and sum(filled) == 10
     runner.reload_weights([("embed_tokens.weight", start)])
-    assert sum(filled) == 15
-    assert attached.nearest() == [1, 2]
-    assert sum(filled) == 15
+    assert sum(filled) == 15 and attached.nearest() == [1, 2] and sum(filled) == 15
     attached._ahead = False  # a CPU: rows as they are needed
     runner.reload_weights([("embed_tokens.weight", moved)])
-    assert sum(filled) == 15
-    assert attached.nearest() == [2, 3]
-    assert sum(filled) == 16
+    assert sum(filled) == 15 and attached.nearest() == [2, 3] and sum(filled) == 16
 
 
 @pytest.mark.parametrize("method", ["update_weight", "update_weight_cuda_ipc"])

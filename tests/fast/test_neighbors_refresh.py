@@ -5,11 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from perturbations import create
-from perturbations.base import Step
+from perturbations import ExactIndex, Step, create
 from perturbations.edit import realise
-from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
-from perturbations.neighbors import Drift, ExactIndex, Neighborhood, refresh, refresh_period
+from perturbations.embeddings import matrix_embeddings
+from perturbations.neighbors import Drift, Neighborhood, refresh, refresh_period
 
 # On a line, nearest by L2:          0→1  1→0  2→1   3→4   4→3
 START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
@@ -17,138 +16,132 @@ START = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
 AWAY = 20.0
 
 
-def line() -> tuple[torch.Tensor, ModelEmbeddings]:
-    embedding = START.clone()
-    return embedding, matrix_embeddings(embedding)
+class Line:
+    """Embeddings on a line, where a weight sync moves a token."""
 
+    def __init__(self) -> None:
+        self.rows = START.clone()
+        self.embeddings = matrix_embeddings(self.rows)
+        self.drift = self.embeddings.drift
 
-def ask(embeddings: ModelEmbeddings, tokens: list[int], refresh: str = "every_sync", k: int = 1) -> list[list[int]]:
-    return embeddings.index("l2", refresh=refresh).query(torch.tensor(tokens), k)[0].tolist()
+    def ask(self, tokens: list[int], refresh: str = "every_sync", k: int = 1) -> list[list[int]]:
+        return self.embeddings.index("l2", refresh=refresh).query(torch.tensor(tokens), k)[0].tolist()
+
+    def sync(self, place: float, token: int = 1) -> None:
+        self.rows[token] = place
+        self.embeddings.refresh()
 
 
 def test_drift_by_hand() -> None:
-    embedding, embeddings = line()
-    assert embeddings.drift() is None
-    assert ask(embeddings, [0, 2, 3, 0]) == [[1], [1], [4], [1]]
-    assert embeddings.drift() is None, "no weight sync so far"
-    embedding[1] = AWAY
-    embeddings.refresh()
+    line = Line()
+    assert line.drift() is None
+    assert line.ask([0, 2, 3, 0]) == [[1], [1], [4], [1]]
+    assert line.drift() is None, "no weight sync so far"
+    line.sync(AWAY)
     # 0: {1} → {2}, 2: {1} → {0}, 3: {4} → {4}
-    assert embeddings.drift() == Drift(tokens=3, changed_since_start=2, compared=3, changed=2)
-    assert embeddings.drift() == Drift(3, 2, 3, 2), "it is read, not taken"
-    assert ask(embeddings, [0, 2, 3]) == [[2], [0], [4]]
-    embedding[1] = 1.0
-    embeddings.refresh()
+    assert line.drift() == Drift(tokens=3, changed_since_start=2, compared=3, changed=2)
+    assert line.drift() == Drift(3, 2, 3, 2), "it is read, not taken"
+    assert line.ask([0, 2, 3]) == [[2], [0], [4]]
+    line.sync(1.0)
     # All as at the start: 0 and 2 have changed once more, and none since the start.
-    drift = embeddings.drift()
+    drift = line.drift()
     assert drift == Drift(tokens=3, changed_since_start=0, compared=3, changed=2)
     assert drift.shares() == {"neighbors_changed": pytest.approx(2 / 3), "neighbors_changed_since_start": 0.0}
 
 
 def test_sets_are_compared_and_not_their_order() -> None:
     """Token 1's two nearest: 0 at distance 1 and 2 at 2; with token 0 at −2 they are the same two, 2 first."""
-    embedding, embeddings = line()
-    assert ask(embeddings, [1], k=2) == [[0, 2]]
-    embedding[0] = -2.0
-    embeddings.refresh()
-    assert ask(embeddings, [1], k=2) == [[2, 0]]
-    assert embeddings.drift() == Drift(1, 0, 1, 0)
+    line = Line()
+    assert line.ask([1], k=2) == [[0, 2]]
+    line.sync(-2.0, token=0)
+    assert line.ask([1], k=2) == [[2, 0]]
+    assert line.drift() == Drift(1, 0, 1, 0)
 
 
 def test_a_token_used_later_is_followed_from_then_on() -> None:
-    embedding, embeddings = line()
-    ask(embeddings, [0])
-    embedding[1] = AWAY
-    embeddings.refresh()
-    ask(embeddings, [2])  # its first set is {0}
-    embedding[1] = 1.0
-    embeddings.refresh()
+    line = Line()
+    line.ask([0])
+    line.sync(AWAY)
+    line.ask([2])  # its first set is {0}
+    line.sync(1.0)
     # 0: first {1}, last {2}, now {1}. 2: first and last {0}, now {1}.
-    assert embeddings.drift() == Drift(tokens=2, changed_since_start=1, compared=2, changed=2)
+    assert line.drift() == Drift(tokens=2, changed_since_start=1, compared=2, changed=2)
 
 
 def test_never_keeps_the_first_sets_and_says_what_would_have_changed() -> None:
-    embedding, embeddings = line()
-    assert ask(embeddings, [0], "never") == [[1]]
-    embedding[1] = AWAY
-    embeddings.refresh()
-    assert ask(embeddings, [0, 2], "never") == [[1], [1]], "2 was not asked before, and has the set of the old weights"
-    assert embeddings.drift() == Drift(tokens=1, changed_since_start=1, compared=1, changed=1)
-    embedding[4] = 11.0  # changes no set of these
-    embeddings.refresh()
-    assert ask(embeddings, [0, 2], "never") == [[1], [1]]
+    line = Line()
+    assert line.ask([0], "never") == [[1]]
+    line.sync(AWAY)
+    assert line.ask([0, 2], "never") == [[1], [1]], "2 was not asked before, and has the set of the old weights"
+    assert line.drift() == Drift(tokens=1, changed_since_start=1, compared=1, changed=1)
+    line.sync(11.0, token=4)  # changes no set of these
+    assert line.ask([0, 2], "never") == [[1], [1]]
     # 0: {1} at the start, {2} before, {2} now. 2: {1} at the start, {0} now, and unknown before.
-    assert embeddings.drift() == Drift(tokens=2, changed_since_start=2, compared=1, changed=0)
+    assert line.drift() == Drift(tokens=2, changed_since_start=2, compared=1, changed=0)
 
 
 def test_every_second_sync() -> None:
-    embedding, embeddings = line()
-    seen = [ask(embeddings, [0], "2")]
+    line = Line()
+    seen = [line.ask([0], "2")]
     for place in (AWAY, AWAY, 1.0, 1.0):
-        embedding[1] = place
-        embeddings.refresh()
-        seen.append(ask(embeddings, [0], "2"))
+        line.sync(place)
+        seen.append(line.ask([0], "2"))
     assert seen == [[[1]], [[1]], [[2]], [[2]], [[1]]]
 
 
 @pytest.mark.parametrize("refresh", ["never", "2"])
 def test_a_set_first_asked_for_after_a_sync_is_of_the_weights_before(refresh: str) -> None:
     """By L1, which keeps no norms of the old weights that would hide it."""
-    embedding, embeddings = line()
-    index = embeddings.index("l1", refresh=refresh)
-    embedding[1] = AWAY
-    embeddings.refresh()
+    line = Line()
+    index = line.embeddings.index("l1", refresh=refresh)
+    line.sync(AWAY)
     assert index.query(torch.tensor([2]), 1)[0].tolist() == [[1]]
 
 
 def test_several_loads_with_nothing_asked_between_are_one_sync() -> None:
     """OpenRLHF's broadcast loads parameter by parameter, and vLLM's reload calls load_weights inside."""
-    embedding, embeddings = line()
-    ask(embeddings, [0], "2")
-    embedding[1] = AWAY
+    line = Line()
+    line.ask([0], "2")
     for _ in range(3):
-        embeddings.refresh()
-    assert ask(embeddings, [0], "2") == [[1]]
-    embeddings.refresh()
-    assert ask(embeddings, [0], "2") == [[2]]
+        line.sync(AWAY)
+    assert line.ask([0], "2") == [[1]]
+    line.sync(AWAY)
+    assert line.ask([0], "2") == [[2]]
 
 
 def test_the_scale_is_always_refreshed_and_mixtures_are_of_the_current_embeddings() -> None:
     """Anchor 0, kept neighbor 1: logits equal, so the mixture is (E[0] + E[1]) / 2: 0.5 at first, 10 after the sync."""
-    embedding, embeddings = line()
+    line = Line()
     perturbation = create("neighbor", metric="l2", k=2, refresh="never")
     logits = torch.tensor([[2.0, 2.0, 0.0, 0.0, 0.0]])
     one = torch.ones(1)
-    step = Step(logits, torch.tensor([0]), one, one.long(), one.long(), embeddings)
-    assert realise(perturbation.propose(step).edit, embeddings.lookup, None).item() == pytest.approx(0.5)
-    rms = embeddings.rms().item()
-    embedding[1] = AWAY
-    embeddings.refresh()
+    step = Step(logits, torch.tensor([0]), one, one.long(), one.long(), line.embeddings)
+    assert realise(perturbation.propose(step).edit, line.embeddings.lookup, None).item() == pytest.approx(0.5)
+    rms = line.embeddings.rms().item()
+    line.sync(AWAY)
     proposal = perturbation.propose(step)
     assert proposal.edit.ids.tolist() == [[0, 1]]
-    assert realise(proposal.edit, embeddings.lookup, None).item() == pytest.approx(10.0)
+    assert realise(proposal.edit, line.embeddings.lookup, None).item() == pytest.approx(10.0)
     # Mean squares: (1 + 9 + 100 + 144) / 5 = 50.8, then (400 + 9 + 100 + 144) / 5 = 130.6
-    assert [rms, embeddings.rms().item()] == pytest.approx([50.8**0.5, 130.6**0.5])
+    assert [rms, line.embeddings.rms().item()] == pytest.approx([50.8**0.5, 130.6**0.5])
 
 
 def test_policies_and_indices_are_kept_apart() -> None:
-    embedding, embeddings = line()
-    ask(embeddings, [0]), ask(embeddings, [0], "never")
-    embedding[1] = AWAY
-    embeddings.refresh()
-    assert (ask(embeddings, [0]), ask(embeddings, [0], "never")) == ([[2]], [[1]])
-    assert embeddings.drift() == Drift(2, 2, 2, 2), "the sum over both"
+    line = Line()
+    line.ask([0]), line.ask([0], "never")
+    line.sync(AWAY)
+    assert (line.ask([0]), line.ask([0], "never")) == ([[2]], [[1]])
+    assert line.drift() == Drift(2, 2, 2, 2), "the sum over both"
 
 
 def test_an_index_that_is_out_of_use_costs_nothing_and_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    embedding, embeddings = line()
-    ask(embeddings, [0])
-    embeddings.refresh()
-    assert embeddings.drift() == Drift(1, 0, 1, 0)
-    embedding[1] = AWAY
-    embeddings.refresh()  # nothing was asked since
+    line = Line()
+    line.ask([0])
+    line.sync(1.0)
+    assert line.drift() == Drift(1, 0, 1, 0)
+    line.sync(AWAY)  # nothing was asked since
     monkeypatch.setattr(Neighborhood, "weights_changed", None)
-    assert embeddings.drift() is None
+    assert line.drift() is None
 
 
 def test_the_hot_path_does_not_look_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +181,7 @@ class TestOnADevice:
         )
 
     def test_never_keeps_the_first_sets_without_a_copy_of_the_matrix(self) -> None:
-        matrix = torch.tensor([[0.0], [1.0], [3.0], [10.0], [12.0]])
+        matrix = START.clone()
         found = self.neighborhood(matrix, "never")
         found.precompute(1)
         assert found._index._rows.data_ptr() == matrix.data_ptr()

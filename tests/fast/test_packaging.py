@@ -26,10 +26,8 @@ ARXIV = re.compile(r"\b\d{4}\.\d{5}\b")
 
 def test_there_is_one_version() -> None:
     assert ngrpo.__version__ is perturbations.__version__
-    stated = [
-        path for path in (ROOT / "setup.py", *(ROOT / "ngrpo").rglob("*.py")) if "ersion__ = " in path.read_text()
-    ]
-    assert [path.name for path in stated] == ["setup.py"], "and setup.py only reads it"
+    stated = [path.name for path in (ROOT / "ngrpo").rglob("*.py") if "ersion__ = " in path.read_text()]
+    assert stated == [], "setup.py reads it, and nothing states another"
     assert citation()["version"] == perturbations.__version__
 
 
@@ -51,7 +49,6 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*") if file.is_file())
     wanted = {str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts}
     assert inside == wanted
-    assert {f"ngrpo/workbench/report/{name}" for name in ("style.css", "script.js", "templates/page.html")} <= inside
 
 
 @pytest.mark.more
@@ -126,6 +123,5 @@ def test_a_contributor_is_told_of_every_kind_and_every_target() -> None:
     for kept in FLAGS:
         folder = kept.tree.replace(".", "/")
         assert f"`{folder}/`" in text, f"{kept.kind}s live in {folder}/"
-        assert (ROOT / folder).is_dir()
     phony = re.search(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert set(re.findall(r"`make ([\w-]+)`", text)) <= set(phony)

@@ -50,8 +50,7 @@ def test_a_mismatch_is_one_clear_error(change: dict[str, str], state: str) -> No
         check([row, broken])
     message = str(error.value)
     assert message.startswith("1 of 2 upstream patches")
-    for part in (broken.target, state, f"({row.checked})", "ngrpo/patches.py"):
-        assert part in message
+    assert all(part in message for part in (broken.target, state, f"({row.checked})", "ngrpo/patches.py"))
 
 
 def test_a_package_that_is_not_installed_is_a_mismatch_too() -> None:
@@ -81,28 +80,26 @@ def test_parameters_fit_where_all_that_are_named_are_there(expected: str, fits: 
     assert fits or found == "(self, x, y, z)"
 
 
+MINE = """
+import sys, types, contextlib
+def one(original): return lambda self: original(self) + '1'
+def two(original): return lambda self: original(self) + '2'
+def three(original): return lambda self: original(self) + '3'
+@contextlib.contextmanager
+def stand_in():
+    sys.modules['only_while_importing'] = types.ModuleType('only_while_importing')
+    yield
+    del sys.modules['only_while_importing']
+"""
+
+
 def test_patches_apply_on_import_compose_and_apply_once(tmp_path: Path) -> None:
     """In a process of its own, because patches change the import system."""
-    (tmp_path / "upstream_pkg").mkdir()
-    (tmp_path / "upstream_pkg" / "__init__.py").write_text("")
-    (tmp_path / "upstream_pkg" / "late.py").write_text(
-        "import only_while_importing\nclass A:\n    def f(self): return 'f'\n"
-    )
-    (tmp_path / "mine.py").write_text(
-        textwrap.dedent(
-            """
-            import sys, types, contextlib
-            def one(original): return lambda self: original(self) + '1'
-            def two(original): return lambda self: original(self) + '2'
-            def three(original): return lambda self: original(self) + '3'
-            @contextlib.contextmanager
-            def stand_in():
-                sys.modules['only_while_importing'] = types.ModuleType('only_while_importing')
-                yield
-                del sys.modules['only_while_importing']
-            """
-        )
-    )
+    package = tmp_path / "upstream_pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "late.py").write_text("import only_while_importing\nclass A:\n    def f(self): return 'f'\n")
+    (tmp_path / "mine.py").write_text(MINE)
     program = """
         import importlib.util, sys
         from ngrpo import patches
@@ -120,8 +117,7 @@ def test_patches_apply_on_import_compose_and_apply_once(tmp_path: Path) -> None:
         patches.install(['x', 'y', 'z'])
         assert A().f() == 'f123', A().f()
     """
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, env=environment)
 
 

@@ -16,8 +16,7 @@ from ngrpo.machine.hardware import stand_ins
 from ngrpo.trainers.common.sample_records import Conversation, unpack
 from ngrpo.trainers.openrlhf import rollout_actor
 from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs
-from perturbations.replay import ReplayRecord
-from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations import FinishedTrajectory, ReplayRecord
 from tests.fast.run import run_with
 
 PAD = 7
@@ -57,9 +56,11 @@ class Engine:
     def __init__(self, places: int) -> None:
         self.places = places
         self.given: list[Any] = []
+        self.params: list[Any] = []
 
     async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
         self.given.append(prompt)
+        self.params.append(params)
         tokens = [t for token in prompt["prompt_token_ids"] for t in [token] * (self.places if token == PAD else 1)]
         yield SimpleNamespace(prompt_token_ids=tokens, outputs=[SimpleNamespace(token_ids=[9])], num_cached_tokens=0)
 
@@ -68,25 +69,26 @@ async def take(name: str) -> Any:
     return None
 
 
-def ask(places: int, pictures: Any) -> Any:
-    """What the engine is given."""
-    vllm = pytest.importorskip("vllm")
-    engine = Engine(places)
+async def ask(engine: Engine, prompt: list[int], pictures: Any) -> None:
+    sampling = pytest.importorskip("vllm").SamplingParams()
     actor = SimpleNamespace(llm=engine, _mm_pad_token_ids={PAD}, pick_ups=SimpleNamespace(take=take))
-    asyncio.run(rollout_actor.generate(actor, [1, PAD, PAD, PAD, 2], vllm.SamplingParams(), pictures))
-    return engine.given[0]
+    await rollout_actor.generate(actor, prompt, sampling, pictures)
 
 
 def test_a_picture_reaches_the_engine_with_one_placeholder_and_text_is_not_touched() -> None:
-    given = ask(3, {"image": ["picture"]})
+    engine, expanded = Engine(3), [1, PAD, PAD, PAD, 2]
+    asyncio.run(ask(engine, expanded, {"image": ["picture"]}))
+    given = engine.given[0]
     assert given["prompt_token_ids"] == [1, PAD, 2] and given["multi_modal_data"] == {"image": ["picture"]}
-    given = ask(1, None)
-    assert list(given["prompt_token_ids"]) == [1, PAD, PAD, PAD, 2] and "multi_modal_data" not in given
+    engine = Engine(1)
+    asyncio.run(ask(engine, expanded, None))
+    given = engine.given[0]
+    assert list(given["prompt_token_ids"]) == expanded and "multi_modal_data" not in given
 
 
 def test_a_picture_of_other_places_in_the_engine_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="5 tokens for the trainer and 6 for vLLM, and they differ from position 4"):
-        ask(4, {"image": ["picture"]})
+        asyncio.run(ask(Engine(4), [1, PAD, PAD, PAD, 2], {"image": ["picture"]}))
 
 
 def test_torchvision_without_its_compiled_part_can_be_imported(tmp_path: Path) -> None:
@@ -105,29 +107,19 @@ def test_torchvision_without_its_compiled_part_can_be_imported(tmp_path: Path) -
 
 def test_one_question_about_two_pictures_has_draws_of_its_own_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their answers are numbered apart, from 0 on, whatever order they come in; and their seeds differ."""
-    pytest.importorskip("vllm")
-    from vllm import SamplingParams
-
     run_with(monkeypatch)
-    given: list[Any] = []
+    monkeypatch.setattr(Conversation, "add", lambda *args: None)
+    engine = Engine(1)
 
     class Executor:
         async def execute(self, images: Any, **kwargs: Any) -> dict[str, Any]:
-            pictures = {"image": images} if images else None
-            await rollout_actor.generate(actor, [1, PAD, 2], SamplingParams(), pictures)
+            await ask(engine, [1, PAD, 2], {"image": images} if images else None)
             return {}
 
-    class Asked(Engine):
-        async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
-            given.append(params.extra_args["perturbation"])
-            async for output in Engine.generate(self, prompt, params, request_id):
-                yield output
-
-    monkeypatch.setattr(Conversation, "add", lambda *args: None)
-    actor = SimpleNamespace(llm=Asked(1), _mm_pad_token_ids={PAD}, pick_ups=SimpleNamespace(take=take))
-    executor = rollout_actor.RecordingExecutor(Executor())
+    executor, sampling = rollout_actor.RecordingExecutor(Executor()), pytest.importorskip("vllm").SamplingParams()
     for images in (["red.png"], ["blue.png"], ["red.png"], None):
-        asyncio.run(executor.execute(prompt="Which color?", images=images, sampling_params=SamplingParams()))
+        asyncio.run(executor.execute(prompt="Which color?", images=images, sampling_params=sampling))
+    given = [params.extra_args["perturbation"] for params in engine.params]
     assert [arguments["sample"] for arguments in given] == [0, 0, 1, 0]
     red, blue, again, text = (arguments["seed"] for arguments in given)
     assert red == again and len({red, blue, text}) == 3

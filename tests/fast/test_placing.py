@@ -51,8 +51,7 @@ PLACED += ("vllm.gpu_memory_utilization", "ds.zero_stage", "ds.adam_offload")
 
 def placed(flags: Flags) -> tuple[Any, ...]:
     """What matters of a placement: the values of PLACED."""
-    args = flags.args
-    return tuple(args[name] for name in PLACED)
+    return tuple(flags.args[name] for name in PLACED)
 
 
 SEVEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
@@ -62,7 +61,6 @@ SEVEN = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
     ("model", "shape", "expected"),
     [
         ("Qwen/Qwen3-0.6B", "1x80", (1, 1, 1, 1, 0.6, 2, False)),
-        ("Qwen/Qwen3-1.7B", "1x80", (1, 1, 1, 1, 0.6, 2, False)),
         (SEVEN, "1x80", (1, 1, 1, 1, 0.5, 2, True)),
         ("Qwen/Qwen3-0.6B", "8x80", (1, 8, 8, 1, 0.6, 2, False)),
         # Weights and reference 28.4 GiB, 4 free: 0.6 of 79.2 GiB do not fit beside them, 0.5 do.
@@ -105,8 +103,7 @@ def test_noise_on_weights_has_whole_parameters() -> None:
 
 def test_models_apart_take_the_actors_ranks() -> None:
     flags = completed("--actor.num_gpus_per_node 3 --vllm.num_engines 2 --train.batch_size 48 --rollout.batch_size 12")
-    args = flags.args
-    groups = [(group.gpus, group.models[0]) for group in placement.groups(args)]
+    groups = [(group.gpus, group.models[0]) for group in placement.groups(flags.args)]
     assert groups == [(2, "vLLM engines"), (3, "actor"), (3, "reference")]
     assert not flags.has("--train.colocate_all")
 
@@ -117,7 +114,6 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--train.async_enable", "--train.async_enable gives half a placement: --actor.num_gpus_per_node and"),
         ("--train.colocate_actor_ref --actor.num_gpus_per_node 4", "--vllm.num_engines missing. Fix: add --vllm.num"),
         ("--actor.num_gpus_per_node 8 --vllm.num_engines 8", "needs 24 GPUs and 8 are there (as --dry-run says)"),
-        ("--actor.num_nodes 3 --actor.num_gpus_per_node 8 --train.batch_size 96", "needs 24 GPUs and 8 are there"),
         (
             "--train.colocate_all --actor.num_gpus_per_node 8 --vllm.num_engines 4 --vllm.tensor_parallel_size 1",
             "--vllm.num_engines 4 × --vllm.tensor_parallel_size 1 is 4 GPUs, and the actor has 8",
@@ -132,10 +128,7 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--ds.tensor_parallel_size 3", "× --ds.tensor_parallel_size 3 must divide the 8 ranks"),
         ("--rollout.batch_size 15", "60 responses of a step (--rollout.batch_size 15 × "),
         ("--data.max_samples 33", "the last step of 33 rows has 1 prompts × 4 responses, which do not"),
-        (
-            "--data.max_samples 1",
-            "1 rows × --rollout.n_samples_per_prompt 4 are fewer responses than --train.batch_size 64",
-        ),
+        ("--data.max_samples 1", "1 rows × --rollout.n_samples_per_prompt 4 are fewer responses than --train.batch"),
     ],
 )
 def test_plans_that_cannot_work(more: str, said: str) -> None:
@@ -194,7 +187,7 @@ def test_shapes_that_are_none(shape: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_shape_is_one_of_gpus_on_a_laptop_too(capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"{BASE}{SIZES}{MODEL} --hardware auto".replace("--hardware cuda ", "")
+    words = f"{BASE}{SIZES}{MODEL}".replace("cuda", "auto")
     assert cli.main(["train", "--dry-run", "1x80", *words.split()]) == 0
     assert "placement on 1 GPU of 79.2 GiB (as --dry-run says)" in capsys.readouterr().out
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy noise: the scales by hand, noise that comes off to the bit, and how trainer and engines are told of it."""
 
+import dataclasses
 import math
 import sys
 from types import SimpleNamespace
@@ -54,10 +55,9 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
 )
 def test_aqn_over_600_steps(form: str, step: int, expected: float) -> None:
     noise = policy_noises.create("aqn", start=1e-2, end=1e-4, form=form)
+    own_steps = dataclasses.replace(noise, steps=600)
     assert noise.scale(step, 600, None, None) == pytest.approx(expected, rel=1e-4)
-    assert policy_noises.create("aqn", start=1e-2, end=1e-4, form=form, steps=600).scale(
-        step, 9999, 0.3, 0.1
-    ) == pytest.approx(expected, rel=1e-4)
+    assert own_steps.scale(step, 9999, 0.3, 0.1) == pytest.approx(expected, rel=1e-4)
 
 
 def test_psn_adaptive() -> None:
@@ -103,7 +103,7 @@ def test_noise_follows_from_seed_sync_and_name() -> None:
         return first - model[NAMES[1]].detach(), second - model[NAMES[2]].detach()
 
     one, again = drawn(), drawn()
-    assert torch.equal(one[0], again[0]) and torch.equal(one[1], again[1])
+    assert all(map(torch.equal, one, again))
     for other in (drawn(sync=2)[0], drawn(seed=1)[0], one[1]):
         assert torch.corrcoef(torch.stack([one[0].flatten(), other.flatten()]))[0, 1].abs() < 0.15
 
@@ -116,91 +116,72 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
     noise = policy_noises.create("psn").flags(Flags())
     level, mode = noise["--algo.advantage.is_correction_level"], noise["--algo.advantage.is_correction_mode"]
     low, high = (float(bound) for bound in noise["--algo.advantage.is_correction_threshold"])
-    made = policy_loss(level, mode, (low, high))
-    old = torch.tensor([[-1.0, -1.0]])
-    found = made(old, old, torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[-3.5, -2.0]]), batch_num_tokens=1.0)
+    loss, old = policy_loss(level, mode, (low, high)), torch.tensor([[-1.0, -1.0]])
+    found = loss(old, old, torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[-3.5, -2.0]]), batch_num_tokens=1.0)
     assert found[0].item() == pytest.approx(-(10.0 + math.e)) and found[4].item() == pytest.approx(0.5)
-    experience = SimpleNamespace(
-        action_log_probs=old, rollout_log_probs=torch.tensor([[-3.5, -2.0]]), action_mask=torch.ones(1, 2)
-    )
-    correction = SimpleNamespace(
-        is_correction_level=level,
-        is_correction_mode=mode,
-        is_correction_gating="ratio",
-        is_correction_threshold=[low, high],
-    )
+    correction = SimpleNamespace(is_correction_level=level, is_correction_mode=mode, is_correction_gating="ratio")
+    correction.is_correction_threshold = [low, high]
     args = SimpleNamespace(algo=SimpleNamespace(advantage=correction), actor=SimpleNamespace(policy_loss_type="ppo"))
     made = SimpleNamespace(strategy=SimpleNamespace(args=args))
-    assert rollout_policy_measures(made, [experience]) == {
-        "importance/divergence": pytest.approx(-1.75),
-        "importance/weight": pytest.approx((10.0 + math.e) / 2),
-        "importance/cut": pytest.approx(0.5),
-    }
+
+    def measured(*log_probs: float) -> tuple[float | None, ...]:
+        rollout = torch.tensor([log_probs])
+        experience = SimpleNamespace(action_log_probs=old, rollout_log_probs=rollout, action_mask=torch.ones(1, 2))
+        found = rollout_policy_measures(made, [experience])
+        return tuple(found.get(f"importance/{name}") for name in ("divergence", "weight", "cut"))
+
+    assert measured(-3.5, -2.0) == pytest.approx((-1.75, (10.0 + math.e) / 2, 0.5))
     args.actor.policy_loss_type = "gspo"  # whose loss is not weighed by it
-    assert rollout_policy_measures(made, [experience]) == {"importance/divergence": pytest.approx(-1.75)}
+    assert measured(-3.5, -2.0) == (-1.75, None, None)
     args.actor.policy_loss_type = "ppo"
     correction.is_correction_mode = "mask"  # OpenRLHF's default: a token beyond the bounds is dropped
-    assert rollout_policy_measures(made, [experience])["importance/weight"] == pytest.approx(math.e / 2)
+    assert measured(-3.5, -2.0) == pytest.approx((-1.75, math.e / 2, 0.5))
     correction.is_correction_threshold = [0.5, 5.0]
-    experience.rollout_log_probs = torch.tensor([[0.0, -1.0]])  # of weights e^-1 and 1, the first is too small
-    found = rollout_policy_measures(made, [experience])
-    assert (found["importance/weight"], found["importance/cut"]) == (0.5, 0.5)
-    experience.rollout_log_probs = torch.tensor([[-3.5, -2.0]])
+    assert measured(0.0, -1.0) == (0.5, 0.5, 0.5), "of weights e^-1 and 1, the first is too small"
     correction.is_correction_level = "seq"
-    assert rollout_policy_measures(made, [experience]) == {"importance/divergence": pytest.approx(-1.75)}
+    assert measured(-3.5, -2.0) == (-1.75, None, None)
     correction.is_correction_level = "off"
-    assert rollout_policy_measures(made, [experience]) == {}
+    assert measured(-3.5, -2.0) == (None, None, None)
 
 
 # --- in OpenRLHF ----------------------------------------------------------------------------------------
 
 
-class Actors:
-    """A model actor, its trainer's weight sync, and the engines that it ends in."""
+class ActorTrainer:
+    """Sends the weight of its model's only norm."""
 
     def __init__(self, sent: list[Any]) -> None:
-        class Trainer:
-            actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({"input_layernorm": nn.LayerNorm(4)})))
+        self.actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({"input_layernorm": nn.LayerNorm(4)})))
+        self.weight, self.sent = self.actor.model.module.input_layernorm.weight, sent
 
-            def broadcast_to_vllm(self) -> None:
-                sent.append(self.actor.model.module.input_layernorm.weight.detach().clone())
+    def broadcast_to_vllm(self) -> None:
+        self.sent.append(self.weight.detach().clone())
 
-        class Plain:
-            trainer = actor_trainer(Trainer)()
 
-            def broadcast_to_vllm(self) -> None:
-                self.trainer.broadcast_to_vllm()
+class ModelActor:
+    def __init__(self, sent: list[Any]) -> None:
+        self.trainer = actor_trainer(ActorTrainer)(sent)
 
-        self.actor = policy_model_actor(Plain)()
+    def broadcast_to_vllm(self) -> None:
+        self.trainer.broadcast_to_vllm()
 
     def async_run_method(self, method_name: str, **kwargs: Any) -> None:
-        getattr(self.actor, method_name)(**kwargs)
+        getattr(self, method_name)(**kwargs)
 
 
 class PlainTrainer:
-    """As OpenRLHF's, with two training steps, and an evaluation after the first."""
+    """As OpenRLHF's, of a run of four training steps."""
 
     tensorboard_logger = None
+    args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
+    prompts_dataloader = range(8)
 
-    def __init__(self, sent: list[Any], states: dict[str, Any]) -> None:
-        self.actor_model_group, self.experience_maker = Actors(sent), makers_state()
-        self.args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
-        self.prompts_dataloader, self.states, self.saved, self.sent = range(8), states, [], sent
+    def __init__(self, **states: Any) -> None:
+        self.sent, self.experience_maker, self.states = [], makers_state(), states
+        self.actor_model_group = policy_model_actor(ModelActor)(self.sent)
 
     def init_checkpoint_states(self) -> dict[str, Any]:
         return self.states
-
-    def fit(self) -> None:
-        step = self.init_checkpoint_states()["global_step"]
-        if step:
-            self.broadcast_to_vllm()
-        while step < 2:
-            self.status, step = self.train_step([], step)
-            states = {"global_step": step}
-            self.save_logs_and_checkpoints(step, None, states)
-            self.saved.append(states)
-            if step == 1:
-                self.evaluate(step)
 
     def train_step(self, samples: Any, step: int) -> tuple[dict, int]:
         self.broadcast_to_vllm()
@@ -219,26 +200,27 @@ class PlainTrainer:
 def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda value: value))
     # Four steps in all, four stages: none, then 0.3 and less.
-    spec = policy_noises.create("aqn", stages=4, start=0.3, end=0.1).spec()
-    run_with(monkeypatch, policy_noise=spec)
-    sent: list[Any] = []
-    trained = trainer(PlainTrainer)(sent, {"global_step": 0})
-    trained.fit()
-    clean, first, again, evaluation, back, second = sent[0], sent[1], sent[2], sent[3], sent[4], sent[5]
-    assert evaluation == "evaluation" and len(sent) == 6
+    run_with(monkeypatch, policy_noise=policy_noises.create("aqn", stages=4, start=0.3, end=0.1).spec())
+    whole, states = trainer(PlainTrainer)(global_step=0), {"global_step": 1}
+    whole.init_checkpoint_states()
+    whole.train_step([], 0)
+    whole.save_logs_and_checkpoints(1, None, states)
+    whole.evaluate(1)
+    status, _ = whole.train_step([], 1)
+    clean, first, again, evaluation, back, second = whole.sent
+    assert evaluation == "evaluation"
     ones = torch.ones(4)
     assert torch.equal(clean, ones) and torch.equal(again, ones), "stage 0, and the evaluation"
-    assert not torch.equal(first, ones)
+    assert not torch.equal(first, ones) and not torch.equal(second, first)
     assert torch.equal(first, back)
-    assert not torch.equal(second, first)
-    assert torch.equal(trained.actor_model_group.actor.trainer.actor.model.module.input_layernorm.weight, ones)
-    assert trained.status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
+    assert torch.equal(whole.actor_model_group.trainer.weight, ones)
+    assert status == {"policy_noise/scale": 0.3}, "that of the rollouts of the second step"
     # Resumed after the first step, the engines get what they had.
-    resumed: list[Any] = []
-    trainer(PlainTrainer)(resumed, trained.saved[0]).fit()
-    assert torch.equal(resumed[0], first)
-    assert torch.equal(resumed[1], second)
-    assert len(resumed) == 2
+    resumed = trainer(PlainTrainer)(**states)
+    resumed.init_checkpoint_states()
+    resumed.broadcast_to_vllm()
+    resumed.train_step([], 1)
+    assert len(resumed.sent) == 2 and torch.equal(resumed.sent[0], first) and torch.equal(resumed.sent[1], second)
 
 
 # --- the command line ------------------------------------------------------------------------------------
@@ -249,14 +231,11 @@ def test_gspo_has_no_weights_of_tokens() -> None:
 
     def complete(*words: str) -> Flags:
         line = ["--model", "m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4", "--policy_noise", "psn"]
-        command = parse.run_config([*line, *words])
-        return rules.checked(command)
+        return rules.checked(parse.run_config([*line, *words]))
 
     assert complete("--preset", "grpo").value("--algo.advantage.is_correction_level") == "token"
     for words in (["--preset", "gspo"], ["--actor.policy_loss_type", "gspo"]):
-        with pytest.raises(
-            UsageError, match=r"--actor\.policy_loss_type gspo with .* cannot be used with --policy_noise psn"
-        ):
+        with pytest.raises(UsageError, match=r"policy_loss_type gspo with .* cannot be used with --policy_noise psn"):
             complete(*words)
         assert complete(*words, "--algo.advantage.is_correction_level", "off").has("--actor.policy_loss_type")
 

@@ -4,7 +4,6 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -69,12 +68,9 @@ def test_every_configuration(name: str, options: dict[str, Any], plan: Plan) -> 
 
 # --- planted faults -----------------------------------------------------------------------------------------
 
-PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4)
-
-
-def planted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Any) -> None:
-    original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda self, *args, **kwargs: act(original, self, *args, **kwargs))
+PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4, sampling="filtered")
+MASKED = dataclasses.replace(PLAN, masked=True)
+PROPOSE, DRAIN, DRAIN_EDITS = Soft.propose, Notes.drain, Notes._drain_edits
 
 
 def test_without_a_fault_nothing_is_seen() -> None:
@@ -82,57 +78,55 @@ def test_without_a_fault_nothing_is_seen() -> None:
 
 
 def test_a_tensor_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def propose(original: Any, self: Any, step: Any) -> Any:
-        return original(self, dataclasses.replace(step, logits=step.logits + torch.zeros(len(step.logits), 1)))
+    def propose(self: Soft, step: Any) -> Any:
+        return PROPOSE(self, dataclasses.replace(step, logits=step.logits + torch.zeros(len(step.logits), 1)))
 
-    planted(monkeypatch, Soft, "propose", propose)
+    monkeypatch.setattr(Soft, "propose", propose)
     with pytest.raises(RuntimeError, match="expected all tensors on one device"):
         run(made("soft"), PLAN)
 
 
 def test_a_value_asked_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def propose(original: Any, self: Any, step: Any) -> Any:
+    def propose(self: Soft, step: Any) -> Any:
         step.logits.max().item()
-        return original(self, step)
+        return PROPOSE(self, step)
 
-    planted(monkeypatch, Soft, "propose", propose)
+    monkeypatch.setattr(Soft, "propose", propose)
     assert any(kind == "item" for kind, _ in simulate(made("soft"), PLAN, count=5).waits)
 
 
-def test_notes_read_before_they_have_arrived_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RolloutPerturber, "_event", lambda self: None)
-    with pytest.raises((Disagreement, IndexError)):
-        run(made("soft"), PLAN)
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a method that is left out."""
 
 
-def test_masks_read_before_they_have_arrived_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def drain_edits(original: Any, self: Notes, until: int) -> None:
-        original(self, until)
-        for i, note in enumerate(self._masked):  # what was asked for only now
-            self._masked[i] = dataclasses.replace(note, ready=None)
-
-    planted(monkeypatch, Notes, "_drain_edits", drain_edits)
-    with pytest.raises((Disagreement, ValueError, IndexError)):
-        run(made("soft"), dataclasses.replace(PLAN, masked=True, sampling="filtered"))
+def too_early(self: Notes, until: int = 0) -> None:
+    DRAIN(self)
+    self.written = self.taken
 
 
-def test_recomputation_that_does_not_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Notes, "drain_slot", lambda self, slot: None)
-    with pytest.raises(Disagreement, match="replaced False, on a CPU True"):
-        run(made("soft"), PLAN)
+def masks_too_early(self: Notes, until: int) -> None:
+    DRAIN_EDITS(self, until)
+    for i, note in enumerate(self._masked):  # what was asked for only now
+        self._masked[i] = dataclasses.replace(note, ready=None)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_record_that_is_taken_before_its_end_has_arrived_is_seen(
-    masked: bool, monkeypatch: pytest.MonkeyPatch
+FAULTS = {
+    "notes-are-read-early": (RolloutPerturber, "_event", nothing, PLAN, ""),
+    "masks-are-read-early": (Notes, "_drain_edits", masks_too_early, MASKED, ""),
+    "a-record-is-taken-early": (Notes, "drain", too_early, PLAN, ""),
+    "a-record-with-masks-is-taken-early": (Notes, "drain", too_early, MASKED, ""),
+    "recomputation-does-not-wait": (Notes, "drain_slot", nothing, PLAN, "replaced False, on a CPU True"),
+    "a-flag-is-left-standing": (InputOverride, "clear", nothing, PLAN, ""),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "act", "plan", "said"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_timing_is_seen(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Any, plan: Plan, said: str
 ) -> None:
-    def drain(original: Any, self: Notes, *_: Any, **__: Any) -> None:
-        original(self)
-        self.written = self.taken
-
-    planted(monkeypatch, Notes, "drain", drain)
-    with pytest.raises(Disagreement):
-        run(made("soft"), dataclasses.replace(PLAN, masked=masked, sampling="filtered"))
+    monkeypatch.setattr(owner, name, act)
+    with pytest.raises((Disagreement, ValueError, IndexError), match=said):
+        run(made("soft"), plan)
 
 
 def test_an_edit_of_a_slot_that_is_used_again_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +135,3 @@ def test_an_edit_of_a_slot_that_is_used_again_is_seen(monkeypatch: pytest.Monkey
     with pytest.raises(Disagreement):
         for seed in range(12):
             run(made("soft", rate=1.0), Plan(seed=seed, batch=2, chunk=100))
-
-
-def test_a_flag_that_is_left_standing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def clear(original: Any, self: InputOverride, rewritten: np.ndarray | None = None) -> None: ...
-
-    planted(monkeypatch, InputOverride, "clear", clear)
-    with pytest.raises(Disagreement):
-        run(made("soft"), PLAN)

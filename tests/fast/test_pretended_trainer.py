@@ -21,8 +21,7 @@ from ngrpo.methods.credits import registry as credits
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.common.log_probs import corrected, densities, override_log_probs, with_overrides
 from ngrpo.trainers.common.policy_loss import CreditInLoss
-from perturbations import FinishedTrajectory, create
-from perturbations.base import Perturbation
+from perturbations import FinishedTrajectory, Perturbation, create
 from perturbations.compilation import Compiled
 from perturbations.methods.soft_grpo import Gumbel
 from perturbations.replay.scope import LastHidden, ReplayScope

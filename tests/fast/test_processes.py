@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import ROOT
+
 # A command with a child that has started a child of its own; the innermost waits as an engine's process does.
 COMMAND = """
 import subprocess, sys, time
@@ -36,9 +38,8 @@ cli.console()
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_stays(sign: signal.Signals) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", COMMAND]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     children = psutil.Process(process.pid).children(recursive=True)
     engine = max(children, key=lambda child: child.create_time())
@@ -85,7 +86,7 @@ def test_a_command_ends_with_all_that_it_started(
     process = subprocess.Popen(
         [sys.executable, "-m", "ngrpo.cli", command, *f"{words} --model model --hardware cpu --out out".split()],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -82,12 +82,9 @@ def test_file_gets_everything_and_the_screen_comes_back(tmp_path: Path) -> None:
     done = run(tmp_path, "pass")
     log = (tmp_path / "a" / "train.log").read_text()
     assert log.startswith("Global step 1") and "step 1" not in done.stdout, "the log of an earlier run goes on"
-    for line in ("python line", "child line", "raw error line", "Global step 3"):
-        assert line in log
+    assert all(line in log for line in ("python line", "child line", "raw error line", "Global step 3"))
     out = done.stdout.splitlines()
-    assert done.returncode == 0
-    assert out[0] == "before"
-    assert out[-1] == "after"
+    assert done.returncode == 0 and (out[0], out[-1]) == ("before", "after")
     assert "step 3: reward 0.219" in done.stdout and "child line" not in done.stdout + done.stderr
 
 
