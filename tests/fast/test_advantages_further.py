@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LENS, RepExp and SPO against numbers derived by hand, and what a step gives them beside its rewards."""
+"""LENS, RepExp and SPO against numbers derived by hand, and what a step gives them in addition to its rewards."""
 
 import pickle
 from types import SimpleNamespace

@@ -139,7 +139,7 @@ def test_rs_grpo_is_between_the_mean_and_the_best() -> None:
 
 
 def updated(name: str, rewards: list[float], size: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """E[mean_i A_i ∇ log π(x_i)] over all groups of so many answers, exactly; the logits, and π of each answer."""
+    """E[mean_i A_i ∇ log π(x_i)] over all groups of ``size`` answers, exactly; the logits, and π of each answer."""
     z = torch.tensor([0.4, -0.3, -0.9], dtype=torch.float64, requires_grad=True)
     p, total = torch.softmax(z, dim=0), torch.zeros((), dtype=torch.float64)
     for group in combinations_with_replacement(range(3), size):
@@ -265,7 +265,7 @@ def test_k_over_the_run(options: dict[str, Any], expected: list[int]) -> None:
 
 
 def test_the_trainer_tells_its_step() -> None:
-    """A resumed run goes on counting where its checkpoint stood."""
+    """A resumed run continues to count from its checkpoint's step."""
 
     class Trainer:
         vllm_engines = None

@@ -215,7 +215,7 @@ def experience(dtype: torch.dtype = torch.float64, marks: Tensor | None = None) 
     generator = torch.Generator().manual_seed(3)
     logits = (2.0 * torch.randn(B, T, V, generator=generator, dtype=dtype)).requires_grad_()
     ids = torch.randint(0, V, (B, T), generator=generator)
-    # The likeliest token stands at some of the places that waver.
+    # Some tokens that waver are the likeliest ones.
     ids[1, 3:6] = logits[1, 2:5].argmax(-1)
     old = log_probs_of(logits.detach(), ids.roll(-1, 1))[:, :-1][:, -A:]
     old = old + 0.3 * torch.randn(old.shape, generator=generator, dtype=dtype)  # some of it beyond the clip
