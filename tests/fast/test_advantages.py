@@ -37,8 +37,6 @@ FORMULAS = {
     "group_norm": ({}, REWARDS, None, [[1.5, -0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4]),
     # A 1 is appended. 1 0 0 0 1: mean 2/5; squares 2 (3/5)² + 3 (2/5)² = 30/25; variance 30/25/4 = 0.3.
     "ngrpo": ({}, ONE, None, [[0.6 / math.sqrt(0.3)] + [-0.4 / math.sqrt(0.3)] * 3]),
-    # 0 0 0 0 1: mean 1/5; squares 4 (1/5)² + (4/5)² = 20/25; variance 20/25/4 = 0.2.
-    "ngrpo of a wrong group": ({}, NONE, None, [[-0.2 / math.sqrt(0.2)] * 4]),
     # 0 0 0 0 1 1: mean 1/3; squares 4/9 + 2 · 4/9 = 12/9; variance 12/9/5 = 4/15; -1/3 over its root.
     "ngrpo of two virtual answers": ({"n": 2}, NONE, None, [[-1 / 3 / math.sqrt(4 / 15)] * 4]),
     "psr": ({}, REWARDS, None, REWARDS.tolist()),
@@ -52,12 +50,7 @@ FORMULAS = {
     "reinforce_rej": ({}, REWARDS, None, [[1.0, -1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]),
     "reinforce_rej of fractions": ({}, torch.tensor([[1.0, 0.25], [0.25, 0.25]]), None, [[1.0, -0.5], [0.0, 0.0]]),
     # p = 1/10, mean 1/4: t = (0.25 − 0.1) / 0.8 = 3/16; w = 0.8 √(3/16 · 13/16) / √(1/4 · 3/4).
-    "s_grpo": (
-        {"p": 0.1},
-        REWARDS,
-        None,
-        [[x * 0.8 * math.sqrt(39 / 48) for x in (1.5, -0.5, -0.5, -0.5)], [0.0] * 4, [0.0] * 4],
-    ),
+    "s_grpo": ({"p": 0.1}, ONE, None, [[x * 0.8 * math.sqrt(39 / 48) for x in (1.5, -0.5, -0.5, -0.5)]]),
     # A mean of 1/4 is explained by errors of p = 1/4, one of 3/4 as well; half right keeps 1 − 2p of ±√3/2.
     "s_grpo of many errors": (
         {"p": 0.25},
@@ -67,21 +60,11 @@ FORMULAS = {
     ),
     "s_grpo without errors": ({"p": 0.0}, REWARDS, None, [[1.5, -0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4]),
     # Bonuses 1, 1/2, 1/2; mean 2/3; squares 1/9 + 2/36 = 1/6; sample variance 1/12, std 1/√12.
-    "copo": ({"beta": 1.0}, torch.zeros(1, 3), [[0, 3, 3]], [[2 / math.sqrt(3)] + [-1 / math.sqrt(3)] * 2]),
+    "copo": ({"beta": 1.0}, NONE[:, :3], [[0, 3, 3]], [[2 / math.sqrt(3)] + [-1 / math.sqrt(3)] * 2]),
     # 3/2, 1/2, 1/4; mean 3/4; differences 3/4, -1/4, -1/2; squares 14/16; sample variance 7/16; over √7/4.
-    "copo of half a bonus": (
-        {"beta": 0.5},
-        torch.tensor([[1.0, 0.0, 0.0]]),
-        [[0, 0, 3]],
-        [[x / math.sqrt(7) for x in (3, -1, -2)]],
-    ),
+    "copo of half a bonus": ({"beta": 0.5}, ONE[:, :3], [[0, 0, 3]], [[x / math.sqrt(7) for x in (3, -1, -2)]]),
     # 1 + 1/2, 1, 1/3; mean 17/18; differences 10/18, 1/18, -11/18; squares 222/324; sample variance 111/324.
-    "copo of two visits": (
-        {"beta": 1.0},
-        torch.tensor([[1.0, 0.0, 0.0]]),
-        [[3, 0, 8]],
-        [[x / math.sqrt(111) for x in (10, 1, -11)]],
-    ),
+    "copo of two visits": ({"beta": 1.0}, ONE[:, :3], [[3, 0, 8]], [[x / math.sqrt(111) for x in (10, 1, -11)]]),
 }
 
 
@@ -120,17 +103,14 @@ class TestFormulas:
         """Rewards 1 - 1e-4 and 1, and the virtual 1; below 1 by -1e-4, 0, 0, with the mean -1e-4/3. Differences
         -2/3, 1/3, 1/3 of 1e-4; squares 6/9 e-8; sample variance 3/9 e-8. The deviation is 5.77e-5, and ε a fiftieth."""
         rewards = torch.tensor([[1.0 - 1e-4, 1.0]], dtype=torch.float64)
-        deviation = math.sqrt(3 / 9 * 1e-8)
-        found = compute("ngrpo", rewards)
-        assert found[0, 0].item() == pytest.approx(-2e-4 / 3 / (deviation + 1e-6), rel=1e-6)
-        assert found[0, 1].item() == pytest.approx(1e-4 / 3 / (deviation + 1e-6), rel=1e-6)
+        scale = 1e-4 / 3 / (math.sqrt(3 / 9 * 1e-8) + 1e-6)
+        assert compute("ngrpo", rewards)[0].tolist() == pytest.approx([-2 * scale, scale], rel=1e-6)
 
     @pytest.mark.parametrize("highest", [1.0, 0.9, 0.1, 7.3])
-    @pytest.mark.parametrize("size", [1, 3, 8, 64])
-    def test_ngrpo_leaves_the_all_correct_group_at_exactly_zero(self, highest: float, size: int) -> None:
+    def test_ngrpo_leaves_the_all_correct_group_at_exactly_zero(self, highest: float) -> None:
         """Also where the mean of the rewards, taken as such, would round (seven times 0.1 is not 0.7)."""
-        rewards = torch.full((2, size), highest)
-        assert compute("ngrpo", rewards, max_reward=highest, n=3).tolist() == [[0.0] * size] * 2
+        for size in range(1, 65):
+            assert not compute("ngrpo", torch.full((2, size), highest), max_reward=highest, n=3).any()
 
     @pytest.mark.parametrize(("given", "kept"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
     def test_computed_in_float32_or_wider(self, given: torch.dtype, kept: torch.dtype) -> None:
@@ -138,31 +118,21 @@ class TestFormulas:
 
 
 VALUES = [0.0, 1.0, 0.3, 0.1, 1e-3, 1e6, -0.3, -1.0, -1e6, 1 / 3, 7.3, 1e-30, 123456.789, 3e38]
+EQUAL = [
+    ("group_norm", {}, [*VALUES, *torch.linspace(-3.0, 3.0, 50).tolist()]),
+    ("copo", {}, VALUES),  # all correct with the same answer, or all wrong with different ones
+    *(("rs_grpo", {"beta": beta}, VALUES) for beta in (0.0, 1e-6, 2.0, 1e3)),
+    *((name, {}, [0.0, 0.1, 0.3, 1 / 3, 1.0]) for name in ("maxrl", "reinforce_rej", "s_grpo")),
+]
 
 
-class TestGroupsOfEqualValues:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("name", "options", "values"), EQUAL)
+def test_equal_rewards_give_exactly_nothing(name: str, options: dict, values: list[float], dtype: torch.dtype) -> None:
     """The float32 mean of eight times 0.3 is off by one unit in the last place; over 1e-9 that was 0.9."""
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-    @pytest.mark.parametrize("size", range(1, 65))
-    def test_group_norm_is_exactly_zero(self, size: int, dtype: torch.dtype) -> None:
-        values = torch.cat([torch.tensor(VALUES, dtype=torch.float64), torch.randn(50, dtype=torch.float64)])
-        rewards = values.to(dtype).unsqueeze(-1).expand(-1, size)
-        found = compute("group_norm", rewards)
-        assert found.shape == rewards.shape and not found.any()
-
-    @pytest.mark.parametrize("name", ["maxrl", "reinforce_rej", "s_grpo"])
-    def test_further_methods_are_exactly_zero(self, name: str) -> None:
-        for size in (1, 3, 8, 64):
-            assert not compute(name, torch.tensor([0.0, 0.1, 0.3, 1 / 3, 1.0]).unsqueeze(-1).expand(-1, size)).any()
-
-    @pytest.mark.parametrize("size", range(1, 65))
-    @pytest.mark.parametrize("count", [0, 2, 6, 63])
-    def test_copo_is_exactly_zero_where_counts_are_equal_too(self, size: int, count: int) -> None:
-        """All correct with the same answer, or all wrong with different ones."""
-        rewards = torch.tensor(VALUES).unsqueeze(-1).expand(-1, size)
-        counts = torch.full(rewards.shape, float(count))
-        assert not compute("copo", rewards, further=counts, beta=0.1).any()
+    for size in range(1, 65):
+        rewards = torch.tensor(values, dtype=torch.float64).to(dtype).unsqueeze(-1).expand(-1, size)
+        assert not compute(name, rewards, further=torch.full(rewards.shape, 6.0), **options).any(), size
 
 
 class TestRegistry:
@@ -183,62 +153,43 @@ class TestRegistry:
         with pytest.raises(UsageError, match="greater than 0"):
             create(**{**command.specs.get("advantage"), "scale": 0})
 
-    def test_another_class_is_refused(self) -> None:
-        with pytest.raises(UsageError, match=r"not a subclass of ngrpo\.methods\.advantages\.Advantage"):
-            create("perturbations.methods.neighbor:Neighbor")
-
-
-def experience(rewards: list[float]) -> SimpleNamespace:
-    """Two answers of tokens 1 and 2 after a prompt of one token."""
-    return SimpleNamespace(
-        sequences=torch.tensor([[9, 1, 1], [9, 2, 2]]),
-        action_mask=torch.ones(2, 2),
-        rewards=torch.tensor(rewards),
-        prompts=["what is 1 + 1?", "and 2 + 2?"],
-    )
-
-
-class TestRewards:
-    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"It is {int(tokens[0])}.")
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_a_reward_that_is_not_finite_names_prompt_answer_and_value(self, bad: float) -> None:
-        with pytest.raises(UsageError) as caught:
-            refuse_non_finite(self.tokenizer, [experience([0.0, 1.0]), experience([1.0, bad])])
-        for part in (str(bad), "and 2 + 2?", "It is 2."):
-            assert part in str(caught.value)
-        assert "1 + 1" not in str(caught.value)
-        refuse_non_finite(self.tokenizer, [experience([-1e30, 1.0])])
-
 
 class TestErrors:
-    @pytest.mark.parametrize("name", list(available()))
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_rewards_that_are_not_finite(self, name: str, bad: float) -> None:
+    def test_a_reward_that_is_not_finite_names_prompt_answer_and_value(self, bad: float) -> None:
+        """Two batches of two answers, of tokens 1 and 2 after a prompt of one token."""
+        tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: f"It is {int(tokens[0])}.")
+        batch = {
+            "sequences": torch.tensor([[9, 1, 1], [9, 2, 2]]),
+            "action_mask": torch.ones(2, 2),
+            "prompts": ["what is 1 + 1?", "and 2 + 2?"],
+        }
+        fine, broken = (SimpleNamespace(rewards=torch.tensor([1.0, value]), **batch) for value in (-1e30, bad))
+        with pytest.raises(UsageError) as caught:
+            refuse_non_finite(tokenizer, [fine, broken])
+        assert all(part in str(caught.value) for part in (str(bad), "and 2 + 2?", "It is 2."))
+        assert "1 + 1" not in str(caught.value)
+        refuse_non_finite(tokenizer, [fine])
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_rewards_that_are_not_finite(self, bad: float) -> None:
         rewards = torch.zeros(3, 4)
         rewards[1, 2] = bad
         with pytest.raises(UsageError, match=rf"prompt 1, response 2 is {bad}"):
-            compute(name, rewards, further=torch.zeros(3, 4, 2))
+            compute("group_norm", rewards)
 
     @pytest.mark.parametrize(
-        ("name", "options", "parts"),
+        ("name", "options", "said"),
         [
-            ("ngrop", {}, ["'ngrop'", "Did you mean 'ngrpo'?", "w_reinforce"]),
-            ("n-grpo", {}, ["--perturbation neighbor", "--advantage ngrpo"]),
-            ("rloo", {}, ["OpenRLHF", "--algo.advantage.estimator rloo"]),
-            ("psr", {"lam": 1}, ["'lam' belongs to advantage w_reinforce"]),
-            ("psr", {"other": 1}, ["It has no options"]),
+            ("n-grpo", {}, "is --perturbation neighbor; NGRPO, .*, is --advantage ngrpo"),
+            ("rloo", {}, "OpenRLHF computes that one itself; .* --algo.advantage.estimator rloo"),
+            ("psr", {"lam": 1}, "'lam' belongs to advantage w_reinforce"),
+            ("psr", {"other": 1}, "It has no options"),
         ],
     )
-    def test_bad_names_and_options(self, name: str, options: dict, parts: list[str]) -> None:
-        with pytest.raises(ValueError) as caught:
+    def test_bad_names_and_options(self, name: str, options: dict, said: str) -> None:
+        with pytest.raises(ValueError, match=said):
             create(name, **options)
-        for part in parts:
-            assert part in str(caught.value)
-
-    def test_reward_above_the_maximum(self) -> None:
-        with pytest.raises(ValueError, match=r"2 is above the maximum reward 1.*--advantage\.max_reward"):
-            compute("ngrpo", torch.tensor([[2.0, 0.0]]))
 
     @pytest.mark.parametrize("name", ["maxrl", "psr", "nsr", "reinforce_rej", "s_grpo", "w_reinforce"])
     @pytest.mark.parametrize("reward", [-0.5, 1.5])
@@ -246,7 +197,9 @@ class TestErrors:
         with pytest.raises(ValueError, match=rf"a reward of {reward:g} is not in \[0, 1\]"):
             compute(name, torch.tensor([[reward, 0.0]]))
 
-    def test_shapes(self) -> None:
+    def test_rewards_and_counts_of_a_wrong_size(self) -> None:
+        with pytest.raises(ValueError, match=r"2 is above the maximum reward 1.*--advantage\.max_reward"):
+            compute("ngrpo", torch.tensor([[2.0, 0.0]]))
         with pytest.raises(ValueError, match=r"shape \(4,\); \(P, G\)"):
             compute("ngrpo", torch.zeros(4))
         with pytest.raises(ValueError, match=r"counts=None; .* \(3, 4\)"):
@@ -279,7 +232,7 @@ class TestVisits:
 
 
 def test_measures() -> None:
-    """The uniform groups are the second and the third: means of -0.4472 and 0."""
+    """The uniform groups are the second, which is 0 0 0 0 1, of mean 1/5 and variance 20/25/4, and the third, of 0."""
     found = advantage_measures(REWARDS, compute("ngrpo", REWARDS))
     assert found["advantage/uniform_groups"] == pytest.approx(2 / 3)
     assert found["advantage/uniform_mean"] == pytest.approx(-0.2 / math.sqrt(0.2) / 2, abs=1e-5)

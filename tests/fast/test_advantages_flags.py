@@ -1,59 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An advantage on the command line: presets, what is added and refused, and how its options are written."""
+"""An advantage on the command line: presets, the flags that are added, and how a worker gets its options."""
 
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 
 from ngrpo import patches
 from ngrpo.config import complete_flags, parse, run
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware.cpu import PROFILE as CPU
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.methods.advantages import create
+from ngrpo.methods.advantages import compute, create
 from ngrpo.trainers.openrlhf import launch
+from perturbations.errors import UsageError
 from tests.fast.run import run_of
 
 
-def applied(preset: str | None, *words: str, **parts: Any) -> list[str]:
-    flags = Flags(words)
-    return list(flags.with_defaults(complete_flags.of_preset(flags, run_of(preset=preset, **parts))).added)
+def added(line: str) -> str:
+    """The flags that a command line gets, each with a blank after it."""
+    command = parse.run_config(line.split())
+    flags = Flags(command.openrlhf)
+    return "".join(f"{word} " for word in flags.with_defaults(complete_flags.of_preset(flags, command)).added)
 
 
 class TestPresets:
-    def test_dapo_is_openrlhf_flags(self) -> None:
-        added = applied("dapo", "--rollout.max_new_tokens", "20480")
-        for flag, words in {
-            "--actor.eps_clip_low_high": ["0.2", "0.28"],
-            "--algo.dynamic_filtering_range": ["0", "1"],
-            "--actor.loss_agg_mode": ["token-mean"],
-            "--reward.overlong_buffer_len": ["4096"],
-            "--algo.kl.init_coef": ["0"],
-        }.items():
-            place = added.index(flag)
-            assert added[place + 1 : place + 1 + len(words)] == words
-        assert "--algo.dynamic_filtering_enable" in added
+    @pytest.mark.parametrize(
+        "flag",
+        [
+            "--actor.eps_clip_low_high 0.2 0.28 ",
+            "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0 1 ",
+            "--actor.loss_agg_mode token-mean ",
+            "--reward.overlong_buffer_len 4096 ",
+            "--algo.kl.init_coef 0 ",
+        ],
+    )
+    def test_dapo_is_openrlhf_flags(self, flag: str) -> None:
+        assert flag in added("--preset dapo --rollout.max_new_tokens 20480")
 
-    @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs openrlhf installed")
-    def test_openrlhf_has_every_flag_and_choice(self) -> None:
-        source = Path(find_spec("openrlhf").origin).with_name("cli").joinpath("train_ppo_ray.py").read_text()
-        words = [word for name in run.PRESETS for word in applied(name)]
-        words += applied(None, advantage={"name": "ngrpo"})
-        for word in words:
-            assert f'"{word}"' in source or word.lstrip("-").replace(".", "").isdecimal(), word
+    @pytest.mark.parametrize("given", [*(f"--preset {name}" for name in run.PRESETS), "--advantage ngrpo"])
+    def test_openrlhf_takes_every_flag_and_choice(self, given: str) -> None:
+        pytest.importorskip("openrlhf")
+        least = [
+            "--actor.model_name_or_path",
+            "m",
+            "--reward.remote_url",
+            "r.py",
+            "--rollout.n_samples_per_prompt",
+            "4",
+        ]
+        assert Flags([*least, *added(given).split()]).args
 
     def test_the_users_flags_win(self) -> None:
-        added = applied("dapo", "--actor.eps_clip", "0.1", "--algo.kl.init_coef=0.01")
-        assert not {"--actor.eps_clip_low_high", "--algo.kl.init_coef"} & set(added)
-        assert added[added.index("--reward.overlong_buffer_len") + 1] == "409"  # a fifth of OpenRLHF's own 2,048
+        found = added("--preset dapo --actor.eps_clip 0.1 --algo.kl.init_coef=0.01")
+        assert "--actor.eps_clip_low_high" not in found and "--algo.kl.init_coef" not in found
+        assert "--reward.overlong_buffer_len 409 " in found, "a fifth of OpenRLHF's own 2,048"
 
     def test_grpo_and_gspo_differ_in_ratio_and_clip_only(self) -> None:
-        grpo, gspo = applied("grpo"), applied("gspo")
-        assert gspo[gspo.index("--actor.policy_loss_type") + 1] == "gspo"
-        swapped = ["gspo" if word == "ppo" else word for word in grpo]
-        assert gspo == [*swapped, "--actor.eps_clip_low_high", "0.0003", "0.0004"]
+        of_gspo = added("--preset grpo").replace("policy_loss_type ppo", "policy_loss_type gspo")
+        assert added("--preset gspo") == f"{of_gspo}--actor.eps_clip_low_high 0.0003 0.0004 "
 
     def test_unknown(self) -> None:
         with pytest.raises(ValueError, match=r"--preset dpao: must be one of grpo, gspo, dapo\. Did you mean 'dapo'"):
@@ -61,39 +66,61 @@ class TestPresets:
 
 
 class TestAddedFlags:
-    def added(self, line: str) -> list[str]:
-        command = parse.run_config(line.split())
-        flags = Flags(command.openrlhf)
-        return list(flags.with_defaults(complete_flags.of_preset(flags, command)).added)
-
     def test_ngrpo_clips_asymmetrically_and_filters_the_all_correct(self) -> None:
-        added = " ".join(self.added("--advantage ngrpo --advantage.max_reward 2.5"))
-        assert "--actor.eps_clip_low_high 0.16 0.24" in added
-        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range -1000000 2.499975" in added
-        assert "--algo.advantage.estimator group_norm" in added
+        found = added("--advantage ngrpo --advantage.max_reward 2.5")
+        assert "--actor.eps_clip_low_high 0.16 0.24 " in found
+        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range -1000000 2.499975 " in found
+        assert "--algo.advantage.estimator group_norm " in found
 
     def test_the_users_clip_and_filter_win(self) -> None:
-        line = "--advantage ngrpo --actor.eps_clip 0.2 --algo.dynamic_filtering_range 0 1"
-        assert self.added(line) == ["--algo.advantage.estimator", "group_norm", "--algo.dynamic_filtering_enable"]
+        found = added("--advantage ngrpo --actor.eps_clip 0.2 --algo.dynamic_filtering_range 0 1")
+        assert found == "--algo.advantage.estimator group_norm --algo.dynamic_filtering_enable "
 
     def test_the_advantage_stands_before_the_preset(self) -> None:
-        added = " ".join(self.added("--advantage ngrpo --preset dapo"))
-        assert added.count("--algo.dynamic_filtering_range") == 1 and "_range -1000000 0.99999" in added
-        assert "0.16 0.24" in added
-        assert "0.28" not in added
-        assert "--reward.overlong_buffer_len" in added
+        found = added("--advantage ngrpo --preset dapo")
+        assert found.count("--algo.dynamic_filtering_range") == 1 and "_range -1000000 0.99999 " in found
+        assert "0.16 0.24 " in found and "0.28" not in found
+        assert "--reward.overlong_buffer_len" in found
 
     def test_other_advantages_add_the_carrier_only(self) -> None:
         for line in ("--advantage ngrpo --preset gspo", "--advantage ngrpo --actor.policy_loss_type gspo"):
-            assert "0.16" not in self.added(line), "GSPO keeps its own clip"
-        assert self.added("--advantage psr") == ["--algo.advantage.estimator", "group_norm"]
-        assert self.added("--train.seed 1") == []
+            assert "0.16" not in added(line), "GSPO keeps its own clip"
+        assert added("--advantage psr") == "--algo.advantage.estimator group_norm "
+        assert added("--train.seed 1") == ""
 
     def test_notes(self) -> None:
         assert "drops them" in create("ngrpo").notes(Flags(["--algo.dynamic_filtering_range", "0", "1"]))[0]
         assert create("ngrpo").notes(Flags(["--algo.dynamic_filtering_range", "-1", "1"])) == []
-        assert create("copo").notes(Flags(["--ckpt.load_enable"])) == []
-        assert create("copo").notes(Flags([])) == []
+
+
+class TestMaximumRewardInFloat32:
+    @pytest.mark.parametrize("highest", [0.7, 1.0, 0.1, 3.3, 1000.3, 0.0, -0.3])
+    @pytest.mark.parametrize("size", [1, 3, 8, 64])
+    def test_ngrpo_drops_prompts_that_are_all_correct(self, highest: float, size: int) -> None:
+        """As OpenRLHF filters: a prompt is kept where min < mean < max, of float32 scores in Python's numbers."""
+        made = create("ngrpo", max_reward=highest)
+        low, high = (float(word) for word in made.flags(Flags())["--algo.dynamic_filtering_range"])
+        scores = [one.item() for one in torch.full((size,), highest)]
+        step = max(abs(highest), 1.0) / 1000
+        assert not low < sum(scores) / size < high
+        assert low < (sum(scores[1:]) + highest - size * step) / size < high, "a wrong answer keeps it"
+
+    @pytest.mark.parametrize(
+        ("highest", "word"), [(0.0, "-0.00001"), (-0.5, "-0.50001"), (100.0, "99.999"), (8.0, "7.99992")]
+    )
+    def test_the_filter_s_range_is_no_flag_to_argparse(self, highest: float, word: str) -> None:
+        """With an exponent a negative number would be one."""
+        flags = create("ngrpo", max_reward=highest).flags(Flags())
+        assert flags["--algo.dynamic_filtering_range"] == ("-1000000", word)
+
+    def test_ngrpo_takes_sums_of_float32_for_the_maximum(self) -> None:
+        """Seven times 0.1 is 0.70000005 in float32, and 0.7 is 0.69999999: exactly nothing, as an all-correct group."""
+        seven = sum((torch.tensor(0.1) for _ in range(7)), torch.tensor(0.0))
+        rewards = torch.stack([seven, torch.tensor(0.7), torch.tensor(0.7) - 1e-6]).view(1, 3)
+        assert not compute("ngrpo", rewards, max_reward=0.7).any()
+        assert not compute("ngrpo", torch.full((1, 4), 1000.3), max_reward=1000.3).any()  # 4e-5 above it in float32
+        with pytest.raises(UsageError, match="is above the maximum reward"):
+            compute("ngrpo", rewards + 1e-4, max_reward=0.7)
 
 
 def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,10 +136,7 @@ def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     cloudpickle.loads(hook)()  # as Ray carries it
     assert Path.cwd() == here
     read = current_run()
-    assert read == settings
-    assert read is not settings
-    assert read.advantage.n == 2
-    assert read.perturbation is None
-    assert current_run() is read and current_run().advantage is read.advantage, "nothing is made twice"
+    assert read == settings and read is not settings
+    assert read.advantage.n == 2 and read.perturbation is None
     targets = {row.attribute for row in patches.active(conditions)}
     assert {"RemoteExperienceMaker", "compute_reward", "SamplesGenerator"} <= targets

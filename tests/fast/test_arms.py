@@ -50,19 +50,14 @@ def test_options_after_colons_and_blanks() -> None:
     assert strategy.settings == {"perturbation.rate": "0.2", "perturbation.variant": "released"}
     assert parse_arms(None, (), ["neighbor rate=0.2 variant=released"]) == [strategy]
     assert parse_arms("neighbor rate=0.2 variant=released") == [strategy]
-
-
-def test_a_perturbation_of_another_package_keeps_its_colon() -> None:
-    (strategy,) = parse_arms("perturbations.methods.gaussian:Gaussian:sigma=0.5")
-    assert strategy.spec is not None and strategy.spec["sigma"] == 0.5
+    (of_a_package,) = parse_arms("perturbations.methods.gaussian:Gaussian:sigma=0.5")
+    assert of_a_package.spec is not None and of_a_package.spec["sigma"] == 0.5
 
 
 def test_a_path_with_blanks_stays_one_name(tmp_path: Path) -> None:
-    folder = tmp_path / "my ops"
-    folder.mkdir()
-    file = folder / "x.py"
-    file.write_text(DAMP)
-    name = f"{file}:Damp"
+    (tmp_path / "my ops").mkdir()
+    (tmp_path / "my ops/x.py").write_text(DAMP)
+    name = f"{tmp_path}/my ops/x.py:Damp"
     (colons,), (line,) = parse_arms(f"{name}:sigma=0.5"), parse_arms(None, (), [f"'{name}' sigma=0.5"])
     assert colons == line and (line.name, line.options) == (name, {"sigma": "0.5"})
     assert line.flags == ["--perturbation", name, "--perturbation.sigma", "0.5"]
@@ -70,7 +65,9 @@ def test_a_path_with_blanks_stays_one_name(tmp_path: Path) -> None:
     assert line.spec is not None and line.spec["sigma"] == 0.5
 
 
-def test_a_sweep_applies_where_it_can() -> None:
+def test_a_sweep_applies_where_it_can_and_sweeps_are_combined() -> None:
+    swept = ids("neighbor", ["perturbation.metric=cosine,l2", "perturbation.k=2,3"], ["none"])
+    assert swept == [f"neighbor metric={m} k={k}" for m in ("cosine", "l2") for k in (2, 3)] + ["none"]
     assert ids("none,neighbor,gaussian", ["perturbation.rate=0.1,0.2"]) == [
         "none",
         "neighbor rate=0.1",
@@ -100,11 +97,6 @@ def test_options_of_a_gate_are_swept_where_the_gate_has_them() -> None:
     (arm,) = parse_arms("neighbor:gate=bursts", ["perturbation.gate.length=4"])
     assert arm.spec is not None and arm.spec["gate.length"] == 4
     assert arm.flags[-2:] == ["--perturbation.gate.length", "4"]
-
-
-def test_sweeps_are_combined() -> None:
-    swept = ids("neighbor", ["perturbation.metric=cosine,l2", "perturbation.k=2,3"], ["none"])
-    assert swept == [f"neighbor metric={m} k={k}" for m in ("cosine", "l2") for k in (2, 3)] + ["none"]
 
 
 def test_the_same_twice_and_rate_zero() -> None:

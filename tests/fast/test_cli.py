@@ -39,6 +39,7 @@ def test_our_flags_and_openrlhf_flags_are_sorted() -> None:
     near = "--actor.x 1 --train.partial_rollout_enable --local_rank 0 --use_ms --data.prompt_probs 1 --permute 2"
     assert parsed(near).openrlhf == tuple(near.split()), "no near misses of ours"
     assert parsed("") == parsed("--advantage none") == RunConfig()
+    assert parsed("--model m --train.seed 1").openrlhf == ("--actor.model_name_or_path", "m", "--train.seed", "1")
     assert not any(parsed(f"--perturbation {name}").spec for name in ("none", "neighbor --perturbation.rate 0"))
 
 
@@ -53,8 +54,7 @@ def test_replay_buffer_is_a_setting_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "value"),
-    [("", True), (" true", True), ("=false", False), (" --train.seed 3", True)],
+    ("words", "value"), [("", True), (" true", True), ("=false", False), (" --train.seed 3", True)]
 )
 def test_switches(words: str, value: bool) -> None:
     command = parsed(f"--perturbation neighbor --perturbation.skip_special{words}")
@@ -62,34 +62,30 @@ def test_switches(words: str, value: bool) -> None:
     assert command.openrlhf in ((), ("--train.seed", "3"))
 
 
-def test_models() -> None:
-    assert parsed("--model m --train.seed 1").openrlhf == ("--actor.model_name_or_path", "m", "--train.seed", "1")
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path("p.yaml")
 
 
-@pytest.mark.parametrize(("line", "parts"), [(line, parts) for line, *parts in refused("command_lines")])
-def test_bad_words(line: str, parts: list[str]) -> None:
+def test_a_file_has_the_same_options_and_flags_override_it(file: Path) -> None:
+    file.write_text("name: neighbor\nrate: 0.3\nk: 5\n")
+    line = f"--perturbation.config {file}"
+    assert parsed(f"{line} --perturbation.rate 0.4").spec == create("neighbor", rate=0.4, k=5).spec()
+    file.write_text("name: neighbor\nrate: 0.3\n")
+    assert parsed(f"{line} --perturbation soft").spec["name"] == "soft"
+
+
+BAD_LINES = [(None, line, parts) for line, *parts in refused("command_lines")]
+BAD_FILES = [(text, "--perturbation.config p.yaml", parts) for text, *parts in refused("perturbation_files")]
+
+
+@pytest.mark.parametrize(("text", "line", "parts"), BAD_LINES + BAD_FILES)
+def test_bad_words(text: str | None, line: str, parts: list[str], file: Path) -> None:
+    if text is not None:
+        file.write_text(text)
     with pytest.raises(UsageError) as caught:
         parsed(line)
-    for part in parts:
-        assert part in str(caught.value)
-
-
-def with_file(folder: Path, text: str, line: str = "") -> RunConfig:
-    file = folder / "p.yaml"
-    file.write_text(text)
-    return parsed(f"--perturbation.config {file} {line}")
-
-
-def test_a_file_has_the_same_options_and_flags_override_it(tmp_path: Path) -> None:
-    text = "name: neighbor\nrate: 0.3\nk: 5\n"
-    assert with_file(tmp_path, text, "--perturbation.rate 0.4").spec == create("neighbor", rate=0.4, k=5).spec()
-    assert with_file(tmp_path, "name: neighbor\nrate: 0.3\n", "--perturbation soft").spec["name"] == "soft"
-
-
-@pytest.mark.parametrize(("text", "parts"), [(text, parts) for text, *parts in refused("perturbation_files")])
-def test_bad_files(tmp_path: Path, text: str, parts: list[str]) -> None:
-    with pytest.raises(UsageError) as caught:
-        with_file(tmp_path, text)
     for part in parts:
         assert part in str(caught.value)
 

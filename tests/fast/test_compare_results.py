@@ -18,9 +18,10 @@ from perturbations.errors import UsageError
 from tests.fast.compare_example import plan
 
 
-def empty(path: Path) -> ComparisonFolder:
-    path.mkdir()
-    return ComparisonFolder(path)
+@pytest.fixture
+def folder(tmp_path: Path) -> ComparisonFolder:
+    (tmp_path / "out").mkdir()
+    return ComparisonFolder(tmp_path / "out")
 
 
 def leave(
@@ -50,9 +51,12 @@ def leave(
     write_json(place / "run.json", ended)
 
 
+Compared = tuple[Plan, ComparisonFolder, dict[str, Any]]
+
+
 @pytest.fixture
-def compared(tmp_path: Path) -> tuple[Plan, ComparisonFolder, dict[str, Any]]:
-    made, folder = plan("--perturbations", "none,neighbor,gumbel", "--seeds", "0,1,2"), empty(tmp_path / "out")
+def compared(folder: ComparisonFolder) -> Compared:
+    made = plan("--perturbations", "none,neighbor,gumbel", "--seeds", "0,1,2")
     folder.claim(made.common())
     for seed, last in enumerate((1, 2, 3)):
         leave(folder, made, 3 * seed, [0, 2, 4, 2], reward=0.5)
@@ -63,7 +67,7 @@ def compared(tmp_path: Path) -> tuple[Plan, ComparisonFolder, dict[str, Any]]:
     return made, folder, results.collect(made, folder, ["ngrpo", "compare"], "2026-11-21T10:00:00+0000")
 
 
-def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
+def test_summary_by_hand(compared: Compared) -> None:
     """none: (0+2+4+2)/16 = 0.5. neighbor: (1+3+4+c)/16 with c = 2, 3, 4: 0.625, 0.6875, 0.75, so differences of
     2/16, 3/16, 4/16: mean 0.1875, spread 1/16, standard error 0.03608, and t = 5.196 of 2 degrees of freedom, p 0.0351;
     the 97.5% quantile 4.3027 makes the interval's half 0.1553. Pass@2 of c = 0, 2, 4 out of 4: 0, 5/6, 1. The reward
@@ -74,10 +78,8 @@ def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]
     assert none["pass_at_k"]["2"]["value"] == pytest.approx((0 + 5 / 6 + 1 + 5 / 6) / 4)
     assert neighbor["mean_at_n"]["value"] == 0.6875
     difference = neighbor["difference"]["mean_at_n"]
-    assert (difference["value"], difference["spread"], difference["p"]) == pytest.approx(
-        (0.1875, 0.0625, 0.0351), abs=1e-4
-    )
-    assert (difference["low"], difference["high"]) == pytest.approx((0.1875 - 0.1553, 0.1875 + 0.1553), abs=1e-4)
+    expected = {"value": 0.1875, "spread": 0.0625, "low": 0.1875 - 0.1553, "high": 0.1875 + 0.1553, "p": 0.0351}
+    assert {name: difference[name] for name in expected} == pytest.approx(expected, abs=1e-4)
     assert (difference["comparisons"], difference["p_corrected"]) == (1, difference["p"])
     assert neighbor["verdict"].startswith("better: Mean@4 +0.188 [+0.032, +0.343] against none over 3 seeds (p 0.035)")
     change = neighbor["reward_change"]
@@ -85,17 +87,14 @@ def test_summary_by_hand(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]
     assert set(neighbor["difference"]) == {"mean_at_n", "pass_at_k"}
     assert neighbor["cost"]["tokens_per_second"] == {"value": 90.0, "ratio": pytest.approx(0.9)}
     assert neighbor["cost"]["memory_bytes"]["ratio"] == 1.0
-    assert (gumbel["seeds"], gumbel["failed"]) == ([], [0])
-    assert "no seed has finished" in gumbel["verdict"]
+    assert (gumbel["seeds"], gumbel["failed"]) == ([], [0]) and "no seed has finished" in gumbel["verdict"]
     statuses = [run["status"] for run in found["runs"]]
     assert statuses == ["done", "done", "failed", "done", "done", "pending", "done", "done", "pending"]
     expected = [{"step": 4, "mean_at_n": 0.25}, {"step": 8, "mean_at_n": 0.5}]
     assert found["runs"][0]["evaluations"] == expected and found["runs"][2]["evaluations"] == []
 
 
-def test_responses_that_say_little_stand_beside_the_scores(
-    compared: tuple[Plan, ComparisonFolder, dict[str, Any]],
-) -> None:
+def test_responses_that_say_little_stand_beside_the_scores(compared: Compared) -> None:
     """Of each run a sixteenth was cut, an eighth timed out, and an eighth more is unreadable."""
     made, folder, _ = compared
     untrained = {"n": 4, "mean_at_n": 0.0, "parsed": 0.0, "timed_out": 0.0, "cut": 1.0, "pass_at_k": {}}
@@ -119,23 +118,21 @@ def test_responses_that_say_little_stand_beside_the_scores(
     assert all(line in page.partition("<nav")[0] for line in warnings)
 
 
-def test_rewards_alone_compare_nothing(tmp_path: Path) -> None:
+def test_rewards_alone_compare_nothing(folder: ComparisonFolder) -> None:
     """The rollouts of a perturbed strategy are drawn otherwise, so a reward of 0.9 beside 0.5 says nothing."""
-    words = ("--perturbations", "none,gumbel", "--seeds", "0,1,2", "--eval.data", "none")
-    made, folder = plan(*words), empty(tmp_path / "out")
+    made = plan("--perturbations", "none,gumbel", "--seeds", "0,1,2", "--eval.data", "none")
     for number, run in enumerate(made.runs()):
         reward = 0.5 if run.arm.id == "none" else 0.9 + number / 100
         leave(folder, made, number, [1], reward=reward, evaluated=False)
     found = results.collect(made, folder, [], "")
     gumbel = found["summary"][1]
     assert gumbel["difference"] == {"mean_at_n": None, "pass_at_k": {}}
-    assert gumbel["reward_last"]["value"] > 0.9
-    assert gumbel["verdict"].startswith("was not compared with none")
+    assert gumbel["reward_last"]["value"] > 0.9 and gumbel["verdict"].startswith("was not compared with none")
     shown = results.table(found)
     assert "0.100 → 0.500" in shown and "better" not in shown
 
 
-def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, ComparisonFolder, dict[str, Any]]) -> None:
+def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: Compared) -> None:
     made, folder, found = compared
     run = made.runs()[0]
     summary = folder.read(f"runs/{run.id}/summary.json")
@@ -149,9 +146,7 @@ def test_json_holds_no_nan_and_csv_has_a_line_per_step(compared: tuple[Plan, Com
     assert rows[7]["mean_at_n"] == "0.5" and rows[6]["mean_at_n"] == ""
 
 
-def test_finished_runs_are_kept_and_changed_ones_run_again(
-    compared: tuple[Plan, ComparisonFolder, dict[str, Any]],
-) -> None:
+def test_finished_runs_are_kept_and_changed_ones_run_again(compared: Compared) -> None:
     made, folder, _ = compared
     run, changed = made.runs()[0], plan("--perturbations", "none", "--actor.adam.lr", "1e-5")
     assert status(made, run, folder)["status"] == "done"
@@ -167,12 +162,14 @@ def test_finished_runs_are_kept_and_changed_ones_run_again(
         status(made, run, folder)
 
 
-def test_finished_runs_are_looked_at_again_before_each_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_are_looked_at_again_before_each_run(
+    folder: ComparisonFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dataset that changes while the first run trains: the second would be of other content than the first."""
     data, executed = tmp_path / "data.jsonl", []
     data.write_text("1")
     words = ("--eval.data", "none", "--data.prompt_dataset", str(data))
-    made, folder = plan("--perturbations", "none", "--seeds", "0,1", *words), empty(tmp_path / "out")
+    made = plan("--perturbations", "none", "--seeds", "0,1", *words)
 
     def execute(plan: Plan, run: Any, folder: ComparisonFolder, on_step: Any) -> dict[str, Any]:
         executed.append(run.id)
@@ -197,8 +194,7 @@ def test_the_diagnosis_is_of_the_arms_that_roll_out_as_it_does() -> None:
         assert [row["name"] for row in named["strategies"]] == names
 
 
-def test_another_comparison_in_the_same_folder(tmp_path: Path) -> None:
-    folder = empty(tmp_path / "out")
+def test_another_comparison_in_the_same_folder(folder: ComparisonFolder) -> None:
     folder.claim(plan("--perturbations", "none").common())
     # More strategies and seeds are welcome.
     folder.claim(plan("--perturbations", "none,neighbor", "--seeds", "0,1").common())
@@ -210,7 +206,7 @@ def test_another_comparison_in_the_same_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("switch", [[], ["--discard-models"]])
 def test_a_trained_model_is_discarded_once_it_is_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: list[str]
+    folder: ComparisonFolder, monkeypatch: pytest.MonkeyPatch, switch: list[str]
 ) -> None:
     seen: dict[str, bool] = {}
 
@@ -218,8 +214,7 @@ def test_a_trained_model_is_discarded_once_it_is_evaluated(
         (log.parent / "model").mkdir(exist_ok=True)
         seen[words[0]] = (log.parent / "model").is_dir()
 
-    made, folder = plan("--perturbations", "none", *switch), empty(tmp_path / "out")
-    folder.lock = 0
+    made, folder.lock = plan("--perturbations", "none", *switch), 0
     monkeypatch.setattr(runs, "command", command)
     record = runs.execute(made, made.runs()[0], folder, lambda step, prompts: None)
     assert record["status"] == "done" and seen == {"train": True, "eval": True}
@@ -227,12 +222,9 @@ def test_a_trained_model_is_discarded_once_it_is_evaluated(
     assert made.common() == plan("--perturbations", "none").common()
 
 
-def test_a_pair_that_lacks_a_run_is_no_difference() -> None:
+def test_a_difference_is_of_the_runs_and_problems_that_both_have() -> None:
     one = {"mean_at_n": {"p": 0.5}}
     assert results._judged([one, {}], [{}, one]) == {"mean_at_n": None, "pass_at_k": {}}
-
-
-def test_a_difference_is_of_the_problems_that_all_runs_have() -> None:
     found = results._judged([{"mean_at_n": {"p0": 1.0, "p1": 0.0}}], [{"mean_at_n": {"p0": 0.5}}])
     assert found["mean_at_n"]["value"] == 0.5
 
@@ -249,10 +241,8 @@ def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
 def _run(strategy: str, seed: int, correct: int, status: str = "done") -> dict:
     problems = [{"id": "a", "n": 10, "correct": correct}]
     evaluation = {"problems": problems, "mean_at_n": correct / 10, "pass_at_k": {}} if status == "done" else None
-    return {
-        "strategy": strategy, "seed": seed, "status": status, "steps": [], "peak_memory_bytes": None,
-        "evaluation": evaluation,
-    }  # fmt: skip
+    run = {"strategy": strategy, "seed": seed, "status": status, "evaluation": evaluation}
+    return run | {"steps": [], "peak_memory_bytes": None}
 
 
 def test_runs_above_a_threshold_are_counted() -> None:
@@ -284,6 +274,6 @@ def test_the_clearest_difference_is_better_on_the_page_too(tmp_path: Path) -> No
     assert "0.000 to 0.390" in page, "Wilson's interval of 0 in 6"
 
 
-def test_full_disk(tmp_path: Path) -> None:
+def test_full_disk(folder: ComparisonFolder) -> None:
     with pytest.raises(CannotWrite, match=r"GiB are free.*make room"):
-        ComparisonFolder(tmp_path).need(1 << 60)
+        folder.need(1 << 60)

@@ -85,17 +85,13 @@ def pairs() -> list[tuple[str, str]]:
     return [(one, other) for one, other in combinations(FEATURES, 2) if not named[one] & named[other]]
 
 
-def test_each_feature_alone_makes_a_run() -> None:
-    assert {name: told for name, words in FEATURES.items() if (told := outcome(words))} == {}
-
-
 def test_each_pair_makes_a_run_or_is_refused_by_a_row() -> None:
     told = {frozenset(pair): outcome(" ".join(FEATURES[name] for name in pair)) for pair in pairs()}
-    refused = {pair: error for pair, error in told.items() if error}
     expected = {frozenset((one, other)) for one, others in REFUSED.items() for other in others.split()}
-    assert refused.keys() == expected
-    for pair, error in refused.items():
-        assert all(" cannot be used with " in line and "Fix: " in line for line in error.splitlines()), (pair, error)
+    assert {pair for pair, error in told.items() if error} == expected
+    for pair in expected:
+        lines = told[pair].splitlines()
+        assert all(" cannot be used with " in line and "Fix: " in line for line in lines), (pair, lines)
 
 
 def test_prompts_that_were_drawn_ahead_are_lost_by_a_resume() -> None:
@@ -105,14 +101,16 @@ def test_prompts_that_were_drawn_ahead_are_lost_by_a_resume() -> None:
         assert not outcome(fine)
 
 
+CORRECTION = "vllm_importance_sampling_correction"
+
+
 @pytest.mark.parametrize(
     ("settings", "refused"),
-    [({"top_p": 0.9}, True), ({"top_k": 20}, True), ({}, False), ({"top_p": 0.9, "weights": False}, False)],
+    [({"top_p": 0.9}, True), ({"top_k": 20}, True), ({}, False), ({"top_p": 0.9, CORRECTION: False}, False)],
 )
 def test_trl_s_weights_are_of_the_whole_distribution(settings: dict[str, Any], refused: bool) -> None:
-    weights = settings.pop("weights", True)
-    base = {"use_vllm": True, "vllm_mode": "colocate", "top_p": 1.0, "top_k": 0, "min_p": None}
-    config = SimpleNamespace(**{**base, **settings}, vllm_importance_sampling_correction=weights)
+    base = {"use_vllm": True, "vllm_mode": "colocate", "top_p": 1.0, "top_k": 0, "min_p": None, CORRECTION: True}
+    config = SimpleNamespace(**{**base, **settings})
     asked = Combination(parts={"perturbation": create("neighbor")}, settings=config, arguments={})
     with pytest.raises(UsageError, match="the filtered distribution") if refused else nullcontext():
         compatibility.check(compatibility.TRL, asked)

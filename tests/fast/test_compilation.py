@@ -13,17 +13,13 @@ from perturbations.edit import InputEdit, mix, realise
 CANDIDATES, HIDDEN = 33, 256
 
 
-class Steps:
-    calls = 0
+def waiting(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.sum().item() > 0 else x - 1
 
-    def waiting(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x + 1 if x.sum().item() > 0 else x - 1
 
-    def wrong(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        print("a line", end="")  # which the compiler does not take
-        raise ValueError("k is too large")
+def wrong(x: torch.Tensor) -> torch.Tensor:
+    print("a line", end="")  # which the compiler does not take
+    raise ValueError("k is too large")
 
 
 class Scale:
@@ -35,7 +31,7 @@ class Scale:
 
 
 def test_what_does_not_compile_runs_as_it_stands_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    part = Compiled(Steps().waiting, "the steps of perturbation mine")
+    part = Compiled(waiting, "the steps of perturbation mine")
     with caplog.at_level(logging.WARNING, "ngrpo.rollout"):
         for _ in range(3):
             assert part(torch.ones(2)).tolist() == [2.0, 2.0]
@@ -46,7 +42,7 @@ def test_what_does_not_compile_runs_as_it_stands_and_is_said_once(caplog: pytest
 
 def test_a_mistake_in_a_perturbation_stays_its_own_error() -> None:
     with pytest.raises(ValueError, match="k is too large"):
-        Compiled(Steps().wrong, "mine")(torch.ones(2))
+        Compiled(wrong, "mine")(torch.ones(2))
 
 
 def test_two_functions_of_one_text_do_not_share_their_versions() -> None:

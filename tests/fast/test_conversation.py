@@ -114,8 +114,8 @@ def test_what_cannot_be_rendered_is_refused_by_row(
     if not template or "pictures" in says:  # an image model's training takes pictures
         return
     tokenizer.save_pretrained(tmp_path)
-    flags = Flags(["--data.prompt_dataset", source, "--data.apply_chat_template"])
-    flags = Flags([*flags.argv, "--actor.model_name_or_path", str(tmp_path)])
+    words = ["--data.prompt_dataset", source, "--actor.model_name_or_path", str(tmp_path)]
+    flags = Flags([*words, "--data.apply_chat_template"])
     with pytest.raises(UsageError, match=r"row 2\b"):
         dataset_check.check_files(flags)
         model_check.check_template(flags, run_of())

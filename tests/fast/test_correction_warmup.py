@@ -59,12 +59,8 @@ def test_openrlhf_s_loss_is_interpolated(strength: float) -> None:
 
 def test_the_strength_follows_the_steps_and_measures_are_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, sampling={"correction_warmup": 4})
-    advantage = SimpleNamespace(
-        is_correction_level="token",
-        is_correction_mode="clip",
-        is_correction_gating="ratio",
-        is_correction_threshold=[0.0, 10.0],
-    )
+    correction = {"is_correction_level": "token", "is_correction_mode": "clip", "is_correction_gating": "ratio"}
+    advantage = SimpleNamespace(**correction, is_correction_threshold=[*BOUNDS])
     args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
     made = maker(strategy=SimpleNamespace(args=args))
     old, own, mask = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - log(3.0)]]), torch.ones(1, 1)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Credits: their formulas by hand, and how a step's tokens get them in OpenRLHF's experiences."""
 
+import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.config import parse, rules
 from ngrpo.methods import credits
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
@@ -18,26 +19,19 @@ from tests.fast import openrlhf_doubles
 from tests.fast.run import run_with
 
 
-def step(
-    advantages: Tensor,
-    entropies: Tensor | None = None,
-    log_probs: list[float] | None = None,
-    answers: list[int] | None = None,
-    groups: list[int] | None = None,
-) -> StepTokens:
+def step(advantages: list[float], **given: list[float]) -> StepTokens:
     """Tokens of a step; of one answer where nothing else is said."""
     zeros = torch.zeros(len(advantages))
-    return StepTokens(
-        advantages,
-        zeros if entropies is None else entropies,
-        zeros if log_probs is None else torch.tensor(log_probs),
-        zeros.long() if answers is None else torch.tensor(answers),
-        zeros.long() if groups is None else torch.tensor(groups),
-    )
+    made = StepTokens(torch.tensor(advantages), zeros, zeros, zeros.long(), zeros.long())
+    return replace(made, **{name: torch.tensor(values) for name, values in given.items()})
 
 
-A = torch.tensor([1.5, 1.5, -0.5, -0.5, -0.5, 0.0])
-H = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.0, 3.0])
+def credited(name: str, tokens: StepTokens, **options: Any) -> list[float]:
+    return credits.create(name, **options).formula(tokens).tolist()
+
+
+A = [1.5, 1.5, -0.5, -0.5, -0.5, 0.0]
+H = [0.1, 2.0, 0.3, 1.0, 0.0, 3.0]
 
 
 @pytest.mark.parametrize(
@@ -45,64 +39,60 @@ H = torch.tensor([0.1, 2.0, 0.3, 1.0, 0.0, 3.0])
     [
         (0.5, [0.0, 1.5, 0.0, -0.5, 0.0, 0.0]),  # the three largest entropies: 3, 2, 1
         (0.2, [0.0, 1.5, 0.0, 0.0, 0.0, 0.0]),  # ⌈0.2 · 6⌉ = 2 of six tokens
-        (1.0, A.tolist()),
+        (1.0, A),
         (1e-9, [0.0] * 6),  # at least one, which here has no advantage
     ],
 )
 def test_top_entropy(fraction: float, expected: list[float]) -> None:
-    assert credits.create("top_entropy", fraction=fraction).formula(step(A, H)).tolist() == expected
+    assert credited("top_entropy", step(A, entropies=H), fraction=fraction) == expected
 
 
 def test_top_entropy_keeps_all_of_an_equal_entropy() -> None:
-    found = credits.create("top_entropy").formula(step(torch.ones(5), torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0])))
-    assert found.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
-    assert credits.create("top_entropy").formula(step(torch.zeros(0))).tolist() == []
+    tokens = step([1.0] * 5, entropies=[0.0, 2.0, 1.0, 2.0, 2.0])
+    assert credited("top_entropy", tokens) == [0.0, 1.0, 0.0, 1.0, 1.0]
 
 
 def test_entropy_bonus() -> None:
     """min(.4 H, |A| / 2): .04; .75 of .8; .12; .25 of .4; 0; 0 of 1.2."""
-    found = credits.create("entropy_bonus").formula(step(A, H))
-    assert found.tolist() == pytest.approx([1.54, 2.25, -0.38, -0.25, -0.5, 0.0], abs=1e-6)
-    found = credits.create("entropy_bonus", alpha=1.0, kappa=4.0).formula(step(A, H))
-    assert found.tolist() == pytest.approx([1.6, 1.875, -0.375, -0.375, -0.5, 0.0], abs=1e-6)
+    tokens = step(A, entropies=H)
+    found = credited("entropy_bonus", tokens)
+    assert found == pytest.approx([1.54, 2.25, -0.38, -0.25, -0.5, 0.0], abs=1e-6)
+    found = credited("entropy_bonus", tokens, alpha=1.0, kappa=4.0)
+    assert found == pytest.approx([1.6, 1.875, -0.375, -0.375, -0.5, 0.0], abs=1e-6)
+    with pytest.raises(UsageError, match="kappa=1: must be greater than 1"):
+        credits.create("entropy_bonus", kappa=1)
 
 
-# Four answers of 1, 2, 3 and 2 tokens to one prompt, and two of 1 and 2 to another.
-ANSWERS, GROUPS = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5], [0] * 8 + [1] * 3
-OF_ANSWERS = torch.tensor([0.5, 0.5, 0.5, 0.7, 0.7, 0.7, -1.7, -1.7, -1.0, -0.5, -0.5])
-# Means −1.5, −1, −2, −.1, −.1, −.2: of those with A > 0 the second answer is the likeliest, though its sum is not.
-LOG_PROBS = [-1.5, -1.5, -0.5, -2.0, -3.0, -1.0, -0.1, -0.1, -0.1, -0.1, -0.3]
+@pytest.mark.parametrize("name", credits.available())
+def test_a_step_without_a_token(name: str) -> None:
+    credit, nothing = credits.create(name), step([])
+    marks = credit.marks(nothing)
+    assert credit.formula(nothing).shape == (0,) and (marks is None or marks.shape == (0,))
 
 
 def test_first_token() -> None:
-    """The second answer keeps its first token's advantage; a prompt without A > 0 keeps all."""
-    made = step(OF_ANSWERS, None, LOG_PROBS, ANSWERS, GROUPS)
-    assert made.first.tolist() == [True, True, False, True, False, False, True, False, True, True, False]
-    expected = OF_ANSWERS.clone()
-    expected[[0, 3, 6]] = 0.0
-    assert torch.equal(credits.create("first_token").formula(made), expected)
-    expected[6] = -1.7  # a wrong answer's
-    assert torch.equal(credits.create("first_token", wrong="keep").formula(made), expected)
-    # Of equal means the first answer; groups need not stand in their order.
-    both = step(torch.tensor([1.0, 2.0, 3.0, 4.0]), None, [-1.0, -1.0, -1.0, -2.0], [0, 1, 2, 3], [1, 0, 1, 0])
-    assert credits.create("first_token").formula(both).tolist() == [1.0, 2.0, 0.0, 0.0]
-    assert credits.create("first_token").formula(step(torch.zeros(0))).tolist() == []
-    # Answers and groups without a token have a number too.
-    one = torch.ones(2)
-    gaps = StepTokens(one, one, -one, torch.tensor([0, 2]), torch.tensor([0, 2]))
-    assert credits.create("first_token").formula(gaps).tolist() == [1.0, 1.0]
+    """Four answers of 1, 2, 3 and 2 tokens to one prompt, and two of 1 and 2 to another.
+
+    Mean log-probabilities −1.5, −1, −2, −.1, −.1, −.2: of those with A > 0 the second answer is the likeliest, though
+    its sum is not. It keeps its first token's advantage; a prompt without A > 0 keeps all.
+    """
+    advantages = [0.5, 0.5, 0.5, 0.7, 0.7, 0.7, -1.7, -1.7, -1.0, -0.5, -0.5]
+    log_probs = [-1.5, -1.5, -0.5, -2.0, -3.0, -1.0, -0.1, -0.1, -0.1, -0.1, -0.3]
+    answers, groups = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5, 5], [0] * 8 + [1] * 3
+    made = step(advantages, log_probs=log_probs, answers=answers, groups=groups)
+    assert made.first.nonzero().flatten().tolist() == [0, 1, 3, 6, 8, 9]
+    others_lose = [0.0 if place in (0, 3, 6) else each for place, each in enumerate(made.advantages.tolist())]
+    assert credited("first_token", made) == others_lose
+    others_lose[6] = made.advantages[6].item()  # a wrong answer's
+    assert credited("first_token", made, wrong="keep") == others_lose
 
 
-def test_the_command_line() -> None:
-    words = ["--model", "m", "--task", "arithmetic", "--rollout.n_samples_per_prompt", "4", "--credit", "top_entropy"]
-    settings = parse.run_config([*words, "--credit.fraction", "0.3"])
-    assert settings.specs.get("credit") == {"name": "top_entropy", "fraction": 0.3}
-    assert settings.conditions == ("credit",)
-    with pytest.raises(UsageError, match="kappa='1': must be greater than 1"):
-        parse.run_config(["--credit", "entropy_bonus", "--credit.kappa", "1"])
-    rules.checked(parse.run_config([*words, "--preset", "grpo"]))
-    with pytest.raises(UsageError, match="the ratio is of the whole response"):
-        rules.checked(parse.run_config([*words, "--preset", "gspo"]))
+def test_first_token_of_equal_means_is_the_first_answers() -> None:
+    """Groups need not stand in their order, and answers and groups without a token have a number too."""
+    tokens = step([1.0, 2.0, 3.0, 4.0], log_probs=[-1.0, -1.0, -1.0, -2.0], answers=[0, 1, 2, 3], groups=[1, 0, 1, 0])
+    assert credited("first_token", tokens) == [1.0, 2.0, 0.0, 0.0]
+    gaps = step([1.0, 1.0], log_probs=[-1.0, -1.0], answers=[0, 2], groups=[0, 2])
+    assert credited("first_token", gaps) == [1.0, 1.0]
 
 
 # --- in OpenRLHF -----------------------------------------------------------------------------------
@@ -139,21 +129,22 @@ def test_the_actor_keeps_entropies_and_returns_what_it_returned(monkeypatch: pyt
     assert "forward" not in vars(actor.actor), "the model's own forward is back in its place"
 
 
-def experience(advantages: list[list[float]], mask: list[list[int]], index: list[int]) -> SimpleNamespace:
-    made = torch.tensor(advantages)
-    return SimpleNamespace(advantages=made, action_mask=torch.tensor(mask), action_log_probs=-made.abs(), index=index)
-
-
 def three_answers() -> list[SimpleNamespace]:
     """Three answers; the second and the third of them are to the prompt that was asked first."""
-    return [experience([[1.0, 7.0], [2.0, 2.0]], [[1, 0], [1, 1]], [2, 1]), experience([[-1.0, -1.0]], [[1, 1]], [0])]
+
+    def experience(advantages: Tensor, mask: list[list[int]], index: list[int]) -> SimpleNamespace:
+        masks = {"action_mask": torch.tensor(mask), "index": index}
+        return SimpleNamespace(advantages=advantages, action_log_probs=-advantages.abs(), **masks)
+
+    two, one = torch.tensor([[1.0, 7.0], [2.0, 2.0]]), torch.tensor([[-1.0, -1.0]])
+    return [experience(two, [[1, 0], [1, 1]], [2, 1]), experience(one, [[1, 1]], [0])]
 
 
 @pytest.fixture
 def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two actors of a tensor-parallel pair each: every second one's answer counts."""
     kept = [[torch.tensor([[5.0, 9.0], [1.0, 2.0]])], [], [torch.tensor([[4.0, 8.0]])], []]
-    monkeypatch.setitem(__import__("sys").modules, "ray", SimpleNamespace(get=lambda value: value))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda value: value))
     args = SimpleNamespace(
         ds=SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2),
         rollout=SimpleNamespace(n_samples_per_prompt=2),
@@ -170,8 +161,7 @@ def maker(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
     """Padding counts for nothing: the entropy of 9 is beyond its answer, so the two largest of five are 8 and 5."""
     run_with(monkeypatch, credit={"name": "top_entropy", "fraction": 0.4})
-    experiences = three_answers()
-    found = maker.compute_advantages_and_returns(experiences)
+    found = maker.compute_advantages_and_returns(three_answers())
     assert [e.advantages.tolist() for e in found] == [[[1.0, 7.0], [0.0, 0.0]], [[0.0, -1.0]]]
     assert maker.step_measures == {
         "credit/entropy": pytest.approx(4.0),
@@ -183,11 +173,12 @@ def test_the_threshold_is_that_of_the_whole_step(monkeypatch: pytest.MonkeyPatch
 def test_a_credit_knows_answers_and_prompts(monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
     run_with(monkeypatch, credit={"name": "top_entropy"})
     given: list[StepTokens] = []
-    monkeypatch.setattr(
-        type(credits.create("top_entropy")),
-        "formula",
-        lambda self, tokens: (given.append(tokens), tokens.advantages)[1],
-    )
+
+    def formula(self: credits.Credit, tokens: StepTokens) -> Tensor:
+        given.append(tokens)
+        return tokens.advantages
+
+    monkeypatch.setattr(type(credits.create("top_entropy")), "formula", formula)
     maker.compute_advantages_and_returns(three_answers())
     (tokens,) = given
     assert tokens.answers.tolist() == [0, 1, 1, 2, 2] and tokens.groups.tolist() == [1, 0, 0, 0, 0]
@@ -213,6 +204,5 @@ def test_marks_ride_with_the_samples(monkeypatch: pytest.MonkeyPatch, maker: Any
 def test_a_credit_that_answers_in_another_shape(method: str, monkeypatch: pytest.MonkeyPatch, maker: Any) -> None:
     run_with(monkeypatch, credit={"name": "kl_cov"})
     monkeypatch.setattr(type(credits.create("kl_cov")), method, lambda self, tokens: tokens.advantages[:1])
-    experiences = three_answers()
     with pytest.raises(RuntimeError, match=rf"{method} returns \(1,\) for 5 tokens"):
-        maker.compute_advantages_and_returns(experiences)
+        maker.compute_advantages_and_returns(three_answers())

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages, credits, policy noises, sampling schedules and second rounds."""
 
-_BEST = "test_advantages_best_of_k.py"
-_ORDER = "test_advantages_order.py"
-_RISK = "test_advantages_rs_grpo.py"
-_IN_LOSS = "test_credits_simko.py"
-_PENALTIES = "test_credits_penalties.py"
+_FLAGS = "test_advantages_flags.py"
+_FURTHER = "test_advantages_further.py"
+_OBJECTIVES = "test_advantages_objectives.py"
+_IN_LOSS = "test_credits_loss.py"
 _LADDER = "test_sampling_schedules_ladder.py"
 _SECOND_ROUNDS, _SECOND_ROUNDS_TRAINING = "test_second_rounds.py", "test_second_rounds_training.py"
 
@@ -63,8 +62,12 @@ MUTATIONS = {
         ),
         (".clamp(0.0, 1.0)", "", "s_grpo: the root of a negative number where errors explain the group"),
     ],
-    ("ngrpo/methods/advantages/groupwise.py", "test_advantages_flags.py"): [
+    ("ngrpo/methods/advantages/groupwise.py", _FLAGS): [
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
+        ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
+        ("torch.where(below > -self._rounding, 0.0, below)", "below.clamp(max=0.0)", "ngrpo: sums miss the maximum"),
+        ("ROUNDING * max(1.0, abs(self.max_reward))", "ROUNDING", "ngrpo: a large maximum is rounded more than that"),
+        (':.7f}".rstrip("0").rstrip(".")', ':.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages.py"): [
         ("[self._seen[key] - 1 for key in keys]", "[self._seen[key] for key in keys]", "copo: an answer counts itself"),
@@ -76,7 +79,7 @@ MUTATIONS = {
             "anchor_agreement counts positions that its denominator leaves out",
         ),
     ],
-    ("ngrpo/methods/advantages/best_of_k.py", _BEST): [
+    ("ngrpo/methods/advantages/best_of_k.py", _OBJECTIVES): [
         ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
         ("comb(n - c - 1, k - 1) / comb(n - 1, k - 1)", "comb(n - c, k - 1) / comb(n, k - 1)", "pass_at_k: wrong ones"),
         ("(missed * (1.0 - missed)) ** 0.5", "missed * (1.0 - missed)", "pass_at_k: divided by the variance"),
@@ -89,27 +92,27 @@ MUTATIONS = {
         ("(rewards.shape[1] if self.scaled else 1.0)", "1.0", "pkpo: not scaled by the group's size"),
         ("scatter(-1, order, values)", "scatter(-1, order.argsort(-1), values)", "pkpo: values by rank, not by answer"),
         ("wide = wide - wide[:, :1]", "wide = wide * 1.0", "pkpo: equal rewards leave a rounding"),
+        ("3.0 * _LARGEST * max", "1.0 * _LARGEST * max", "pkpo: loo is clipped"),
+        ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
     ],
-    ("ngrpo/methods/advantages/base.py", _BEST): [
+    ("ngrpo/methods/advantages/base.py", _OBJECTIVES): [
         ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
         ("float(step >= self.k_steps)", "float(step > self.k_steps)", "annealing switches a step late"),
         ("step / self.k_steps", "step / (2 * self.k_steps)", "linear annealing at half the pace"),
     ],
-    ("ngrpo/methods/advantages/groupwise.py", _ORDER): [
-        ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
-        ("torch.where(below > -self._rounding, 0.0, below)", "below.clamp(max=0.0)", "ngrpo: sums miss the maximum"),
-        ("ROUNDING * max(1.0, abs(self.max_reward))", "ROUNDING", "ngrpo: a large maximum is rounded more than that"),
-        (':.7f}".rstrip("0").rstrip(".")', ':.9g}"', "ngrpo: argparse takes -1e-05 for a flag"),
-    ],
-    ("ngrpo/methods/advantages/best_of_k.py", _ORDER): [
-        ("3.0 * _LARGEST * max", "1.0 * _LARGEST * max", "pkpo: loo is clipped"),
-        ("rewards.abs() > _LARGEST", "rewards > _LARGEST", "pkpo: large negative rewards are clipped"),
-    ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", _ORDER): [
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _FURTHER): [
         ("groups.reshape(-1)[order]", "groups.reshape(-1)", "answers get each other's advantages"),
         ("result[order] = values", "result[:] = values", "answers stand in each other's groups"),
+        (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts"),
+        ("(size**0.5 / advantage.dim) ** 0.5", "size**0.25", "rep_exp: the projection lengthens states"),
+        ("(maker.args.train.seed, maker.training_step)", "(maker.args.train.seed)", "rep_exp: one projection for all"),
+        ("(rho * right + sum(own), rho", "(right + sum(own), rho", "spo: right answers are never forgotten"),
+        ("rho * wrong + len(own) - sum(own))", "rho * wrong + len(own))", "spo: right answers are wrong ones too"),
+        ("(values[key] / (1.0 - rho), (1.0", "(values[key], (1.0", "spo: the first evidence has no weight"),
+        ("if not isinstance(maker.visits, Values)", "if maker.visits is None", "spo: another advantage's state"),
+        ("normalised(advantages.reshape(1, -1))", "normalised(advantages)", "spo: normalized over the group"),
     ],
-    ("ngrpo/methods/advantages/groupwise.py", _RISK): [
+    ("ngrpo/methods/advantages/groupwise.py", _OBJECTIVES): [
         ("torch.expm1(self.beta * below)", "torch.expm1(below)", "rs_grpo: β is missing in the exponent"),
         ("(1.0 + mean) / self.beta", "(1.0 + mean)", "rs_grpo: not divided by β"),
         ("(utility - mean) / (1.0 + mean)", "(utility - mean)", "rs_grpo: not divided by the group's mean"),
@@ -118,12 +121,12 @@ MUTATIONS = {
         ("below - below.mean(-1, keepdim=True)", "below", "rs_grpo: no mean at β = 0"),
         ("return size / self.beta if", "return self.beta if", "rs_grpo: a rare right answer is clipped"),
     ],
-    ("ngrpo/methods/advantages/verified.py", "test_advantages_maxrl.py"): [
+    ("ngrpo/methods/advantages/verified.py", _OBJECTIVES): [
         ("keepdim=True)) / mean, 0.0)", "keepdim=True)), 0.0)", "maxrl: not divided by the mean"),
         ("torch.where(mean > 0.0, (apart", "torch.where(mean >= 0.0, (apart", "maxrl: 0 / 0 in all-wrong groups"),
         ("return size - 1.0", "return 0.0", "maxrl: a rare right answer is clipped"),
     ],
-    ("ngrpo/methods/advantages/verified.py", "test_advantages_lens.py"): [
+    ("ngrpo/methods/advantages/verified.py", _FURTHER): [
         ("confidence = (total / tokens).exp()", "confidence = total.exp()", "lens: long answers are never confident"),
         ("(difficulty - confidence) / rewards.shape[1]", "(difficulty - confidence)", "lens: not divided by G"),
         ("= 2.0 * confidence.amax", "= 1.5 * confidence.amax", "lens: the largest penalty is 2"),
@@ -131,11 +134,6 @@ MUTATIONS = {
         ("rewards * (-total).exp(), 0.0)", "rewards * (-total / tokens).exp(), 0.0)", "lens: D_imp of π̄, not π"),
         ("self.alpha * (calibrated", "(calibrated", "lens: α is ignored"),
         ("torch.where(rewards > 0.0, rewards * (", "torch.where(rewards > -1.0, rewards * (", "lens: 0 · ∞"),
-    ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_lens.py"): [
-        (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts"),
-    ],
-    ("ngrpo/methods/advantages/verified.py", "test_advantages_rep_exp.py"): [
         ("states = states - states.mean(1, keepdim=True)", "states = states * 1.0", "rep_exp: states are not centered"),
         ("kernel + self.ridge * torch", "kernel + torch", "rep_exp: λ is ignored"),
         ("rewards + self.beta * bonus", "rewards + bonus", "rep_exp: β is ignored"),
@@ -145,21 +143,10 @@ MUTATIONS = {
             "rep_exp: a bonus where all are wrong",
         ),
     ],
-    ("ngrpo/trainers/openrlhf/model_actors.py", "test_advantages_rep_exp.py"): [
+    ("ngrpo/trainers/openrlhf/model_actors.py", _FURTHER): [
         ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
     ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_rep_exp.py"): [
-        ("(size**0.5 / advantage.dim) ** 0.5", "size**0.25", "rep_exp: the projection lengthens states"),
-        ("(maker.args.train.seed, maker.training_step)", "(maker.args.train.seed)", "rep_exp: one projection for all"),
-    ],
-    ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_spo.py"): [
-        ("(rho * right + sum(own), rho", "(right + sum(own), rho", "spo: right answers are never forgotten"),
-        ("rho * wrong + len(own) - sum(own))", "rho * wrong + len(own))", "spo: right answers are wrong ones too"),
-        ("(values[key] / (1.0 - rho), (1.0", "(values[key], (1.0", "spo: the first evidence has no weight"),
-        ("if not isinstance(maker.visits, Values)", "if maker.visits is None", "spo: another advantage's state"),
-        ("normalised(advantages.reshape(1, -1))", "normalised(advantages)", "spo: normalized over the group"),
-    ],
-    ("ngrpo/config/complete_flags.py", "test_advantages_maxrl.py"): [
+    ("ngrpo/config/complete_flags.py", _OBJECTIVES): [
         ("if bound > 10 else", "if bound > 0 else", "a clip narrower than OpenRLHF's own"),
         ("compared += second.prompts", "compared += 0 * second.prompts", "a clip for the first round alone"),
     ],
@@ -177,12 +164,18 @@ MUTATIONS = {
         ("advantages > 0.0)", "advantages != 0.0)", "simko: a wrong answer raises the likeliest"),
         ("tokens.likeliest(wrong, 1).squeeze(1) == tokens.tokens[wrong]", "wrong >= 0", "simko: λ for every token"),
         ("torch.quantile(part, q)", "torch.quantile(values, q)", "simko: one quantile for all answers"),
+        ("largest=False", "largest=True", "lp_reg: the likeliest tokens"),
+        ("(log_probs <= threshold) & (tokens.advantages < 0.0)", "log_probs <= threshold", "lp_reg: right answers too"),
+        ("math.ceil(self.share", "math.floor(1 + self.share", "lp_reg: a token too many"),
+        (" - mass.log()", "", "lp_reg: the proxy is not renormalised"),
+        ("torch.where(kept,", "torch.where(kept | True,", "lp_reg: noise is held up"),
+        ("log_probs.detach() - mass", "log_probs - mass", "lp_reg: the proxy has a gradient"),
     ],
     ("ngrpo/methods/credits/base.py", _IN_LOSS): [
         (", sparse_grad=True", "", "a gradient of the logits' size"),
         ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
     ],
-    ("ngrpo/methods/credits/covariance.py", _PENALTIES): [
+    ("ngrpo/methods/credits/covariance.py", _IN_LOSS): [
         ("(advantages - advantages.mean())", "advantages", "covariance: the mean advantage is not taken off"),
         ("found >= self.low", "found > self.low", "clip_cov: the lower bound itself is left out"),
         ("found <= self.high", "found < self.high", "clip_cov: the upper bound itself is left out"),
@@ -192,23 +185,13 @@ MUTATIONS = {
         ("self.beta * log_ratio.abs()", "log_ratio.abs()", "kl_cov: β is missing"),
         ("log_ratio.abs()", "log_ratio", "kl_cov: the penalty pushes down"),
     ],
-    ("ngrpo/methods/credits/token_credits.py", _PENALTIES): [
-        ("largest=False", "largest=True", "lp_reg: the likeliest tokens"),
-        ("(log_probs <= threshold) & (tokens.advantages < 0.0)", "log_probs <= threshold", "lp_reg: right answers too"),
-        ("math.ceil(self.share", "math.floor(1 + self.share", "lp_reg: a token too many"),
-        (" - mass.log()", "", "lp_reg: the proxy is not renormalised"),
-        ("torch.where(kept,", "torch.where(kept | True,", "lp_reg: noise is held up"),
-        ("log_probs.detach() - mass", "log_probs - mass", "lp_reg: the proxy has a gradient"),
-    ],
-    ("ngrpo/trainers/common/policy_loss.py", _PENALTIES): [
+    ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         (
             "self._loss(old_log_probs - scores",
             "self._loss(log_probs - scores",
             "the penalty is clipped, and A = 1 trained",
         ),
         ("alone - alone.detach()", "alone", "the logged loss has the penalty's −1"),
-    ],
-    ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         ("term - term.detach()", "term", "the term moves the ratio"),
         ("attention_mask.shape[1] - 1 - action", "attention_mask.shape[1] - action", "the row after the token"),
         (

@@ -65,7 +65,7 @@ MUTATIONS = {
     ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
         (".unique(return_inverse=True)[1]", "", "first_token: an empty answer before the last group aborts the step"),
     ],
-    ("ngrpo/methods/credits/base.py", "test_credits_simko.py"): [
+    ("ngrpo/methods/credits/base.py", "test_credits_loss.py"): [
         ("rows.split(size)", "[rows]", "credits: the entropies of a batch in one block"),
     ],
     ("ngrpo/trainers/verl/overrides.py", "test_advantages.py"): [
@@ -99,7 +99,7 @@ MUTATIONS = {
             "importance: the lower bound is ignored",
         ),
     ],
-    ("ngrpo/methods/advantages/base.py", "test_advantages_best_of_k.py"): [
+    ("ngrpo/methods/advantages/base.py", "test_advantages_objectives.py"): [
         ("k=round(self.k", "k=int(self.k", "a linear k is cut off, not rounded"),
     ],
     ("ngrpo/methods/second_rounds/lope.py", "test_second_rounds.py"): [
