@@ -2,18 +2,17 @@
 """A ladder of temperatures over the answers to a prompt: formula, gradient, and how an answer learns its number."""
 
 import asyncio
-from collections import Counter, defaultdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ngrpo.methods import sampling_schedules, second_rounds
+from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import NextTokens
 from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.settings import KEY
-from ngrpo.trainers.openrlhf import samples_generator, second_round
+from ngrpo.trainers.openrlhf import samples_generator
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
@@ -86,61 +85,6 @@ def test_answers_are_numbered_within_their_group() -> None:
     plain = SimpleNamespace(extra_args={KEY: {"round": 2, "scheduled": False}})
     asyncio.run(executor.execute(prompt="p", sampling_params=plain))
     assert "answer" not in seen[-1]
-
-
-class Letters:
-    """A tokenizer with a token for each letter, and no chat template."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": self.encode(text)}
-
-
-class TwoRoundsEngine:
-    """A rollout actor whose executor says which rung of the ladder each answer has, and that it is wrong."""
-
-    def __init__(self) -> None:
-        self.rungs: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        self.second_rounds_asked: Counter[str] = Counter()
-        self._executor = RecordingExecutor(self)
-
-    async def execute(self, *, prompt: str, **kwargs: Any) -> dict[str, Any]:
-        arguments = _conversation.get().arguments
-        self.rungs[prompt].append((arguments["answer"], arguments["answers"]))
-        tokens = [ord(letter) for letter in f"{prompt}a"]
-        return {
-            "prompt": prompt,
-            "reward": torch.tensor([0.0]),
-            "mm_train_inputs": None,
-            "action_ranges": [(len(prompt), len(tokens))],
-            "observation_tokens": tokens,
-            "rollout_log_probs": [0.0] * len(tokens),
-        }
-
-    async def generate_responses(self, *, num_samples: int, **kwargs: Any) -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(self._executor.execute(**kwargs) for _ in range(num_samples))))
-
-
-@pytest.mark.parametrize("name", ["lope", "repeat"])
-@pytest.mark.parametrize(("group", "answers"), [(8, 4), (3, 4), (4, 4)])
-def test_each_prompt_of_a_second_round_has_a_ladder_of_its_own(
-    name: str, group: int, answers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a group of 8, its 4 answers had the first rungs of 8: none of them was hot."""
-    method = second_rounds.create(name, prompts=2, answers=answers)
-    run_with(monkeypatch, second_round=method.spec(), sampling_schedule=sampling_schedules.create("ladder").spec())
-    arguments = {"round": 1, "training_step": 0, "answers": group}
-    params, engine = SimpleNamespace(extra_args={KEY: arguments}, logprobs=1), TwoRoundsEngine()
-    asked = {"prompt": "What?", "label": "4", "num_samples": group, "images": None, "max_length": 5000}
-    asyncio.run(second_round.in_two_rounds(engine, **asked, sampling_params=params, hf_tokenizer=Letters()))
-    first, further = engine.rungs.pop("What?"), [*engine.rungs.values()]
-    assert first[:group] == [(answer, group) for answer in range(group)]
-    if name == "repeat":  # asks the same prompt, so that its answers are numbered on
-        further = [first[group : group + answers], first[group + answers :]]
-    assert [sorted(rungs) for rungs in further] == [[(answer, answers) for answer in range(answers)]] * 2
-    assert params.extra_args == {KEY: arguments}, "what the first round was asked with stays"
 
 
 @pytest.mark.parametrize("arguments", [{"answer": 1}, {"answer": 4, "answers": 4}, {"answers": 0}])
