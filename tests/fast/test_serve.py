@@ -57,7 +57,12 @@ def params(arguments: Any) -> Params:
 
 
 def test_arguments_pass_and_text_is_read() -> None:
-    for untouched in (Params(extra_args=None), Params(extra_args={"other": 1}), params({"seed": 3, "record": RECORD})):
+    for untouched in (
+        Params(extra_args=None),
+        Params(extra_args={"other": 1}),
+        params({"seed": 3, "record": RECORD}),
+        params({"training_step": 7, "scheduled": False, "answer": 3, "answers": 4}),
+    ):
         assert checked(untouched, MODEL) is untouched
     text = json.dumps({"seed": 3, "enabled": True, "record": base64.b64encode(RECORD).decode()})
     given = params(text)
@@ -78,7 +83,11 @@ def test_arguments_pass_and_text_is_read() -> None:
         ({"seed": True}, "must be an integer"),
         ({"seed": -1}, "must be an integer from 0 to"),
         ({"training_step": 1 << 63}, "must be an integer from 0 to 9223372036854775807"),
+        ({"training_step": 1.5}, "must be an integer from 0"),
         ({"enabled": 1}, "must be True or False"),
+        ({"scheduled": 1}, "must be True or False"),
+        ({"answer": 4, "answers": 4}, "['answer']=4: must be from 0 to 1 below"),
+        ({"answers": 0}, "['answer']=0: must be from 0 to 1 below"),
         ({"record": "text"}, "must be the bytes of a record"),
         ({"record": RECORD[:-1]}, "is damaged"),
         ({"record": OF_ANOTHER_MODEL}, "it is of another model"),
