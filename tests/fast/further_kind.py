@@ -72,10 +72,10 @@ def main() -> None:
     from ngrpo.workbench.compare import runs
     from ngrpo.workbench.compare.plan import read_plan
 
-    def said(*words: str) -> list[Any]:
+    def said(words: str) -> list[Any]:
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            code = cli.main(words)
+            code = cli.main(words.split())
         return [code, out.getvalue()]
 
     run = parse.run_config(["--bonus", "short", "--bonus.size", "0.5"])
@@ -84,16 +84,16 @@ def main() -> None:
     plan = read_plan([*lines, "--model", "m", "--task", "arithmetic"])[0]
     result = {
         "list": said("list"),
-        "of name": said("list", "short"),
-        "help": said("train", "--help"),
+        "of name": said("list short"),
+        "help": said("train --help"),
         "kinds": said("new"),
-        "new": [*said("new", "bonus", "mine"), Path("mine.py").read_text(), Path("test_mine.py").read_text()],
-        "check": said("check", "bonus", "short"),
-        "unknown": said("train", "--bonus", "shrot"),
-        "alone": said("train", "--bonus"),
-        "without": said("train", "--bonus.size", "1"),
-        "misspelt": said("train", "--bonuss", "short"),
-        "dry run": said("train", "--bonus", "short", "--model", "m", "--task", "arithmetic", "--dry-run"),
+        "new": [*said("new bonus mine"), Path("mine.py").read_text(), Path("test_mine.py").read_text()],
+        "check": said("check bonus short"),
+        "unknown": said("train --bonus shrot"),
+        "alone": said("train --bonus"),
+        "without": said("train --bonus.size 1"),
+        "misspelt": said("train --bonuss short"),
+        "dry run": said("train --bonus short --model m --task arithmetic --dry-run"),
         "again": parse.run_config(parse.with_files(["--config", "run.yaml"])) == run,
         "worker": pickle.loads(pickle.dumps(run)).part("bonus").size,
         "conditions": run.conditions,

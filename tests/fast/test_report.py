@@ -147,7 +147,8 @@ def without_each(data: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from ((label, [*data[:at], entry, *data[at + 1 :]]) for label, entry in without_each(data[at], name))
     for key, value in data.items() if isinstance(data, dict) else ():
         yield f"{name}.{key} gone", {other: data[other] for other in data if other != key}
-        yield from ((f"{name}.{key} {put}", {**data, key: put}) for put in (None, []))
+        puts = (None, []) if isinstance(value, list) else (None,)
+        yield from ((f"{name}.{key} {put}", {**data, key: put}) for put in puts)
         yield from ((label, {**data, key: changed}) for label, changed in without_each(value, f"{name}.{key}"))
 
 
