@@ -4,6 +4,7 @@
 import asyncio
 import math
 import pickle
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,11 +99,8 @@ def test_an_engine_reads_its_schedule() -> None:
     assert settings.read_schedule(given).c == 3
     assert settings.read(given).name == "none", "something must be attached"
     assert settings.read({}) is None and settings.read_schedule({"perturbation": {"name": "soft"}}) is None
-    prints = {
-        settings.fingerprint(create("none"), None if name is None else sampling_schedules.create(name))
-        for name in (None, *NAMES)
-    }
-    assert len(prints) == 1 + len(NAMES)
+    schedules = [None, *map(sampling_schedules.create, NAMES)]
+    assert len({settings.fingerprint(create("none"), each) for each in schedules}) == len(schedules)
     for spec in ("ead", {"c": 3}):
         with pytest.raises(UsageError, match=r"must be a dictionary with a 'name' \(e3, ead, edt, ladder or"):
             settings.read({"sampling_schedule": spec})
@@ -118,14 +116,11 @@ def test_the_perturber_is_told_the_temperature_that_was_drawn_with() -> None:
         told.append([*scaled[0].tolist(), *temperature.tolist()])
 
     perturber = SimpleNamespace(busy=True, temperature_factor=lambda *_: torch.tensor([2.0]), finish=finish)
-    sample = runners._sample_v1(
-        SimpleNamespace(logprobs_mode="raw_logprobs", sample=None), SimpleNamespace(perturber=perturber)
-    )
+    sampler = SimpleNamespace(logprobs_mode="raw_logprobs", sample=None)
+    sample = runners._sample_v1(sampler, SimpleNamespace(perturber=perturber))
+    given = {"temperature": torch.tensor([0.8]), "all_random": True, "all_greedy": False, "max_num_logprobs": None}
     no_filters = {"logitsprocs": SimpleNamespace(argmax_invariant=[]), "top_k": None, "top_p": None}
-    metadata = SimpleNamespace(
-        all_random=True, all_greedy=False, temperature=torch.tensor([0.8]), max_num_logprobs=None, **no_filters
-    )
-    sample(torch.tensor([[3.2, 0.0]]), metadata)
+    sample(torch.tensor([[3.2, 0.0]]), SimpleNamespace(**given, **no_filters))
     assert told == [pytest.approx([2.0, 0.0, 1.6])]
 
 
@@ -142,8 +137,9 @@ class Generator:
         self.vllm_engines = [SimpleNamespace(generate_responses=SimpleNamespace(remote=remote))]
         self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, **rollout))
 
-    def _generate_vllm(self, **kwargs: Any) -> None:
-        self._dispatch_prompts_to_vllm(["a"], **kwargs)
+    def _generate_vllm(self, batches: Sequence[list[str]] = (["a"],), **kwargs: Any) -> None:
+        for prompts in batches:
+            self._dispatch_prompts_to_vllm(prompts, **kwargs)
 
     def generate_samples(self, **kwargs: Any) -> None:
         self._generate_vllm(**kwargs)
@@ -203,20 +199,10 @@ def test_a_round_is_a_batch_that_has_prompts(monkeypatch: pytest.MonkeyPatch) ->
     place of filtered ones."""
     run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead").spec())
 
-    class Batches(Generator):
-        batches = ([["a"], ["b"]], [["a"]], [], [["a"]])
-
-        def _generate_vllm(self, at: int) -> None:
-            for prompts in self.batches[at]:
-                self._dispatch_prompts_to_vllm(prompts)
-
-        def generate_samples(self, at: int) -> None:
-            self._generate_vllm(at)
-
     asked: list[Any] = []
-    generator = samples_generator.samples_generator(Batches)(asked)
-    for at in range(4):
-        generator.generate_samples(at)
+    generator = samples_generator.samples_generator(Generator)(asked)
+    for batches in ([["a"], ["b"]], [["a"]], [], [["a"]]):
+        generator.generate_samples(batches=batches)
     assert [(sent["round"], sent["training_step"]) for _, sent in asked] == [(1, 0), (1, 0), (2, 1), (3, 2)]
 
 
@@ -280,10 +266,8 @@ def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatc
         action_log_probs=torch.tensor([[-1.5, -3.0], [-2.0, -9.0]]),
         action_mask=torch.tensor([[1, 1], [1, 0]]),
     )
-    advantage = SimpleNamespace(
-        is_correction_level="token", is_correction_mode="clip", is_correction_gating="ratio",
-        is_correction_threshold=[0.0, 10.0],
-    )  # fmt: skip
+    correction = {"level": "token", "mode": "clip", "gating": "ratio", "threshold": [0.0, 10.0]}
+    advantage = SimpleNamespace(**{f"is_correction_{name}": value for name, value in correction.items()})
     args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
     made = maker(strategy=SimpleNamespace(args=args))
     made.make_experience_batch([experience])
