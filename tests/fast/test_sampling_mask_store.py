@@ -96,15 +96,6 @@ def test_words_skip_any_distance() -> None:
     assert found.tolist() == ids.tolist() and counts.tolist() == [len(one) for one in sets]
 
 
-@pytest.mark.parametrize("largest", [100, 49_152, 151_936, 1 << 27])
-def test_bytes_at_any_vocabulary(largest: int) -> None:
-    draw = np.random.default_rng(0)
-    left = {p: (p % 2 == 1, np.unique(draw.integers(0, largest, 40))) for p in (2, 3, 900)}
-    again = SamplingMask.from_bytes(SamplingMask.of(largest, left).to_bytes()).by_position()
-    assert list(again) == list(left)
-    assert all(again[p][0] == left[p][0] and again[p][1].tolist() == left[p][1].tolist() for p in left)
-
-
 def test_turns_and_truncation_keep_whole_positions() -> None:
     sets = {2: (False, np.array([1, 70_000])), 3: (True, np.array([5])), 5: (False, np.zeros(0, dtype=np.int64))}
     mask = SamplingMask.of(100_000, sets)
