@@ -135,13 +135,6 @@ def test_trainings_that_start_in_the_same_second_have_folders_of_their_own(
     assert seeds == ["'1'", "'2'", "'3'"]
 
 
-def test_a_start_that_is_refused_leaves_no_folder(launched: list[RunConfig]) -> None:
-    for line in (f"{MODEL} --train.batch_size 0", "--task arithmetc --model smollm2-135m", f"{MODEL} --preset dpao"):
-        with pytest.raises(UsageError):
-            train.run([*line.split(), "--run-dir", "r"], report=print)
-    assert not launched and not list(Path().iterdir())
-
-
 def test_a_task_and_methods_add_the_flags_that_are_not_given(
     launched: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
