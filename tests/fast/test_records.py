@@ -28,6 +28,7 @@ class FrontEnd:
     """vLLM's OutputProcessor, as far as a pick-up reads it."""
 
     def __init__(self) -> None:
+        self.request_states: dict[str, Any] = {}
         vars(self)[records.LENGTHS] = {}
 
     def finish(self, name: str, tokens: int) -> None:
