@@ -22,27 +22,11 @@ CHARACTER = {
     "gumbel": (16.0, 0.74, 0.52, 0.71),
 }
 MACHINE = {"system": "Linux-6.1-x86_64-with-glibc2.36", "cores": 2, "python": "3.11.2"}
-VERSIONS = {
-    "ngrpo": "0.1.0",
-    "vllm": "0.29.0",
-    "openrlhf": "0.11.2",
-    "torch": "2.13.0",
-    "transformers": "5.15.0",
-    "ray": "2.55.0",
-}
+VERSIONS = {"ngrpo": "0.1.0", "vllm": "0.29.0", "openrlhf": "0.11.2"}
 KS = (1, 2, 4, 8)
-PLACES = {
-    " therefore": (" thus", " hence", " consequently"),
-    " seven": (" eight", " nine", "seven"),
-    " add": (" adding", " sum", " plus"),
-    " first": (" second", " First", " initial"),
-    " equals": (" equal", " is", " ="),
-    " apples": (" apple", " oranges", " fruits"),
-    " cost": (" costs", " price", " spend"),
-    " north": (" south", " northern", " east"),
-    "\n": ("\n\n", " \n", "."),
-    " blue": (" red", " Blue", " green"),
-}
+DIVERSITY = ("distinct_answers", "distinct_intermediate", "self_bleu", "distinct_2", "edit_distance", "score")
+VALIDITY = ("parseable", "repetition", "perplexity", "anchor_nearest", "score")
+PLACES = (" therefore", " seven", " add", " first", " equals", " apples", " cost", " north", "\n", " blue")
 
 
 def example(steps: int = 40, seeds: int = 3, strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
@@ -63,7 +47,7 @@ def example(steps: int = 40, seeds: int = 3, strategies: tuple[str, ...] = STRAT
         "hardware": "cpu",
         "machine": MACHINE,
         "versions": VERSIONS,
-        "openrlhf_args": shlex.split(f"--actor.model_name_or_path {MODEL} --rollout.batch_size 8"),
+        "openrlhf_args": ["--actor.model_name_or_path", MODEL],
         "strategies": [
             {
                 "id": name,
@@ -93,21 +77,8 @@ def diagnosis(strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
                 "perturbation": _spec(name),
                 "reward": round(0.5 * valid, 4),
                 "pass_at_k": {str(k): round(1 - (1 - 0.42 * valid) ** (k ** (0.6 + diverse)), 4) for k in KS},
-                "diversity": {
-                    "distinct_answers": diverse + 0.04,
-                    "distinct_intermediate": diverse + 0.1,
-                    "self_bleu": 0.9 - diverse,
-                    "distinct_2": diverse * 0.8,
-                    "edit_distance": diverse,
-                    "score": diverse,
-                },
-                "validity": {
-                    "parseable": min(1.0, valid + 0.03),
-                    "repetition": 0.4 * (1 - valid),
-                    "perplexity": 2.2 + 9 * (1 - valid),
-                    "anchor_nearest": None if name == "none" else 0.8 * valid,
-                    "score": valid,
-                },
+                "diversity": dict.fromkeys(DIVERSITY, diverse),
+                "validity": dict.fromkeys(VALIDITY, valid),
                 "learnable_groups": 0.35 + diverse / 2,
                 "relative_shift": None if name == "none" else 0.3 * diverse,
                 "rate": (_spec(name) or {}).get("rate", 0.0),
@@ -139,14 +110,7 @@ def diagnosis(strategies: tuple[str, ...] = STRATEGIES) -> dict[str, Any]:
 
 
 def _character(name: str) -> tuple[float, float, float, float]:
-    return CHARACTER.get(
-        name, (10.0 + len(name) % 5, 0.8, 0.3 + (hash_of(name) % 20) / 100, 0.75 + (hash_of(name) % 17) / 100)
-    )
-
-
-def hash_of(name: str) -> int:
-    """A number from a name, the same in every process."""
-    return sum((i + 1) * ord(letter) for i, letter in enumerate(name))
+    return CHARACTER.get(name, (10.0, 0.8, 0.35, 0.8))
 
 
 def _spec(name: str) -> dict[str, Any] | None:
@@ -182,10 +146,7 @@ def _run(draw: random.Random, name: str, seed: int, steps: int, broken: bool) ->
         "strategy": name,
         "seed": seed,
         "status": "failed" if broken else "done",
-        "error": 'Traceback (most recent call last):\n  File "train.py", line 61, in run\n'
-        "MemoryError: 'gumbel' <ran> out of memory"
-        if broken
-        else None,
+        "error": "Traceback (most recent call last):\nMemoryError: 'gumbel' <ran> out of memory" if broken else None,
         "log": f"runs/{name}-{seed}/train.log".replace(" ", "_"),
         "seconds": 11.2 * steps + draw.uniform(30, 50),
         "steps": rows,
@@ -196,12 +157,7 @@ def _run(draw: random.Random, name: str, seed: int, steps: int, broken: bool) ->
         "evaluation": None
         if broken
         else {
-            "format": 1,
-            "model": "checkpoint",
-            "dataset": "arithmetic",
-            "scorer": "auto",
             "n": 8,
-            "sampling": {"temperature": 1.0},
             "mean_at_n": sum(right) / 512,
             "pass_at_k": {str(k): sum(c > 8 - k or draw.random() < c / 8 * k / 2 for c in right) / 64 for k in KS},
             "problems": [{"id": str(i), "n": 8, "correct": c} for i, c in enumerate(right)],
@@ -210,11 +166,8 @@ def _run(draw: random.Random, name: str, seed: int, steps: int, broken: bool) ->
 
 
 def _around(value: float, half: float, seeds: int) -> dict[str, Any]:
-    return {"value": value, "low": value - half, "high": value + half * 0.9, "over": _over(seeds)}
-
-
-def _over(seeds: int) -> str:
-    return "seeds" if seeds > 1 else "problems"
+    over = "seeds" if seeds > 1 else "problems"
+    return {"value": value, "low": value - half, "high": value + half * 0.9, "over": over}
 
 
 def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any]:
@@ -257,19 +210,17 @@ def _summary(name: str, runs: list[dict[str, Any]], seeds: int) -> dict[str, Any
         else {"mean_at_n": change(gain, 0.03), "pass_at_k": {k: change(wins[k] - plain[k], 0.04) for k in wins}},
         "verdict": verdict,
         "cost": {
-            "tokens_per_second": {"value": 121.0 if base else 118.4, "ratio": 1.0 if base else 0.9785},
-            "step_seconds": {"value": 11.02 if base else 11.21, "ratio": 1.0 if base else 1.0172},
-            "memory_bytes": {"value": 6.2e9 if base else 6.31e9, "ratio": 1.0 if base else 1.0177},
-            "record_bytes_per_token": {"value": None if base else 1.8 if name != "gumbel" else 16.2},
+            "tokens_per_second": {"value": 118.4, "ratio": 1.0 if base else 0.9785},
+            "step_seconds": {"value": 11.21, "ratio": 1.0 if base else 1.0172},
+            "memory_bytes": {"value": 6.2e9, "ratio": 1.0 if base else 1.0177},
+            "record_bytes_per_token": {"value": None if base else 1.8},
         },
     }
 
 
 PROBLEMS = (
     (
-        "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. "
-        "How many clips did Natalia "
-        "sell altogether in April and May?",
+        "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did Natalia sell?",
         "72",
         "First , we find the clips sold in May : 48 / 2 = 24 .\n"
         "Then we add the clips of April and May : 48 + 24 = 72 .\n"
@@ -281,27 +232,12 @@ PROBLEMS = (
         "The robe takes 2 bolts of blue fiber .\nHalf of 2 is 1 , so it takes 1 bolt of white fiber .\n"
         "In total that is 2 + 1 = 3 bolts .",
     ),
-    (
-        "What is 17 + 25?",
-        "42",
-        "To add 17 and 25 , start with the tens : 10 + 20 = 30 .\nThe ones : 7 + 5 = 12 .\n30 + 12 = 42 .",
-    ),
+    ("What is 17 + 25?", "42", "Start with the tens : 10 + 20 = 30 .\nThe ones : 7 + 5 = 12 .\n30 + 12 = 42 ."),
 )
-OTHERS = {
-    "First": ("Firstly", "Initially"),
-    "find": ("compute", "get"),
-    "sold": ("sells", "bought"),
-    "Then": ("Next", "So"),
-    "add": ("sum", "adding"),
-    "clips": ("clip", "items"),
-    "Therefore": ("Thus", "Hence"),
-    "takes": ("needs", "uses"),
-    "total": ("sum", "all"),
-    "start": ("begin", "started"),
-    "blue": ("red", "Blue"),
-    "=": (" is", "=="),
-    "\n": ("\n\n", "."),
-}
+
+
+def _tokens(text: str) -> list[str]:
+    return [f" {word}" for word in text.replace("\n", " \n ").split(" ")]
 
 
 def _samples(draw: random.Random, strategies: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -309,22 +245,15 @@ def _samples(draw: random.Random, strategies: tuple[str, ...]) -> list[dict[str,
     for problem, answer, text in PROBLEMS:
         columns = []
         for name in strategies:
-            words = text.replace("\n", " \n ").split(" ")
             rate = (_spec(name) or {}).get("rate", 0.0)
             tokens = []
-            for i, word in enumerate(words):
-                shown = word if word in (".", ",", "\n", ":") or i == 0 or words[i - 1] == "\n" else f" {word}"
+            for shown in _tokens(text):
                 one: dict[str, Any] = {"text": shown, "perturbed": draw.random() < rate * 1.6}
-                if one["perturbed"]:
-                    near = OTHERS.get(word, (word.lower(), word.upper()))
-                    head = draw.uniform(0.45, 0.9)
-                    one["candidates"] = [
-                        [shown, head],
-                        [f" {near[0]}", (1 - head) * 0.7],
-                        [f" {near[1]}", (1 - head) * 0.3],
-                    ]
-                    if name.startswith("gaussian"):
-                        one |= {"candidates": [[shown, 1.0]], "sigma": 0.0312}
+                if one["perturbed"] and name.startswith("gaussian"):
+                    one |= {"candidates": [[shown, 1.0]], "sigma": 0.0312}
+                elif one["perturbed"]:
+                    rest = 1 - draw.uniform(0.45, 0.9)
+                    one["candidates"] = [[shown, 1 - rest], [f"{shown}s", rest * 0.7], [shown.upper(), rest * 0.3]]
                 tokens.append(one)
             columns.append({"strategy": name, "reward": float(draw.random() < 0.8), "tokens": tokens})
         found.append({"problem": problem, "answer": answer, "by_strategy": columns})
@@ -341,29 +270,23 @@ def _map(draw: random.Random, strategies: tuple[str, ...]) -> dict[str, Any]:
     for name in strategies:
         if name == "none":
             continue
-        wide = {"neighbor rate=0.1": 0.14, "gaussian rate=0.1": 0.42}.get(name, 0.25)
+        wide = 0.14 if name == "neighbor rate=0.1" else 0.42
         points = []
         for i, one in enumerate(tokens):
             for _ in range(40):
                 off = draw.gauss(0, wide), draw.gauss(0, wide)
                 related = math.hypot(*off) < 0.55
-                near = draw.choice(PLACES[one["text"]]) if related else draw.choice((" ##", "ق", " 😀", " lorem"))
-                points.append(
-                    {
-                        "token": i,
-                        "x": one["x"] + off[0],
-                        "y": one["y"] + off[1],
-                        "nearest": one["text"] if math.hypot(*off) < 0.2 else near,
-                        "related": related,
-                    }
-                )
+                near = f"{one['text']}s" if related else draw.choice((" ##", "ق", " 😀", " lorem"))
+                nearest = one["text"] if math.hypot(*off) < 0.2 else near
+                place = {"x": one["x"] + off[0], "y": one["y"] + off[1]}
+                points.append({"token": i, **place, "nearest": nearest, "related": related})
         far = sum(not point["related"] for point in points) / len(points)
         changed = sum(point["nearest"] != tokens[point["token"]]["text"] for point in points) / len(points)
         perturbations.append({"strategy": name, "points": points, "unrelated_share": far, "changed_share": changed})
     neighbors = [
         {"token": i, "text": near, "x": one["x"] + 0.3 * math.cos(2 * j), "y": one["y"] + 0.3 * math.sin(2 * j)}
         for i, one in enumerate(tokens)
-        for j, near in enumerate(PLACES[one["text"]])
+        for j, near in enumerate((f"{one['text']}s", one["text"].upper(), f"{one['text']}ly"))
     ]
     return {
         "metric": "cosine",
@@ -384,7 +307,7 @@ def groups(strategy: str = "neighbor rate=0.1", steps: int = 3, answers: int = 8
         for number, (problem, _, text) in enumerate(PROBLEMS[:2]):
             group = []
             for i in range(answers):
-                tokens = [f" {word}" for word in text.replace("\n", " \n ").split(" ")][: 30 - 2 * (i % 4)]
+                tokens = _tokens(text)[: 30 - 2 * (i % 4)]
                 at = [place for place in range(len(tokens)) if draw.random() < 0.15]
                 mixtures = [
                     [place, {"candidates": [[tokens[place], 0.75], [" thus", 0.2], ["\n", 0.05]]}] for place in at

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a user for the tests: a perturbation and a gate, written where the test runs and forgotten after it."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from perturbations import registry, user_files
-from tests.conftest import ROOT
 
 PERTURBATION = '''
 from __future__ import annotations
@@ -78,13 +75,3 @@ def message(call) -> str:
     with pytest.raises(ValueError) as error:
         call()
     return str(error.value)
-
-
-def elsewhere(code: str, given: str = "", path: str = "") -> str:
-    """Runs code in a fresh interpreter, in another folder, with this checkout's packages."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=given, env=env, cwd="/", capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

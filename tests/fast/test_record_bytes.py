@@ -28,15 +28,14 @@ CASES = {
     "earlier turns": a_record(positions=np.array([0, 20, 299, 300], np.int32)),
     "vectors": a_record(vectors=np.ones((4, 5), np.float32), normalizer=np.ones(4, np.float32)),
     "of a model": a_record(model=model_fingerprint(49152, 576)),
-    "256 candidates": a_record(0, 256),
     "no candidate": a_record(0, 0),
 }
+WIDE = [a_record(count, width) for count in (0, 4) for width in (127, 128, 255, 256, MOST_CANDIDATES)]
 
 
-@pytest.mark.parametrize("record", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("record", [*CASES.values(), *WIDE], ids=[*CASES, *(f"{each.ids.shape}" for each in WIDE)])
 def test_round_trip_is_lossless(record: ReplayRecord) -> None:
     again = ReplayRecord.from_bytes(record.to_bytes())
-    assert again == record
     for field in dataclasses.fields(record):
         before, after = getattr(record, field.name), getattr(again, field.name)
         np.testing.assert_array_equal(before, after)
@@ -52,14 +51,6 @@ def test_at_most_three_bytes_per_token(answer: int) -> None:
     ids, weights = np.full((count, 3), 49151, np.int32), np.full((count, 3), 1 / 3, np.float32)
     record = ReplayRecord(1, 60, 60 + answer, positions, ids, weights, None, np.ones(count, bool))
     assert len(record.to_bytes()) <= 3 * answer
-
-
-@pytest.mark.parametrize("width", [1, 127, 128, 255, 256, MOST_CANDIDATES])
-@pytest.mark.parametrize("count", [0, 4])
-def test_any_number_of_candidates_is_kept(width: int, count: int) -> None:
-    record = a_record(count, width)
-    again = ReplayRecord.from_bytes(record.to_bytes())
-    assert again == record and again.ids.shape == again.weights.shape == (count, width)
 
 
 def test_too_many_candidates_are_refused_by_the_writer_and_by_the_options() -> None:
@@ -105,22 +96,17 @@ def test_what_travels_beside_a_record_has_a_checksum_too() -> None:
                     sample_records.unpack([{**packed, name: other}])
 
 
-def test_a_record_of_another_version_says_so() -> None:
-    with pytest.raises(ValueError, match="another version"):
-        ReplayRecord.from_bytes(packing.sealed([a_record().to_bytes()[:-4]], version=4))
-
-
 def leb128(value: int) -> bytes:
     """A number of any size, as :func:`packing.varints` writes those below 2^35."""
     return bytes([value & 0x7F | 0x80]) + leb128(value >> 7) if value >= 0x80 else bytes([value])
 
 
-def hostile(**lengths: int) -> bytes:
+def hostile(version: int = 5, **lengths: int) -> bytes:
     """The bytes of a record with a right checksum and lengths that are none."""
     fields = {"width": 1, "prompt": 3, "generated": 9, "count": 1, "size": 2, "flags": 0, **lengths}
     names = ("width", "prompt", "generated", "count", *(["size"] if fields["flags"] & 16 else []))
     numbers = b"".join(leb128(fields[name]) for name in names)
-    return packing.sealed([bytes([fields["flags"], 0, 0]) + bytes(6), numbers, bytes([2, 7, 0]), bytes(8)], version=5)
+    return packing.sealed([bytes([fields["flags"], 0, 0]) + bytes(6), numbers, bytes([2, 7, 0]), bytes(8)], version)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +116,12 @@ def hostile(**lengths: int) -> bytes:
         {"count": 1 << 31, "width": 255},
         {"prompt": 1 << 62},
         {"generated": 1 << 31},
-        {"flags": 16, "size": 1 << 60},
         {"flags": 16, "size": 1 << 40},
         {"flags": 16, "count": 0, "size": 1 << 62},
         {"width": 0},
-        {"width": 255},
-        {"width": 256},
         {"width": MOST_CANDIDATES},
-        {"width": MOST_CANDIDATES + 1},
         {"width": 1 << 62},
-        {"width": 1 << 62, "count": 0},
         {"width": MOST_CANDIDATES + 1, "count": 0},
-        {"width": MOST_CANDIDATES, "count": 1 << 31},
         {"width": MOST_CANDIDATES, "count": 1 << 62, "flags": 1},
     ],
     ids=str,
@@ -155,7 +135,12 @@ def test_hostile_lengths_take_no_memory(lengths: dict[str, int]) -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-    assert len(ReplayRecord.from_bytes(hostile(flags=16))) == 1, "without the hostile length it is a record"
+
+
+def test_without_hostile_lengths_it_is_a_record_of_its_version() -> None:
+    assert len(ReplayRecord.from_bytes(hostile(flags=16))) == 1
+    with pytest.raises(ValueError, match="another version"):
+        ReplayRecord.from_bytes(hostile(flags=16, version=4))
 
 
 def test_positions_that_do_not_ascend_are_refused() -> None:
@@ -179,15 +164,17 @@ def test_a_record_of_another_model_is_refused() -> None:
         CASES["vectors"].check_model(49152, 6)
 
 
+SHAPE = (10, 2)  # of the Embedder
+
+
 def test_neither_side_replays_a_record_of_another_model() -> None:
     model = Embedder()
-    shape = (model.embedding.num_embeddings, model.embedding.embedding_dim)
-    right, wrong = (dataclasses.replace(small([1]), model=model_fingerprint(*s)) for s in (shape, (shape[0], 99)))
+    right, wrong = (dataclasses.replace(small([1]), model=model_fingerprint(*shape)) for shape in (SHAPE, (10, 99)))
     with replaying(model, [right]):
         model(torch.tensor([[0, 1, 2]]))
     with pytest.raises(ValueError, match="another model"), replaying(model, [right, wrong]):
         pytest.fail("replayed")
-    store = TrajectoryStore(1, 64, shape)
+    store = TrajectoryStore(1, 64, SHAPE)
     store.load(store.open("a", 9, 8, True), right)
     assert store.record("a")[0].model == right.model
     with pytest.raises(ValueError, match="another model"):
@@ -196,23 +183,18 @@ def test_neither_side_replays_a_record_of_another_model() -> None:
 
 def test_a_record_of_a_learned_module_is_replayed_with_the_module_alone() -> None:
     model, hrpo = Embedder(), create("hrpo", k=2)
-    shape = (model.embedding.num_embeddings, model.embedding.embedding_dim)
-    stores = [TrajectoryStore(1, 64, shape, module) for module in (False, hrpo.has_parameters)]
+    stores = [TrajectoryStore(1, 64, SHAPE, module) for module in (False, hrpo.has_parameters)]
     for store in stores:
         store.load(store.open("a", 9, 8, True), small([1]))
     bare, learned = (store.record("a")[0] for store in stores)
-    with replaying(model, [bare]):
-        model(torch.tensor([[0, 1, 2]]))
-    refused = pytest.raises(ValueError, match=r"learned module, and this model has none.*parameters\.attach")
-    with refused, replaying(model, [learned]):
+    no_module = pytest.raises(ValueError, match=r"learned module, and this model has none.*parameters\.attach")
+    with no_module, replaying(model, [learned]):
         pytest.fail("replayed")
     parameters.attach(model, hrpo)
     with replaying(model, [learned]):
         model(torch.tensor([[0, 1, 2]]))
-    with (
-        pytest.raises(ValueError, match=r"no learned module, and this model has one\. Detach it"),
-        replaying(model, [bare]),
-    ):
+    detach = pytest.raises(ValueError, match=r"no learned module, and this model has one\. Detach it")
+    with detach, replaying(model, [bare]):
         pytest.fail("replayed")
 
 

@@ -9,15 +9,20 @@ from ngrpo import cli
 from ngrpo.config import parse
 from ngrpo.workbench.report import summary
 from perturbations import create
+from tests.conftest import ROOT
 from tests.fast.own_files import GATE, clean, message, write
 from tests.fast.run import refused
 
 __all__ = ["clean"]  # a fixture of every test here
 
 
-def test_flags_of_a_perturbation_and_a_gate_in_files() -> None:
+@pytest.fixture(autouse=True)
+def files(clean: None) -> None:
     write("mine.py")
     Path("gate.py").write_text(GATE)
+
+
+def test_flags_of_a_perturbation_and_a_gate_in_files() -> None:
     words = "--perturbation ./mine.py:Mine --perturbation.strength 0.25 --perturbation.loud --actor.x 1"
     words += " --perturbation.gate ./gate.py:Above --perturbation.gate.least=9 --perturbation.gate.strict"
     command = parse.run_config(words.split())
@@ -29,13 +34,8 @@ def test_flags_of_a_perturbation_and_a_gate_in_files() -> None:
     assert said == "mine.py:Mine rate=1.0 gate=gate.py:Above strength=0.25 loud=True gate.least=9 gate.strict=True"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["gate: ./gate.py:Above\ngate.least: 9\n", "gate: {name: ./gate.py, least: 9}\n"],
-)
+@pytest.mark.parametrize("text", ["gate: ./gate.py:Above\ngate.least: 9\n", "gate: {name: ./gate.py, least: 9}\n"])
 def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
-    write("mine.py")
-    Path("gate.py").write_text(GATE)
     Path("p.yaml").write_text(f"name: ./mine.py\nstrength: 0.25\n{text}")
     perturbation = create(**parse.run_config(["--perturbation.config", "p.yaml"]).spec)
     assert (perturbation.strength, perturbation.gate.least) == (0.25, 9)
@@ -43,15 +43,12 @@ def test_yaml_of_a_perturbation_and_a_gate_in_files(text: str) -> None:
 
 @pytest.mark.parametrize(("words", "parts"), [(words, parts) for words, *parts in refused("gates")])
 def test_bad_gates(words: str, parts: list[str]) -> None:
-    write("mine.py")
     said = message(lambda: parse.run_config(["--perturbation", "soft", *words.split()]))
     for part in parts:
         assert part in said, said
 
 
 def test_help_describes_the_file_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    write("mine.py")
-    Path("gate.py").write_text(GATE)
     words = ["train", "--perturbation", "./mine.py:Mine", "--perturbation.gate", "./gate.py", "--help"]
     assert cli.main(words) == 0
     text = capsys.readouterr().out
@@ -63,8 +60,6 @@ def test_help_describes_the_file_that_is_named(capsys: pytest.CaptureFixture[str
 
 class TestCheck:
     def test_good(self, capsys: pytest.CaptureFixture[str]) -> None:
-        write("mine.py")
-        Path("gate.py").write_text(GATE)
         for words in (["./mine.py:Mine", "strength=0.5"], ["gate", "./gate.py"], ["neighbor", "k=4"]):
             assert cli.main(["check", *words]) == 0
             said = capsys.readouterr()
@@ -72,7 +67,6 @@ class TestCheck:
             assert "keeps the contract" in said.err and "ngrpo train" in said.err
 
     def test_bad(self, capsys: pytest.CaptureFixture[str]) -> None:
-        write("mine.py")
         text = Path("mine.py").read_text().replace("one_hot(step.sampled),", "one_hot(step.sampled + 99),")
         Path("mine.py").write_text(text)
         assert cli.main(["check", "./mine.py:Mine"]) == 1
@@ -82,15 +76,13 @@ class TestCheck:
 
     @pytest.mark.parametrize(("words", "code", "says"), refused("check"))
     def test_words(self, words: list[str], code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-        write("mine.py")
         assert cli.main(["check", *words]) == code
         said = capsys.readouterr()
         assert says in said.out + said.err
 
 
 def test_the_classes_in_the_docs_work() -> None:
-    root = Path(__file__).resolve().parents[2]
-    pages = [(root / name).read_text() for name in ("README.md", "docs/own_perturbation.md")]
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/own_perturbation.md")]
     blocks = [block.split("```", 1)[0] for page in pages for block in page.split("```python\n")[1:]]
     files = {block.split("\n", 1)[0].removeprefix("# "): block for block in blocks}
     for name in ("damp.py", "fading.py"):

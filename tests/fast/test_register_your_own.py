@@ -2,15 +2,18 @@
 """Perturbations and gates of a user: from a file, from an installed package, from a module; in any process."""
 
 import json
+import os
 import pickle
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
 
 from perturbations import check_perturbation, create, registry
-from tests.fast.own_files import GATE, PERTURBATION, clean, elsewhere, message, write
+from tests.conftest import ROOT
+from tests.fast.own_files import GATE, clean, message, write
 
 __all__ = ["clean"]  # a fixture of every test here
 
@@ -18,8 +21,7 @@ __all__ = ["clean"]  # a fixture of every test here
 # --- a file -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decorator", ["", '@register("mine")'])
-@pytest.mark.parametrize("suffix", [":Mine", ""])
+@pytest.mark.parametrize(("decorator", "suffix"), [("", ":Mine"), ('@register("mine")', "")])
 def test_a_file_with_and_without_decorator_and_name(decorator: str, suffix: str) -> None:
     write("folder/my-perturbation.py", decorator=decorator)
     perturbation = create(f"folder/my-perturbation.py{suffix}", strength="0.25", rate=0.5)
@@ -52,10 +54,8 @@ def test_an_edited_file_is_loaded_again() -> None:
 
 
 def test_the_files_second_class_may_be_a_helper() -> None:
-    base = PERTURBATION.format(name="Base", decorator="", default="0.5")
-    Path("mine.py").write_text(
-        base + '\n\n@register("mine")\n@dataclass(frozen=True, kw_only=True)\nclass Mine(Base):\n    pass\n'
-    )
+    second = '\n@register("mine")\n@dataclass(frozen=True, kw_only=True)\nclass Mine(Base):\n    pass\n'
+    write("mine.py", name="Base", more=second)
     assert registry.get("mine.py").__name__ == "Mine"
 
 
@@ -73,9 +73,8 @@ def test_the_files_second_class_may_be_a_helper() -> None:
         ("import torch\nx = torch.nope\n", "x.py", ["line 2 of x.py", "AttributeError", "    x = torch.nope"]),
         ("import no_such_thing\n", "x.py", ["line 1 of x.py", "no_such_thing", "installed", "every node"]),
         ("import sys\nsys.exit(3)\n", "x.py", ["line 2 of x.py", "SystemExit", '__name__ == "__main__"']),
-        ("import mine\n", "x.py", ["line 1 of x.py imports 'mine'", "from its folder", "one file", "on every node"]),
+        ("def f():\n    import mine\n", "x.py", ["line 2 of x.py imports 'mine'", "from its folder", "on every node"]),
         ("from . import mine\n", "x.py", ["line 1 of x.py imports '.'", "one file"]),
-        ("def f():\n    from mine import Mine\n", "x.py", ["line 2 of x.py imports 'mine'"]),
         ("x = '" + "".join(map(chr, range(256, 40000))) + "'\n", "x.py", ["too long", "49,152", "package"]),
         (b"x = '\xff'\n", "x.py", ["cannot be read as Python text", "UTF-8"]),
     ],
@@ -91,9 +90,7 @@ def test_bad_files(text: str | bytes | None, name: str, words: list[str]) -> Non
 
 
 def test_several_perturbations_in_a_file_are_listed() -> None:
-    second = PERTURBATION.format(name="Other", decorator='@register("other")', default="0.5").replace(
-        "from __future__ import annotations", ""
-    )
+    second = '\n@register("other")\n@dataclass(frozen=True, kw_only=True)\nclass Other(Mine):\n    pass\n'
     write("two.py", decorator='@register("mine")', more=second)
     said = message(lambda: create("./two.py"))
     assert "several perturbations" in said and "./two.py:Mine, ./two.py:Other" in said
@@ -117,6 +114,13 @@ def test_imports_of_installed_packages_are_no_siblings() -> None:
 
 
 # --- in another process -----------------------------------------------------------------------------------
+
+
+def elsewhere(code: str, given: str, path: str = "") -> str:
+    """Runs code in a fresh interpreter, in another folder, with this checkout's packages."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [path, str(ROOT)]))}
+    return subprocess.check_output([sys.executable, "-c", code], input=given, env=env, cwd="/", text=True)
+
 
 REBUILD = """
 import json, pickle, sys
@@ -144,50 +148,38 @@ def test_a_process_without_the_files_makes_the_same_perturbation_and_gate() -> N
     assert elsewhere(REBUILD, sent).splitlines() == 2 * [perturbation.fingerprint() for perturbation in made]
 
 
-@pytest.mark.more
 def test_a_traceback_elsewhere_shows_the_users_line() -> None:
+    """The lines of a file that is gone come from the text that the spec carries."""
     write("mine.py")
-    text = Path("mine.py").read_text().replace("one_hot(step.sampled)", "one_hot(step.smapled)")
-    Path("mine.py").write_text(text)
-    carried = json.dumps(create("mine.py").spec())
+    spec = create("mine.py").spec()
     Path("mine.py").unlink()
-    code = """
-import json, sys, traceback
-from perturbations import create
-try:
-    create(**json.load(sys.stdin)).propose(object())
-except AttributeError:
-    print(traceback.format_exc())
+    with pytest.raises(AttributeError) as error:
+        create(**spec).propose(object())
+    shown = "".join(traceback.format_exception(error.value))
+    assert "mine.py" in shown and "return Proposal(one_hot(step.sampled), step.sampled)" in shown
+
+
+SCRIPT = """
+if __name__ == '__main__':
+    import json
+    from perturbations import check_perturbation, create
+    check_perturbation(Mine)
+    assert type(create('script.py:Mine')) is Mine
+    print(json.dumps(Mine(strength=0.25).spec()))
 """
-    shown = elsewhere(code, carried)
-    assert "mine.py" in shown and "return Proposal(one_hot(step.smapled), step.sampled)" in shown
 
 
 @pytest.mark.more
 def test_a_script_is_its_own_file() -> None:
     """A perturbation in the script that is run: workers make it from the script's text, under another module name."""
-    write("script.py", decorator='@register("mine")')
-    with Path("script.py").open("a") as file:
-        file.write(
-            "\n\nif __name__ == '__main__':\n"
-            "    import json\n"
-            "    from perturbations import check_perturbation, create\n"
-            "    check_perturbation(Mine)\n"
-            "    assert type(create('script.py:Mine')) is Mine\n"
-            "    print(json.dumps(Mine(strength=0.25).spec()))\n"
-        )
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    spec = json.loads(done.stdout)
+    write("script.py", decorator='@register("mine")', more=SCRIPT)
+    spec = json.loads(subprocess.check_output([sys.executable, "script.py"], text=True))
     assert spec["name"] == "script.py:Mine" and create(**spec).strength == 0.25
 
 
-@pytest.mark.parametrize("source", ["?", "AAAA", "eJwD", 7])
-def test_a_damaged_source_is_refused(source: object) -> None:
-    assert "'source' is not the text of a file" in message(lambda: create("mine.py:Mine", source=source))
-
-
-def test_a_source_belongs_to_a_file() -> None:
+@pytest.mark.parametrize("damaged", ["?", "AAAA", "eJwD", 7])
+def test_a_wrong_source_is_refused(damaged: object) -> None:
+    assert "'source' is not the text of a file" in message(lambda: create("mine.py:Mine", source=damaged))
     write("mine.py")
     source = create("mine.py").spec()["source"]
     assert "'source' belongs to a name such as file.py:Name" in message(lambda: create("soft", source=source))
@@ -217,19 +209,14 @@ def test_a_package_that_pip_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     Path("project/their_gates.py").write_text(GATE)
     Path("project/pyproject.toml").write_text(PROJECT)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", "--no-index"]
-    done = subprocess.run(
-        [*pip, "--no-build-isolation", "--target", "site", "./project"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    subprocess.run([*pip, "--no-build-isolation", "--target", "site", "./project"], check=True)
     site = str(tmp_path / "site")
     monkeypatch.syspath_prepend(site)
     perturbation = create("wobble", strength=0.25, gate="above", **{"gate.least": "5"})
     spec = perturbation.spec()
     assert (spec["name"], spec["gate"], spec["gate.least"]) == ("wobble", "above", 5) and "source" not in spec
     code = "from ngrpo.cli import main; main(['list'])\n" + REBUILD
-    listed = elsewhere(code, json.dumps({"specs": [spec]}), path=site)
-    assert listed.splitlines()[-1] == perturbation.fingerprint()
-    assert [line.split()[:4] for line in listed.splitlines() if line.startswith(("wobble", "above"))] == [
-        ["wobble", "1", "package", "their-dist"],
-        ["above", "package", "their-dist", "Open"],
-    ]
+    *listed, fingerprint = elsewhere(code, json.dumps({"specs": [spec]}), path=site).splitlines()
+    assert fingerprint == perturbation.fingerprint()
+    found = [line.split()[:4] for line in listed if line.startswith(("wobble", "above"))]
+    assert found == [["wobble", "1", "package", "their-dist"], ["above", "package", "their-dist", "Open"]]

@@ -6,13 +6,18 @@ import dataclasses
 import pickle
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from ngrpo.rollout.settings import REPLAY_BUFFER, read_buffer
 from ngrpo.rollout.trajectories import TrajectoryStore
+from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
+from ngrpo.workbench.compare import runs
+from ngrpo.workbench.compare.plan import read_plan
 from perturbations import FinishedTrajectory, UsageError, registry, replaying
 from perturbations.replay.scope import ReplayScope, flat_rows
 from perturbations.replay.trajectory import OVERHEAD
@@ -71,9 +76,7 @@ def test_short_answers_count_what_they_take() -> None:
         store.close(name)
         return held[name].size
 
-    for number in range(1000):
-        hold(number)
-    held.clear()
+    hold(1000)  # what is made once
     tracemalloc.start()
     try:
         counted = sum(hold(number) for number in range(1000))
@@ -107,14 +110,19 @@ class Counting(ReplayBuffer):
 """
 
 
-def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's configuration carries the file's text, so a worker elsewhere can make it."""
-    from ngrpo.rollout.settings import REPLAY_BUFFER, read_buffer
-
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's file with a buffer, forgotten after the test."""
     monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
-    (tmp_path / "mine.py").write_text(BUFFER)
-    spec = read_buffer({REPLAY_BUFFER: {"name": f"{tmp_path}/mine.py", "most": 3}}).spec()
-    (tmp_path / "mine.py").unlink()
+    file = tmp_path / "mine.py"
+    file.write_text(BUFFER)
+    return file
+
+
+def test_a_buffer_of_a_users_file(mine: Path) -> None:
+    """The engine's configuration carries the file's text, so a worker elsewhere can make it."""
+    spec = read_buffer({REPLAY_BUFFER: {"name": str(mine), "most": 3}}).spec()
+    mine.unlink()
     buffer = read_buffer({REPLAY_BUFFER: spec})
     assert type(buffer).__name__ == "Counting" and buffer.most == 3
     for name in "abc":
@@ -122,47 +130,29 @@ def test_a_buffer_of_a_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     buffer.drop(["b", "x"])
     assert buffer.names() == ["a", "c"]
     assert read_buffer(None).name == read_buffer({REPLAY_BUFFER: "memory"}).name == "memory"
-    for wrong, says in (
-        (3, "must be a name"),
-        ({"max_bytes": 1}, "must be a name"),
-        ("memry", "Did you mean 'memory'"),
-    ):
+    for wrong, says in ((3, "must be a name"), ({"max_bytes": 1}, "must be a name"), ("memry", "you mean 'memory'")):
         with pytest.raises(UsageError, match=says):
             read_buffer({REPLAY_BUFFER: wrong})
 
 
-def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_on_the_command_line_reaches_the_engine(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
-    from ngrpo.rollout.settings import read_buffer
-    from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
-    from ngrpo.workbench.compare import runs
-    from ngrpo.workbench.compare.plan import read_plan
-
-    monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
-    (tmp_path / "mine.py").write_text(BUFFER)
-    ours = ["--perturbation.replay_buffer", f"{tmp_path}/mine.py:Counting", "--perturbation.replay_buffer.most", "5"]
-    shared = ["--model", "smollm2-135m", "--task", "arithmetic", *ours]
-    plan, _ = read_plan(["--perturbations", "none,neighbor", *shared])
+    ours = ["--perturbation.replay_buffer", f"{mine}:Counting", "--perturbation.replay_buffer.most", "5"]
+    plan, _ = read_plan(["--perturbations", "none,neighbor", "--model", "smollm2-135m", "--task", "arithmetic", *ours])
     built: list[dict[str, Any]] = []
-    asked: list[str] = []
+
+    async def answer(*_: Any) -> None:
+        return None
 
     class Plain:
-        executor = None
-
-        class llm:
-            @staticmethod
-            async def collective_rpc(name: str) -> None:
-                asked.append(name)
+        executor, llm = None, SimpleNamespace(collective_rpc=answer)
 
         async def __init__(self, **kwargs: Any) -> None:
             built.append(kwargs["additional_config"])
 
-    async def confirm(engine: Any, expected: str) -> None:
-        return None
-
-    monkeypatch.setattr("ngrpo.trainers.openrlhf.rollout_actor.confirm", confirm)
+    monkeypatch.setattr("ngrpo.trainers.openrlhf.rollout_actor.confirm", answer)
     for run in plan.runs():
-        settings = runs.run_config(plan, run, tmp_path)
+        settings = runs.run_config(plan, run, mine.parent)
         monkeypatch.setattr("ngrpo.config.run._current", settings)
         actor = object.__new__(rollout_actor(Plain))
         asyncio.run(actor.__init__(seed=1))
@@ -191,8 +181,7 @@ def test_substitution_by_hand() -> None:
         output = model(tokens)
     assert output.tolist() == [[[0, 1], [4, 5], [12, 13]], [[14, 15], [16, 17], [18, 19]]]
     # E[5] = (10, 11): shift = |(-6, -6)| / |(10, 11)| = sqrt(72 / 221).
-    assert stats.mean_shift() == pytest.approx((72 / 221) ** 0.5)
-    assert stats.count() == 1
+    assert stats.mean_shift() == pytest.approx((72 / 221) ** 0.5) and stats.count() == 1
     with torch.no_grad():
         model.embedding.weight[5] = 0.0  # as of a padding_idx
     with replaying(model, [small([1]), None]) as stats:
@@ -223,9 +212,8 @@ def test_noise_is_drawn_again_from_the_seed() -> None:
     assert torch.equal(output[0, 1], torch.tensor([4.0, 5.0]) + 0.5 * noise[0])
     with replaying(model, [small([1], sigma=0.5), small([1])]):
         both = model(torch.tensor([[0, 5, 6], [0, 5, 6]]))[:, 1]
-    assert torch.equal(both[0], output[0, 1]) and both[1].tolist() == [4, 5], (
-        "a record without noise beside one with it"
-    )
+    assert torch.equal(both[0], output[0, 1])
+    assert both[1].tolist() == [4, 5], "a record without noise beside one with it"
 
 
 def test_records_and_batch_must_fit() -> None:

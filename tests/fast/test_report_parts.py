@@ -51,9 +51,8 @@ def test_scales() -> None:
 
 
 def test_values() -> None:
-    assert [format_number(v) for v in (0.12345, -1, None, float("nan"), True, "3", 1234.5)] == [
-        "0.123", "−1.000", "–", "–", "–", "–", "1,234.500",
-    ]  # fmt: skip
+    numbers = [format_number(value) for value in (0.12345, -1, 1234.5, None, float("nan"), True, "3")]
+    assert numbers == ["0.123", "−1.000", "1,234.500", "–", "–", "–", "–"]
     assert format_number(3.2e-6, 5) == "3.2e−06"
     signed = [format_number(value, sign=True) for value in (0.03, -0.03, 0, None)]
     assert signed == ["+0.030", "−0.030", "0.000", "–"]
@@ -92,9 +91,9 @@ def test_contrast(dark: bool) -> None:
 MEAN, PASS = ("Mean@8", ("mean_at_n",)), ("Pass@8", ("pass_at_k", "8"))
 
 
-def change(value: float, *, noise: bool, seeds: int = 3, over: str = "seeds", least: float | None = 0.1) -> dict:
+def change(value: float, *, noise: bool, least: float = 0.1) -> dict[str, Any]:
     ends = {"low": value - 0.05, "high": value + 0.05}
-    return {"value": value, **ends, "within_noise": noise, "seeds": seeds, "over": over, "detectable": least}
+    return {"value": value, **ends, "within_noise": noise, "seeds": 3, "over": "seeds", "detectable": least}
 
 
 def summary(**changes: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
@@ -104,30 +103,25 @@ def summary(**changes: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     return found
 
 
+BETTER, WORSE, WITHIN = change(0.2, noise=False), change(-0.2, noise=False), change(0.3, noise=True)
+TWO_SEEDS, ONE_SEED = {**BETTER, "seeds": 2}, {**BETTER, "seeds": 1, "over": "problems"}
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
+        ({"a": BETTER, "b": WORSE, "c": WITHIN}, "Better than “none” in Mean@8 beyond noise: a; worse: b."),
+        ({"a": WITHIN, "b": WORSE}, "None of 2 strategies is better than “none” in Mean@8 beyond noise; worse: b."),
+        ({"a": WITHIN}, "a is not better than “none” in Mean@8 beyond noise."),
         (
-            {"a": change(0.2, noise=False), "b": change(-0.2, noise=False), "c": change(0.3, noise=True)},
-            "Better than “none” in Mean@8 beyond noise: a; worse: b.",
-        ),
-        (
-            {"a": change(0.2, noise=True), "b": change(-0.2, noise=False)},
-            "None of 2 strategies is better than “none” in Mean@8 beyond noise; worse: b.",
-        ),
-        ({"a": change(0.2, noise=True)}, "a is not better than “none” in Mean@8 beyond noise."),
-        (
-            {"a": change(0.2, noise=True), "b": None, "c": None},
+            {"a": WITHIN, "b": None, "c": None},
             "None of 3 strategies is better than “none” in Mean@8 beyond noise (2 strategies could not be compared).",
         ),
         (
-            {"a": change(0.2, noise=False, seeds=2)},
+            {"a": TWO_SEEDS},
             "Better than “none” in Mean@8 beyond noise: a. Of 2 seeds: too few to tell a method from luck.",
         ),
-        (
-            {"a": change(0.2, noise=False, seeds=1, over="problems")},
-            "One seed each: no strategy can be called better or worse than “none” in Mean@8.",
-        ),
+        ({"a": ONE_SEED}, "One seed each: no strategy can be called better or worse than “none” in Mean@8."),
         ({"a": None}, "Nothing could be compared with “none” in Mean@8: no evaluation has finished for both."),
         ({}, None),
     ],
@@ -155,12 +149,8 @@ def test_the_picture_by_hand() -> None:
     assert (worse.at, worse.ends, worse.band) == (26.4, (8.0, 44.8), (63.2, 136.8))
     assert (missing.at, missing.ends, missing.band, missing.text) == (None, None, None, "words on missing")
     assert better.text == "+0.100 (+0.050 to +0.150), within noise"
-    assert list(better.hint) == [
-        "better",
-        "Mean@8 +0.100 (+0.050 to +0.150), within noise",
-        "words on better",
-        "a difference below about 0.125 would often have been missed",
-    ]
+    missed = "a difference below about 0.125 would often have been missed"
+    assert list(better.hint) == ["better", f"Mean@8 {better.text}", "words on better", missed]
 
 
 def test_the_head_has_one_sentence_and_the_rest_within_reach(tmp_path: Path) -> None:
@@ -194,11 +184,8 @@ def kept_run(kept: list[dict[str, Any]]) -> dict[str, Any]:
 def test_one_bar_for_each_reward_and_ten_of_many() -> None:
     few = [{"step": 1, "rewards": [0.0, 1.0, 1.0, 0.5], "groups": [{"answers": [{"reward": 1.0, "tokens": ["a"]}]}]}]
     (step,) = responses.groups([kept_run(few)], SERIES)["runs"][0]["steps"]
-    assert [(bar["label"], bar["count"], bar["share"], bar["held"]) for bar in step["bars"]] == [
-        ("0.00", 1, 50, 0),
-        ("0.50", 1, 50, 0),
-        ("1.00", 2, 100, 1),
-    ]
+    bars = [(bar["label"], bar["count"], bar["share"], bar["held"]) for bar in step["bars"]]
+    assert bars == [("0.00", 1, 50, 0), ("0.50", 1, 50, 0), ("1.00", 2, 100, 1)]
     assert step["mean"] == "0.625"
     few[0]["rewards"] = [float(i) for i in range(21)]
     (step,) = responses.groups([kept_run(few)], SERIES)["runs"][0]["steps"]

@@ -21,21 +21,20 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
+RIGHT = {"correct": True, "finish": "stop", "parsed": True, "verdict": "right"}
+WRONG = {"correct": False, "finish": "length", "parsed": False, "verdict": "timed_out"}
+
+
 def of_eval(folder: Path, right: dict[str, list[int]], asked: str = "{}?", names: str | None = None) -> str:
     """The folder of an evaluation, its samples in the order in which they finished.
 
     ``asked`` is each problem's text; ``names`` are their names, other than their keys.
     """
-    called = dict(zip(right, names or right))
-    rows = [
-        {
-            "problem": called[name], "sample": i, "prompt": f"<user>{asked.format(name)}", "correct": bool(one),
-            "finish": "stop" if one else "length", "parsed": bool(one), "verdict": "right" if one else "timed_out",
-        }
-        for name, graded in reversed(right.items())
-        for i, one in enumerate(graded)
-    ]  # fmt: skip
-    problems = [{"id": called[name], "messages": [{"content": asked.format(name)}]} for name in right]
+    rows, problems = [], []
+    for name, key in reversed([*zip(names or right, right)]):
+        problems.append({"id": name, "messages": [{"content": asked.format(key)}]})
+        row = {"problem": name, "prompt": f"<user>{asked.format(key)}"}
+        rows += [{**row, "sample": i, **(RIGHT if one else WRONG)} for i, one in enumerate(right[key])]
     written(folder / "evaluation.json", [{}])
     written(folder / "problems.jsonl", problems)
     return str(Path(written(folder / "samples.jsonl", rows)).parent)
@@ -48,16 +47,12 @@ OURS = {"a": [1, 1, 1, 0], "b": [1, 1, 1, 1], "c": [0, 0, 1, 0], "d": [1, 1, 1, 
 def test_means_differences_and_p_by_hand(tmp_path: Path) -> None:
     files = [f"base={of_eval(tmp_path / 'x', BASE)}", f"ours={of_eval(tmp_path / 'y', OURS)}"]
     told = lines(files)
-    assert told[0] == "5 problems, 4 responses to each"
+    assert told[:2] == ["5 problems, 4 responses to each", "paired by their text"]
     table = [row.split() for row in told if row.startswith(("mean", "Pass@", "Cover@"))]
-    assert [row[:2] for row in table] == [
-        [measure, name] for measure in ("mean", "Pass@4", "Cover@0.25", "Cover@0.5", "Cover@0.75")
-        for name in ("base", "ours")
-    ]  # fmt: skip
     # c / n: 1/4 1 0 1/2 1/4 and 3/4 1 1/4 3/4 1/2; of the differences only b's is 0.
-    assert told[1] == "paired by their text"
     values = ["0.400", "0.650", "0.800", "1.000", "0.800", "1.000", "0.400", "0.800", "0.200", "0.600"]
-    assert [row[2] for row in table] == values
+    measures_of_both = np.repeat(["mean", "Pass@4", "Cover@0.25", "Cover@0.5", "Cover@0.75"], 2)
+    assert [row[:3] for row in table] == [[*row] for row in zip(measures_of_both, ["base", "ours"] * 5, values)]
     differences = np.array([0.5, 0.0, 0.25, 0.25, 0.25])
     test = stats.ttest_1samp(differences, 0.0)
     low, high = test.confidence_interval(0.95)
@@ -91,11 +86,8 @@ def test_problems_are_paired_by_what_they_ask(tmp_path: Path) -> None:
     assert told[1] == "paired by their prompt" and difference(told) == "+0.250"
     with pytest.raises(UsageError, match="no problem in common"):
         lines([base, of_eval(tmp_path / "other", OURS, asked="another {}", names="12345")])
-    twice = {"a": [0], "b": [1]}
-    told = lines(
-        [of_eval(tmp_path / str(i), twice, asked="the same", names=names) for i, names in enumerate(("ab", "xy"))]
-    )
-    assert told[0].startswith("2 problems")
+    twice = [of_eval(tmp_path / names, {"a": [0], "b": [1]}, asked="the same", names=names) for names in ("ab", "xy")]
+    assert lines(twice)[0].startswith("2 problems")
 
 
 def test_names_never_pair(tmp_path: Path) -> None:
@@ -103,10 +95,7 @@ def test_names_never_pair(tmp_path: Path) -> None:
     base, ours = of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", OURS, asked="Think. {}?")
     rows = [{"problem": name, "sample": i, "correct": one} for name, of in OURS.items() for i, one in enumerate(of)]
     bare = written(tmp_path / "bare.jsonl", rows)
-    for other, fix in (
-        (ours, "with the same --instruction"),
-        (bare, rf"{bare} has neither\. Give an evaluation's folder"),
-    ):
+    for other, fix in ((ours, "with the same --instruction"), (bare, rf"{bare} has neither\. Give an evaluation's")):
         with pytest.raises(UsageError, match=rf"no problem in common.*paired by their text.*: .*{fix}") as told:
             lines([base, other])
         assert ("--instruction" in str(told.value)) == (other == ours)
@@ -190,9 +179,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     base, ours = of_eval(tmp_path / "base", BASE), of_eval(tmp_path / "ours", OURS)
     assert cli.main(["report", base, ours, "--tau", "0.5", "--k", "1,2"]) == 0
     told = capsys.readouterr().out
-    assert "Pass@2" in told
-    assert "Cover@0.5" in told
-    assert "Pass@4" not in told
+    assert "Pass@2" in told and "Cover@0.5" in told and "Pass@4" not in told
     assert cli.main(["report", base]) == 0 and "Mean" not in capsys.readouterr().out
     for words, said in (
         ([base, ours, "--tau", "1.5"], "--tau 1.5: must be in (0, 1]"),

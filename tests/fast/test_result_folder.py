@@ -1,41 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result folder under all commands: one holder, one set of settings, whole files, damaged lines, a full disk."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from ngrpo.machine.storage.result_folder import (
-    CannotWrite,
-    ResultFolder,
-    read_json,
-    reserved_folder,
-    write_json,
-)
+from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, read_json, reserved_folder, write_json
 from perturbations.errors import UsageError
 from tests.fast.file_limit import largest_file
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, .*give another folder")
-    with ResultFolder.opened(tmp_path / "out"), refused, ResultFolder.opened(tmp_path / "out"):
-        pass
-    with ResultFolder.opened(tmp_path / "out"):
-        pass  # free again
-
-
-def test_other_settings_are_refused(tmp_path: Path) -> None:
-    settings = {"model": "m", "sampling": {"group": 2}}
-    with ResultFolder.opened(tmp_path) as folder:
-        folder.claim(settings)
-        folder.claim(settings)
-        told = r'other settings \(sampling was \{"group": 2\}, and is now \{"group": 4\}\)\. Give another --out'
-        with pytest.raises(UsageError, match=told):
-            folder.claim({**settings, "sampling": {"group": 4}})
-        with pytest.raises(UsageError, match=r"sampling was .*, and is now null"):
-            folder.claim({"model": "m"})
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -80,24 +53,12 @@ def test_any_other_damaged_line_is_refused_and_kept(tmp_path: Path, damaged: str
     assert (tmp_path / "a.jsonl").read_text() == text
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    assert read_json(tmp_path / "a.json") is None
-    (tmp_path / "a.json").write_text('{"status": "do')
-    with pytest.raises(UsageError, match=r"a\.json is damaged: it is not JSON.*delete it"):
-        read_json(tmp_path / "a.json")
-
-
-def test_a_full_disk_leaves_the_old_file_and_the_lines_before(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"old": 1})
     with largest_file(50), pytest.raises(CannotWrite, match=r"a\.json cannot be written: File too large.*is kept"):
         write_json(tmp_path / "a.json", {"new": "x" * 100})
     assert read_json(tmp_path / "a.json") == {"old": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.json"]
-    folder = ResultFolder(tmp_path)
-    folder.append("a.jsonl", [{"i": 0}])
-    with largest_file(15), pytest.raises(CannotWrite, match="File too large"):
-        folder.append("a.jsonl", [{"i": 1}])
-    assert folder.lines("a.jsonl") == [{"i": 0}]
 
 
 @pytest.mark.parametrize("flip", [1, 2, 16, 128])
@@ -109,7 +70,7 @@ def test_a_byte_that_was_altered_is_noticed(tmp_path: Path, flip: int) -> None:
     folder.append("a.jsonl", [content, {"second": 1}])
     for name, read in (("a.json", folder.read), ("a.jsonl", lambda name: folder.lines(name)[0])):
         whole = (tmp_path / name).read_bytes()
-        first, refused = (len(whole) if name == "a.json" else whole.index(b"\n")), 0
+        first, refused = whole.find(b"\n") if name == "a.jsonl" else len(whole), 0
         for place in range(first):
             (tmp_path / name).write_bytes(whole[:place] + bytes([whole[place] ^ flip]) + whole[place + 1 :])
             try:
@@ -124,12 +85,11 @@ def test_a_byte_that_was_altered_is_noticed(tmp_path: Path, flip: int) -> None:
 
 def test_what_an_editor_left_without_its_checksum_is_taken(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"x": 1})
-    held = json.loads((tmp_path / "a.json").read_text())
-    (tmp_path / "a.json").write_text(json.dumps({**held, "x": 2}))
+    held = (tmp_path / "a.json").read_text()
+    (tmp_path / "a.json").write_text(held.replace('"x": 1', '"x": 2'))
     with pytest.raises(UsageError, match=r"checksum is not that of its content.*remove the entry 'checksum'"):
         read_json(tmp_path / "a.json")
-    del held["checksum"]
-    (tmp_path / "a.json").write_text(json.dumps({**held, "x": 2}))
+    (tmp_path / "a.json").write_text('{"x": 2}')
     assert read_json(tmp_path / "a.json") == {"x": 2}
 
 
@@ -147,8 +107,10 @@ def test_a_new_folder_belongs_to_one_process(tmp_path: Path, monkeypatch: pytest
         raise KeyError
     assert third.is_dir()
     with pytest.raises(KeyError), reserved_folder("mine", "none") as given:
-        refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, ")
+        refused = pytest.raises(UsageError, match=rf"another command \(process {os.getpid()}, .*give another folder")
         with refused, reserved_folder("mine", "none"):
             pytest.fail("two runs in one folder")
         raise KeyError
     assert given == Path("mine") and not given.exists()
+    with ResultFolder.opened(tmp_path / "out"), refused, ResultFolder.opened(tmp_path / "out"):
+        pytest.fail("two commands in one folder")

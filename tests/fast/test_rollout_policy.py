@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from ngrpo.commands import eval as command
 from ngrpo.config import parse
@@ -54,25 +55,23 @@ def test_what_is_refused(words: list[str], step: int, steps: int | None, said: s
     assert said in str(caught.value)
 
 
-def test_greedy_answers_follow_no_schedule() -> None:
-    with pytest.raises(UsageError, match="ead has no effect with --temperature 0"):
-        command.check(
-            ["--model", "smollm2-135m", "--task", "arithmetic", "--sampling.schedule", "ead", "--temperature", "0"]
-        )
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--sampling.schedule ead --temperature 0", "ead has no effect with --temperature 0"),
+        ("--credit top_entropy", "--credit belongs to ngrpo train"),
+        ("--report.groups 1", "--report.groups belongs to ngrpo train"),
+        ("--eval.at_start", "--eval.at_start belongs to ngrpo train"),
+    ],
+)
+def test_eval_refuses_what_would_have_no_effect(words: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        command.check(["--model", "smollm2-135m", "--task", "arithmetic", *words.split()])
     policy("--policy_noise", "psn").check_temperature(0.0)
-
-
-@pytest.mark.parametrize("flag", [["--credit", "top_entropy"], ["--report.groups", "1"], ["--eval.at_start"]])
-def test_eval_refuses_what_only_a_training_has(flag: list[str]) -> None:
-    """These were taken, and did nothing."""
-    with pytest.raises(UsageError, match=f"{flag[0]} belongs to ngrpo train"):
-        command.check(["--model", "smollm2-135m", "--task", "arithmetic", *flag])
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("tiny")
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -82,15 +81,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def parameters(folder: Path | str) -> dict[str, torch.nn.Parameter]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+
+
 def test_the_noise_is_that_of_the_trainings_sync(tiny: Path) -> None:
     """As `policy_noise.py` of the trainer sends it before the rollouts of the step, on the Hugging Face parameters."""
-    from transformers import AutoModelForCausalLM
-
     asked = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05", step=3)
     with noisy_model(str(tiny), asked) as loaded:
         found = {name: parameter.detach().clone() for name, parameter in loaded.named_parameters()}
-    before = dict(AutoModelForCausalLM.from_pretrained(tiny).named_parameters())
-    sent = dict(AutoModelForCausalLM.from_pretrained(tiny).named_parameters())
+    before, sent = parameters(tiny), parameters(tiny)
     with policy_noises.create("psn", sigma=0.05).added(sent, 0.05, 3):
         assert all(torch.equal(parameter, found[name]) for name, parameter in sent.items())
     changed = {name for name in found if not torch.equal(found[name], before[name])}
@@ -100,11 +100,9 @@ def test_the_noise_is_that_of_the_trainings_sync(tiny: Path) -> None:
 
 
 def test_a_folder_with_noise(tiny: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     asked = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05")
     with noisy_folder(str(tiny), asked) as folder:
-        noisy = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+        noisy = parameters(folder)
         assert (Path(folder) / "tokenizer.json").read_text() == "{}"
     assert not Path(folder).exists()
     with noisy_model(str(tiny), asked) as loaded:
@@ -136,8 +134,7 @@ def test_strategies_of_a_diagnosis() -> None:
     assert [arm.id for arm in arms] == lines
     plain, hot, noisy = map(policy_of, arms)
     assert plain.specs == {}
-    assert hot.run.sampling_schedule.tau_max == 1.5
-    assert hot.run.policy_noise is None
+    assert hot.run.sampling_schedule.tau_max == 1.5 and hot.run.policy_noise is None
     assert noisy.run.policy_noise.name == "psn" and noisy.run.sampling_schedule is None
     for line in ("none base=gspo", "none credit=top_entropy", "none --rollout.temperature=2"):
         with pytest.raises(UsageError, match="is for a training"):

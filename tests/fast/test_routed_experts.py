@@ -20,10 +20,9 @@ BLOCK = 2
 class Layer:
     """A layer of vLLM, one of two, that sends a token to one of 300 experts."""
 
-    is_monolithic = False
-
-    def __init__(self, count: int = 300, chosen: int = 1) -> None:
-        self.moe_config = SimpleNamespace(experts_per_token=chosen, num_logical_experts=count)
+    def __init__(self, chosen: int = 1, *, is_monolithic: bool = False) -> None:
+        self.moe_config = SimpleNamespace(experts_per_token=chosen, num_logical_experts=300)
+        self.is_monolithic, self._quant_method = is_monolithic, None
         self.router, self.take = self, None
 
     def set_capture_fn(self, take: Callable[[torch.Tensor], None]) -> None:
@@ -69,6 +68,9 @@ class Worker:
             layer.take(torch.from_numpy(ids)[:, None])
         return self.routed.take(lambda part: part)
 
+    def write(self, *rows: tuple[int, int, int, bool]) -> None:
+        self.routed.write(self.run(*rows))
+
     def experts(self, slot: int) -> list[int]:
         found = self.routed.read(slot)
         assert found.dtype == np.uint16 and found.shape[1:] == (2, 1) and (found[:, 0] == found[:, 1]).all()
@@ -97,13 +99,13 @@ def test_a_shared_prompt_has_the_experts_of_the_forward_that_computed_it(worker:
 
 def test_a_block_that_is_used_again_belongs_to_its_new_prompt(worker: Worker) -> None:
     one = worker.open("one", 3, [7, 3])
-    worker.routed.write(worker.run((one, 0, 3, True)))
+    worker.write((one, 0, 3, True))
     worker.store.close("one")
     two = worker.open("two", 3, [5, 7])
     assert two == one
-    worker.routed.write(worker.run((two, 0, 3, True)))
+    worker.write((two, 0, 3, True))
     three = worker.open("three", 3, [5, 9])
-    worker.routed.write(worker.run((three, 2, 1, True)))
+    worker.write((three, 2, 1, True))
     assert worker.experts(two) == [20, 21, 22] and worker.experts(three) == [20, 21, 32]
 
 
@@ -111,15 +113,15 @@ def test_a_preempted_request_keeps_what_its_tokens_were_drawn_with(worker: Worke
     """Computed again in two chunks, in other blocks; the last token, drawn again, has its new forward's experts."""
     one = worker.open("one", 2, [7, 3])
     for first, count in ((0, 2), (2, 1), (3, 1)):
-        worker.routed.write(worker.run((one, first, count, True)))
+        worker.write((one, first, count, True))
     assert worker.experts(one) == [10, 11, 22, 33]
     worker.schedule(more={"one": [1, 2]}, again=["one"])
-    worker.routed.write(worker.run((one, 0, 2, False)))
+    worker.write((one, 0, 2, False))
     assert worker.experts(one) == [10, 11, 22, 33]
-    worker.routed.write(worker.run((one, 2, 1, True)))
+    worker.write((one, 2, 1, True))
     assert worker.experts(one) == [10, 11, 52], "the token at position 3 is drawn again, and what came after it is gone"
     other = worker.open("other", 3, [1, 9])
-    worker.routed.write(worker.run((other, 2, 1, True)))
+    worker.write((other, 2, 1, True))
     assert worker.experts(other) == [40, 41, 62], "the cache holds the newest forward"
 
 
@@ -127,7 +129,7 @@ def test_without_a_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker(monkeypatch, caching=False)
     one = worker.open("one", 3, [])
     worker.routed.grow(40)
-    worker.routed.write(worker.run((one, 0, 3, True)))
+    worker.write((one, 0, 3, True))
     assert worker.experts(one) == [10, 11, 12]
     worker.routed.clear(one)
     assert len(worker.routed.read(one)) == 0
@@ -138,10 +140,7 @@ def test_without_a_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([], "0 layers of experts: it is a dense model"),
         ([Layer(chosen=1), Layer(chosen=2)], r"2 layers of experts with \[1, 2\] experts a token"),
-        (
-            [SimpleNamespace(is_monolithic=True, _quant_method=None, moe_config=Layer().moe_config)],
-            "does not show them",
-        ),
+        ([Layer(is_monolithic=True)], "does not show them"),
     ],
 )
 def test_engines_that_are_refused(monkeypatch: pytest.MonkeyPatch, layers: Any, message: str) -> None:

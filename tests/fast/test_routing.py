@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from benchmarks.models.tiny import random_model
 from ngrpo.config import parse, rules
+from ngrpo.rollout.settings import check_engine, read
 from ngrpo.trainers.common.sample_records import Conversation, routed
-from perturbations import FinishedTrajectory, ReplayRecord
+from perturbations import FinishedTrajectory
 from perturbations.errors import UsageError
 from perturbations.replay import packing
 from perturbations.replay.routing import RecordedChoice, RoutingScope, routers
+from tests.fast.replay_examples import a_record
 
 TYPES = ["qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "glm4_moe", "gpt_oss", "olmoe", "granitemoe"]
 TYPES += ["deepseek_v2", "deepseek_v3", "ernie4_5_moe", "minimax_m2", "llama4_text"]
@@ -34,29 +36,25 @@ class Softmax(nn.Module):
         return chosen.values.softmax(dim=-1), chosen.indices
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = Softmax()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        weights, chosen = self.router(hidden.reshape(-1, 3))
-        return (weights * torch.tensor([1.0, 10.0, 100.0])[chosen]).sum(dim=-1)
-
-
 def test_the_scores_weigh_the_recorded_experts() -> None:
     """Scores 2, 1 and 0; experts 0 and 2 were recorded: y = (e² · 1 + e⁰ · 100) / (e² + e⁰)."""
-    model, hidden, mask = Layer(), torch.tensor([[[2.0, 1.0, 0.0]]]), torch.ones(1, 1, dtype=torch.int64)
+    model = nn.ModuleDict({"router": Softmax()})
+    hidden, mask = torch.tensor([[2.0, 1.0, 0.0]]), torch.ones(1, 1, dtype=torch.int64)
+
+    def output() -> Tensor:
+        weights, chosen = model.router(hidden)
+        return (weights * torch.tensor([1.0, 10.0, 100.0])[chosen]).sum()
+
     own = (np.e**2 * 1 + np.e * 10) / (np.e**2 + np.e)
-    assert model(hidden).item() == pytest.approx(own, rel=1e-6)
+    assert output().item() == pytest.approx(own, rel=1e-6)
     with RoutingScope(model)([np.array([[[0, 2]]], dtype=np.uint8)], mask):
-        output = model(hidden)
-    assert output.item() == pytest.approx((np.e**2 + 100) / (np.e**2 + 1), rel=1e-6)
-    output.sum().backward()
+        replayed = output()
+    assert replayed.item() == pytest.approx((np.e**2 + 100) / (np.e**2 + 1), rel=1e-6)
+    replayed.backward()
     # dy/ds_0 = g_0 g_2 (1 − 100), dy/ds_2 the opposite, and none of the expert that was not recorded.
     share = np.e**2 / (np.e**2 + 1) * (1 / (np.e**2 + 1)) * 99
     assert model.router.weight.grad[:, 0].tolist() == pytest.approx([-2 * share, 0.0, 2 * share], rel=1e-5)
-    assert model(hidden).item() == pytest.approx(own, rel=1e-6), "nothing is left behind"
+    assert output().item() == pytest.approx(own, rel=1e-6), "nothing is left behind"
 
 
 def choices(model: Any, tokens: Tensor, mask: Tensor) -> np.ndarray:
@@ -171,22 +169,20 @@ def test_other_routers_are_refused(model_type: str) -> None:
 
 def test_experts_of_another_model_are_refused(mixture: Any) -> None:
     scope, mask = RoutingScope(mixture), torch.ones(1, 4)
-    refused = pytest.raises(ValueError, match="recorded are 3 layers with 2 experts a token, the model has 2 with 2")
-    with refused, scope([np.zeros((4, 3, 2), np.uint8)], mask):
-        pass
-    with pytest.raises(RuntimeError, match="no forward went through"), scope([np.zeros((4, 2, 2), np.uint8)], mask):
-        pass
+    for layers, said in (
+        (3, "recorded are 3 layers with 2 experts a token, the model has 2 with 2"),
+        (2, "no forward"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=said), scope([np.zeros((4, layers, 2), np.uint8)], mask):
+            pass
 
 
 # ---- on the way from the engine ----------------------------------------------------------------------------------
 
 
 def trajectory(prompt: int, tokens: int, experts: np.ndarray | None) -> FinishedTrajectory:
-    ids = np.zeros((0, 1), np.int32)
-    none = ids[:, 0], ids, ids.astype(np.float32), None, ids[:, 0].astype(bool)
-    return FinishedTrajectory(
-        ReplayRecord(9, prompt, tokens, *none), np.zeros(tokens - prompt, np.float32), experts=experts
-    )
+    record = a_record(0, prompt_tokens=prompt, num_tokens=tokens)
+    return FinishedTrajectory(record, np.zeros(tokens - prompt, np.float32), experts=experts)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(np.uint8, 255), (np.uint16, 511)])
@@ -244,18 +240,13 @@ def test_what_it_does_not_go_with(words: str, message: str, smollm2: str) -> Non
 
 
 def test_an_engine_takes_its_own_record_or_ours() -> None:
-    from ngrpo.rollout.settings import check_engine, read
-
     config = {"routed_experts": True}
     perturbation = read(config)
     assert perturbation is not None and not perturbation.active
     with pytest.raises(UsageError, match=r"additional_config\['routed_experts'\]=1: must be True or False"):
         read({"routed_experts": 1})
     theirs = SimpleNamespace(enable_return_routed_experts=True, is_moe=True, runner_type="generate")
+    one_rank = SimpleNamespace(data_parallel_size=1)
+    engine = SimpleNamespace(model_config=theirs, parallel_config=one_rank, additional_config=config)
     with pytest.raises(UsageError, match="a router hands them to one of both"):
-        check_engine(
-            SimpleNamespace(
-                model_config=theirs, parallel_config=SimpleNamespace(data_parallel_size=1), additional_config=config
-            ),
-            perturbation,
-        )
+        check_engine(engine, perturbation)

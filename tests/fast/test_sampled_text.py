@@ -128,20 +128,13 @@ OFF = ("--algo.advantage.is_correction_level", "off")
 def test_a_schedule_goes_with_sampled_text_or_without_weights(
     spec: dict[str, Any], sampled: bool, schedule: str
 ) -> None:
-    needed = sampling_schedules.create(schedule).follows_training  # reads the entropy from the same log-probabilities
     if sampled:
         check(schedule, spec)
         return
-    with pytest.raises(UsageError) as caught:
+    weights = f"--sampling.schedule {schedule} with --algo.advantage.is_correction_level token cannot be used with"
+    with pytest.raises(UsageError, match=f"{weights} --perturbation {spec['name']}.*another distribution"):
         check(schedule, spec)
-    for part in (
-        f"--sampling.schedule {schedule} with --algo.advantage.is_correction_level token cannot be used with",
-        f"cannot be used with --perturbation {spec['name']}",
-        "another distribution",
-        "sample the text, leave one of them out",
-    ):
-        assert part in str(caught.value)
-    if needed:
+    if sampling_schedules.create(schedule).follows_training:  # reads the entropy from the same log-probabilities
         with pytest.raises(UsageError, match="it follows the rollouts' log-probabilities"):
             check(schedule, spec, *OFF)
     else:
@@ -156,10 +149,6 @@ def test_the_refusal_names_the_option_under_which_the_text_is_sampled() -> None:
     ):
         with pytest.raises(UsageError, match=rf"\(its text is sampled with .*--perturbation\.{option}"):
             check("ead", spec)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError, match=r"^((?!its text is sampled).)*sample the text, leave one of them out"):
         check("ead", {"name": "latent"})
-    assert "its text is sampled" not in str(caught.value)
-
-
-def test_a_perturbation_that_never_acts_goes_with_a_schedule() -> None:
     check("ead", {"name": "latent", "rate": 0.0})

@@ -3,6 +3,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -112,6 +113,18 @@ def test_e3_lets_its_target_fall_in_the_last_two_fifths(done: int, share: float)
     eight, H* is that of x = (7 − 6)/4, 0.1 · ½ (1 + cos π/4) + 0.9; after nine, x = ½. Beyond the run it stays."""
     past = [PastStep(1.0, 0.5)] * (done - 1) + [PastStep(1.0, 0.5 * share)]
     assert sampling_schedules.create("e3").factor_of_step(past, Run(10, 1.0, 1000)) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_ladder_by_hand() -> None:
+    """From 0.5 to 2 over three answers: 0.5, √(0.5 · 2) = 1, 2; over four in ratios of ∛4; an only one is not moved."""
+    ladder, rows = sampling_schedules.create("ladder", least=0.5, most=2.0), tokens([0] * 6)
+    rows = replace(rows, answer=torch.tensor([0, 1, 2, 1, 3, 0]), answers=torch.tensor([3, 3, 3, 4, 4, 1]))
+    assert ladder.factor(rows).tolist() == pytest.approx([0.5, 1.0, 2.0, 0.5 * 4 ** (1 / 3), 2.0, 1.0], abs=1e-6)
+    assert ladder.factor(tokens([0])) is None
+    default = sampling_schedules.create("ladder")
+    assert default.least * default.most == 1.0, "the mean of the logarithms is that of the temperature asked for"
+    with pytest.raises(UsageError, match=r"least=2.0: must be at most most=1.25"):
+        sampling_schedules.create("ladder", least=2.0)
 
 
 # --- the contract -----------------------------------------------------------------------------------------------

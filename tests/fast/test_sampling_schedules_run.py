@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling schedules in a run: how rollouts, requests and the training get their temperatures, and the command line."""
 
+import asyncio
 import math
 import pickle
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,22 +12,47 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.decode_step import Decoding
 from ngrpo.config import parse, rules
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import Run
 from ngrpo.rollout import runners, settings
-from ngrpo.rollout.request_arguments import checked
+from ngrpo.rollout.requests import RunningRequests
+from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.openrlhf import samples_generator, trainer
-from perturbations import create
+from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
+from perturbations import create, registry
 from perturbations.errors import UsageError
 from tests.fast.openrlhf_doubles import maker, makers_state
 from tests.fast.run import run_with
-from tests.fast.schedule_doubles import Generator, Step
 
 NAMES = sorted(sampling_schedules.available())
 
 
 # --- the rollout ------------------------------------------------------------------------------------------------
+
+
+class Step:
+    """A perturber with requests, asked at one step of theirs."""
+
+    def __init__(self, **schedule: Any) -> None:
+        decoding, buffer = Decoding(create("none"), 4), registry.buffers.create("memory")
+        self.perturber, store = decoding.perturber, decoding.perturber._store
+        self.perturber._schedule = sampling_schedules.create(**schedule)
+        self.requests = RunningRequests(create("none"), store, self.perturber, buffer)
+        for name in decoding.requests:
+            store.close(name)
+
+    def add(self, name: str, prompt: int, **arguments: Any) -> None:
+        params = SimpleNamespace(seed=None, extra_args={KEY: arguments})
+        new = SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[5] * prompt)
+        self.requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=[new]))
+
+    def factor(self, names: list[str], starts: list[int], counts: list[int], greedy: list[int] | None = None) -> list:
+        size = len(names)
+        self.perturber.begin(names, np.array(starts), np.array(counts), np.zeros(size, dtype=bool))
+        given = None if greedy is None else torch.tensor(greedy)
+        return self.perturber.temperature_factor(torch.zeros(size, 8), torch.ones(size), given).tolist()
 
 
 def test_a_position_has_its_temperature_however_it_is_computed() -> None:
@@ -54,13 +81,17 @@ def test_greedy_requests_and_those_without_a_schedule_keep_their_temperature() -
     assert e3.perturber.temperature_factor(torch.zeros(1, 8), torch.ones(1), None) is None
 
 
-def test_a_request_s_words_are_checked_where_it_comes_in() -> None:
-    for arguments in ({"training_step": 7, "scheduled": False}, {}):
-        params = SimpleNamespace(extra_args={"perturbation": arguments})
-        assert checked(params, None) is params
-    for arguments in ({"training_step": 1.5}, {"scheduled": 1}, {"step": 7}):
-        with pytest.raises(UsageError, match=f"{next(iter(arguments))}"):
-            checked(SimpleNamespace(extra_args={"perturbation": arguments}), None)
+def test_the_rollout_takes_an_answers_temperature() -> None:
+    """Whatever the batch and its order, and where slots were used before."""
+    step = Step(name="ladder", least=0.5, most=2.0)
+    for i in range(3):
+        step.add(f"a{i}", 4, answer=i, answers=3)
+    step.add("alone", 4)
+    assert step.factor(["a2", "alone", "a0"], [4, 0, 9], [1, 4, 1]) == pytest.approx([2.0, 1.0, 0.5])
+    assert step.factor(["a1", "a2"], [0, 0], [4, 7]) == pytest.approx([1.0, 2.0])
+    step.requests.update(SimpleNamespace(finished_req_ids={"a2"}, scheduled_new_reqs=[]))
+    step.add("b", 4)
+    assert step.factor(["b", "a0"], [4, 10], [1, 1], [-1, 7]) == pytest.approx([1.0, 1.0]), "greedy ones keep theirs"
 
 
 def test_an_engine_reads_its_schedule() -> None:
@@ -68,11 +99,8 @@ def test_an_engine_reads_its_schedule() -> None:
     assert settings.read_schedule(given).c == 3
     assert settings.read(given).name == "none", "something must be attached"
     assert settings.read({}) is None and settings.read_schedule({"perturbation": {"name": "soft"}}) is None
-    prints = {
-        settings.fingerprint(create("none"), None if name is None else sampling_schedules.create(name))
-        for name in (None, *NAMES)
-    }
-    assert len(prints) == 1 + len(NAMES)
+    schedules = [None, *map(sampling_schedules.create, NAMES)]
+    assert len({settings.fingerprint(create("none"), each) for each in schedules}) == len(schedules)
     for spec in ("ead", {"c": 3}):
         with pytest.raises(UsageError, match=r"must be a dictionary with a 'name' \(e3, ead, edt, ladder or"):
             settings.read({"sampling_schedule": spec})
@@ -88,18 +116,40 @@ def test_the_perturber_is_told_the_temperature_that_was_drawn_with() -> None:
         told.append([*scaled[0].tolist(), *temperature.tolist()])
 
     perturber = SimpleNamespace(busy=True, temperature_factor=lambda *_: torch.tensor([2.0]), finish=finish)
-    sample = runners._sample_v1(
-        SimpleNamespace(logprobs_mode="raw_logprobs", sample=None), SimpleNamespace(perturber=perturber)
-    )
+    sampler = SimpleNamespace(logprobs_mode="raw_logprobs", sample=None)
+    sample = runners._sample_v1(sampler, SimpleNamespace(perturber=perturber))
+    given = {"temperature": torch.tensor([0.8]), "all_random": True, "all_greedy": False, "max_num_logprobs": None}
     no_filters = {"logitsprocs": SimpleNamespace(argmax_invariant=[]), "top_k": None, "top_p": None}
-    metadata = SimpleNamespace(
-        all_random=True, all_greedy=False, temperature=torch.tensor([0.8]), max_num_logprobs=None, **no_filters
-    )
-    sample(torch.tensor([[3.2, 0.0]]), metadata)
+    sample(torch.tensor([[3.2, 0.0]]), SimpleNamespace(**given, **no_filters))
     assert told == [pytest.approx([2.0, 0.0, 1.6])]
 
 
 # --- in OpenRLHF ------------------------------------------------------------------------------------------------
+
+
+class Generator:
+    """As OpenRLHF's: asks an engine for eight answers at a temperature."""
+
+    def __init__(self, asked: list[Any], **rollout: Any) -> None:
+        def remote(sampling_params: Any, **kwargs: Any) -> None:
+            asked.append((sampling_params.temperature, sampling_params.extra_args[KEY]))
+
+        self.vllm_engines = [SimpleNamespace(generate_responses=SimpleNamespace(remote=remote))]
+        self.args = SimpleNamespace(rollout=SimpleNamespace(batch_size=8, **rollout))
+
+    def _generate_vllm(self, batches: Sequence[list[str]] = (["a"],), **kwargs: Any) -> None:
+        for prompts in batches:
+            self._dispatch_prompts_to_vllm(prompts, **kwargs)
+
+    def generate_samples(self, **kwargs: Any) -> None:
+        self._generate_vllm(**kwargs)
+
+    def generate_eval_samples(self, **kwargs: Any) -> None:
+        self._generate_vllm(**kwargs)
+
+    def _dispatch_prompts_to_vllm(self, prompts: list[str], **kwargs: Any) -> None:
+        params = SimpleNamespace(temperature=kwargs.get("temperature", 1.0), extra_args=None)
+        self.vllm_engines[0].generate_responses.remote(sampling_params=params, num_samples=8)
 
 
 def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +161,9 @@ def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> No
     generator.rollout_round, generator.temperature_factor = 7, 1.5  # as from a checkpoint; as E3 sets it
     generator.generate_samples(temperature=0.8)
     assert asked == [
-        (0.8, {"round": 1, "training_step": 0}),
+        (0.8, {"round": 1, "training_step": 0, "answers": 8}),
         (0.6, {"round": 1, "scheduled": False}),
-        (pytest.approx(1.2), {"round": 8, "training_step": 7}),
+        (pytest.approx(1.2), {"round": 8, "training_step": 7, "answers": 8}),
     ]
     # An asynchronous run may draw the samples of several steps at once.
     run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead", evaluation=True).spec())
@@ -123,25 +173,36 @@ def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> No
     assert [arguments["training_step"] for _, arguments in asked] == [0, 3, 3] and asked[2][0] == 0.6
 
 
+def test_answers_are_numbered_within_their_group() -> None:
+    """Three answers to a prompt, the same prompt a second time in the batch, and in the next round."""
+    seen: list[dict[str, Any]] = []
+
+    class Executor:
+        async def execute(self, **kwargs: Any) -> dict[str, Any]:
+            seen.append(_conversation.get().arguments)
+            return {}
+
+    executor = RecordingExecutor(Executor())
+    for round_ in (1, 1, 2):
+        params = SimpleNamespace(extra_args={KEY: {"round": round_, "training_step": 0, "answers": 3}})
+        for _ in range(3):
+            asyncio.run(executor.execute(prompt="p", sampling_params=params))
+    assert [given["answer"] for given in seen] == [0, 1, 2] * 3
+    assert len({given["sample"] for given in seen}) == 9
+    plain = SimpleNamespace(extra_args={KEY: {"round": 2, "scheduled": False}})
+    asyncio.run(executor.execute(prompt="p", sampling_params=plain))
+    assert "answer" not in seen[-1]
+
+
 def test_a_round_is_a_batch_that_has_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenRLHF asks for one more batch where an episode's prompts have ended with one, and for single prompts in the
     place of filtered ones."""
     run_with(monkeypatch, sampling_schedule=sampling_schedules.create("ead").spec())
 
-    class Batches(Generator):
-        batches = ([["a"], ["b"]], [["a"]], [], [["a"]])
-
-        def _generate_vllm(self, at: int) -> None:
-            for prompts in self.batches[at]:
-                self._dispatch_prompts_to_vllm(prompts)
-
-        def generate_samples(self, at: int) -> None:
-            self._generate_vllm(at)
-
     asked: list[Any] = []
-    generator = samples_generator.samples_generator(Batches)(asked)
-    for at in range(4):
-        generator.generate_samples(at)
+    generator = samples_generator.samples_generator(Generator)(asked)
+    for batches in ([["a"], ["b"]], [["a"]], [], [["a"]]):
+        generator.generate_samples(batches=batches)
     assert [(sent["round"], sent["training_step"]) for _, sent in asked] == [(1, 0), (1, 0), (2, 1), (3, 2)]
 
 
@@ -205,10 +266,8 @@ def test_the_rollout_s_entropy_is_kept_and_logged(monkeypatch: pytest.MonkeyPatc
         action_log_probs=torch.tensor([[-1.5, -3.0], [-2.0, -9.0]]),
         action_mask=torch.tensor([[1, 1], [1, 0]]),
     )
-    advantage = SimpleNamespace(
-        is_correction_level="token", is_correction_mode="clip", is_correction_gating="ratio",
-        is_correction_threshold=[0.0, 10.0],
-    )  # fmt: skip
+    correction = {"level": "token", "mode": "clip", "gating": "ratio", "threshold": [0.0, 10.0]}
+    advantage = SimpleNamespace(**{f"is_correction_{name}": value for name, value in correction.items()})
     args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), actor=SimpleNamespace(policy_loss_type="ppo"))
     made = maker(strategy=SimpleNamespace(args=args))
     made.make_experience_batch([experience])

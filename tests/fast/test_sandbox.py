@@ -8,13 +8,19 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ngrpo.config import rules
+from ngrpo.config.parse import run_config
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import sandbox, tasks
+from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import generated
 from ngrpo.workbench.tasks import minimum_sum, shortcut, star_graph, two_peaks
+from tests.conftest import ROOT
 
 NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "star_graph", "two_peaks")
 
@@ -36,9 +42,7 @@ def test_demonstrations_of_digit_sums() -> None:
         if way == "copy":
             assert said == ["3"]
         else:
-            assert way == "count"
-            assert said[:-1] == ["0", "1", "9", "4"]
-            assert said[-1] in ("6", "7")
+            assert (way, *said[:-1]) == ("count", "0", "1", "9", "4") and said[-1] in ("6", "7")
             counted, right = counted + 1, right + (said[-1] == "6")
     assert abs(counted / 4000 - sandbox.COUNTED) < 0.02 and abs(right / counted - sandbox.SKILL) < 0.025
     late = sandbox.digit_demonstration(chance, digits, late=True).split()
@@ -105,12 +109,11 @@ def test_tasks_write_the_same_files_every_time(name: str, tmp_path: Path) -> Non
     assert found["rewards"].tolist() == [1.0, 0.0]
 
 
-def test_the_share_of_easy_problems() -> None:
-    for form, (_, easy) in shortcut.FORMS.items():
-        train, held_out = shortcut.problems(form)
-        assert (len(train), len(held_out)) == (shortcut.TRAIN_ROWS, shortcut.EVAL_ROWS)
-        share = sum(row["label"] == row["input"].split()[1] for row in train) / len(train)
-        assert abs(share - easy) < 0.03
+@pytest.mark.parametrize("form", shortcut.FORMS)
+def test_the_share_of_easy_problems(form: str) -> None:
+    train, _ = shortcut.problems(form)
+    share = sum(row["label"] == row["input"].split()[1] for row in train) / len(train)
+    assert abs(share - shortcut.FORMS[form][1]) < 0.03
 
 
 def test_what_is_logged_beside_the_reward() -> None:
@@ -124,9 +127,6 @@ def test_what_is_logged_beside_the_reward() -> None:
 
 def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made once into the cache, twice the same, and read by transformers; texts go through its tokenizer and back."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     monkeypatch.setenv("NGRPO_CACHE", str(tmp_path))
     monkeypatch.setattr(sandbox, "STEPS", 2)
     said: list[str] = []
@@ -141,15 +141,14 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         torch.set_num_threads(threads)
     sandbox.make(tmp_path / "other", steps=2, seed=1)
-    one, same, other = (
-        (place / "model.safetensors").read_bytes() for place in (folder, tmp_path / "again", tmp_path / "other")
-    )
+    made = [folder, tmp_path / "again", tmp_path / "other"]
+    one, same, other = ((place / "model.safetensors").read_bytes() for place in made)
     assert one == same != other
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     size = f"{sum(weight.numel() for weight in model.parameters()) / 1e6:.2f} million parameters"
-    page = Path(__file__).resolve().parents[2] / "docs" / "sandbox.md"
-    assert size in str(sandbox.__doc__) and size in page.read_text() and model.config.head_dim >= 32
+    page = (ROOT / "docs" / "sandbox.md").read_text()
+    assert size in str(sandbox.__doc__) and size in page and model.config.head_dim >= 32
     assert model.dtype == torch.float32 and len(tokenizer) == model.config.vocab_size == len(sandbox.TOKENS)
     question = [{"role": "user", "content": "sum 3 7 1 8 5 2"}]
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
@@ -160,10 +159,6 @@ def test_model_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_settings_that_go_with_the_model() -> None:
     """Printed and given to every run, and nothing that was given is changed."""
-    from ngrpo.config import rules
-    from ngrpo.config.parse import run_config
-    from ngrpo.workbench.compare.plan import read_plan
-
     words = ["--perturbations", "none", "--model", "sandbox", "--task", "shortcut", "--actor.adam.lr", "1e-5"]
     plan, _ = read_plan(words)
     shared, evaluation = Flags(plan.shared), Flags(plan.evaluation)

@@ -3,7 +3,7 @@
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.run import RunConfig
 from ngrpo.methods import second_rounds
 from ngrpo.methods.second_rounds.base import SecondRound, closing, opening
 from ngrpo.methods.second_rounds.lope import WORDS
 from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import samples_generator, second_round
+from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
 from perturbations.errors import UsageError
 from tests.fast.run import run_with
 
@@ -38,17 +38,12 @@ class Tokenizer:
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": self.encode(text, add_special_tokens)}
 
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, str]],
-        tokenize: bool = True,
-        add_generation_prompt: bool = False,
-        manner: str = "kind",
-    ) -> str:
-        assert not tokenize
+    def apply_chat_template(self, messages: list[dict[str, str]], manner: str = "kind", **how: Any) -> str:
+        assert not how["tokenize"]
         if messages[0]["role"] != "system":
             messages = [{"role": "system", "content": f"Be {manner}."}, *messages]
-        return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>" * add_generation_prompt
+        generation = "<assistant>" * how.get("add_generation_prompt", False)
+        return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + generation
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
         assert skip_special_tokens
@@ -64,9 +59,7 @@ def test_nonsense_is_of_its_words_and_as_long_as_it_may_be() -> None:
         assert 20 - max(map(len, WORDS)) - 1 < len(nonsense) <= 40
         assert len(asked) - len("What?") <= method.room
         drawn.add(nonsense)
-    assert len(drawn) == 60
-    assert min(map(len, drawn)) < 23
-    assert max(map(len, drawn)) > 37
+    assert len(drawn) == 60 and min(map(len, drawn)) < 23 and max(map(len, drawn)) > 37
     assert method.prompt("What?", Tokenizer(), Random(1)) == method.prompt("What?", Tokenizer(), Random(1))
     assert len(set(WORDS)) == len(WORDS) == 63
     only = second_rounds.create("lope", least=20, most=20)
@@ -133,19 +126,13 @@ def test_ratio_by_hand() -> None:
 def response(prompt: str, answer: str, reward: float, log_prob: float | None = None) -> dict[str, Any]:
     """What OpenRLHF's executor returns for an answer, a token for each letter."""
     tokens = [ord(letter) for letter in prompt + answer]
-    log_probs = None if log_prob is None else [0.0] * len(prompt) + [log_prob] * len(answer)
     return {
         "prompt": prompt,
-        "label": "4",
-        "images": None,
         "mm_train_inputs": None,
         "observation_tokens": tokens,
         "action_ranges": [(len(prompt), len(tokens))],
-        "rollout_log_probs": log_probs,
-        "truncated": False,
+        "rollout_log_probs": None if log_prob is None else [0.0] * len(prompt) + [log_prob] * len(answer),
         "reward": torch.tensor([reward]),
-        "scores": reward,
-        "extra_logs": {},
     }
 
 
@@ -169,19 +156,21 @@ class Engine:
 def two_rounds(
     engine: Any,
     monkeypatch: pytest.MonkeyPatch,
-    logprobs: int | None = None,
+    *,
     prompt: str = "What?",
     template: str | None = None,
     method: Any = None,
+    size: int = 3,
     longest: int = 50,
+    logprobs: int | None = None,
     **options: Any,
 ) -> Any:
-    """Three responses to a prompt; the run leaves 10 tokens for each."""
+    """Responses to a prompt; the run leaves 10 tokens for each."""
     method = method or second_rounds.create("lope", **{"least": 30, "most": 40, **options})
-    run = RunConfig(specs={"second_round": method.spec()}, chat_template_kwargs=template)
-    monkeypatch.setattr(second_round, "current_run", lambda: run)
-    asked = {"prompt": prompt, "label": "4", "num_samples": 3, "images": None, "max_length": longest}
-    params = SimpleNamespace(logprobs=logprobs, max_tokens=10, extra_args={"perturbation": {"round": 7, "answers": 3}})
+    run_with(monkeypatch, second_round=method.spec(), chat_template_kwargs=template)
+    asked = {"prompt": prompt, "label": "4", "num_samples": size, "images": None, "max_length": longest}
+    arguments = {"round": 7, "training_step": 0, "answers": size}
+    params = SimpleNamespace(logprobs=logprobs, max_tokens=10, extra_args={"perturbation": arguments})
     return asyncio.run(second_round.in_two_rounds(engine, **asked, sampling_params=params, hf_tokenizer=Tokenizer()))
 
 
@@ -206,9 +195,7 @@ def test_right_answers_become_answers_to_the_prompt_of_the_data(monkeypatch: pyt
     assert (first["prompt"], first["sampling_params"].logprobs, first["max_length"]) == ("What?", None, 50)
     assert len({each["prompt"] for each in others}) == 3
     for each in others:
-        assert each["sampling_params"].logprobs == 1
-        assert each["num_samples"] == 2
-        assert each["label"] == "4"
+        assert (each["sampling_params"].logprobs, each["num_samples"], each["label"]) == (1, 2, "4")
         assert each["max_length"] - 50 == len(each["prompt"]) - len("What?"), "answers have the same room"
     carried = sample_records.two_rounds([each["mm_train_inputs"] for each in group], 3)
     assert [each.rewards.tolist() for each in carried] == [[0, 0, 0, 0, 0, 1, 0, 1, 0]] * 3
@@ -245,7 +232,35 @@ def test_a_prompt_that_was_cut_has_no_second_round(monkeypatch: pytest.MonkeyPat
     assert len(engine.asked) == 1
 
 
-def test_no_reward_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["lope", "repeat"])
+@pytest.mark.parametrize(("group", "answers"), [(8, 4), (3, 4), (4, 4)])
+def test_each_prompt_of_a_second_round_has_a_ladder_of_its_own(
+    name: str, group: int, answers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a group of 8, its 4 answers had the first rungs of 8: none of them was hot."""
+    rungs: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+
+    class Executor:
+        async def execute(self, *, prompt: str, **asked: Any) -> dict[str, Any]:
+            arguments = _conversation.get().arguments
+            rungs[prompt].append((arguments["answer"], arguments["answers"]))
+            return response(prompt, "a", 0.0, 0.0)
+
+    async def generate_responses(*, num_samples: int, **asked: Any) -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(executor.execute(**asked) for _ in range(num_samples))))
+
+    executor = RecordingExecutor(Executor())
+    engine = SimpleNamespace(generate_responses=generate_responses, second_rounds_asked=Counter())
+    method = second_rounds.create(name, prompts=2, answers=answers)
+    two_rounds(engine, monkeypatch, method=method, size=group, longest=5000)
+    first, further = rungs.pop("What?"), [*rungs.values()]
+    assert first[:group] == [(answer, group) for answer in range(group)]
+    if name == "repeat":  # asks the same prompt, so that its answers are numbered on
+        further = [first[group : group + answers], first[group + answers :]]
+    assert [sorted(each) for each in further] == [[(answer, answers) for answer in range(answers)]] * 2
+
+
+def test_no_reward_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="came without a reward"):
         second_round.reward_of({"reward": None})
     assert second_round.reward_of({"reward": [0.5]}) == 0.5
@@ -318,11 +333,9 @@ class Drafting:
     async def generate_responses(self, **asked: Any) -> list[dict[str, Any]]:
         self.asked.append(asked)
         self.drafting.append(second_round.drafting.get())
-        answers = (
-            [("two", 0.5), ("four", 1.0), ("six", 0.0)] if len(self.asked) == 1 else [("4", 1.0), ("5", 0), ("", 1)]
-        )
+        answers = {1: [("two", 0.5), ("four", 1.0), ("six", 0.0)], 2: [("4", 1.0), ("5", 0), ("", 1)]}
         record = {"mm_train_inputs": {"record": bytes([len(self.asked)])}}
-        return [{**response(asked["prompt"], answer, reward), **record} for answer, reward in answers]
+        return [{**response(asked["prompt"], *answer), **record} for answer in answers[len(self.asked)]]
 
 
 def test_refinements_are_trained_with_their_own_prompt_and_records(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +347,8 @@ def test_refinements_are_trained_with_their_own_prompt_and_records(monkeypatch: 
     assert second == {**first, "prompt": shown, "sampling_params": second["sampling_params"]}
     assert second["sampling_params"] == first["sampling_params"], "no log-probabilities beyond those of the run"
     assert [each["prompt"] for each in group] == [shown] * 3
-    assert [Tokenizer().decode(each["observation_tokens"], True) for each in group] == [
-        f"{shown}{a}" for a in ("4", "5", "")
-    ]
+    texts = [Tokenizer().decode(each["observation_tokens"], True) for each in group]
+    assert texts == [f"{shown}4", f"{shown}5", shown]
     assert [each["mm_train_inputs"]["record"] for each in group] == [b"\2"] * 3
     carried = sample_records.two_rounds([each["mm_train_inputs"] for each in group], 3)
     assert [each.rewards.tolist() for each in carried] == [[0.5, 1, 0, 1, 0, 1]] * 3

@@ -27,17 +27,8 @@ from perturbations import FinishedTrajectory, ReplayRecord
 from perturbations.errors import UsageError
 from perturbations.replay.trajectory import model_fingerprint
 
-KEPT = ReplayRecord(
-    seed=7,
-    prompt_tokens=2,
-    num_tokens=4,
-    positions=np.array([2]),
-    ids=np.array([[5]]),
-    weights=np.array([[1.0]], dtype=np.float32),
-    sigma=None,
-    agreed=np.array([True]),
-    model=model_fingerprint(49152, 576),
-)
+AT, IDS, WEIGHTS = np.array([2]), np.array([[5]]), np.array([[1.0]], dtype=np.float32)
+KEPT = ReplayRecord(7, 2, 4, AT, IDS, WEIGHTS, None, np.array([True]), model=model_fingerprint(49152, 576))
 RECORD = KEPT.to_bytes()
 OF_ANOTHER_MODEL = dataclasses.replace(KEPT, model=model_fingerprint(49152, 960)).to_bytes()
 WITH_A_TOKEN_TOO_MANY = dataclasses.replace(KEPT, ids=np.array([[49152]])).to_bytes()
@@ -57,7 +48,12 @@ def params(arguments: Any) -> Params:
 
 
 def test_arguments_pass_and_text_is_read() -> None:
-    for untouched in (Params(extra_args=None), Params(extra_args={"other": 1}), params({"seed": 3, "record": RECORD})):
+    for untouched in (
+        Params(extra_args=None),
+        Params(extra_args={"other": 1}),
+        params({"seed": 3, "record": RECORD}),
+        params({"training_step": 7, "scheduled": False, "answer": 3, "answers": 4}),
+    ):
         assert checked(untouched, MODEL) is untouched
     text = json.dumps({"seed": 3, "enabled": True, "record": base64.b64encode(RECORD).decode()})
     given = params(text)
@@ -79,6 +75,8 @@ def test_arguments_pass_and_text_is_read() -> None:
         ({"seed": -1}, "must be an integer from 0 to"),
         ({"training_step": 1 << 63}, "must be an integer from 0 to 9223372036854775807"),
         ({"enabled": 1}, "must be True or False"),
+        ({"answer": 4, "answers": 4}, "['answer']=4: must be from 0 to 1 below"),
+        ({"answers": 0}, "['answer']=0: must be from 0 to 1 below"),
         ({"record": "text"}, "must be the bytes of a record"),
         ({"record": RECORD[:-1]}, "is damaged"),
         ({"record": OF_ANOTHER_MODEL}, "it is of another model"),
@@ -102,16 +100,13 @@ def test_a_record_is_for_one_answer() -> None:
 
 def test_a_prompt_in_parts_is_refused() -> None:
     """vLLM's streaming input goes on with a request by another prompt, and drops a token that was drawn."""
-    perturbed = {"perturbation": {"name": "neighbor"}}
-    for config, refused in ((perturbed, True), ({}, False)):
-        processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), model_config=MODEL)
-        process = request_arguments.checked_request(lambda self, *args, **kwargs: kwargs)
-        if refused:
-            with pytest.raises(UsageError, match="Give the whole prompt"):
-                process(processor, "a", [1], Params(extra_args=None), resumable=True)
-        else:
-            assert process(processor, "a", [1], Params(extra_args=None), resumable=True) == {"resumable": True}
-        assert process(processor, "a", [1], Params(extra_args=None), resumable=False) == {"resumable": False}
+    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}), model_config=MODEL)
+    process = request_arguments.checked_request(lambda self, *args, **kwargs: kwargs)
+    assert process(processor, "a", [1], Params(extra_args=None), resumable=True) == {"resumable": True}
+    processor.vllm_config.additional_config = {"perturbation": {"name": "neighbor"}}
+    assert process(processor, "a", [1], Params(extra_args=None), resumable=False) == {"resumable": False}
+    with pytest.raises(UsageError, match="Give the whole prompt"):
+        process(processor, "a", [1], Params(extra_args=None), resumable=True)
 
 
 @pytest.mark.parametrize("config", [{"perturbation": {"name": "neighbor"}}, {"seeded_draws": True}, {}])
@@ -122,13 +117,7 @@ def test_only_an_engine_that_asks_keeps_the_lengths_of_its_answers(config: dict[
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {"perturbation": {"name": "neighbor"}},
-        {"sampling_schedule": {"name": "ead"}},
-        {"seeded_draws": True},
-        {"sampling_masks": True},
-    ],
+    "config", [{"perturbation": {"name": "neighbor"}}, {"sampling_schedule": {"name": "ead"}}, {"sampling_masks": True}]
 )
 def test_an_unsupported_vllm_takes_nothing_of_ours(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
@@ -139,9 +128,7 @@ def test_an_unsupported_vllm_takes_nothing_of_ours(config: dict[str, Any], monke
     assert create(SimpleNamespace(additional_config={"of": "others"})) is built
 
 
-def test_an_engine_whose_patches_do_not_match_is_refused_before_its_model_loads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_whose_patches_do_not_match_loads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM asks a plugin nothing back, so that the engine's configuration is where a run can be refused."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.29.0"))
     row = next(row for row in patches.VLLM if row.attribute.endswith("get_top_k_top_p"))
@@ -167,8 +154,12 @@ class Server:
         self.output_processor = SimpleNamespace(**{LENGTHS: lengths or {}})
         self.headers: list[tuple[bytes, bytes]] = []
 
+    def begin(self, headers: dict[bytes, bytes]) -> None:
+        """What is done before the answer."""
+
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.got = json.loads((await receive())["body"])
+        self.begin(dict(scope["headers"]))
         assert dict(scope["headers"])[b"content-length"] == str(len(json.dumps(self.got))).encode()
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         body = json.dumps(self.answer).encode()
@@ -210,23 +201,16 @@ LOG_PROBS = np.array([-0.5, -1.0], dtype=np.float32)
 
 
 @pytest.mark.parametrize(
-    ("path", "answer", "names"),
+    ("path", "choices", "names"),
     [
-        ("/v1/chat/completions", {"id": "chatcmpl-1", "choices": [{"index": 0}]}, ["chatcmpl-1"]),
-        (
-            "/v1/chat/completions",
-            {"id": "chatcmpl-1", "choices": [{"index": 1}, {"index": 0}]},
-            ["0_chatcmpl-1", "1_chatcmpl-1"],
-        ),
-        ("/v1/completions", {"id": "cmpl-1", "choices": [{"index": 0}, {"index": 1}]}, ["cmpl-1-0", "cmpl-1-1"]),
-        (
-            "/v1/completions",
-            {"id": "cmpl-1", "choices": [{"index": i} for i in range(4)]},
-            ["0_cmpl-1-0", "1_cmpl-1-0", "0_cmpl-1-1", "1_cmpl-1-1"],
-        ),
+        ("/v1/chat/completions", [0], ["chatcmpl-1"]),
+        ("/v1/chat/completions", [1, 0], ["0_chatcmpl-1", "1_chatcmpl-1"]),
+        ("/v1/completions", [0, 1], ["cmpl-1-0", "cmpl-1-1"]),
+        ("/v1/completions", [0, 1, 2, 3], ["0_cmpl-1-0", "1_cmpl-1-0", "0_cmpl-1-1", "1_cmpl-1-1"]),
     ],
 )
-def test_each_choice_has_its_record(path: str, answer: dict[str, Any], names: list[str]) -> None:
+def test_each_choice_has_its_record(path: str, choices: list[int], names: list[str]) -> None:
+    answer = {"id": "chatcmpl-1" if "chat" in path else "cmpl-1", "choices": [{"index": index} for index in choices]}
     kept = [dataclasses.replace(KEPT, seed=i) for i in range(len(names))]
     held = {f"{name}-12345678": FinishedTrajectory(kept[i], LOG_PROBS).pack() for i, name in enumerate(names)}
     server = Server(answer, held)
@@ -241,19 +225,12 @@ def test_each_choice_has_its_record(path: str, answer: dict[str, Any], names: li
 class NamingServer(Server):
     """Calls a request what its client does, as vLLM: by the header, or else by the field; says so in both places."""
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        message = await receive()
-        name = dict(scope["headers"]).get(b"x-request-id", b"").decode()
-        name = name or json.loads(message["body"]).get("request_id", "made-up")
+    def begin(self, headers: dict[bytes, bytes]) -> None:
+        name = headers.get(b"x-request-id", b"").decode() or self.got.get("request_id", "made-up")
         self.answer = {"id": f"cmpl-{name}", "choices": [{"index": 0}]}
         record = dataclasses.replace(KEPT, seed=len(self.held))
         self.held |= {f"cmpl-{name}-0-{len(self.held):08}": FinishedTrajectory(record, LOG_PROBS).pack()}
         self.headers = [(b"x-request-id", name.encode()), (b"vary", b"origin")]
-
-        async def again() -> Any:
-            return message
-
-        await super().__call__(scope, again, send)
 
 
 @pytest.mark.parametrize(
@@ -300,14 +277,14 @@ def test_other_requests_go_by() -> None:
     assert server.got == {"vllm_xargs": {"a": 1, "perturbation": '{"enabled": false}'}}
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (b'{"prompt": "a"', "is not JSON: .*Send a JSON object"),
-        (b"[" * 100_000, "is not JSON"),
-        (b"[]", r"is \[\]: must be a JSON object"),
-    ],
-)
+BODIES = [
+    (b'{"prompt": "a"', "is not JSON: .*Send a JSON object"),
+    (b"[" * 100_000, "is not JSON"),
+    (b"[]", r"is \[\]: must be a JSON object"),
+]
+
+
+@pytest.mark.parametrize(("body", "said"), BODIES, ids=["cut", "deep", "a list"])
 def test_a_body_that_is_no_object_is_refused(body: bytes, said: str) -> None:
     start, content = asked(Server({}, {}), body, "/v1/completions", {})
     error = json.loads(content["body"])["error"]
@@ -324,6 +301,8 @@ def test_a_body_that_is_no_object_is_refused(body: bytes, said: str) -> None:
         ({"perturbation": {"return_recrod": True}}, "Known: .*return_record.* Did you mean 'return_record'"),
         ({"perturbation": {}, "vllm_xargs": [1]}, r"vllm_xargs is \[1\]: must be a JSON object"),
         ({"perturbation": {"return_record": True}, "use_beam_search": True}, "beam search"),
+        ({"perturbation": {"return_record": True}, "stream": True}, "not streamed"),
+        ({"perturbation": {"return_record": "yes"}}, "must be true or false"),
     ],
 )
 def test_wrong_fields_are_refused_before_anything_runs(fields: dict[str, Any], said: str) -> None:
@@ -333,14 +312,6 @@ def test_wrong_fields_are_refused_before_anything_runs(fields: dict[str, Any], s
     assert server.got is None
 
 
-@pytest.mark.parametrize(
-    ("request_", "status", "said"),
-    [
-        ({"perturbation": {"return_record": True}, "stream": True}, 400, "not streamed"),
-        ({"perturbation": {"return_record": "yes"}}, 400, "must be true or false"),
-        ({"perturbation": {"return_record": True}}, 500, "the replay buffer dropped it"),
-    ],
-)
-def test_what_cannot_be_had_is_an_error(request_: Any, status: int, said: str) -> None:
-    found = ask(Server({"id": "cmpl-1", "choices": [{"index": 0}]}, {}), request_)
-    assert found[0] == status and said in found[1]["error"]["message"]
+def test_a_record_that_is_gone_is_an_error() -> None:
+    found = ask(Server({"id": "cmpl-1", "choices": [{"index": 0}]}, {}), {"perturbation": {"return_record": True}})
+    assert found[0] == 500 and "the replay buffer dropped it" in found[1]["error"]["message"]

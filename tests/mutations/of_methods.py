@@ -5,7 +5,6 @@ _FLAGS = "test_advantages_flags.py"
 _FURTHER = "test_advantages_further.py"
 _OBJECTIVES = "test_advantages_objectives.py"
 _IN_LOSS = "test_credits_loss.py"
-_LADDER = "test_sampling_schedules_ladder.py"
 _SECOND_ROUNDS, _SECOND_ROUNDS_TRAINING = "test_second_rounds.py", "test_second_rounds_training.py"
 
 MUTATIONS = {
@@ -278,20 +277,12 @@ MUTATIONS = {
             "e3: beyond the run it rises again",
         ),
         ("since = len(past) - 1 - start", "since = len(past) - start", "e3: the target is a step ahead"),
-    ],
-    ("ngrpo/methods/sampling_schedules/temperatures.py", _LADDER): [
         ("(at.answers - 1).clamp_min(1)", "at.answers", "ladder: the last answer is not the hottest"),
         ("at.answers > 1", "at.answers > 0", "ladder: an only answer is cold"),
         ("(self.most / self.least) ** share", "(1.0 + (self.most / self.least - 1.0) * share)", "ladder: even steps"),
     ],
-    ("ngrpo/trainers/openrlhf/rollout_actor.py", _LADDER): [
+    ("ngrpo/trainers/openrlhf/rollout_actor.py", "test_sampling_schedules_run.py"): [
         ("% seeds.MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
-    ],
-    ("ngrpo/trainers/openrlhf/samples_generator.py", _LADDER): [
-        ('if "training_step" in arguments and', "if", "ladder: evaluations follow it"),
-    ],
-    ("ngrpo/rollout/perturber.py", _LADDER): [
-        ("self._store.answers[self._slots].T", "self._store.answers[: len(names)].T", "ladder: by row, not by slot"),
     ],
     ("ngrpo/methods/sampling_schedules/base.py", "test_sampling_schedules.py"): [
         ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
@@ -311,6 +302,7 @@ MUTATIONS = {
         (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
     ],
     ("ngrpo/rollout/perturber.py", "test_sampling_schedules_run.py"): [
+        ("self._store.answers[self._slots].T", "self._store.answers[: len(names)].T", "ladder: by row, not by slot"),
         ("(steps >= 0) & (greedy < 0)", "(steps >= 0)", "greedy requests follow the schedule"),
         (
             "np.maximum(batch.next_positions - self._store.prompts[batch.slots], 0)",
@@ -319,6 +311,7 @@ MUTATIONS = {
         ),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", "test_sampling_schedules_run.py"): [
+        ('if "training_step" in arguments and', "if", "ladder: evaluations follow it"),
         ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),
         ('kwargs.get("temperature", 1.0) * self.temperature_factor', 'kwargs["temperature"]', "e3 changes nothing"),
         ("schedule.evaluation or not self.evaluating", "True", "evaluations follow every schedule"),

@@ -138,7 +138,7 @@ MUTATIONS = {
         ),
         (", self._gate.matched(slots, positions), sampled > 0", ", self._gate.matched(slots, positions)", "discarded"),
     ],
-    ("perturbations/seeds.py", "test_request_seeds.py"): [
+    ("perturbations/seeds.py", "test_requests.py"): [
         ("trajectory_seed(perturbation, engine) &", "trajectory_seed(perturbation) &", "engines share their seeds"),
     ],
     ("perturbations/gates/default.py", "test_gates.py"): [

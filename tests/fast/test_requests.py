@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests are found by what their callers know, and what nobody asks for is forgotten."""
+"""Requests are found by what their callers know, forgotten if nobody asks for them, and have seeds of their own."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -45,17 +45,17 @@ def test_the_samples_of_a_request_go_together() -> None:
 class Books:
     """Requests of a worker without an engine: each is of one token, and finished as soon as the next one comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.store = TrajectoryStore(4, 64)
         perturber = SimpleNamespace(
             opened=lambda name, prompt: None, closed=lambda slot: None, masks=None, routed=None,
             notes=SimpleNamespace(drain=lambda **kwargs: None, taken=0, written=0),
         )  # fmt: skip
         self.buffer = buffers.create("memory")
-        self.requests = RunningRequests(create("gumbel", seed=3), self.store, perturber, self.buffer)
+        self.requests = RunningRequests(create("gumbel", seed=3), self.store, perturber, self.buffer, rank)
 
-    def run(self, *names: str, prompt: int = 5) -> None:
-        params = SimpleNamespace(seed=None, extra_args=None)
+    def run(self, *names: str, prompt: int = 5, seed: int | None = None) -> None:
+        params = SimpleNamespace(seed=seed, extra_args=None)
         new = [SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[prompt, 6]) for name in names]
         self.requests.update(SimpleNamespace(finished_req_ids=set(), scheduled_new_reqs=new))
 
@@ -71,10 +71,8 @@ def test_records_are_handed_over_once_and_dropped_with_all_samples() -> None:
     assert books.buffer.names() == [SAMPLES[0]] and len(books.requests._names) == 2
     books.requests.drop(["d-12345678"])
     books.end(SAMPLES[1])
-    assert not books.buffer.names()
-    assert not books.store.live
-    assert not books.requests._dropped
-    assert len(books.requests._names) == 0
+    assert not books.buffer.names() and not books.store.live
+    assert not books.requests._dropped and len(books.requests._names) == 0
 
 
 def test_what_the_buffer_has_dropped_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +116,26 @@ def test_prompts_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(books.requests._counts) == 2
     assert len(set(drawn[:5])) == 5, "the prompt that is asked again and again stays known"
     assert drawn[5] == drawn[1], "the one that was forgotten is asked for the first time again"
+
+
+# --- which trajectory a request is --------------------------------------------------------------------------
+
+
+def drawn_seeds(rank: int, seed: int | None = None) -> list[int]:
+    """The seeds of four requests for one prompt on a data-parallel rank."""
+    books = Books(rank)
+    books.run(*"abcd", seed=seed)
+    return books.store.seeds[[books.store.live[name] for name in "abcd"]].tolist()
+
+
+def test_the_samples_of_a_prompt_differ_on_a_rank_and_between_ranks() -> None:
+    assert len({seed for rank in range(3) for seed in drawn_seeds(rank)}) == 12
+    assert drawn_seeds(1) == drawn_seeds(1), "a rank draws as before"
+
+
+def test_a_seed_is_the_same_trajectory_on_every_rank() -> None:
+    assert len({seed for rank in range(3) for seed in drawn_seeds(rank, seed=11)}) == 1
+
+
+def test_engines_have_seeds_of_their_own() -> None:
+    assert len({seeds.of_engine(3, engine) for engine in range(4)}) == 4
