@@ -56,6 +56,11 @@ class LikeliestTokens(Perturbation):
 
     k: int = option(5, "number of tokens mixed at most", low=1)
 
+    @property
+    def zero_mean_score(self) -> bool:
+        # Without a density the loss weighs the text's token, which may be the likeliest, or drawn from the k alone.
+        return self.has_density or self.samples_text
+
     def check_model(self, vocabulary: int) -> None:
         check_top_k(self.k, vocabulary, type(self).__dataclass_fields__["k"].metadata["low"])
 

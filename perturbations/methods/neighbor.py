@@ -71,10 +71,6 @@ class Neighbor(LikeliestTokens):
         return Proposal(InputEdit(ids, mixture), anchor if self.realization == "anchor" else step.sampled)
 
     @property
-    def zero_mean_score(self) -> bool:
-        return self.samples_text  # the anchor is the likeliest token, and was not drawn
-
-    @property
     def samples_text(self) -> bool:
         return self.realization == "sampled"
 
@@ -118,10 +114,6 @@ class Orthogonal(LikeliestTokens):
         along = (others * anchor).sum(dim=-1) / norm
         weights = torch.cat([1.0 - (noise * along).sum(dim=-1, keepdim=True), noise], dim=-1)
         return Proposal(InputEdit(ids, weights), step.sampled if self.samples_text else ids[:, 0])
-
-    @property
-    def zero_mean_score(self) -> bool:
-        return self.samples_text  # as of Neighbor
 
     @property
     def samples_text(self) -> bool:

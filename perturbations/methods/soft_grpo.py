@@ -35,10 +35,6 @@ class Gumbel(TopTokens):
             why = "below, float32 weights cannot hold the noise. Raise it, or take density='token'"
             raise UsageError(f"perturbation option tau={self.tau:g}: {least}: {why}.")
 
-    @property
-    def zero_mean_score(self) -> bool:
-        return self.has_density  # the token is drawn from the top-k alone; the clamp leaves a mean of 0.003
-
     def propose(self, step: Step) -> Proposal:
         """y_i = log(p_i + 1e-6) + g_i; weights = softmax(y / τ_g); the text takes the largest weight."""
         ids, probabilities = self.top(step)
@@ -123,10 +119,6 @@ class Normal(TopTokens):
     k: int = option(5, "number of tokens mixed at most", low=1, high=10)
     density: str = density_option("or the normal density of the draws", "normal")
     input_gradient: str = input_gradient_option("none")
-
-    @property
-    def zero_mean_score(self) -> bool:
-        return self.has_density  # the token is drawn from the top-k alone
 
     @property
     def score_only(self) -> bool:

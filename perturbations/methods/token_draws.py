@@ -34,7 +34,6 @@ class CUTS(LikeliestTokens):
     """Draws uniformly among the k likeliest tokens with enough probability; the token drawn is fed and written."""
 
     paper = "CUTS, arXiv 2604.18493"
-    zero_mean_score = False  # the token is drawn uniformly
 
     k: int = option(5, "K, number of likely tokens", low=1)
     delta: float = option(0.03, "δ, the least probability of a candidate at temperature 1", low=0.0, high=1.0)
