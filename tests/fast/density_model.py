@@ -84,12 +84,13 @@ def run(
     records: list,
     packed: bool = False,
     temperature: float = 1.0,
+    advantages: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     labels, shape = torch.roll(tokens, -1, 1), tokens.shape
     if packed:
         tokens, labels = tokens[mask.bool()].unsqueeze(0), labels[mask.bool()].unsqueeze(0)
     scope = ReplayScope(model.embedding, perturbation=perturbation)
-    with scope(records, mask), densities(scope, temperature) as ours:
+    with scope(records, mask), densities(scope, temperature, advantages) as ours:
         result = hooked(model(tokens) / temperature, labels)
         if packed:
             result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])
