@@ -232,24 +232,6 @@ def by_kind(perturbation: Perturbation, step: Step, logits: Tensor) -> Tensor:
     return perturbation.log_density(replayed(step, perturbation.propose(step), logits))
 
 
-def test_gradient_of_the_normal_density_is_that_of_the_policy_that_drew() -> None:
-    """With y = p(θ) + 0.05 ε held fixed, as the paper writes it; two of five candidates are often cut or unlikely."""
-    perturbation = create("normal", density="normal")
-    step = a_step(likely(40), temperature=0.7)
-    edit = perturbation.propose(step).edit
-    keys = streams.keys(step.seeds, step.positions, streams.Stream.WEIGHTS)
-    logits = (step.logits + 0.02 * torch.randn(40, V, generator=generator(11))).requires_grad_()
-    kept = d.distinct(edit.ids)
-    p = torch.softmax(torch.where(kept, logits.double().gather(-1, edit.ids), -torch.inf), dim=-1)
-    y = p.detach() + 0.05 * streams.normal(keys, edit.ids).double()
-    terms = -0.5 * ((y - p).clamp(-0.15, 0.15) / 0.05).square()
-    used = kept & (p > 0.05)
-    want = torch.where(used, terms, 0.0).sum(-1) / used.sum(-1)
-    score, true = (torch.autograd.grad(f.sum(), logits)[0] for f in (by_kind(perturbation, step, logits), want))
-    torch.testing.assert_close(score, true, rtol=1e-4, atol=1e-4)
-    assert (true.abs().sum(-1) > 0.1).sum() > 30
-
-
 # --- perturbations: what was recorded is enough -------------------------------------------------------
 
 
