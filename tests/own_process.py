@@ -6,8 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
+
+import psutil
 
 from tests.conftest import ROOT
 
@@ -73,3 +77,18 @@ def run_two_ranks(module: str, *arguments: str, timeout: float = 240.0, ranks: i
             rank.kill()
     assert [rank.returncode for rank in processes] == [0] * ranks, "".join(output[-3000:] for output in outputs)
     return outputs
+
+
+def alive(process: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def ends(process: int, within: float = 30.0) -> bool:
+    """Whether a process is gone within some seconds."""
+    until = time.monotonic() + within
+    while alive(process) and time.monotonic() < until:
+        time.sleep(0.05)
+    return not alive(process)

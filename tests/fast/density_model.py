@@ -61,19 +61,23 @@ def name_of(perturbation: Perturbation) -> str:
     return "-".join([perturbation.name, *([perturbation.base] if perturbation.name == "gaussian" else [])])
 
 
+STEPS = {0: a_step(likely(4)), 2: a_step(likely(3), seed=5)}
+
+
 def batch(perturbation: Perturbation) -> tuple[Tensor, Tensor, list[ReplayRecord | None]]:
     """Three right-padded samples of 12, 9 and 7 tokens with 4, none and 3 perturbed positions, one of them cut off."""
     tokens = torch.randint(0, V, (3, 12), generator=generator())
     mask = torch.ones_like(tokens)
     mask[1, 9:], mask[2, 7:] = 0, 0
-    first = record_of(perturbation, a_step(likely(4)))
-    third = record_of(perturbation, a_step(likely(3), seed=5))
+    first, third = (record_of(perturbation, step) for step in STEPS.values())
     return tokens, mask, [first, None, third]
 
 
-def perturbed(record: ReplayRecord | None, mask: Tensor) -> list[tuple[int, int]]:
-    """Index and position of what a record holds within its row's length."""
-    return [(i, t) for i, t in enumerate(record.positions.tolist() if record else []) if t < int(mask.sum())]
+def perturbed(records: list[ReplayRecord | None], mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and entries, t − 1 of a position t, of what the records hold within each row's length."""
+    held = [(row, t) for row, record in enumerate(records) if record for t in record.positions.tolist()]
+    rows, entries = torch.tensor([(row, t - 1) for row, t in held if t < int(mask[row].sum())]).T
+    return rows, entries
 
 
 def run(
@@ -84,12 +88,13 @@ def run(
     records: list,
     packed: bool = False,
     temperature: float = 1.0,
+    advantages: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     labels, shape = torch.roll(tokens, -1, 1), tokens.shape
     if packed:
         tokens, labels = tokens[mask.bool()].unsqueeze(0), labels[mask.bool()].unsqueeze(0)
     scope = ReplayScope(model.embedding, perturbation=perturbation)
-    with scope(records, mask), densities(scope, temperature) as ours:
+    with scope(records, mask), densities(scope, temperature, advantages) as ours:
         result = hooked(model(tokens) / temperature, labels)
         if packed:
             result = torch.zeros(shape).masked_scatter(mask.bool(), result[0])

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps with chosen probabilities, and the schedule of a gate over a trajectory."""
+"""Steps with chosen probabilities, and positions of a trajectory."""
 
 import numpy as np
 import torch
 
 from perturbations.embeddings import matrix_embeddings
-from perturbations.gates.default import GateOptions
 from perturbations.step import GateStep, Positions
 
 
 def of_one(seed: int, first: int, positions: np.ndarray) -> Positions:
     """Positions of one trajectory."""
     return Positions(np.full(len(positions), seed), np.full(len(positions), first), positions)
-
-
-def schedule(rate: float, **options: int) -> GateOptions:
-    return GateOptions(rate=rate, **options)
 
 
 def step_with(logits: torch.Tensor, sampled: list[int] | None = None, generated: list[int] | None = None) -> GateStep:

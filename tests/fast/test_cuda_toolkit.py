@@ -16,9 +16,7 @@ PLAIN, OFFLOAD = Flags(["--train.seed", "1"]), Flags(["--ds.adam_offload"])
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As on a machine whose torch is built for CUDA 13.0, without a toolkit or a compiler: the only folder on PATH."""
-    import torch
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr(cuda, "_DEFAULT_HOME", tmp_path / "usr-local-cuda")
     for name in ("CUDA_HOME", "CUDA_PATH", "RAY_ADDRESS", "CXX", "DS_SKIP_CUDA_CHECK"):
         monkeypatch.delenv(name, raising=False)
@@ -103,18 +101,16 @@ def test_a_compiler_or_a_header_is_missing(bare: Path, monkeypatch: pytest.Monke
 def test_nothing_is_asked_where_nothing_is_compiled_here(
     bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str
 ) -> None:
-    import torch
-
     assert "none is found" in refusal()
     if reason == "torch for CPU":
-        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr("torch.version.cuda", None)
     elif reason == "cluster":
         monkeypatch.setenv("RAY_ADDRESS", "auto")
     elif reason == "built with DeepSpeed":
-        package = tmp_path / "deepspeed"
-        (package / "ops" / "adam").mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "ops" / "adam" / "fused_adam_op.cpython-311-x86_64-linux-gnu.so").touch()
+        compiled = tmp_path / "deepspeed" / "ops" / "adam" / "fused_adam_op.cpython-311-x86_64-linux-gnu.so"
+        compiled.parent.mkdir(parents=True)
+        compiled.touch()
+        (tmp_path / "deepspeed" / "__init__.py").touch()
         monkeypatch.syspath_prepend(str(tmp_path))
         monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # may have been imported by another test
     profile_for("cuda").check(Flags(["--help"]) if reason == "help" else PLAIN)

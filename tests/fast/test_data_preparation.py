@@ -62,12 +62,8 @@ def test_plain_texts_for_a_model_without_a_chat_template() -> None:
 
 
 def test_rows_without_an_answer_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    texts = [
-        {"problem": "Find 1.", "answer": "1"},
-        {"problem": "Find 2.", "answer": ""},
-        {"problem": "3", "answer": "3"},
-    ]
-    Path("s.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
+    lines = [json.dumps({"problem": "Find it.", "answer": answer}) for answer in ("1", "", "3")]
+    Path("s.jsonl").write_text("\n".join(lines))
     assert cli.main(["data", "s.jsonl"]) == 0
     assert [row["label"] for row in rows("data/s.jsonl")] == ["1", "3"]
     assert "1 of 3 problems" in capsys.readouterr().err
@@ -89,10 +85,3 @@ def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "aime2025", "--from", "none.jsonl"]) == 2
     assert "there is no such file" in capsys.readouterr().err
     assert not Path("data").exists()
-
-
-def test_real_problems(shared_data: Path) -> None:
-    assert cli.main(["data", "aime2025", "--from", str(shared_data / "aime2025.parquet")]) == 0
-    assert len(rows("data/aime2025.jsonl")) == 30 and rows("data/aime2025.jsonl")[0]["label"] == "70"
-    assert cli.main(["data", "math", "--from", str(shared_data / "math_train.parquet"), "--plain"]) == 0
-    assert len(rows("data/math_plain.jsonl")) == 7498, "two of the 7,500 have no answer"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.trainers.openrlhf.model_actors import policy_model_actor, reference_model_actor
+from ngrpo.trainers.openrlhf.model_actors import kept_by_actors, policy_model_actor, reference_model_actor
 from perturbations.base import Perturbation, Replayed
 from perturbations.methods.soft_grpo import Gumbel
 from perturbations.registry import create
@@ -60,14 +60,9 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Tensor, lis
 
 
 def experience(kwargs: dict[str, Any], old: Tensor) -> SimpleNamespace:
-    return SimpleNamespace(
-        sequences=kwargs["sequences"],
-        action_mask=kwargs["action_mask"],
-        attention_mask=kwargs["attention_mask"],
-        mm_train_inputs=kwargs["mm_train_inputs_list"],
-        action_log_probs=old,
-        advantages=torch.ones(kwargs["action_mask"].shape),
-    )
+    advantages = torch.ones(kwargs["action_mask"].shape)
+    rides = kwargs["mm_train_inputs_list"]
+    return SimpleNamespace(**kwargs, mm_train_inputs=rides, action_log_probs=old, advantages=advantages)
 
 
 def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs: tuple) -> None:
@@ -79,10 +74,9 @@ def test_old_and_reference_hold_densities_and_the_actor_keeps_the_tokens(inputs:
     assert torch.equal(old, base)
     (own,) = actor.hand_over("token_log_probs")
     assert actor.hand_over("token_log_probs") == [], "each is handed over once"
-    for sample, record in enumerate(records):
-        for _, t in perturbed(record, mask[sample]):
-            assert old[sample, t - 1] != own[sample, t - 1]
-            own[sample, t - 1] = old[sample, t - 1]
+    at = perturbed(records, mask)
+    assert (old[at] != own[at]).all()
+    own[at] = old[at]
     assert torch.equal(own, old), "plain positions are the same in both"
 
 
@@ -111,6 +105,23 @@ def test_a_sample_without_its_record_is_an_error(
             made.forward(**given)
     with pytest.raises(RuntimeError, match="have no replay record"):
         our_training_step(Actor(), None, training_step, experience(given, torch.zeros(1)))
+
+
+def test_what_the_actors_kept_is_one_tensor_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, each in two copies that hold the same."""
+    monkeypatch.setattr("ray.get", lambda refs: refs)
+    parallel = SimpleNamespace(ring_attn_size=1, tensor_parallel_size=2)
+    tensors = [torch.full((2, 3 + i), float(i)) for i in range(3)]
+
+    def kept(*of_ranks: list[Tensor]) -> list[Tensor]:
+        group = SimpleNamespace(async_run_method=lambda **_: [part for part in of_ranks for _ in range(2)])
+        strategy = SimpleNamespace(args=SimpleNamespace(ds=parallel))
+        maker = SimpleNamespace(strategy=strategy, actor_model_group=group)
+        return kept_by_actors(maker, "token_log_probs", tensors)
+
+    assert all(torch.equal(a, b) for a, b in zip(kept(tensors[:2], tensors[2:]), tensors))
+    with pytest.raises(RuntimeError, match="2 batches, 3 were made"):
+        kept(tensors[:1], tensors[2:])
 
 
 class Bypassing(Language):

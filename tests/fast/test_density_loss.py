@@ -5,33 +5,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ngrpo.trainers.common.log_probs import densities
-from perturbations import streams
 from perturbations.base import Perturbation, Replayed
-from perturbations.edit import InputEdit
 from perturbations.methods.soft_grpo import Gumbel
 from perturbations.registry import create
-from perturbations.replay import ReplayRecord
 from perturbations.replay.scope import ReplayScope
-from tests.fast.density_model import EVERY, Model, batch, hooked, name_of, perturbed, record_of, run
-from tests.fast.density_steps import PERTURBATIONS, D, V, a_step, generator, likely
+from perturbations.testing.proposal import replayed
+from tests.fast.density_model import EVERY, STEPS, Model, batch, hooked, name_of, perturbed, run
+from tests.fast.density_steps import PERTURBATIONS, D, V, generator
 from tests.fast.run import check_flags, run_of
 from tests.token_log_probs import log_probs_of
-
-
-def test_a_density_costs_four_bytes_per_position() -> None:
-    step = a_step(likely(10))
-    with_normalizer, without = record_of(create("gumbel", density="gumbel"), step), record_of(create("gumbel"), step)
-    assert len(with_normalizer.to_bytes()) == len(without.to_bytes()) + 4 * 10
-    again = ReplayRecord.from_bytes(with_normalizer.to_bytes())
-    assert np.array_equal(again.normalizer, with_normalizer.normalizer) and again == with_normalizer
-    assert ReplayRecord.from_bytes(without.to_bytes()).normalizer is None
-    assert np.array_equal(with_normalizer.truncate(9).normalizer, with_normalizer.normalizer[:4])
 
 
 class OfTheAdvantage(Gumbel):
@@ -48,29 +35,15 @@ def test_each_position_has_the_advantage_of_its_entry(packed: bool) -> None:
     tokens, mask, records = batch(perturbation)
     rows, length = tokens.shape
     advantages = torch.arange(1.0, rows * (length - 2) + 1).view(rows, length - 2)
-    labels = torch.roll(tokens, -1, 1)
-    given = [part[mask.bool()].unsqueeze(0) for part in (tokens, labels)] if packed else [tokens, labels]
-    scope = ReplayScope(model.embedding, perturbation=perturbation)
-    with scope(records, mask), densities(scope, 1.0, advantages):
-        result = hooked(model(given[0]), given[1])
-    if packed:
-        result = torch.zeros(rows, length).masked_scatter(mask.bool(), result[0])
-    seen = 0
-    for sample, record in enumerate(records):
-        first = int(mask[sample].int().argmax())
-        for _, t in perturbed(record, mask[sample]):
-            if first + t == 0:
-                continue  # nothing chose it
-            entry = first + t - 2  # of the last length - 2 tokens
-            assert result[sample, first + t - 1] == (advantages[sample, entry] if entry >= 0 else 0.0)
-            seen += entry > 0
-    assert seen >= 4
+    result, _ = run(model, perturbation, tokens, mask, records, packed, advantages=advantages)
+    sample, entry = perturbed(records, mask)
+    assert torch.equal(result[sample, entry], advantages[sample, entry - 1])
 
 
 @pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation, packed: bool) -> None:
-    """Row t - 1 holds the density of position t, computed here one position at a time; all others the token's."""
+    """Row t - 1 holds the density of position t, computed here from the rollout's own step; all others the token's."""
     model = Model()
     tokens, mask, records = batch(perturbation)
     got, seen = run(model, perturbation, tokens, mask, records, packed)
@@ -78,23 +51,13 @@ def test_densities_stand_at_perturbed_positions_alone(perturbation: Perturbation
         logits = model(tokens)
     want = log_probs_of(logits, torch.roll(tokens, -1, 1))
     plain = want.clone()
-    for sample, record in enumerate(records):
-        for i, t in perturbed(record, mask[sample]):
-            key = streams.keys(torch.tensor([record.seed]), torch.tensor([t]), streams.Stream.NOISE)
-            edit = InputEdit(
-                torch.from_numpy(record.ids[i : i + 1]).long(),
-                torch.from_numpy(record.weights[i : i + 1]),
-                None if record.sigma is None else torch.from_numpy(record.sigma[i : i + 1]),
-                None,
-                None if record.normalizer is None else torch.from_numpy(record.normalizer[i : i + 1]),
-            )
-            row, one = logits[sample, t - 1 : t], torch.zeros(1, dtype=torch.int64)
-            draws = streams.keys(torch.tensor([record.seed]), torch.tensor([t]), streams.Stream.WEIGHTS)
-            alone = Replayed(row, one, plain[sample, t - 1 : t], 1.0, edit, key, model.embedding, None, draws)
-            if not perturbation.score_only:
-                want[sample, t - 1] = perturbation.log_density(alone)
-            elif not perturbation.draws_token:
-                want[sample, t - 1] = 0.0
+    for sample, step in STEPS.items():
+        entries, inside = step.positions - 1, step.positions < mask[sample].sum()
+        if not perturbation.score_only:
+            alone = replayed(step, perturbation.propose(step), logits[sample, entries])
+            want[sample, entries[inside]] = perturbation.log_density(alone)[inside]
+        elif not perturbation.draws_token:
+            want[sample, entries[inside]] = 0.0
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-4)
     changed = (got - plain).abs() > 1e-6
     assert changed[mask.bool()].sum() == 0 if perturbation.draws_token else changed[mask.bool()].sum() >= 6
@@ -110,10 +73,7 @@ def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(pertu
         old, _ = run(model, perturbation, tokens, mask, records)
     new, _ = run(model, perturbation, tokens, mask, records)
     assert torch.equal(old, new.detach())
-    at = torch.zeros_like(mask, dtype=torch.bool)
-    for sample, record in enumerate(records):
-        for _, t in perturbed(record, mask[sample]):
-            at[sample, t - 1] = True
+    at = perturbed(records, mask)
     new[at].sum().backward()
     assert model.head.weight.grad.abs().max() > 1e-4
     with torch.no_grad():
@@ -191,8 +151,8 @@ def test_the_fed_vector_has_a_gradient_where_it_is_asked_for(perturbation: Pertu
     tokens, mask, records = batch(perturbation)
     with ReplayScope(model.embedding, perturbation=perturbation)(records, mask):
         fed = model.embedding(tokens)
-    at = [(s, t) for s, r in enumerate(records) for _, t in perturbed(r, mask[s])]
-    sum(fed[s, t].sum() for s, t in at).backward()
+    sample, entry = perturbed(records, mask)
+    fed[sample, entry + 1].sum().backward()
     wanted = input_gradient == "full" and not perturbation.density_of_vector
     assert model.embedding.weight.grad.any() == wanted
 
@@ -216,14 +176,11 @@ def test_a_forward_without_the_densitys_logits_is_an_error(ask: Callable[..., An
         ask(model(tokens), tokens)
 
 
-@pytest.mark.parametrize("density", ["gumbel", "token"])
-def test_importance_correction_does_not_go_with_a_density(density: str) -> None:
+def test_importance_correction_does_not_go_with_a_density() -> None:
     """It compares with the rollout's log-probabilities, which are the tokens'."""
-    flags = ["--actor.model_name_or_path", "m", "--algo.advantage.is_correction_level", "token"]
-    spec = create("gumbel", density=density).spec()
-    if density == "token":
-        check_flags(flags, run_of(perturbation=spec))
-        return
+    flags = ["--actor.model_name_or_path", "m", "--algo.advantage.is_correction_level"]
+    check_flags([*flags, "token"], run_of(perturbation=create("gumbel").spec()))
+    with_density = run_of(perturbation=create("gumbel", density="gumbel").spec())
+    check_flags([*flags, "off"], with_density)
     with pytest.raises(ValueError, match="is_correction_level token cannot be used with the density"):
-        check_flags(flags, run_of(perturbation=spec))
-    check_flags([*flags[:3], "off"], run_of(perturbation=spec))
+        check_flags([*flags, "token"], with_density)

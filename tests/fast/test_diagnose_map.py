@@ -107,9 +107,7 @@ def test_its_sentences_have_the_chat_template_of_the_samples(monkeypatch: pytest
     monkeypatch.setattr(embedding_map, "generate", lambda *_, **__: [])
     llm: Any = SimpleNamespace(get_tokenizer=Templated)
     embedding_map.contexts(llm, [(5, " sum")], 0, {"enable_thinking": False})
-    assert asked == [
-        "Write a few sentences about anything. Use the word sum in every sentence.<think></think>",
-    ]
+    assert asked == ["Write a few sentences about anything. Use the word sum in every sentence.<think></think>"]
 
 
 def test_the_plane_by_hand() -> None:
@@ -122,10 +120,8 @@ def test_the_plane_by_hand() -> None:
 
 
 def test_words() -> None:
-    assert embedding_map.choose_tokens(Tokenizer(), "family2, family1") == [
-        (2 * MEMBERS, " family2.0"),
-        (MEMBERS, " family1.0"),
-    ]
+    found = embedding_map.choose_tokens(Tokenizer(), "family2, family1")
+    assert found == [(2 * MEMBERS, " family2.0"), (MEMBERS, " family1.0")]
     with pytest.raises(UsageError, match="'therefore' is not one token"):
         embedding_map.choose_tokens(Tokenizer(), "therefore")
     with pytest.raises(UsageError, match="none of the usual words"):
@@ -135,14 +131,10 @@ def test_words() -> None:
 def test_the_probe_keeps_the_steps_that_were_asked_for(
     embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logits = torch.zeros(4, len(embedding))
-    for row, likeliest in enumerate([5, 6, 5, 5]):
-        logits[row, likeliest] = 2.0 + row
+    logits, rows = torch.zeros(4, len(embedding)), torch.arange(4)
+    logits[rows, torch.tensor([5, 6, 5, 5])] = 2.0 + rows
     sampled = torch.tensor([5, 9, 6, 5])
-    positions = torch.tensor([10, 11, 12, 13])
-    step = Step(
-        logits, sampled, torch.ones(4), torch.zeros(4, dtype=torch.int64), positions, matrix_embeddings(embedding)
-    )
+    step = Step(logits, sampled, torch.ones(4), torch.zeros_like(rows), 10 + rows, matrix_embeddings(embedding))
     perturbation = create(group_sampling.PROBE)
     monkeypatch.setattr(group_sampling, "COPIES", 2)
     monkeypatch.setattr(group_sampling, "LIKELIEST", {5: []})

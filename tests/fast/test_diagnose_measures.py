@@ -71,9 +71,7 @@ def test_bleu(hypothesis: list[int], references: list[list[int]], expected: floa
         ([1, 2, 3] * 10, True),  # 27 4-grams, 3 different: 24/27 have occurred before
         ([*range(50)], False),
         ([1, 1, 1], False),  # no 4-gram at all
-        # 8 tokens of one kind: 5 4-grams, 4 of them repeats. Followed by 8 new tokens: 13 4-grams, 4 repeats, 0.31.
-        ([1] * 8, True),
-        ([1] * 8 + [*range(10, 18)], False),
+        ([1] * 8 + [*range(10, 18)], False),  # 13 4-grams, 4 repeats: 0.31
         ([*range(1000, 1400), *[5, 6] * 64], True),  # the end counts
         ([*[5, 6] * 64, *range(1000, 1400)], False),
     ],
@@ -92,7 +90,6 @@ def test_measures_of_a_group() -> None:
     assert measures.intermediate_results(text, "What is 3 * 4 + 5 + 3?", None) == {"12", "17", "20"}
     # Three elements in all sets together, two of them different.
     assert measures.distinct_share([{"1"}, {"1", "2"}]) == pytest.approx(2 / 3)
-    assert measures.distinct_share([{"1"}, {"1"}, {"1"}, {"1"}]) == pytest.approx(1 / 4)
     assert measures.distinct_share([set(), set()]) is None
 
 
@@ -221,9 +218,8 @@ def test_the_difference_is_paired() -> None:
     plain = [sample(g, m, [1, 2], "4", reward=r) for g, r in enumerate([0.0, 1.0]) for m in range(2)]
     better = [Sample(**{**vars(s), "reward": s.reward + 0.1}) for s in plain]
     found = row(better, plain)
-    assert found["difference"]["reward"] == {
-        "value": pytest.approx(0.1), "low": pytest.approx(0.1), "high": pytest.approx(0.1), "within_noise": False
-    }  # fmt: skip
+    gained = dict.fromkeys(("value", "low", "high"), pytest.approx(0.1))
+    assert found["difference"]["reward"] == {**gained, "within_noise": False}
     assert found["intervals"]["reward"] == [pytest.approx(0.1), pytest.approx(1.1)]
     same = {"value": 0.0, "low": 0.0, "high": 0.0, "within_noise": True}
     assert row(plain, plain)["difference"] == dict.fromkeys(("diversity", "validity", "reward"), same)
@@ -255,9 +251,8 @@ def test_anchor_is_the_heaviest_candidate() -> None:
     assert (found["anchor_nearest"], found["text_nearest"]) == (1.0, pytest.approx(2 / 3))
     # ‖(−0.2, 0.2)‖, ‖(−0.7, 0.7)‖ and ‖(−0.5, 0.5)‖, of embeddings of length 2 and relative to it.
     assert found["relative_shift"] == pytest.approx(2**0.5 * (0.2 + 0.7 + 0.5) / 3)
-    at_zeros = fed_inputs(
-        [record(1, [2], [[1, 0]], [[1.0, 0.0]])], [[0]], matrix_embeddings(torch.eye(2).triu(1)), None
-    )
+    zeros = record(1, [2], [[1, 0]], [[1.0, 0.0]])
+    at_zeros = fed_inputs([zeros], [[0]], matrix_embeddings(torch.eye(2).triu(1)), None)
     assert at_zeros["relative_shift"] == 0.0, "as a training logs it"
     nothing = record(3, [], np.zeros((0, 2)), np.zeros((0, 2)))
     assert fed_inputs([nothing], [[1, 0, 1]], embeddings, None) == dict.fromkeys(found)

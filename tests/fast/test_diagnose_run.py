@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole diagnosis with made-up samples in vLLM's place: what is written, what is kept, what is refused."""
+"""A whole diagnosis with made-up samples in vLLM's place: what is written, kept, dropped after an interruption, and
+refused. The folder under all commands: test_result_folder.py.
+"""
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ngrpo.cli import main
 from ngrpo.commands import compare
 from ngrpo.commands import diagnose as command
 from ngrpo.config.arms import parse_arms
@@ -80,15 +83,6 @@ def test_the_baseline_has_no_schedule(llm: MadeUp, tmp_path: Path) -> None:
     assert [row["difference"] is None for row in result["strategies"]] == [False, True]
 
 
-def test_finished_strategies_are_kept_and_new_ones_added(llm: MadeUp, tmp_path: Path) -> None:
-    first = run(llm, tmp_path)
-    again = run(llm, tmp_path)
-    assert llm.asked == ["none", "neighbor"]
-    assert {**again, "seconds": 0} == {**first, "seconds": 0}
-    assert len(run(llm, tmp_path, "none,neighbor,gumbel")["strategies"]) == 3
-    assert llm.asked == ["none", "neighbor", "gumbel"]
-
-
 def test_the_map_is_made_once(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
 
@@ -104,18 +98,12 @@ def test_the_map_is_made_once(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.M
     assert run(llm, tmp_path)["embedding_map"] is None
 
 
-def test_what_is_refused(llm: MadeUp, tmp_path: Path) -> None:
+def test_other_settings_and_options_are_refused(llm: MadeUp, tmp_path: Path) -> None:
     run(llm, tmp_path)
     with pytest.raises(UsageError, match=r"other settings.*dataset was"):
         run(llm, tmp_path, dataset="others")
     finished = tmp_path / "finished.jsonl"
-    rows = [json.loads(line) for line in finished.read_text().splitlines()]
-    finished.write_text(finished.read_text().replace('"rate": 0.1', '"rate": 0.2'))
-    with pytest.raises(UsageError, match=r"finished.jsonl: line \d is damaged"):
-        run(llm, tmp_path)
-    for row in rows:
-        del row["checksum"]
-    finished.write_text("".join(json.dumps(row) + "\n" for row in rows).replace('"rate": 0.1', '"rate": 0.2'))
+    finished.write_text(re.sub(r', "checksum": "\w+"', "", finished.read_text()).replace('"rate": 0.1', '"rate": 0.2'))
     with pytest.raises(UsageError, match="'neighbor' was sampled there with other options"):
         run(llm, tmp_path)
 
@@ -182,3 +170,57 @@ def test_a_comparison_that_goes_on_with_other_settings_makes_what_is_missing(
             assert (continued.made, len(continued.llm.asked)) == (times, samples)
     again = "diagnosing the strategies again: its settings are others than before\n"
     assert (again in capsys.readouterr().out) == (changes is not MAPS)
+
+
+# --- the folder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finished", [1, 2], ids=["interrupted", "finished"])
+def test_a_strategy_whose_last_line_was_cut_is_sampled_again(llm: MadeUp, tmp_path: Path, finished: int) -> None:
+    whole, samples, told = run(llm, tmp_path), tmp_path / "samples.jsonl", []
+    samples.write_text(samples.read_text()[:-10])
+    lines = (tmp_path / "finished.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "finished.jsonl").write_text("".join(lines[:finished]))
+    assert run(llm, tmp_path, report=told.append)["strategies"] == whole["strategies"]
+    assert llm.asked == ["none", "neighbor", "neighbor"] and len(samples.read_text().splitlines()) == 8
+    assert any("cut off half-way" in line for line in told)
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = ("--task", "arithmetic")
+    (tmp_path / "empty.jsonl").write_text("")
+    for words, said in (
+        (task, "no model"),
+        ((*task, "--gruop", "4"), "Did you mean '--group'"),
+        ((*task, "--group", "1"), "at least 2"),
+        ((*task, "--prompts", "0"), "at least 1"),
+        ((*task, "--top-p", "0"), "in (0, 1]"),
+        ((*task, "--tokens", "sum"), "--embedding-map"),
+        ((*task, "--perturbations", "nieghbor"), "Did you mean 'neighbor'"),
+        (("--model", "smollm2-135m", "--data", str(tmp_path / "empty.jsonl")), "empty"),
+    ):
+        assert main(["diagnose", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "ids"),
+    [
+        (["--perturbations", "none,none,neighbor"], ["none", "neighbor"]),
+        (["--perturbations", "none,neighbor", "--strategy", "none"], ["none", "neighbor"]),
+        (["--strategy", "none", "--strategy", "none sampling.schedule=none"], ["none"]),
+        (["--strategy", "neighbor k=3 rate=1", "--strategy", "neighbor rate=1 k=3"], ["neighbor k=3 rate=1"]),
+        (
+            ["--strategy", "none", "--strategy", "none sampling.schedule=ead", "--strategy", "neighbor rate=0"],
+            ["none", "none sampling.schedule=ead", "neighbor rate=0"],
+        ),
+    ],
+)
+def test_a_strategy_that_is_given_twice_has_one_row(words: list[str], ids: list[str]) -> None:
+    assert [strategy.id for strategy in command._read(words)[2]] == ids
+
+
+def test_a_comparison_s_diagnosis_has_one_row_of_the_baseline() -> None:
+    made = plan("--perturbations", "none,neighbor", "--diagnose.prompts", "2", "--diagnose.strategy", "none")
+    assert made.diagnosis is not None
+    assert [strategy.id for strategy in command._read(made.diagnosis)[2]] == ["none", "neighbor"]

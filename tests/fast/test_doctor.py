@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from ngrpo import cli, patches
 from ngrpo.commands import doctor
 from ngrpo.machine.upstream import versions
+from tests.own_process import ends
 
 GOOD = {"runner": "V1", "edits": 16, "tokens": 32, "gap": 2e-5, "unreplayed": 3.0, "plain": 1e-5}
 
@@ -29,6 +29,12 @@ def findings(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, str]:
         if line.startswith(("ok ", "WRONG")):
             assert "- " + " ".join(line.split()) in " ".join(block.split()), "the block has every finding"
     return code, head
+
+
+def program(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def lines_of(head: str, subject: str) -> str:
@@ -65,10 +71,7 @@ WRONG = {
     "releases": (other_release, ["fix: OpenRLHF 0.10.0 is installed", INSTALL]),
     "compiler": (lambda patch: patch.setenv("CXX", "no-such-compiler"), ["not ready", "'no-such-compiler'"]),
     "upstream patches": (changed_definition, ["1 of", "Install the checked release", "python -m ngrpo.patches"]),
-    "vLLM's plugin": (
-        lambda patch: patch.setenv("VLLM_PLUGINS", "another"),
-        ["fix: add ngrpo_perturbation to VLLM_PLUGINS"],
-    ),
+    "vLLM's plugin": (lambda patch: patch.setenv("VLLM_PLUGINS", "other"), ["fix: add ngrpo_perturbation to VLLM_"]),
 }
 
 
@@ -96,9 +99,7 @@ def test_a_gpu_that_torch_does_not_see(
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, and torch sees it")
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 580.65.06\n")
-    smi.chmod(0o755)
+    program(tmp_path / "nvidia-smi", "echo 580.65.06")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.version, "cuda", built)
     code, head = findings(capsys, "--no-self-test")
@@ -140,11 +141,9 @@ def test_what_the_self_test_finds(
     told: str | None,
 ) -> None:
     """The process of the self-test, here a script that leaves this result or ends with an error."""
-    script = tmp_path / "python"
     writes = f"cat > \"$4\" <<'END'\n{json.dumps(result)}\nEND\n"
-    script.write_text("#!/bin/sh\n" + (writes if result else "echo 'ValueError: there is no such thing' >&2\nexit 3\n"))
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
+    body = writes if result else "echo 'ValueError: there is no such thing' >&2\nexit 3"
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", body))
     code, head = findings(capsys)
     assert code == int(told is not None)
     found = lines_of(head, "self-test")
@@ -156,22 +155,11 @@ def test_what_the_self_test_finds(
 def test_an_engine_does_not_outlive_a_self_test_that_takes_too_long(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script, pid = tmp_path / "python", tmp_path / "pid"
-    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {pid}\nwait\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", f"sleep 600 &\necho $! > {pid}\nwait"))
     monkeypatch.setattr(doctor, "_SECONDS", 2)
     assert doctor._self_test("any").state == "not done after 2 s"
-    engine, end = int(pid.read_text()), time.monotonic() + 30
-    while running(engine) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not running(engine)
-
-
-def running(pid: int) -> bool:
-    """Whether there is such a process that has not ended."""
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
+    assert ends(int(pid.read_text()))
 
 
 def test_a_model_that_is_not_there() -> None:

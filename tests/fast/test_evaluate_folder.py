@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ngrpo import cli
-from ngrpo.commands.eval import run
+from ngrpo.commands.eval import _engine_options, run
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, rescore
@@ -18,18 +18,10 @@ from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
-from tests.fast.file_limit import largest_file
 
 PROBLEMS = [
     Problem(f"p{i}", ({"role": "user", "content": f"{i} + {i}?"},), str(2 * i), "task:arithmetic") for i in (1, 2)
 ]
-
-
-class Tokenizer:
-    chat_template = None
-
-    def encode(self, text: str, **_: Any) -> list[int]:
-        return [ord(character) for character in text]
 
 
 class MadeUp:
@@ -38,18 +30,16 @@ class MadeUp:
     def __init__(self) -> None:
         self.asked = 0
         self.stop_after = 10**9
-
-    def get_tokenizer(self) -> Tokenizer:
-        return Tokenizer()
-
-    @property
-    def llm_engine(self) -> Any:
         answers = {"perturbation_fingerprint": ["{}"], "perturbation_runner": ["V2"]}
-        config = type("Config", (), {"model": "made-up"})
-        ask = staticmethod(lambda method, args=(): answers[method])
-        return type("Engine", (), {"model_config": config, "collective_rpc": ask})
+        self.llm_engine = SimpleNamespace(
+            model_config=SimpleNamespace(model="made-up"), collective_rpc=lambda method, args=(): answers[method]
+        )
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(chat_template=None, encode=lambda text, **_: [ord(letter) for letter in text])
 
     def generate(self, llm: Any, jobs: Any, sampling: Any, **_: Any) -> Iterator[list[Generated]]:
+        self.seeds = [seed for _, seed, _ in jobs]
         for place, (tokens, _, sample) in enumerate(jobs):
             if self.asked >= self.stop_after:
                 raise KeyboardInterrupt
@@ -103,41 +93,32 @@ def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:
     assert llm.asked == 2
 
 
-def test_repeats_of_a_prompt_have_seeds_of_their_own(
-    llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeats_of_a_prompt_have_seeds_of_their_own(llm: MadeUp, tmp_path: Path) -> None:
     """A first occurrence keeps the seed of its prompt alone, and one of its repeats that goes on keeps its own."""
-    seeds: list[int] = []
-
-    def generate(llm_: Any, jobs: Any, sampling: Any, **more: Any) -> Iterator[list[Generated]]:
-        seeds[:] = [seed for _, seed, _ in jobs]
-        yield from llm.generate(llm_, jobs, sampling, **more)
-
-    monkeypatch.setattr(engines, "generate", generate)
     twice = [PROBLEMS[0], PROBLEMS[1], replace(PROBLEMS[0], id="p3"), replace(PROBLEMS[0], id="p4")]
     llm.stop_after = 2
     with pytest.raises(KeyboardInterrupt):
         evaluate(llm, twice, out=tmp_path / "out", n=1)
     texts = ["1 + 1?\n", "2 + 2?\n"]
     first, other = (trajectory_seed(0, json.dumps([ord(letter) for letter in text])) for text in texts)
-    whole = list(seeds)
+    whole = llm.seeds
     assert whole[:2] == [first, other] and len(set(whole)) == 4
     llm.stop_after = 10**9
     evaluate(llm, twice, out=tmp_path / "out", n=1)
-    assert seeds == whole[2:]
+    assert llm.seeds == whole[2:]
 
 
 def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     before = lines(tmp_path)
     changed = [PROBLEMS[0], replace(PROBLEMS[1], answer="5")]
-    for problems, settings, says in (
-        (PROBLEMS, {"n": 4}, r"other settings \(n was 3, and is now 4\)\. Give another --out"),
-        (PROBLEMS, {"sampling": Sampling(temperature=1)}, r'sampling was .*"temperature": 0\.6.*, and is now .*: 1'),
-        (changed, {}, "digest"),
+    for settings, says in (
+        ({"n": 4}, r"other settings \(n was 3, and is now 4\)\. Give another --out"),
+        ({"sampling": Sampling(temperature=1)}, r'sampling was .*"temperature": 0\.6.*, and is now .*: 1'),
+        ({"problems": changed}, "digest"),
     ):
         with pytest.raises(UsageError, match=says):
-            evaluate(llm, problems, out=tmp_path, **{"n": 3, **settings})
+            evaluate(llm, **{"problems": PROBLEMS, "out": tmp_path, "n": 3, **settings})
     assert lines(tmp_path) == before
 
 
@@ -165,19 +146,6 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     assert packaged.fingerprint(str(tmp_path)) != before
 
 
-def test_a_full_disk_loses_nothing(llm: MadeUp, tmp_path: Path) -> None:
-    """The system refuses the write in the middle of a line, as it does where the disk is full."""
-    evaluate(llm, PROBLEMS, out=tmp_path / "whole", n=3)
-    whole = lines(tmp_path / "whole")
-    refused = pytest.raises(UsageError, match=r"cannot be written: File too large.*the same command again")
-    with largest_file(len(whole[0]) * 4 + 20), refused:
-        evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
-    assert whole[:4] == lines(tmp_path / "full")[:4]
-    llm.asked = 0
-    evaluate(llm, PROBLEMS, out=tmp_path / "full", n=3)
-    assert llm.asked == 2 and lines(tmp_path / "full") == whole
-
-
 def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)
     said = [json.loads(line)["text"] for line in lines(tmp_path)]
@@ -196,7 +164,6 @@ def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("words", "says"),
     [
         ("--n 4", r"--n 4 has no effect on --rescore .* The samples there were drawn with 3\. Leave it out"),
-        ("--temperature 1", "were drawn with 0.6"),
         ("--top-p=1", "were drawn with 0.95"),
         ("--perturbation neighbor", r"that are there\. Leave it out"),
         ("--sampling.schedule ead", "--sampling.schedule ead has no effect"),
@@ -204,7 +171,6 @@ def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ("--model another", "were drawn with made-up"),
         ("--task arithmetic", "were drawn with problems"),
         ("--limit 1", "were drawn with 2"),
-        ("--label-key label", "--label-key label has no effect"),
         ("--out elsewhere", "--out elsewhere has no effect"),
     ],
 )
@@ -239,23 +205,21 @@ def test_rescore_of_what_is_not_finished(llm: MadeUp, tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"n": 0}, "n=0: must be at least 1"),
-        ({"n": 4, "k": [5]}, r"k=5: Pass@k of n=4 samples needs k in \[1, 4\]"),
+        ({"k": [5]}, r"k=5: Pass@k of n=4 samples needs k in \[1, 4\]"),
         ({"problems": []}, "the dataset is empty"),
         ({"problems": [PROBLEMS[0]] * 2}, "the same id"),
     ],
 )
 def test_bad_settings(llm: MadeUp, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
-    settings = {"problems": PROBLEMS, "n": 4, **changes}
     with pytest.raises(UsageError, match=says):
-        evaluate(llm, settings.pop("problems"), out=tmp_path / "out", **settings)
+        evaluate(llm, **{"problems": PROBLEMS, "n": 4, "out": tmp_path / "out", **changes})
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("setting", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"max_tokens": 0}])
-def test_bad_sampling(setting: dict[str, Any]) -> None:
-    ((name, value),) = setting.items()
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1.0), ("top_p", 0.0), ("top_p", 1.5), ("max_tokens", 0)])
+def test_bad_sampling(name: str, value: float) -> None:
     with pytest.raises(UsageError, match=f"{name}={value}: must be "):
-        Sampling(**setting)
+        Sampling(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -269,7 +233,6 @@ def test_bad_sampling(setting: dict[str, Any]) -> None:
         ("--model smollm2-135m --task arithmetic --scorer math", "a task has its own"),
         ("--model smollm2-135m --task arithmetic --n 4 --k 1,8", "k=8"),
         ("--model smollm2-135m --task arithmetic --k 1,x", "whole numbers with commas"),
-        ("--model smollm2-135m --task arithmetic --n four", "invalid int value"),
         ("--model smollm2-135m --task arithmetic --max-token 4", r"'--max-token'\. Did you mean '--max-tokens'"),
         ("--model smollm2-135m --task arithmetic --run-dir x", r"--run-dir belongs to ngrpo train\. Give --out"),
         ("--model smollm2-135m --task arithmetic --sampling.top_k 5", r"--sampling.* belongs to ngrpo train"),
@@ -285,12 +248,7 @@ def test_bad_words(words: str, says: str) -> None:
         run(words.split(), report=print)
 
 
-def test_help_and_engine_options(capsys: pytest.CaptureFixture[str]) -> None:
-    from ngrpo.commands.eval import _engine_options
-
-    assert cli.main(["eval", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("--rescore", "--perturbation NAME", "aime2025"))
+def test_engine_options() -> None:
     words = ["--n", "4", "--vllm.tensor_parallel_size", "2", "--vllm.enforce-eager", "--vllm.dtype=float32", "--seed=1"]
     assert _engine_options(words) == (
         ["--n", "4", "--seed=1"],

@@ -8,19 +8,14 @@ from typing import Any
 
 import pytest
 
+from ngrpo import cli
+from ngrpo.machine.models import packaged
 from ngrpo.workbench.evaluate import load_problems, load_task
 from ngrpo.workbench.scoring.problems import BENCHMARKS, BOXED, LETTER
 from perturbations.errors import UsageError
 
-GPQA = {
-    "Question": "Which of these is a noble gas?",
-    "Correct Answer": "Neon\n",
-    "Incorrect Answer 1": "Oxygen",
-    "Incorrect Answer 2": "Nitrogen",
-    "Incorrect Answer 3": "Chlorine",
-}
-
-
+GPQA = {"Question": "Which of these is a noble gas?", "Correct Answer": "Neon\n"}
+GPQA |= {f"Incorrect Answer {i}": name for i, name in enumerate(("Oxygen", "Nitrogen", "Chlorine"), start=1)}
 ASKED = '{"question": "2 + 2?", "answer": 4}\n'
 CHOICES = '{"question": "2 + 2?", "choices": %s, "answer": 1}\n'
 
@@ -30,25 +25,14 @@ def jsonl(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def parquet(path: Path, *rows: dict[str, Any]) -> str:
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-    return str(path)
-
-
-def verl(truth: Any) -> dict[str, Any]:
-    return {
-        "data_source": "a/set",
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}],
-        "reward_model": {"ground_truth": truth, "style": "rule"},
-    }
-
-
 @pytest.mark.parametrize("truth", [{"target": "4"}, "4", {"target": ["4"]}, {"target": "", "solution": r"\boxed{4}"}])
 def test_verl_parquet(tmp_path: Path, truth: Any) -> None:
-    (problem,) = load_problems(parquet(tmp_path / "set.parquet", verl(truth)))
+    import pyarrow.parquet
+
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    row = {"data_source": "a/set", "prompt": prompt, "reward_model": {"ground_truth": truth, "style": "rule"}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "set.parquet")
+    (problem,) = load_problems(str(tmp_path / "set.parquet"))
     assert (problem.id, problem.answer, problem.scorer) == ("set-0", "4", "math")
     assert [m["role"] for m in problem.messages] == ["system", "user"]
     assert problem.question == "2 + 2?"  # a prompt is left as it is
@@ -57,10 +41,8 @@ def test_verl_parquet(tmp_path: Path, truth: Any) -> None:
 
 def test_real_verl_parquet(shared_data: Path) -> None:
     aime = load_problems(str(shared_data / "aime2025.parquet"))
-    assert len(aime) == 30
-    assert aime[0].answer == "70"
-    assert {p.scorer for p in aime} == {"math"}
-    assert aime[0].question.startswith("Find the sum of all integer bases")
+    assert len(aime) == 30 and {p.scorer for p in aime} == {"math"}
+    assert aime[0].answer == "70" and aime[0].question.startswith("Find the sum of all integer bases")
     test = load_problems(str(shared_data / "math_test.parquet"))
     # Row 3527 has lost its target; its solution has the answer in its box.
     assert len(test) == 5000 and test[3526].answer == r"\mbox{Saturday}"
@@ -70,11 +52,9 @@ def test_a_problem_without_an_answer_is_named(shared_data: Path) -> None:
     source = str(shared_data / "math_train.parquet")
     with pytest.raises(UsageError, match=r"row 5342 has no answer \(verl layout.*--skip-unanswered"):
         load_problems(source)
-    kept = load_problems(source, skip_unanswered=True)
+    kept = {problem.id for problem in load_problems(source, skip_unanswered=True)}
     # Rows 5342 and 5344 have neither a target nor anything in the box of their solution.
-    assert len(kept) == 7498
-    assert {"math_train-5340", "math_train-5342"} <= {p.id for p in kept}
-    assert not {"math_train-5341", "math_train-5343"} & {p.id for p in kept}
+    assert len(kept) == 7498 and not {"math_train-5341", "math_train-5343"} & kept
 
 
 def test_openrlhf_jsonl(tmp_path: Path) -> None:
@@ -86,11 +66,7 @@ def test_openrlhf_jsonl(tmp_path: Path) -> None:
 
 
 def test_openrlhf_with_messages_and_own_keys(tmp_path: Path) -> None:
-    chat = [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Yes?"},
-        {"role": "user", "content": "2"},
-    ]
+    chat = [{"role": role, "content": "2"} for role in ("user", "assistant", "user")]
     source = jsonl(tmp_path / "a.jsonl", {"context": chat, "truth": "4"})
     (problem,) = load_problems(source, input_key="context", label_key="truth")
     assert problem.messages == tuple(chat)
@@ -157,7 +133,6 @@ def test_endings(tmp_path: Path, ending: str) -> None:
     ("name", "text", "says"),
     [
         ("empty.jsonl", "", r"is empty\. Give a file"),
-        ("empty.json", "[]", "is empty"),
         ("empty.csv", "problem,answer\n", "is empty"),
         ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem"\n', "line 2 is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 is not a JSON object"),
@@ -165,15 +140,11 @@ def test_endings(tmp_path: Path, ending: str) -> None:
         ("a.parquet", "nothing", "cannot be read as parquet"),
         ("a.jsonl", '{"text": "x", "result": "1"}\n', "unknown layout: the columns are text, result"),
         ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem": "y", "answer": ""}\n', "row 2 has no answer"),
-        ("a.jsonl", '{"problem": "x", "answer": null}\n', "row 1 has no answer"),
         ("a.jsonl", '{"problem": "", "answer": "1"}\n', r"row 1 \(question and answer layout\): no question"),
         ("a.jsonl", '{"input": "x", "label": ["1", "2"]}\n', r"row 1 .*2 reference answers"),
-        ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem": "y"}\n', "row 2 has no answer"),
         ("a.jsonl", f'{ASKED}{{"input": "x", "label": 1}}\n', "row 2 has the OpenRLHF layout, row 1 the question and"),
-        ("a.jsonl", f"{ASKED}{json.dumps(GPQA)}\n", "row 2 has the GPQA layout"),
         ("a.jsonl", f'{ASKED}{{"text": 1}}\n', "row 2 has an unknown layout"),
         ("a.jsonl", ASKED + CHOICES % '["3", "4"]', "row 2 .*the column 'choices' is not read .*A. first"),
-        ("a.jsonl", CHOICES % json.dumps([*range(30)]), "row 1 .*the column 'choices' is not read"),
         ("a.jsonl", CHOICES % '{"text": ["3"]}', "row 1 .*the column 'choices' is not read"),
     ],
 )
@@ -198,8 +169,6 @@ def test_missing_answers_and_files(tmp_path: Path) -> None:
 
 def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names, configurations and splits that are asked for, and how each one's columns are read."""
-    import datasets
-
     asked = []
     plain = {"problem": "2 + 2?", "answer": "4", "solution": "s"}
     rows = {
@@ -216,7 +185,7 @@ def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(f"{name}:{config}@{split}" if config else f"{name}@{split}")
         return [rows[asked[-1]]] * 2
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     scorers = {name: load_problems(name, limit=1)[0].scorer for name in BENCHMARKS}
     assert scorers == {**dict.fromkeys(BENCHMARKS, "math"), "gpqa_diamond": "choice"}
     load_problems("math-ai/aime25:default@train")
@@ -224,14 +193,10 @@ def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hub_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
     row = {"problem": "p", "answer": "1"}
-    found = {"train": [row] * 3, "test": [row] * 2}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: found)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"train": [row] * 3, "test": [row] * 2})
     assert len(load_problems("owner/name")) == 2
-    found.clear()
-    found.update(one=[row], two=[row])
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"one": [row], "two": [row]})
     with pytest.raises(UsageError, match=r"has the splits one, two\. Name one: owner/name@one"):
         load_problems("owner/name")
 
@@ -255,9 +220,6 @@ def test_a_hub_out_of_reach_is_one_message_within_seconds(
 
 @pytest.mark.parametrize("command", ["eval", "diagnose"])
 def test_the_model_is_looked_for_before_the_problems(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ngrpo import cli
-    from ngrpo.machine.models import packaged
-
     def missing(name: str) -> None:
         raise UsageError(f"model {name!r}: there is no such folder")
 
@@ -279,8 +241,5 @@ def test_scorers_by_name(tmp_path: Path) -> None:
 
 
 def test_a_tasks_problems() -> None:
-    assert [(p.id, p.scorer) for p in load_task("arithmetic", limit=2)] == [
-        ("arithmetic-0", "task:arithmetic"),
-        ("arithmetic-1", "task:arithmetic"),
-    ]
-    assert len(load_task("arithmetic")) == 16
+    assert [p.id for p in load_task("arithmetic", limit=2)] == ["arithmetic-0", "arithmetic-1"]
+    assert [p.scorer for p in load_task("arithmetic")] == ["task:arithmetic"] * 16

@@ -4,35 +4,22 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.trainers.openrlhf.launch import RUN_ID, end_processes, explanation, root_cause
+from tests.own_process import alive, ends
 
-TABLE = "PID\tMEM(GB)\tCOMMAND\n" + "".join(
-    f"{100 + i}\t{9.5 - i:.2f}\t{command}\n"
-    for i, command in enumerate(
-        [
-            "ray::PolicyModelActor.fit",
-            "VLLM::EngineCore",
-            "/usr/bin/python3 -m something --long",
-            "ray::ReferenceModelActor",
-            "ray::TrainerActor",
-            "sixth",
-        ]
-    )
-)
-
+USERS = ("ray::PolicyModelActor.fit", "VLLM::EngineCore", "/usr/bin/python3 -m something", "a", "b", "sixth")
 # What Ray 2.55 says of a worker that its memory monitor ended.
 MESSAGE = (
     "1 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 10.0.0.7, ID:"
     " 5c9e0f) was 22.41GB / 23.53GB (0.952401), which exceeds the memory usage threshold of 0.950000; Object store"
     " memory usage: [- objects spillable: 0]; Ray killed 1 worker(s) based on the killing policy: [...]; To see more"
     " information about memory usage on this node, use `ray logs raylet.out -ip 10.0.0.7`; Top 10 memory users: "
-    + TABLE
+    "PID\tMEM(GB)\tCOMMAND\n" + "".join(f"{100 + i}\t{9.5 - i:.2f}\t{name}\n" for i, name in enumerate(USERS))
 )
 
 
@@ -103,21 +90,10 @@ def orphan() -> Iterator[int]:
         os.kill(process, 9)
 
 
-def alive(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_processes_that_a_killed_worker_left_are_ended(orphan: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.2)
     end_processes("another run")
     assert alive(orphan)
     end_processes("run-of-this-test")
-    until = time.monotonic() + 5.0
-    while alive(orphan) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not alive(orphan)
+    assert ends(orphan, within=5.0)

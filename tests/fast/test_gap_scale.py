@@ -18,9 +18,9 @@ from ngrpo.trainers.common.sample_records import unpack
 from ngrpo.trainers.openrlhf import experience_maker, rollout_actor, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
 from perturbations import create
-from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 from tests.fast import openrlhf_doubles
+from tests.fast.replay_examples import a_record
 from tests.fast.run import run_of, run_with
 
 NAMES = ("unperturbed", "perturbed", "plain", "before")
@@ -37,9 +37,8 @@ def test_any_gap_beyond_the_limit_rings(half: bool, usual: float, wrong: str, ti
     usual_step = step(**dict.fromkeys(NAMES, usual))
     scale = GapScale(half)
     scale.check(usual_step, 10.0, strict=True)
-    with pytest.raises(
-        ReplayGap, match=rf"at most {times * usual:.2g}\) on average; where nothing .* by {usual:.2g}\."
-    ):
+    says = rf"at most {times * usual:.2g}\) on average; where nothing .* by {usual:.2g}\."
+    with pytest.raises(ReplayGap, match=says):
         scale.check({**usual_step, **step(**{wrong: 1.05 * times * usual})}, 10.0, strict=True)
     scale.check({**usual_step, **step(**{wrong: 0.95 * times * usual})}, 10.0, strict=True)
     with pytest.raises(ReplayGap):
@@ -108,25 +107,16 @@ ANSWER = UnperturbedAnswer(np.array([5, 6, 300_000, 8], np.int32), np.array([-0.
 
 
 def record(answer: UnperturbedAnswer | None) -> FinishedTrajectory:
-    none = np.zeros((0, 1), np.int32)
-    replay = ReplayRecord(1, 1, 2, none[:, 0], none, none.astype(np.float32), None, none[:, 0].astype(bool))
-    return FinishedTrajectory(replay, np.array([np.nan, -1.0], np.float32), unperturbed=answer)
+    return FinishedTrajectory(a_record(0), np.array([np.nan, -1.0], np.float32), unperturbed=answer)
 
 
-def test_an_answer_travels_with_its_sample() -> None:
-    packed = record(ANSWER).pack()
-    (found,) = unpack([packed])
-    np.testing.assert_array_equal(found.unperturbed.tokens, ANSWER.tokens)
-    np.testing.assert_array_equal(found.unperturbed.log_probs, ANSWER.log_probs)
-    assert found.unperturbed.experts is None
-    experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
-    (routed,) = unpack([record(dataclasses.replace(ANSWER, experts=experts)).pack()])
-    np.testing.assert_array_equal(routed.unperturbed.experts, experts)
-    assert unpack([record(None).pack()])[0].unperturbed is None
-    altered = bytearray(packed["unperturbed_answer"])
-    altered[3] ^= 1
-    with pytest.raises(ValueError, match="unperturbed_answer"):
-        unpack([{**packed, "unperturbed_answer": bytes(altered)}])
+@pytest.mark.parametrize("experts", [None, np.arange(12, dtype=np.uint16).reshape(3, 2, 2)], ids=["plain", "routed"])
+def test_an_answer_travels_with_its_sample(experts: np.ndarray | None) -> None:
+    answers = [None, dataclasses.replace(ANSWER, experts=experts)]
+    none, found = (each.unperturbed for each in unpack([record(answer).pack() for answer in answers]))
+    assert none is None
+    for field in dataclasses.fields(found):
+        np.testing.assert_array_equal(getattr(found, field.name), getattr(answers[1], field.name))
 
 
 class Group:
@@ -152,9 +142,8 @@ def test_the_gap_is_over_the_answers_tokens(maker: Any) -> None:
     longer = UnperturbedAnswer(np.array([7, 3, 4, 5], np.int32), np.array([-0.3, -0.4, -0.9], np.float32))
     empty = dataclasses.replace(shorter, log_probs=shorter.log_probs[:0])
     # |−0.2 + 0.3|, and |−0.5 + 0.9| at the last of the other's three tokens.
-    assert experience_maker.control_gap(
-        maker, [record(each) for each in (empty, shorter, None, longer)]
-    ) == pytest.approx((0.1 + 0.4) / 4)
+    found = experience_maker.control_gap(maker, [record(each) for each in (empty, shorter, None, longer)])
+    assert found == pytest.approx((0.1 + 0.4) / 4)
     given = maker.actor_model_group.given
     assert given["sequences"].tolist() == [[0, 0, 1, 2], [7, 3, 4, 5]]
     assert given["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
@@ -162,17 +151,18 @@ def test_the_gap_is_over_the_answers_tokens(maker: Any) -> None:
     assert experience_maker.control_gap(maker, [record(empty), None]) is None
 
 
-@pytest.mark.parametrize(("changed", "drifts"), [({}, False), ({"async": True}, True), ({"batch": 16}, True)])
+@pytest.mark.parametrize(("asynchronous", "batch"), [(False, 8), (True, 8), (False, 16)])
 def test_when_weights_drift_by_design(
-    maker: Any, changed: dict[str, Any], drifts: bool, monkeypatch: pytest.MonkeyPatch
+    maker: Any, asynchronous: bool, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The maker's batch has 8 prompts."""
     run_with(monkeypatch)
-    maker.strategy.args.train.async_enable = changed.get("async", False)
-    maker.strategy.args.rollout.vllm_generate_batch_size = changed.get("batch", 8)
+    maker.strategy.args.train.async_enable = asynchronous
+    maker.strategy.args.rollout.vllm_generate_batch_size = batch
     scale = experience_maker.gap_scale(maker)
     assert scale is experience_maker.gap_scale(maker)
     scale.of(0.02)
-    assert scale.is_needed == drifts
+    assert scale.is_needed == (asynchronous or batch > 8)
 
 
 @pytest.mark.parametrize("large", [step(perturbed=5.0, plain=0.01), step(perturbed=0.9, plain=0.9, unperturbed=0.02)])

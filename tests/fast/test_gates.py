@@ -2,15 +2,15 @@
 """The default gate: the draw, the schedule, the conditions on tokens, and its verdict."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from perturbations import InputEdit, Positions, Proposal, Step, create, streams
-from perturbations.embeddings import matrix_embeddings
+from perturbations import InputEdit, Positions, Proposal, create, streams
 from perturbations.gates.default import BoundGate, GateOptions, protected_tokens
-from tests.fast.gate_steps import F, T, of_one, schedule, step_with
+from tests.fast.gate_steps import F, T, of_one, step_with
 
 
 def chosen(gate: GateOptions, seed: int = 1, first: int = 5, length: int = 15) -> list[int]:
@@ -23,35 +23,30 @@ def chosen(gate: GateOptions, seed: int = 1, first: int = 5, length: int = 15) -
 # --- the draw and the schedule --------------------------------------------------------------------
 
 
-def test_rate_0_and_1() -> None:
-    assert chosen(schedule(0.0)) == []
-    assert chosen(schedule(1.0)) == list(range(5, 15))
-
-
 @pytest.mark.parametrize(
     ("options", "want"),
     [
+        (dict(), [*range(5, 15)]),
+        (dict(rate=0.0), []),
         (dict(burn_in=3), [8, 9, 10, 11, 12, 13, 14]),
-        (dict(every=3), [5, 8, 11, 14]),
         (dict(burn_in=2, every=3), [7, 10, 13]),
         (dict(burn_in=9), [14]),
         (dict(burn_in=10), []),
-        (dict(burn_in=99), []),
         (dict(every=99), [5]),
     ],
+    ids=str,
 )
 def test_schedule_by_hand(options: dict, want: list[int]) -> None:
-    assert chosen(schedule(1.0, **options)) == want
+    assert chosen(GateOptions(**{"rate": 1.0, **options})) == want
 
 
 def test_the_draw_is_the_gate_stream_at_absolute_positions() -> None:
     keys = streams.keys(torch.tensor(-9), torch.arange(60), streams.Stream.GATE)
     drawn = torch.nonzero(streams.uniform(keys, 1).flatten() < 0.4).flatten().tolist()
     assert 10 < len(drawn) < 40
-    assert chosen(schedule(0.4), -9, 20, 60) == [p for p in drawn if p >= 20]
     # Burn-in and the stride remove positions and change no draw.
-    assert chosen(schedule(0.4, burn_in=4), -9, 20, 60) == [p for p in drawn if p >= 24]
-    assert chosen(schedule(0.4, every=2), -9, 20, 60) == [p for p in drawn if p >= 20 and p % 2 == 0]
+    assert chosen(GateOptions(rate=0.4, burn_in=4), -9, 20, 60) == [p for p in drawn if p >= 24]
+    assert chosen(GateOptions(rate=0.4, every=2), -9, 20, 60) == [p for p in drawn if p >= 20 and p % 2 == 0]
 
 
 # --- until ----------------------------------------------------------------------------------------
@@ -60,9 +55,8 @@ def test_the_draw_is_the_gate_stream_at_absolute_positions() -> None:
 class Conditions:
     """A bound gate that is asked and told of the next position of each row, as generation does."""
 
-    def __init__(self, until=(), protect=None, entropy_min=None, rows: int = 1) -> None:
-        text = "".join(map(str, until)) or None
-        options = GateOptions(until=text, protect=protect, entropy_min=entropy_min)
+    def __init__(self, until=(), entropy_min=None, rows: int = 1) -> None:
+        options = GateOptions(until="".join(map(str, until)) or None, entropy_min=entropy_min)
         self.gate = BoundGate(options, lambda: [str(i).encode() for i in range(10)], 10, rows, "cpu")
         self.next = torch.zeros(8, dtype=torch.int64)
 
@@ -98,11 +92,8 @@ def admitted(state: Conditions, tokens: list[int], row: int = 0) -> list[bool]:
     [
         ([4], [1, 4, 1, 2], [T, F, F, F]),
         ([7, 8], [7, 5, 7, 8, 9, 7], [T, T, T, F, F, F]),
-        ([7, 8, 9], [7, 8, 7, 8, 9, 1], [T, T, T, T, F, F]),
         ([1, 1, 2], [1, 1, 1, 2, 5, 1], [T, T, T, F, F, F]),  # "aab" in "aaab"
         ([1, 2, 1, 3], [1, 2, 1, 2, 1, 3, 0], [T, T, T, T, T, F, F]),  # "abac" in "ababac"
-        ([1, 1], [1, 2, 1, 1, 2], [T, T, T, F, F]),
-        ([5], [1, 2, 3], [T, T, T]),
         ([], [1, 2, 3], [T, T, T]),
     ],
 )
@@ -120,8 +111,6 @@ def test_the_gate_stays_open_until_the_end_was_produced() -> None:
     assert state.opened(rows, torch.zeros(1, 10))
     state.observe(rows, end)
     assert not state.opened(rows, torch.zeros(1, 10))
-    state.gate.reset(0)
-    assert state.passes(rows, torch.tensor([1]), torch.zeros(1, 10))
 
 
 def test_rows_are_independent_whatever_their_order() -> None:
@@ -130,12 +119,6 @@ def test_rows_are_independent_whatever_their_order() -> None:
     state.observe(torch.tensor([0, 1]), torch.tensor([8, 3]))
     passed = state.passes(torch.tensor([1, 2, 0, 2]), torch.tensor([8, 8, 8, 7]), torch.zeros(4, 10))
     assert passed.tolist() == [T, F, T, T]
-    state.observe(torch.tensor([2]), torch.tensor([8]))
-    assert state.passes(torch.tensor([0, 1, 2]), torch.tensor([1, 1, 1]), torch.zeros(3, 10)).tolist() == [
-        T,
-        T,
-        F,
-    ]
 
 
 def test_reset_starts_afresh() -> None:
@@ -183,13 +166,14 @@ def test_a_token_that_is_drawn_again_is_not_seen_twice(back: int) -> None:
     assert not plain.opened(row, torch.zeros(1, 10))
 
 
-def test_an_end_that_is_drawn_otherwise_again_is_forgotten() -> None:
+def test_the_position_that_ended_thinking_is_drawn_again() -> None:
     state, row = Conditions([4]), torch.tensor([0])
     state.observe(row, torch.tensor([4]))
     assert not state.opened(row, torch.zeros(1, 10))
     state.next[0] = 0
-    state.observe(row, torch.tensor([5]))
     assert state.opened(row, torch.zeros(1, 10))
+    state.observe(row, torch.tensor([5]))
+    assert state.opened(row, torch.zeros(1, 10)), "now with another token"
 
 
 def test_a_token_that_is_not_kept_is_not_seen() -> None:
@@ -197,14 +181,6 @@ def test_a_token_that_is_not_kept_is_not_seen() -> None:
     for token, kept in ((7, T), (3, F)):
         state.gate.observe(row, at, torch.tensor([token]), state.gate.matched(row, at), torch.tensor([kept]))
     assert state.gate.matched(row, at + 1).tolist() == [1], "7 of 7 8"
-
-
-def test_the_position_that_ended_thinking_is_drawn_again() -> None:
-    state, row, at = Conditions([4]), torch.tensor([0]), torch.tensor([5])
-    state.gate.observe(row, at, torch.tensor([4]), state.gate.matched(row, at))
-    for position, is_open in ((5, T), (6, F)):
-        state.next[0] = position
-        assert bool(state.opened(row, torch.zeros(1, 10))) == is_open
 
 
 # --- entropy and protected tokens -----------------------------------------------------------------
@@ -233,70 +209,54 @@ def test_protect_ids_and_digits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("protect", "words"),
+    ("protect", "says"),
     [
-        ("digit", ["protect='digit'", "'digits'", "separated by commas"]),
-        ("1;2", ["protect='1;2'", "separated by commas"]),
-        ("", ["protect=''"]),
-        ("1,6", ["id 6", "[0, 5]"]),
-        ("-1", ["'-1' is no token id"]),
+        ("digit", "protect='digit'.*'digits'.*separated by commas"),
+        ("", "protect=''"),
+        ("1,6", r"id 6.*\[0, 5\]"),
+        ("-1", "'-1' is no token id"),
     ],
 )
-def test_protect_errors(protect: str, words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
+def test_protect_errors(protect: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         protected_tokens(protect, list, 6)
-    for word in words:
-        assert word in str(error.value)
 
 
 # --- the verdict: each condition alone closes a position -------------------------------------------------
 
 V, ROWS, PROMPT = 10, 9, 4
-PROPOSED, PROTECTED, LAST_OF_UNTIL = 1, 7, 5
+PROPOSED, PROTECTED, THINKING_ENDS = 1, 7, (3, 5)
 TOKENS = [b"a", b"b", b"c", b"</", b"d", b"think>", b"e", b"f", b"g", b"h"]
 
 
-def gate_with(until: str | None = "</think>", protect: str | None = str(PROTECTED), rate: float = 0.5) -> BoundGate:
-    options = create("gumbel", until=until, protect=protect, rate=rate, burn_in=1)
-    return BoundGate(options, lambda: TOKENS, V, ROWS, "cpu")
+def bound(**options: Any) -> BoundGate:
+    perturbation = create("gumbel", until="</think>", protect=str(PROTECTED), **options)
+    return BoundGate(perturbation, lambda: TOKENS, V, ROWS, "cpu")
 
 
 def test_each_condition_alone_closes_a_position() -> None:
     """Row by row: nothing against it; filtered; greedy for another token; greedy for this one; thinking has ended;
     protected; completes the end of thinking; the perturbation does not act; certain where entropy is asked for.
     """
-    options = create("gumbel", until="</think>", protect=str(PROTECTED), entropy_min=1.0)
-    gate = BoundGate(options, lambda: TOKENS, V, ROWS, "cpu")
-    slots, at = torch.arange(ROWS), torch.full((ROWS,), PROMPT + 2)
-    # Row 4 has ended its thinking, row 6 is about to.
-    for position, token in ((PROMPT, torch.tensor([0, 0, 0, 0, 3, 0, 0, 0, 0])), (PROMPT + 1, torch.zeros(ROWS))):
-        tokens = token.long()
-        if position == PROMPT + 1:
-            tokens[4], tokens[6] = LAST_OF_UNTIL, 3
-        where = torch.full((ROWS,), position)
-        gate.observe(slots, where, tokens, gate.matched(slots, where))
+    gate, slots = bound(entropy_min=1.0), torch.arange(ROWS)
+    gate.reset(4, THINKING_ENDS)
+    gate.reset(6, THINKING_ENDS[:1])
     logits = torch.zeros(ROWS, V)
     logits[8, 0] = 50.0
     proposed = torch.full((ROWS,), PROPOSED)
-    proposed[5], proposed[6] = PROTECTED, LAST_OF_UNTIL
-    acts = torch.ones(ROWS, dtype=torch.bool)
-    acts[7] = False
-    embeddings = matrix_embeddings(torch.eye(V))
-    step = Step(logits, torch.zeros(ROWS).long(), torch.ones(ROWS), slots, at, embeddings)
-    edit = InputEdit(proposed.unsqueeze(1), torch.ones(ROWS, 1))
-    allowed = torch.ones(ROWS, dtype=torch.bool)
-    allowed[1] = False
+    proposed[5], proposed[6] = PROTECTED, THINKING_ENDS[1]
+    acts, allowed = slots != 7, slots != 1
     greedy = torch.full((ROWS,), -1)
     greedy[2], greedy[3] = PROPOSED + 1, PROPOSED
-    found = gate.verdict(step, Proposal(edit, proposed, acts), slots, torch.full((ROWS,), PROMPT), allowed, greedy)
-    stands, fed = (part.tolist() for part in found)
-    assert [row for row in range(ROWS) if not stands[row]] == [1, 2, 4, 8]
-    assert [row for row in range(ROWS) if not fed[row]] == [1, 2, 4, 5, 6, 7, 8]
+    proposal = Proposal(InputEdit(proposed.unsqueeze(1), torch.ones(ROWS, 1)), proposed, acts)
+    stands, fed = gate.verdict(step_with(logits), proposal, slots, torch.full((ROWS,), PROMPT), allowed, greedy)
+    assert (~stands).nonzero().flatten().tolist() == [1, 2, 4, 8]
+    assert (~fed).nonzero().flatten().tolist() == [1, 2, 4, 5, 6, 7, 8]
 
 
 def test_the_host_selects_what_is_wanted_and_planned() -> None:
     seeds = np.arange(2000)
-    gate, first = gate_with(), np.full(2000, PROMPT)
+    gate, first = bound(rate=0.5, burn_in=1), np.full(2000, PROMPT)
     wanted = seeds % 2 == 0
     rows = gate.selected(Positions(seeds, first, first + 1), wanted)
     assert (rows % 2 == 0).all() and 400 < len(rows) < 600, "half of the wanted half"

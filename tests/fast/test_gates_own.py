@@ -3,21 +3,21 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from perturbations import create, create_gate, registry, streams
-from perturbations.embeddings import matrix_embeddings
 from perturbations.gates import Gate
-from perturbations.gates.default import BoundGate
+from perturbations.gates.default import GateOptions
 from perturbations.options import option
 from perturbations.step import GateStep, Positions, Step
 from perturbations.testing import PerturbationError, check_gate
-from tests.fast.gate_steps import F, T, of_one, schedule, step_with
+from tests.fast.gate_steps import F, T, of_one, step_with
 
 
 def test_every_gate_conforms() -> None:
@@ -58,7 +58,7 @@ def test_what_is_selected_is_the_default_gates_choice_where_the_further_gate_agr
     both = dataclasses.replace(shared, gate=gate)
     every = of_one(5, 8, np.arange(8, 300))
     plain, gated = shared.selects(every), both.selects(every)
-    assert (plain == schedule(0.5, every=2).selects(every)).all()
+    assert (plain == GateOptions(rate=0.5, every=2).selects(every)).all()
     assert (gated == (plain & gate.plan(every))).all()
     assert 10 < gated.sum() < plain.sum()
     assert not create("soft", gate="bursts", **{"gate.share": 0}).selects(every).any()
@@ -89,63 +89,106 @@ class Good(Gate):
         return (p >= self.least) & (step.uniform(1)[:, 0] < 0.5)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counting(Gate):
+    """Open until three positions were perturbed."""
+
+    name = "counting"
+
+    def initial_state(self) -> Mapping[str, float]:
+        return {"spent": 0}
+
+    def open(self, step: GateStep) -> torch.Tensor:
+        return step.state["spent"] < 3
+
+    def advance(self, step: GateStep, fed: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"spent": step.state["spent"] + fed}
+
+
 CALLS: list[int] = []
 
 
-def counted(step: GateStep) -> torch.Tensor:
+def counted(self: Gate, step: GateStep) -> torch.Tensor:
     CALLS.append(1)
     return torch.full((len(step.sampled),), len(CALLS) % 2 == 0)
 
 
-def whole(places: Positions) -> np.ndarray:
-    return np.arange(len(places.positions)) % 2 == 0
+def by_the_mean(self: Gate, step: GateStep) -> torch.Tensor:
+    return step.logits[:, 0] > step.logits[:, 0].mean()
 
 
-def shifted(step: GateStep) -> torch.Tensor:
-    step.logits.sub_(1.0)
-    return step.sampled > 3
+def waiting(self: Gate, step: GateStep) -> torch.Tensor:
+    return step.sampled > (3 if step.logits.isnan().any().item() else 4)
 
 
+def masked(self: Gate, step: GateStep) -> torch.Tensor:
+    return step.sampled > 3 + 0 * len(step.sampled[step.sampled > 5])
+
+
+# How such a gate goes wrong, and what its error says.
+OPEN = [
+    (lambda self, step: step.sampled, ["what open() returns is torch.int64", "torch.bool"]),
+    (lambda self, step: step.logits > 0, ["has shape (7, 64)", "(7,)"]),
+    (lambda self, step: [True] * len(step.sampled), ["is a list", "a tensor of shape (7,)"]),
+    (lambda self, step: step.nothing, ["open() raises AttributeError", "any logits"]),
+    (lambda self, step: torch.rand(len(step.sampled)) < 2, ["global random generator", "step.uniform"]),
+    (lambda self, step: step.logits.sub_(1.0)[:, 0] > 3, ["changes step.logits in place", "copy"]),
+    (counted, ["two results for the same step", "no state"]),
+    (by_the_mean, ["row", "another result", "that row alone"]),
+    (waiting, ["open() waits for the device", "item"]),
+    (masked, ["open() waits for the device", "indexing with a mask"]),
+]
+PLAN = [
+    (lambda self, places: places.positions, ["plan() returns an array of int64", "bool"]),
+    (lambda self, places: [True] * len(places.positions), ["plan() returns list", "numpy array of bool"]),
+    (lambda self, places: np.ones(3, bool), ["plan() returns an array of bool, (3,)"]),
+    (lambda self, places: np.arange(len(places.positions)) % 2 == 0, ["among all", "among others", "alone"]),
+    (
+        lambda self, places: np.random.rand(len(places.positions)) < 2,
+        ["plan() draws from a global", "positions.uniform"],
+    ),
+    (lambda self, places: places.nothing, ["plan() raises AttributeError", "any positions"]),
+]
+START = [
+    (lambda self: [0.0], ["initial_state() returns [0.0]", "numbers by name"]),
+    (lambda self: {"spent": "0"}, ["initial_state() returns {", "numbers by name"]),
+    (lambda self: {}, ["advance() and no state"]),
+]
+ADVANCE = [
+    (Gate.advance, ["never changes", "no advance()"]),
+    (lambda self, step, fed: {"spend": fed}, ["advance() returns ['spend']", "the names of initial_state"]),
+    (lambda self, step, fed: step.state["spent"], ["advance() returns Tensor", "the names of initial_state"]),
+    (lambda self, step, fed: {"spent": step.logits}, ["'spent' of what advance() returns has shape (7, 64)"]),
+    (lambda self, step, fed: {"spent": 3}, ["'spent' of what advance() returns is a int"]),
+    (lambda self, step, fed: {"spent": step.state["spent"].add_(1)}, ["changes step.state['spent'] in place", "copy"]),
+    (
+        lambda self, step, fed: {"spent": step.state["spent"] + fed.float().mean()},
+        ["advance() gives another result", "spent is", "that row alone"],
+    ),
+    (lambda self, step, fed: {"spent": step.state["spent"] + 0 * len(fed[fed])}, ["waits for the device"]),
+    (lambda self, step, fed: {"spent": step.nothing}, ["advance() raises AttributeError"]),
+]
 BROKEN = [
-    (dict(plan=None, open=None), ["neither plan() nor open()", "always open"]),
-    (dict(open=lambda s: s.sampled), ["what open() returns is torch.int64", "torch.bool"]),
-    (dict(open=lambda s: s.logits > 0), ["has shape (7, 64)", "(7,)"]),
-    (dict(open=lambda s: [True] * len(s.sampled)), ["is a list", "a tensor of shape (7,)"]),
-    (dict(open=lambda s: s.nothing), ["open() raises AttributeError", "any logits"]),
-    (dict(open=lambda s: torch.rand(len(s.sampled)) < 2), ["global random generator", "step.uniform"]),
-    (dict(open=shifted), ["changes step.logits in place", "copy"]),
-    (dict(open=counted), ["two results for the same step", "no state"]),
-    (dict(open=lambda s: s.logits[:, 0] > s.logits[:, 0].mean()), ["row", "another result", "that row alone"]),
-    (
-        dict(open=lambda s: s.sampled > (3 if s.logits.isnan().any().item() else 4)),
-        ["open() waits for the device", "item"],
-    ),
-    (
-        dict(open=lambda s: s.sampled > 3 + 0 * len(s.sampled[s.sampled > 5])),
-        ["open() waits for the device", "indexing with a mask"],
-    ),
-    (dict(plan=lambda p: p.positions), ["plan() returns an array of int64", "bool"]),
-    (dict(plan=lambda p: [True] * len(p.positions)), ["plan() returns list", "numpy array of bool"]),
-    (dict(plan=lambda p: np.ones(3, bool)), ["plan() returns an array of bool, (3,)"]),
-    (dict(plan=whole), ["among all", "among others", "alone"]),
-    (dict(plan=lambda p: np.random.rand(len(p.positions)) < 2), ["plan() draws from a global", "positions.uniform"]),
-    (dict(plan=lambda p: p.nothing), ["plan() raises AttributeError", "any positions"]),
+    (Good, dict(plan=Gate.plan, open=Gate.open), ["neither plan() nor open()", "always open"]),
+    *((Good, dict(open=part), words) for part, words in OPEN),
+    *((Good, dict(plan=part), words) for part, words in PLAN),
+    *((Counting, dict(initial_state=part), words) for part, words in START),
+    *((Counting, dict(advance=part), words) for part, words in ADVANCE),
+    (Counting, dict(open=lambda self, step: step.state["spend"] < 3), ["open() raises KeyError"]),
 ]
 
 
-@pytest.mark.parametrize(("parts", "words"), BROKEN, ids=[words[0] for _, words in BROKEN])
-def test_broken_gates_are_caught(parts: dict, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def method(name: str) -> Callable:
-        return getattr(Gate, name) if parts[name] is None else lambda self, seen: parts[name](seen)
-
-    methods = {name: method(name) for name in parts}
-    made = type("Broken", (Good,), {**methods, "__module__": __name__, "__qualname__": "Broken", "name": "broken"})
-    made = dataclass(frozen=True, kw_only=True)(made)
+@pytest.mark.parametrize(("of", "parts", "words"), BROKEN, ids=[words[0] for *_, words in BROKEN])
+def test_broken_gates_are_caught(
+    of: type[Gate], parts: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"__module__": __name__, "__qualname__": "Broken", "name": "broken"}
+    made = dataclass(frozen=True, kw_only=True)(type("Broken", (of,), {**parts, **named}))
     monkeypatch.setitem(globals(), "Broken", made)
     with pytest.raises(PerturbationError) as error:
         check_gate(made)
     for word in ["broken", *words]:
-        assert word in str(error.value), error.value
+        assert word in str(error.value)
 
 
 def test_a_third_partys_gate_conforms_as_instance_class_and_address() -> None:
@@ -158,55 +201,3 @@ def test_a_third_partys_gate_conforms_as_instance_class_and_address() -> None:
         check_gate(Good(), least=0.1)
     with pytest.raises(ValueError, match=r"no option 'lest'.*'least'"):
         check_gate(Good, lest=0.1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EveryThird(Gate):
-    """Open at generated positions 0, 3, 6, …"""
-
-    name = "every third"
-
-    def open(self, step: GateStep) -> torch.Tensor:
-        return step.generated % 3 == 0
-
-
-class NoModel:
-    """Stands for the embedding layer of an engine."""
-
-    def __init__(self) -> None:
-        self.lookup = matrix_embeddings(torch.eye(16)).lookup
-
-    def clear(self, rewritten: object = None) -> None:
-        pass
-
-    def put(self, *_: torch.Tensor) -> None:
-        pass
-
-
-def test_the_rollout_records_only_what_the_gate_left_open() -> None:
-    """Prompts of 5 and 8 tokens, 9 generated tokens each; the gate counts from each answer's own start."""
-    from ngrpo.rollout.perturber import RolloutPerturber
-    from ngrpo.rollout.trajectories import TrajectoryStore
-
-    perturbation = create("neighbor", rate=1.0, gate=EveryThird())
-    store = TrajectoryStore(2, 64)
-    gate = BoundGate(perturbation, lambda: [b""] * 16, 16, store.slots, "cpu")
-    perturber = RolloutPerturber(
-        perturbation, store, gate, matrix_embeddings(torch.eye(16)), NoModel(), torch.device("cpu")
-    )
-    prompts = {"a": 5, "b": 8}
-    for name, prompt in prompts.items():
-        store.open(name, 100 + prompt, prompt, True)
-        perturber.opened(name)
-    starts, counts = np.array([0, 0]), np.array([5, 8])
-    draws = torch.Generator().manual_seed(0)
-    for generated in range(9):
-        perturber.begin(["a", "b"], starts, counts, np.zeros(2, dtype=bool))
-        logits = torch.randn(2, 16, generator=draws)
-        tokens = perturber.finish(logits, torch.ones(2), logits, None)
-        if generated % 3 == 0:  # neighbor's text is the likeliest token, where it acts
-            assert tokens.tolist() == logits.argmax(-1).tolist()
-        starts, counts = starts + counts, np.array([1, 1])
-    perturber.notes.drain(until=perturber.notes.taken)
-    for name, prompt in prompts.items():
-        assert (store.record(name)[0].positions - prompt).tolist() == [0, 3, 6]

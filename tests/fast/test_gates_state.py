@@ -3,7 +3,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
+from benchmarks.cuda_without_gpu.simulated import Plan, simulate
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import Gate, GateStep, create, create_gate, option
@@ -20,9 +20,8 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import require
 from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import entropy, summary
-from perturbations.testing import PerturbationError, check_gate
+from perturbations.testing import check_gate
 from tests.fast.gate_steps import F, T, step_with
-from tests.fast.test_gates_own import NoModel
 
 V = 16
 FIRST = 5
@@ -101,6 +100,19 @@ def test_confidence_by_hand() -> None:
 # --- in a rollout ------------------------------------------------------------------------------------------
 
 
+class NoModel:
+    """Stands for the embedding layer of an engine."""
+
+    def __init__(self) -> None:
+        self.lookup = matrix_embeddings(torch.eye(16)).lookup
+
+    def clear(self, rewritten: object = None) -> None:
+        pass
+
+    def put(self, *_: torch.Tensor) -> None:
+        pass
+
+
 class Rollout:
     """A perturber whose logits are a function of request and position."""
 
@@ -111,9 +123,9 @@ class Rollout:
         device = torch.device("cpu")
         self.perturber = RolloutPerturber(perturbation, self.store, self.gate, embeddings, NoModel(), device)
 
-    def open(self, *names: str, perturbed: bool = True) -> None:
+    def open(self, *names: str, prompt: int = FIRST, perturbed: bool = True) -> None:
         for name in names:
-            self.store.open(name, 100 + ord(name[0]), FIRST, perturbed)
+            self.store.open(name, 100 + ord(name[0]), prompt, perturbed)
             self.perturber.opened(name)
 
     def step(self, discard: bool = False, **computed: tuple[int, int]) -> list[int]:
@@ -136,6 +148,29 @@ class Rollout:
     def perturbed(self, name: str) -> list[int]:
         self.perturber.notes.drain(until=self.perturber.notes.taken)
         return self.store.record(name)[0].positions.tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryThird(Gate):
+    """Open at generated positions 0, 3, 6, …"""
+
+    name = "every third"
+
+    def open(self, step: GateStep) -> torch.Tensor:
+        return step.generated % 3 == 0
+
+
+def test_the_rollout_records_only_what_the_gate_left_open() -> None:
+    """The gate counts from each answer's own start."""
+    rollout = Rollout(EveryThird())
+    prompts = {"a": FIRST, "b": FIRST + 3}
+    for name, prompt in prompts.items():
+        rollout.open(name, prompt=prompt)
+    rollout.step(**{name: (0, prompt) for name, prompt in prompts.items()})
+    for generated in range(8):
+        rollout.step(**{name: (prompt + generated, 1) for name, prompt in prompts.items()})
+    for name, prompt in prompts.items():
+        assert [position - prompt for position in rollout.perturbed(name)] == [0, 3, 6]
 
 
 def undisturbed(gate: Gate, upto: int, **options: Any) -> Rollout:
@@ -250,74 +285,6 @@ def test_the_state_of_the_entropy_has_the_same_bits_in_any_batch() -> None:
     turned = several[3:4].clone()
     turned[0, turned[0].argmax()] += 0.1  # less uncertain
     assert after(turned)[0][:2] == [1.0, 1.0]
-
-
-def test_a_state_that_starts_again_after_a_preemption_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = RolloutPerturber.begin
-
-    def forgetful(self: RolloutPerturber, names: list[str], starts: np.ndarray, *args: Any) -> None:
-        for name in np.array(names)[starts == 0]:
-            self._gate.reset(self._store.live[name])
-        begin(self, names, starts, *args)
-
-    monkeypatch.setattr(RolloutPerturber, "begin", forgetful)
-    with pytest.raises(Disagreement):
-        simulate(create("soft", until=None, gate=GATES[0]), Plan(seed=3, preempted=0.2, batch=4), count=6)
-
-
-def test_gates_without_state_have_none() -> None:
-    gate = BoundGate(create("soft", gate="confidence"), lambda: [b""] * V, V, 3, "cpu")
-    assert not gate.has_state and gate.state[-1].numel() == 0
-
-
-# --- the conformance suite -----------------------------------------------------------------------------------
-
-
-def counted(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
-    return {"spent": step.state["spent"].add_(1)}
-
-
-BROKEN: list[tuple[dict[str, Callable[..., Any]], list[str]]] = [
-    (dict(initial_state=lambda self: [0.0]), ["initial_state() returns [0.0]", "numbers by name"]),
-    (dict(initial_state=lambda self: {"spent": "0"}), ["initial_state() returns", "numbers by name"]),
-    (dict(initial_state=lambda self: {}), ["advance() and no state"]),
-    (dict(advance=Gate.advance), ["never changes", "no advance()"]),
-    (dict(advance=lambda self, s, fed: {"spend": fed}), ["advance() returns ['spend']", "the names of initial_state"]),
-    (dict(advance=lambda self, s, fed: s.state["spent"]), ["advance() returns Tensor", "the names of initial_state"]),
-    (dict(advance=lambda self, s, fed: {"spent": s.logits}), ["'spent' of what advance() returns has shape (7, 64)"]),
-    (dict(advance=lambda self, s, fed: {"spent": 3}), ["'spent' of what advance() returns is a int"]),
-    (dict(advance=counted), ["advance() changes step.state['spent'] in place", "copy"]),
-    (
-        dict(advance=lambda self, s, fed: {"spent": s.state["spent"] + fed.float().mean()}),
-        ["advance() gives another result", "spent is", "that row alone"],
-    ),
-    (
-        dict(advance=lambda self, s, fed: {"spent": s.state["spent"] + (1 if fed.any().item() else 0)}),
-        ["that row alone"],
-    ),
-    (dict(advance=lambda self, s, fed: {"spent": s.state["spent"] + 0 * len(fed[fed])}), ["waits for the device"]),
-    (dict(advance=lambda self, s, fed: {"spent": s.nothing}), ["advance() raises AttributeError"]),
-    (dict(open=lambda self, s: s.state["spend"] < 3), ["open() raises KeyError"]),
-]
-
-
-@pytest.mark.parametrize(("parts", "words"), BROKEN, ids=[words[0] for _, words in BROKEN])
-def test_broken_states_are_caught(parts: dict[str, Any], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def good(self: Gate, step: GateStep, fed: Tensor) -> Mapping[str, Tensor]:
-        return {"spent": step.state["spent"] + fed}
-
-    methods: dict[str, Any] = {
-        "initial_state": lambda self: {"spent": 0},
-        "open": lambda self, step: step.state["spent"] < 3,
-        "advance": good,
-    }
-    named = {"__module__": __name__, "__qualname__": "Broken", "name": "broken"}
-    made = dataclass(frozen=True, kw_only=True)(type("Broken", (Gate,), {**methods, **parts, **named}))
-    monkeypatch.setitem(globals(), "Broken", made)
-    with pytest.raises(PerturbationError) as error:
-        check_gate(made)
-    for word in ["broken", *words]:
-        assert word in str(error.value), error.value
 
 
 def test_a_third_partys_gate_with_state_conforms() -> None:

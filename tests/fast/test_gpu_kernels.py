@@ -23,17 +23,11 @@ OF_THE_TREE = sorted({"none", *in_tree()})
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OF_THE_TREE]
 
 
-def cost_of(name: str, **options: Any) -> Cost:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warnings.warn", lambda *_, **__: None)  # neighbor at rate 1
-        perturbation = create(name) if name == "none" else create(name, rate=1.0, **options)
-    return decode_step(perturbation, *SIZE)
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # neighbor at rate 1
 def test_a_step_is_a_handful_of_kernels_and_little_beyond_one_pass(name: str) -> None:
-    cost = cost_of(name)
+    cost = decode_step(create(name) if name == "none" else create(name, rate=1.0), *SIZE)
     assert cost.beyond_draw <= (8 if name == "none" else 20)
     assert cost.bytes <= 1.5e9
     one_pass = 4 * SIZE[0] * SIZE[1]

@@ -298,7 +298,7 @@ MUTATIONS = {
     ("perturbations/methods/neighbor.py", "test_sampled_text.py"): [
         ('return self.realization == "sampled"', "return True", "the anchor passes for a sampled token"),
     ],
-    ("ngrpo/rollout/sample_tokens.py", "test_forced_tokens.py"): [
+    ("ngrpo/rollout/sample_tokens.py", "test_drawn_tokens.py"): [
         (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
     ],
     ("ngrpo/rollout/perturber.py", "test_sampling_schedules_run.py"): [
