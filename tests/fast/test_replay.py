@@ -160,7 +160,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(tmp_path: Path, monkeyp
     async def confirm(engine: Any, expected: str) -> None:
         return None
 
-    monkeypatch.setattr("ngrpo.trainers.openrlhf.rollout_actor.confirm", confirm)
+    monkeypatch.setattr("ngrpo.rollout.records.confirm", confirm)
     for run in plan.runs():
         settings = runs.run_config(plan, run, tmp_path)
         monkeypatch.setattr("ngrpo.config.run._current", settings)
