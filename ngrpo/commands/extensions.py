@@ -286,18 +286,21 @@ def train_help(usage: str, argv: Sequence[str] = ()) -> str:
     return "\n".join(parts)
 
 
+def option_row(cls: type, field: dataclasses.Field) -> tuple[str, str, str, str]:
+    """An option's name, description, allowed values, and default."""
+    accepted = kinds(cls, field.name)
+    kind = next(k for k in accepted if k is not type(None))
+    limits = allowed(field) or {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
+    if type(None) in accepted:
+        limits += ", or none"
+    default = "none" if field.default is None else str(field.default).lower() if kind is bool else str(field.default)
+    return field.name, field.metadata.get("help", ""), limits, default
+
+
 def _table(cls: type, fields: Sequence[dataclasses.Field], root: str = "--perturbation") -> str:
-    """The name of each option, with its description, allowed values, and default."""
     lines = []
-    for field in fields:
-        accepted = kinds(cls, field.name)
-        kind = next(k for k in accepted if k is not type(None))
-        limits = allowed(field) or {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "text")
-        if type(None) in accepted:
-            limits += ", or none"
-        default = str(field.default).lower() if kind is bool or field.default is None else str(field.default)
-        about = f"{field.metadata.get('help', '')}; {limits} [{default}]"
-        lines += help_entry(f"  {root}.{field.name}", about, column=32)
+    for name, about, limits, default in (option_row(cls, field) for field in fields):
+        lines += help_entry(f"  {root}.{name}", f"{about}; {limits} [{default}]", column=32)
     return "".join(f"{line}\n" for line in lines)
 
 
