@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of the workbench's commands: errors, the model, and the problems."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import textwrap
@@ -17,6 +15,9 @@ from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import evaluate
 from perturbations.errors import UsageError, nearest
 
+Report = Callable[[str], None]
+"""Takes a further line for the user."""
+
 
 class CommandParser(argparse.ArgumentParser):
     """A parser with errors of class :class:`UsageError`, and with the nearest match for an unknown flag."""
@@ -24,13 +25,9 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, command: str, doc: str | None) -> None:
         """Makes the parser of ``ngrpo COMMAND``; its help is a module's docstring, with the flags after the summary."""
         summary, _, more = (doc or "").partition("\n\n")
-        super().__init__(
-            prog=f"ngrpo {command}",
-            description="\n".join(textwrap.fill(line, 80) for line in summary.splitlines()),
-            epilog=more,
-            formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=80),
-            allow_abbrev=False,
-        )
+        layout = partial(argparse.RawDescriptionHelpFormatter, width=80)
+        super().__init__(prog=f"ngrpo {command}", epilog=more, formatter_class=layout, allow_abbrev=False)
+        self.description = "\n".join(textwrap.fill(line, 80) for line in summary.splitlines())
 
     def error(self, message: str) -> NoReturn:
         """Raises a :class:`UsageError` instead of ending the process."""
@@ -69,9 +66,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 @contextmanager
-def telling_what_is_kept(
-    command: str, argv: Sequence[str], folder: Path, report: Callable[[str], None]
-) -> Iterator[None]:
+def telling_what_is_kept(command: str, argv: Sequence[str], folder: Path, report: Report) -> Iterator[None]:
     """Where the block is interrupted, reports the folder of the kept results, and the command that continues."""
     try:
         yield
@@ -81,9 +76,7 @@ def telling_what_is_kept(
         raise
 
 
-def problems_of(
-    args: argparse.Namespace, limit: int | None, report: Callable[[str], None]
-) -> tuple[list[evaluate.Problem], str]:
+def problems_of(args: argparse.Namespace, limit: int | None, report: Report) -> tuple[list[evaluate.Problem], str]:
     """The problems, and their name in the result; ``UsageError`` for an empty dataset or a missing answer."""
     if (args.data is None) == (args.task is None):
         raise UsageError("give the problems by --data SRC or by --task NAME, one of the two.")

@@ -64,27 +64,25 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ngrpo.commands import diagnose as diagnosis
+from ngrpo.commands import diagnose, dry_run
 from ngrpo.commands import eval as evaluation
-from ngrpo.commands.command_parser import telling_what_is_kept
-from ngrpo.commands.dry_run import dry_run
+from ngrpo.commands.command_parser import Report, telling_what_is_kept
 from ngrpo.config import parse, rules
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan, read_plan
-from ngrpo.workbench.compare.runs import ComparisonFolder
 from perturbations.errors import UsageError
 
 _SPARE = 1 << 29
 
 
-def run(argv: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Report) -> int:
     """Compares."""
     plan, out = read_plan(argv)
     for note in dict.fromkeys(f"{arm.id}: {note}" for arm in plan.arms for note in arm.notes):
@@ -93,12 +91,12 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
     failed = check(plan, out, report, shape)
     if shape is not None:
         return failed
-    with ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", argv, out, report):
+    with runs.ComparisonFolder.opened(out, report) as folder, telling_what_is_kept("compare", argv, out, report):
         folder.claim(plan.common())
         return _work(plan, folder, ["ngrpo", "compare", *argv], report)
 
 
-def check(plan: Plan, out: Path, report: Callable[[str], None], shape: str | None = None) -> int:
+def check(plan: Plan, out: Path, report: Report, shape: str | None = None) -> int:
     """Checks every strategy as `ngrpo train` would, so that the last run does not fail on a misspelt flag.
 
     For a dry run on the GPUs of ``shape``, prints them, the first one in full; then 1 where one of them fails.
@@ -114,13 +112,13 @@ def check(plan: Plan, out: Path, report: Callable[[str], None], shape: str | Non
             if shape is None:
                 rules.checked(config)
             else:
-                failed |= dry_run(config, shape or "true", checks_only=number > 0)
+                failed |= dry_run.dry_run(config, shape or "true", checks_only=number > 0)
     if plan.evaluation is not None:
         with _named("evaluation", " (--eval.OPTION sets it, --eval.data none leaves it out)"):
             evaluation.check(runs.eval_argv(plan, plan.model, Path("out")), report)
     if plan.diagnosis is not None:
         with _named("diagnosis", " (--diagnose.OPTION sets it, --diagnose.prompts 0 leaves it out)"):
-            diagnosis.check(["--model", plan.model, *plan.diagnosis])
+            diagnose.check(["--model", plan.model, *plan.diagnosis])
     return failed
 
 
@@ -133,15 +131,13 @@ def _named(subject: str, fix: str = "") -> Iterator[None]:
         raise UsageError(f"{subject}: {error}{fix}") from None
 
 
-def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Callable[[str], None]) -> int:
-    earlier = folder.read("results.json") or {}
-    created = earlier.get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
+def _work(plan: Plan, folder: runs.ComparisonFolder, command: list[str], report: Report) -> int:
+    created = (folder.read("results.json") or {}).get("created") or time.strftime("%Y-%m-%dT%H:%M:%S%z")
     everything = plan.runs()
     records = _statuses(plan, folder)
     waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
     took = [record["seconds"] for record in records if record["status"] == "done"]
-    batch = "--rollout.batch_size"
-    view = runs.Screen(len(everything), int(Flags(plan.shared).or_default(batch)), took)
+    view = runs.Screen(len(everything), int(Flags(plan.shared).or_default("--rollout.batch_size")), took)
     if took:
         print(f"{len(took)} of {len(everything)} runs are finished and kept", flush=True)
     model = packaged.resolve(plan.model, report=report)
@@ -158,16 +154,14 @@ def _work(plan: Plan, folder: ComparisonFolder, command: list[str], report: Call
     final = results.collect(plan, folder, command, created)
     results.write(final, folder)
     sys.stdout.flush()
-    print(
-        f"\n{results.table(final)}\n\nreport   {folder.path / 'report.html'}\nresults  {folder.path / 'results.json'}"
-    )
+    print(f"\n{results.table(final)}\n\nreport   {folder.path}/report.html\nresults  {folder.path}/results.json")
     failed = [run for run in final["runs"] if run["status"] == "failed"]
     for run in failed:
         report(f"{run['id']} failed: {run['log']}")
     return 1 if failed else 0
 
 
-def _statuses(plan: Plan, folder: ComparisonFolder) -> list[dict[str, Any]]:
+def _statuses(plan: Plan, folder: runs.ComparisonFolder) -> list[dict[str, Any]]:
     """The status of each run; ``UsageError`` where a finished one would differ now.
 
     Called before each run: files and versions may change while the runs before it train.
@@ -184,7 +178,7 @@ def _statuses(plan: Plan, folder: ComparisonFolder) -> list[dict[str, Any]]:
     return records
 
 
-def _before(plan: Plan, folder: ComparisonFolder, model: str) -> None:
+def _before(plan: Plan, folder: runs.ComparisonFolder, model: str) -> None:
     """The untrained model's evaluation and the diagnosis; their failures are printed and stop nothing."""
     untrained, drawn = folder.path / "untrained", folder.path / "diagnosis"
     if plan.evaluation is not None and folder.read("untrained/evaluation.json") is None:
@@ -193,7 +187,7 @@ def _before(plan: Plan, folder: ComparisonFolder, model: str) -> None:
     if plan.diagnosis is None:
         return
     words = ["--model", model, *plan.diagnosis]
-    state = diagnosis.state(words, drawn)
+    state = diagnose.state(words, drawn)
     if state == "finished":
         return
     again = " again: its settings are others than before" if state == "other" else ""
@@ -203,7 +197,7 @@ def _before(plan: Plan, folder: ComparisonFolder, model: str) -> None:
     _tried(["diagnose", *words, "--out", str(drawn)], folder, drawn.name)
 
 
-def _tried(argv: list[str], folder: ComparisonFolder, name: str) -> None:
+def _tried(argv: list[str], folder: runs.ComparisonFolder, name: str) -> None:
     """Runs a command; its failure is printed and stops nothing."""
     try:
         runs.command(argv, folder.path / f"{name}.log", folder.lock)

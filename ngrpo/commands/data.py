@@ -15,16 +15,15 @@ examples
       --reward.remote_url examples/recipes/math_reward.py ...
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
-from ngrpo.commands.command_parser import CommandParser
+from ngrpo.commands.command_parser import CommandParser, Report
 from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.workbench import evaluate
 from perturbations.errors import UsageError
 
 
-def run(argv: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Report) -> int:
     """Writes a dataset."""
     args = parser().read(argv)
     source = args.source or args.name

@@ -22,18 +22,17 @@ import argparse
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ngrpo.commands.command_parser import CommandParser, problems_of, telling_what_is_kept
+from ngrpo.commands.command_parser import CommandParser, Report, problems_of, telling_what_is_kept
 from ngrpo.config.arms import Arm, parse_arms
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import folder_for
 from ngrpo.workbench.diagnose import policy_of, without_repeats
-from perturbations import registry
-from perturbations.errors import UsageError
+from perturbations import UsageError, registry
 
 if TYPE_CHECKING:
     from ngrpo.workbench.diagnose.group_sampling import GroupSampling
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 _DEFAULT = "none,neighbor,gaussian,gumbel"
 
 
-def run(argv: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Report) -> int:
     """Diagnoses."""
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

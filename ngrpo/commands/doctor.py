@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo import patches
-from ngrpo.commands.command_parser import CommandParser
+from ngrpo.commands.command_parser import CommandParser, Report
 from ngrpo.config import compatibility
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
 from ngrpo.machine.models import architecture, packaged
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
     fix: str | None = None
 
 
-def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Report) -> int:
     """Prints the findings as they come, and a block for a bug report."""
     parser = CommandParser("doctor", __doc__)
     parser.add_argument("--model")
@@ -77,7 +77,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     return int(wrong > 0)
 
 
-def _examine(model: str | None, report: Callable[[str], None], named: str | None) -> Iterator[Finding]:
+def _examine(model: str | None, report: Report, named: str | None) -> Iterator[Finding]:
     """All findings, the self-test of ``model`` last; ``named``, if unsupported, has none."""
     release = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
@@ -177,15 +177,12 @@ def _placement(hardware: str) -> Finding:
 def _model_runner(hardware: str) -> Iterator[Finding]:
     """Installed logits processors, which choose vLLM's model runner with one line in its log (0.29)."""
     points = entry_points(group="vllm.logits_processors")
-    chosen = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
-    if not points or chosen is not None:
+    if not points or "VLLM_USE_V2_MODEL_RUNNER" in os.environ:
         return
     names = ", ".join(f"{point.name} of {point.dist.name}" if point.dist else point.name for point in points)
     state = f"logits processors are installed ({names}), so that vLLM takes its V1 model runner for every model"
-    fix = (
-        "uninstall them where they are not needed, for vLLM's own choice, which is V2 with CUDA; or set"
-        " VLLM_USE_V2_MODEL_RUNNER=0, to request V1"
-    )
+    choice = "uninstall them where they are not needed, for vLLM's own choice, which is V2 with CUDA"
+    fix = f"{choice}; or set VLLM_USE_V2_MODEL_RUNNER=0, to request V1"
     yield Finding("model runner", state, fix if hardware == "cuda" else None)
 
 

@@ -7,15 +7,12 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ngrpo.config import complete_flags, parse, rules
-from ngrpo.config.kinds import KINDS
+from ngrpo.config import complete_flags, kinds, parse, rules
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console import text_table
 from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.models import architecture
-from ngrpo.machine.upstream import placement
-from ngrpo.machine.upstream.openrlhf_flags import actions
-from ngrpo.machine.upstream.placement import GIB, Args
+from ngrpo.machine.upstream import openrlhf_flags, placement
 from perturbations.errors import UsageError
 
 _WIDTH = 78
@@ -77,10 +74,10 @@ def _run_checks(checks: Iterable[tuple[str, Callable[[], str | None]]]) -> int:
     return failed
 
 
-def _configuration(args: Args, run: RunConfig) -> list[str]:
+def _configuration(args: placement.Args, run: RunConfig) -> list[str]:
     """Our settings in full, and OpenRLHF's arguments where they differ from its defaults."""
     ours = {
-        **{kind.flag: run.specs.get(kind.name) for kind in KINDS.values()},
+        **{kind.flag: run.specs.get(kind.name) for kind in kinds.KINDS.values()},
         "--sampling": run.sampling.given() or None,
         "--replay.routing": run.replay_routing or None,
         "--reproducible": run.reproducible or None,
@@ -96,7 +93,7 @@ def _configuration(args: Args, run: RunConfig) -> list[str]:
         elif value is not None:
             lines.append(name)
     lines.append("" if lines else "nothing of ours: stock OpenRLHF and stock vLLM")
-    defaults = {action.dest: action.default for action in actions()}
+    defaults = {action.dest: action.default for action in openrlhf_flags.actions()}
     rows = [("OpenRLHF", "value", "[default]")]
     for key, value in sorted(args.items()):
         if (given := _text(value)) != (default := _text(defaults.get(key))):
@@ -104,7 +101,7 @@ def _configuration(args: Args, run: RunConfig) -> list[str]:
     return [*lines, *text_table(rows, left=3)]
 
 
-def _placed(args: Args) -> list[str]:
+def _placed(args: placement.Args) -> list[str]:
     """The GPUs with the models of each, and the kind of placement."""
     groups = placement.groups(args)
     lines = []
@@ -124,10 +121,10 @@ def _placed(args: Args) -> list[str]:
     return [*lines, f"{total} GPU{'s' * (total > 1)}; actor on {nodes} node{'s' * (nodes > 1)}", *_wrapped(kind)]
 
 
-def _memory(args: Args, gpu: float) -> list[str]:
+def _memory(args: placement.Args, gpu: float) -> list[str]:
     """The estimate for one GPU of each group, or the reason why there is none."""
     names = gpu_plan.models(args)
-    lines = [f"GPU of {gpu / GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
+    lines = [f"GPU of {gpu / placement.GIB:.3g} GiB; P parameters, D GPUs that share the optimizer"]
     if args["ds.lora.rank"] or args["ds.load_in_4bit"]:
         return _wrapped("not estimated with LoRA or 4-bit weights: fewer parameters are trained, or smaller ones kept")
     for group in placement.groups(args):
@@ -136,10 +133,8 @@ def _memory(args: Args, gpu: float) -> list[str]:
             name = names[model]
             size = architecture.size_of(name) if name else None
             if size is None:
-                why = (
-                    f"the config.json of {name!r} is not here, or transformers does not know its type. Give its folder:"
-                    " --model FOLDER"
-                )
+                unknown = f"the config.json of {name!r} is not here, or transformers does not know its type"
+                why = f"{unknown}. Give its folder: --model FOLDER"
                 lines += _wrapped(f"{group.name}: {model} not counted: {why if name else 'none is named'}")
             elif not told:
                 told.add(name)
@@ -157,14 +152,13 @@ def _memory(args: Args, gpu: float) -> list[str]:
 
 
 def _gib(value: float) -> str:
-    return f"{value / GIB:.1f}" if value else "-"
+    return f"{value / placement.GIB:.1f}" if value else "-"
 
 
-def _tokens(args: Args, gpu: float | None) -> list[str]:
+def _tokens(args: placement.Args, gpu: float | None) -> list[str]:
     """The most that a step draws and trains, in OpenRLHF's counting, and that an engine holds on a GPU."""
-    prompts, group, batch = (
-        args[key] for key in ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
-    )
+    sizes = ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
+    prompts, group, batch = (args[name] for name in sizes)
     responses, longest = prompts * group, args["rollout.max_new_tokens"] or args["data.max_len"]
     world = placement.world_size(args, "actor") // args["ds.ring_attn_size"] // args["ds.tensor_parallel_size"]
     updates = responses * args["train.max_epochs"] / batch

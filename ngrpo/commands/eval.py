@@ -27,11 +27,11 @@ examples
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.commands.command_parser import CommandParser, problems_of, telling_what_is_kept
+from ngrpo.commands.command_parser import CommandParser, Report, problems_of, telling_what_is_kept
 from ngrpo.config import parse
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
@@ -46,18 +46,16 @@ if TYPE_CHECKING:
     from ngrpo.workbench.evaluate.engine import RolloutPolicy
 
 
-def run(argv: list[str], *, report: Callable[[str], None]) -> int:
+def run(argv: list[str], *, report: Report) -> int:
     """Evaluates, or scores again."""
-    from ngrpo.workbench.evaluate.engine import RolloutPolicy
-    from ngrpo.workbench.evaluate.evaluation import table
+    from ngrpo.workbench.evaluate import evaluation
 
     args, asked, engine_options = _read(argv)
     for note in asked.notes:
         report(f"warning: {note}")
     if args.rescore is not None:
         folder = Path(args.rescore).expanduser()
-        policy = RolloutPolicy(asked, args.at_step, args.of_steps)
-        _check_rescore_flags(argv, args, engine_options, asked.spec, policy)
+        _check_rescore_flags(argv, args, asked, engine_options)
         result = evaluate.rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
@@ -87,11 +85,11 @@ def run(argv: list[str], *, report: Callable[[str], None]) -> int:
                 engine_options=engine_options,
                 report=report,
             )
-    print(table(result, folder), flush=True)
+    print(evaluation.table(result, folder), flush=True)
     return 0
 
 
-def check(argv: Sequence[str], report: Callable[[str], None] = lambda line: None) -> None:
+def check(argv: Sequence[str], report: Report = lambda line: None) -> None:
     """Reads words and problems as :func:`run` would; raises ``UsageError`` for bad input."""
     args, asked, _ = _read(argv)
     _drawing(args, asked, report)
@@ -122,16 +120,13 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig, dict[str,
     return args, asked, engine_options
 
 
-def _drawing(
-    args: argparse.Namespace, asked: RunConfig, report: Callable[[str], None]
-) -> tuple[evaluate.Sampling, RolloutPolicy]:
+def _drawing(args: argparse.Namespace, asked: RunConfig, report: Report) -> tuple[evaluate.Sampling, RolloutPolicy]:
     """The checked settings of the draws, with the model's name."""
-    from ngrpo.workbench.evaluate.engine import RolloutPolicy
-    from ngrpo.workbench.evaluate.evaluation import checked_ks
+    from ngrpo.workbench.evaluate import engine, evaluation
 
     packaged.check_name(args.model)
-    checked_ks(args.k, args.n)
-    policy = RolloutPolicy.of(asked, args.at_step, args.of_steps)
+    evaluation.checked_ks(args.k, args.n)
+    policy = engine.RolloutPolicy.of(asked, args.at_step, args.of_steps)
     policy.check_temperature(args.temperature)
     if args.temperature == 0 and args.n > 1 and asked.spec is None and policy.run.sampling_schedule is None:
         report(f"warning: at temperature 0 the {args.n} samples of a problem are one response; --n 1 is enough")
@@ -178,27 +173,23 @@ def _engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _check_rescore_flags(
-    argv: Sequence[str],
-    args: argparse.Namespace,
-    engine: Mapping[str, object],
-    spec: Mapping[str, object] | None,
-    policy: RolloutPolicy,
+    argv: Sequence[str], args: argparse.Namespace, asked: RunConfig, engine_options: Mapping[str, object]
 ) -> None:
     """Checks that the sampling flags of ``ngrpo eval --rescore`` have the values of the samples that are there.
 
-    ``argv`` is everything after ``ngrpo eval``; our own options, vLLM's, the perturbation and the policy come from it.
+    ``argv`` is everything after ``ngrpo eval``; our own options, the run and vLLM's options come from it.
 
     Raises:
         UsageError: for a flag with another value, or without an effect on scores.
     """
-    from ngrpo.workbench.evaluate.engine import DESCRIBED
-    from ngrpo.workbench.evaluate.evaluation import PROBLEMS
+    from ngrpo.workbench.evaluate import engine, evaluation
 
     folder = Path(args.rescore).expanduser()
     settings = read_json(folder / SETTINGS)
-    if not (isinstance(settings, dict) and (folder / PROBLEMS).is_file()):
+    if not (isinstance(settings, dict) and (folder / evaluation.PROBLEMS).is_file()):
         return  # no evaluation: `rescore` raises
     model = str(packaged.folder_of(args.model)) if args.model in packaged.PACKAGED else args.model
+    policy = engine.RolloutPolicy(asked, args.at_step, args.of_steps)
     # By flag: the setting of the samples, and of the command line.
     pairs: dict[str, tuple[object, object]] = {
         "--model": (settings["model"], str(Path(model).expanduser()) if (model or "").startswith("~") else model),
@@ -206,10 +197,10 @@ def _check_rescore_flags(
         "--task": (settings["dataset"], f"task {args.task}"),
         "--limit": (settings["problems"], args.limit),
         "--n": (settings["n"], args.n),
-        "--perturbation": (settings["perturbation"], spec),
-        "rollouts": ({name: settings[name] for name in DESCRIBED if name in settings}, policy.described()),
+        "--perturbation": (settings["perturbation"], asked.spec),
+        "rollouts": ({name: settings[name] for name in engine.DESCRIBED if name in settings}, policy.described()),
         **{f"--{key.replace('_', '-')}": (value, getattr(args, key)) for key, value in settings["sampling"].items()},
-        **{f"--vllm.{key}": (value, engine.get(key)) for key, value in settings["engine"].items()},
+        **{f"--vllm.{key}": (value, engine_options.get(key)) for key, value in settings["engine"].items()},
     }
     for flag in Flags(argv):
         name = flag.name

@@ -21,11 +21,9 @@ from ngrpo.config.kinds import FLAGS, KINDS, run_level_kinds
 from ngrpo.machine.console import help_entry, text_table
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations import registry
-from perturbations.base import Perturbation
+from perturbations import Perturbation, registry
 from perturbations.errors import UsageError, nearest
 from perturbations.options import allowed, kinds
-from perturbations.registry import Registry
 
 
 def usage(command: str, argv: Sequence[str]) -> str:
@@ -73,11 +71,9 @@ def run_check(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     """
     kind = KINDS.get(argv[0]) if len(argv) > 1 else None
     if kind is not None and not kind.suite:
-        raise UsageError(
-            f"ngrpo check {kind.name}: there is no conformance suite for this kind, but for"
-            f" {', '.join(name for name, known in KINDS.items() if known.suite)}. Run the test that ngrpo new wrote"
-            "."
-        )
+        others = ", ".join(name for name, known in KINDS.items() if known.suite)
+        absent = f"there is no conformance suite for this kind, but for {others}"
+        raise UsageError(f"ngrpo check {kind.name}: {absent}. Run the test that ngrpo new wrote.")
     name, *arguments = argv if kind is None else argv[1:]
     kind = kind or KINDS["perturbation"]
     options = {option: value for option, _, value in (word.partition("=") for word in arguments)}
@@ -131,10 +127,8 @@ def run_new(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     if not _is_name(name):
         better = re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).strip("_").lower()
         hint = f" Write {better!r}?" if _is_name(better) else ""
-        raise UsageError(
-            f"{subject} must be lower-case letters, digits and underscores, begin with a letter, and be no word of"
-            f" Python's.{hint}"
-        )
+        form = "lower-case letters, digits and underscores, begin with a letter, and be no word of Python's"
+        raise UsageError(f"{subject} must be {form}.{hint}")
     if name.startswith("test_"):
         raise UsageError(f"{subject} begins as a test's file does. Leave 'test_' out.")
     if name in kind.registry.available():
@@ -232,7 +226,7 @@ def described(name: str) -> str:
     return "\n\n".join(texts)
 
 
-def _heading(kind_registry: Registry, name: str, notes: list[str]) -> str:
+def _heading(kind_registry: registry.Registry, name: str, notes: list[str]) -> str:
     """A name with its notes, paper and source in parentheses."""
     cls = kind_registry.get(name)
     paper = [cls.paper] if hasattr(cls, "paper") else []
@@ -256,7 +250,7 @@ def _mean_of_score(cls: type[Perturbation]) -> str:
     return f"mean of the score of its entry in the loss (docs/methods.md): {'; '.join(parts)}"
 
 
-def own_options(kind_registry: Registry, cls: type) -> list[dataclasses.Field]:
+def own_options(kind_registry: registry.Registry, cls: type) -> list[dataclasses.Field]:
     """The options of a class that its kind does not share, or for which it has another default."""
     shared = {f.name: f for f in dataclasses.fields(Perturbation)} if kind_registry is registry.perturbations else {}
     return [f for f in dataclasses.fields(cls) if f.name not in shared or f.default != shared[f.name].default]
@@ -310,7 +304,7 @@ def _table(cls: type, fields: Sequence[dataclasses.Field], root: str = "--pertur
     return "".join(f"{line}\n" for line in lines)
 
 
-def _source(kind_registry: Registry, name: str, address: str) -> str:
+def _source(kind_registry: registry.Registry, name: str, address: str) -> str:
     if address.startswith(kind_registry.tree + "."):
         return "in-tree"
     for point in entry_points(group=kind_registry.group):

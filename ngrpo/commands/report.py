@@ -14,10 +14,9 @@ examples
   ngrpo report base=runs/eval-base trained=runs/eval-trained --tau 0.5
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
-from ngrpo.commands.command_parser import CommandParser
+from ngrpo.commands.command_parser import CommandParser, Report
 from perturbations.errors import UsageError
 
 
@@ -31,7 +30,7 @@ def parser() -> CommandParser:
     return made
 
 
-def run(argv: list[str], report: Callable[[str], None]) -> int:
+def run(argv: list[str], report: Report) -> int:
     """Runs the command."""
     args = parser().read(argv)
     if not args.results:

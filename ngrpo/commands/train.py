@@ -108,8 +108,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ngrpo.commands import extensions
-from ngrpo.commands.dry_run import dry_run
+from ngrpo.commands import dry_run, extensions
 from ngrpo.config import complete_flags, flag_values, parse, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine import console
@@ -146,7 +145,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
             print(f"not translated, verl's default holds: {', '.join(left)}", file=sys.stderr)
         return 0
     if (shape := flags.value(parse.DRY_RUN)) is not None:
-        return dry_run(asked, shape or "true")
+        return dry_run.dry_run(asked, shape or "true")
     for note in asked.notes:
         report(f"warning: {note}")
     name = "none" if asked.spec is None else asked.spec["name"].rpartition(":")[2]

@@ -4,8 +4,6 @@
 An arm is a name and its options, ``neighbor rate=0.2 variant=released``; a colon may replace a blank.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections import Counter

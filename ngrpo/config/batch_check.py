@@ -38,15 +38,12 @@ def check(args: placement.Args) -> None:
     for role, groups in _groups(args).items():
         world = placement.world_size(args, role)
         if world % (ring * tensor):
-            raise UsageError(
-                f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor} must divide the {world} ranks of"
-                f" --{role}.num_nodes × --{role}.num_gpus_per_node."
-            )
-        if args["ds.zero_stage"] == 3 and role in ("actor", "critic") and world % min(args["ds.zpg"], world):
+            ranks = f"the {world} ranks of --{role}.num_nodes × --{role}.num_gpus_per_node"
+            raise UsageError(f"--ds.ring_attn_size {ring} × --ds.tensor_parallel_size {tensor} must divide {ranks}.")
+        trained = role in ("actor", "critic")
+        if args["ds.zero_stage"] == 3 and trained and world % min(args["ds.zpg"], world):
             raise UsageError(f"--ds.zpg {args['ds.zpg']} must divide the {world} ranks of --{role}. Leave it out.")
-        micro = (
-            1 if args["train.dynamic_batch_enable"] and role in ("actor", "critic") else args["train.micro_batch_size"]
-        )
+        micro = 1 if trained and args["train.dynamic_batch_enable"] else args["train.micro_batch_size"]
         unit = groups * micro
         if batch % unit:
             below = f"{batch // unit * unit} or " if batch > unit else ""
@@ -111,7 +108,7 @@ def _fitting(args: placement.Args, rows: int) -> int:
     return next(n for n in range(rows, -1, -1) if n % whole == 0 or trains_on_all_ranks(args, n % whole))
 
 
-def of_rows(flags: Flags, run: RunConfig) -> dict[str, Default]:
+def of_rows(flags: Flags) -> dict[str, Default]:
     """``--data.max_samples`` where the last step of a pass would hang."""
     with suppress(UsageError):  # a rule says it
         args = flags.args
@@ -139,17 +136,13 @@ def check_rows(flags: Flags) -> str | None:
     if not _may_hang(args):
         return None
     if rows is None:
-        return (
-            f"not checked: how many rows the data has. A last step hangs if its responses do not divide over the ranks;"
-            f" {_ROWS} with a multiple of {whole} prevents it."
-        )
+        hangs = "A last step hangs if its responses do not divide over the ranks"
+        return f"not checked: how many rows the data has. {hangs}; {_ROWS} with a multiple of {whole} prevents it."
     fitting = _fitting(args, rows)
     if fitting != rows:
-        raise UsageError(
-            f"the last step of {rows} rows has {rows % whole} prompts × {responses} responses, which do not divide"
-            f" over {_groups(args)['actor']} ranks: it would hang. Fix: "
-            + (f"{_ROWS} {fitting}." if fitting else f"a smaller --rollout.batch_size than {whole}, or more rows.")
-        )
+        fix = f"{_ROWS} {fitting}" if fitting else f"a smaller --rollout.batch_size than {whole}, or more rows"
+        last = f"the last step of {rows} rows has {rows % whole} prompts × {responses} responses"
+        raise UsageError(f"{last}, which do not divide over {_groups(args)['actor']} ranks: it would hang. Fix: {fix}.")
     return None
 
 
@@ -159,10 +152,9 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     with suppress(UsageError):
         told = [line] if (line := check_rows(flags)) else []
     if not told and _ROWS in flags.added:
-        told.append(
-            f"{_ROWS} {flags.value(_ROWS)} is added, since the last step of a pass would hang with responses that do"
-            f" not divide over {_groups(args)['actor']} ranks; it bounds the rows of the evaluation too."
-        )
+        ranks = f"{_groups(args)['actor']} ranks; it bounds the rows of the evaluation too"
+        why = "since the last step of a pass would hang with responses that do not divide over"
+        told.append(f"{_ROWS} {flags.value(_ROWS)} is added, {why} {ranks}.")
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
         told.append(
             "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their"

@@ -32,6 +32,8 @@ _PICTURES, _RING = flag("--data.max_images_per_prompt", off="0"), flag("--ds.rin
 _TENSOR, _LORA = flag("--ds.tensor_parallel_size", off="1"), flag("--ds.lora.rank", off="0")
 _FLOAT32, _REWARD = flag("--ds.param_dtype", only="fp32"), flag("--reward.remote_url")
 _ZERO_3, _ASYNC, _WARMUP = flag("--ds.zero_stage", only="3"), flag(given.ASYNC), sampling("correction_warmup")
+_REENTRANT, _SAVES = flag("--actor.gradient_checkpointing_reentrant"), flag("--ckpt.save_steps", off="-1")
+_NO_MODEL_SAVED = when("no --ckpt.save_hf", lambda asked: not asked.flags.has("--ckpt.save_hf"))
 _TOKEN = "or add --perturbation.density token"
 _OUT, _OFF = f"leave it out, {_TOKEN}", "leave it out"
 _DRAFTED = "drafted tokens are accepted without ever being fed as mixtures"
@@ -42,6 +44,12 @@ _ONE_UPDATE = (
 _GSPO = "GSPO takes the rollout's policy as the old one, and its narrow clip would drop nearly all negative advantages"
 _NO_WEIGHTS = f"leave one of them out, or add {CORRECTION} off where the method does not need the weights"
 _NEEDS_WEIGHTS = "it follows the rollouts' log-probabilities, which need the weights", f"leave {CORRECTION} at token"
+_OTHER_TEXT = "its text is not sampled, so the importance weights π / π_rollout would be those of another distribution"
+_NO_TOKEN = "no token is drawn at its positions, so none has a"
+_FIRST_AVERAGE = "the initial model would be saved as the average"
+_UPPER_ALONE = "a divergence has an upper bound alone"
+_LOST = "a checkpoint has no prompts that were drawn ahead, so a resumed run would never train them"
+_NONE_AHEAD = "set --rollout.vllm_generate_batch_size to --rollout.batch_size, or save no checkpoints"
 _GROWS = "the warm-up lets the loss's weight of each token, min(π / π_rollout, HIGH), grow from 1"
 _WHOLE = "no process has a whole parameter to add noise to"
 _OTHER_PROMPT = "the records are of another prompt than the one that is trained"
@@ -66,15 +74,8 @@ TRAINING = (
     ),
     Row(given.dense, given.ROUTING, "it has no routing to replay", "leave --replay.routing out"),
     Row(_TENSOR, given.ROUTING, "the routers of a split model are untested"),
-    Row(
-        flag("--train.enable_ema"), _ZERO_3, "the initial model would be saved as the average", "use --ds.zero_stage 2"
-    ),
-    Row(
-        flag("--actor.gradient_checkpointing_reentrant"),
-        given.FROZEN_INPUT,
-        "its layers get no gradient then",
-        f"{_OFF}, or freeze none",
-    ),
+    Row(flag("--train.enable_ema"), _ZERO_3, _FIRST_AVERAGE, "use --ds.zero_stage 2"),
+    Row(_REENTRANT, given.FROZEN_INPUT, "its layers get no gradient then", f"{_OFF}, or freeze none"),
     Row(flag("--ds.packing_samples"), _PICTURES, _PACKED),
     Row(flag("--train.dynamic_batch_enable"), _PICTURES, f"dynamic batches are packed, and {_PACKED}"),
     *rows(
@@ -96,10 +97,8 @@ TRAINING = (
         (given.small_batch, _ONE_UPDATE, f"set --train.batch_size to these samples, {_TOKEN}"),
         (given.NOISE, f"{_ONE_UPDATE}, not at weights without the noise", f"leave one of them out, {_TOKEN}"),
     ),
-    Row(given.CREDIT_OF_TOKENS, given.TOKENLESS, "no token is drawn at its positions, so none has a probability", _OUT),
-    Row(
-        given.kl_term, given.TOKENLESS_SCORE, "no token is drawn at its positions, so none has a KL term", f"set {KL} 0"
-    ),
+    Row(given.CREDIT_OF_TOKENS, given.TOKENLESS, f"{_NO_TOKEN} probability", _OUT),
+    Row(given.kl_term, given.TOKENLESS_SCORE, f"{_NO_TOKEN} KL term", f"set {KL} 0"),
     Row(given.GSPO, given.CREDIT, "the ratio is of the whole response, so all its tokens have one advantage"),
     Row(_RING, given.CREDIT_IN_LOSS, "it needs all logits of a response in one place", "use --ds.ring_attn_size 1"),
     Row(_RING, given.BY_HIDDEN, "it needs all hidden states of a response in one place", "use --ds.ring_attn_size 1"),
@@ -117,12 +116,7 @@ TRAINING = (
         (given.NO_WEIGHTS, *_NEEDS_WEIGHTS),
         (_ASYNC, "rollouts are drawn before the step that their temperature follows from"),
     ),
-    Row(
-        both(given.SCHEDULE, given.WEIGHTS),
-        given.unsampled,
-        "its text is not sampled, so the importance weights π / π_rollout would be those of another distribution",
-        f"sample the text, {_NO_WEIGHTS}",
-    ),
+    Row(both(given.SCHEDULE, given.WEIGHTS), given.unsampled, _OTHER_TEXT, f"sample the text, {_NO_WEIGHTS}"),
     Row(given.EVALUATED_SCHEDULE, flag("--eval.temperature", only="0"), "greedy decoding ignores the temperature"),
     *(
         Row(_WARMUP, given.other_than(name, needed), _GROWS, f"give {name} {needed}, or leave the warm-up out")
@@ -158,33 +152,18 @@ TRAINING = (
     Row(given.OTHER_ESTIMATOR, given.ADVANTAGE, "the advantage takes the place of the estimator", "give one of them"),
     Row(flag("--reward.overlong_buffer_len"), given.VERIFIED, _PENALTY, _NO_PENALTY),
     Row(flag("--reward.stop_properly_penalty_coef"), given.VERIFIED, _PENALTY, _NO_PENALTY),
-    Row(
-        both(_ASYNC, flag("--ckpt.save_steps", off="-1")),
-        given.DRAWN_AHEAD,
-        "a checkpoint has no prompts that were drawn ahead, so a resumed run would never train them",
-        "set --rollout.vllm_generate_batch_size to --rollout.batch_size, or save no checkpoints",
-    ),
+    Row(both(_ASYNC, _SAVES), given.DRAWN_AHEAD, _LOST, _NONE_AHEAD),
     Row(flag("--reward.model_name_or_path"), _REWARD, "OpenRLHF 0.11.2 takes the file or address alone"),
     Row(flag("--train.agent_func_path"), _REWARD, "the agent's own reward is taken"),
     Row(flag("--actor.eps_clip"), flag("--actor.eps_clip_low_high"), "the pair is taken"),
     Row(flag("--data.input_template"), flag("--data.apply_chat_template"), "the chat template is taken"),
-    Row(
-        both(flag("--ckpt.save_steps", off="-1"), flag("--ckpt.disable_ds")),
-        when("no --ckpt.save_hf", lambda asked: not asked.flags.has("--ckpt.save_hf")),
-        "no checkpoint would be saved",
-        "add --ckpt.save_hf",
-    ),
+    Row(both(_SAVES, flag("--ckpt.disable_ds")), _NO_MODEL_SAVED, "no checkpoint would be saved", "add --ckpt.save_hf"),
     *rows(
         flag("--algo.advantage.is_correction_mode", only="clip"),
         (flag(CORRECTION, only="seq"), "OpenRLHF clips weights of tokens", f"give {CORRECTION} token"),
         (given.DIVERGENCE, "OpenRLHF clips ratios", "give --algo.advantage.is_correction_mode mask"),
     ),
-    Row(
-        both(given.WEIGHTS, given.DIVERGENCE),
-        given.LOWER_BOUND,
-        "a divergence has an upper bound alone",
-        f"give one number, {given.BOUNDS} 0.1",
-    ),
+    Row(both(given.WEIGHTS, given.DIVERGENCE), given.LOWER_BOUND, _UPPER_ALONE, f"give one number, {given.BOUNDS} 0.1"),
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates during training", "run `ngrpo eval` before it"),
 )
 
@@ -220,6 +199,12 @@ HARDWARE = (
 )
 
 _RANKS = "the rows of a step are split over ranks"
+_OVERLAP = engine("parallel_config.use_ubatching", name="dual-batch overlap")
+_HALVES = "each half of a batch would read the override from its first row"
+_SPLIT_PASS = engine("compilation_config.pass_config.enable_sp", name="the sequence-parallel pass")
+_NO_SPLIT_PASS = "set compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}"
+_LORA_BELOW = engine("lora_config", given.adapts_embedding, name="LoRA on the input embedding")
+_TWO_INPUTS = engine("model_config.is_encoder_decoder", name="an encoder-decoder model")
 ENGINE = (
     *rows(
         given.IN_ENGINE,
@@ -229,30 +214,15 @@ ENGINE = (
         (engine("parallel_config.prefill_context_parallel_size", above_one), _RANKS, "set it to 1"),
         (given.mixture_in_step, "its ranks run in step, which is untested", "start an engine for each rank"),
         (engine("watermark_config", name="watermarking"), "its draws of tokens would be replaced"),
-        (
-            engine("parallel_config.use_ubatching", name="dual-batch overlap"),
-            "each half of a batch would read the override from its first row",
-            "leave out enable_dbo and ubatch_size",
-        ),
+        (_OVERLAP, _HALVES, "leave out enable_dbo and ubatch_size"),
         (engine("parallel_config.enable_batch_sharded_sampling"), "each rank would draw a part of the batch"),
-        (
-            engine("compilation_config.pass_config.enable_sp", name="the sequence-parallel pass"),
-            "it rewrites what follows the embedding, across the override",
-            "set compilation_config={'pass_config': {'enable_sp': False, 'fuse_gemm_comms': False}}",
-        ),
-        (
-            engine("lora_config", given.adapts_embedding, name="LoRA on the input embedding"),
-            "its difference is added after the override",
-            "give --lora-target-modules without embed_tokens",
-        ),
+        (_SPLIT_PASS, "it rewrites what follows the embedding, across the override", _NO_SPLIT_PASS),
+        (_LORA_BELOW, "its difference is added after the override", "give --lora-target-modules without embed_tokens"),
         (engine("model_config.enable_prompt_embeds"), "inputs without tokens cannot be replayed"),
         (engine("model_config.enable_trace_replay"), "it replaces tokens after they were drawn and recorded"),
         (engine("model_config.is_diffusion", name="a diffusion model"), "it draws many tokens in a step"),
         (engine("model_config.runner_type", none_of("generate")), "only generation is perturbed", "use 'generate'"),
-        (
-            engine("model_config.is_encoder_decoder", name="an encoder-decoder model"),
-            "it has no single input embedding",
-        ),
+        (_TWO_INPUTS, "it has no single input embedding"),
         (engine("kv_transfer_config", name="KV transfer between engines"), "perturbed blocks must not be shared"),
     ),
     Row(engine("model_config.enable_return_routed_experts"), given.ROUTED_ENGINE, "a router hands them to one of both"),
@@ -260,25 +230,22 @@ ENGINE = (
 
 _WITHOUT, _TURNS = "use the variant without them, or OpenRLHF", "records cover one turn"
 _DENSITY_TOKEN = "leave it out, or set +perturbation.density=token"
+_NOT_TOLD = "it changes over the run, and verl does not tell it the training step"
+_CONSTANT = "leave out its option k_end, or what else changes it, or train with OpenRLHF"
+_SUBTRACTED = "verl subtracts the KL term from the rewards that an advantage compares; OpenRLHF does not"
 _ACTOR, _ROLLOUT, _TRAINER = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "only fsdp and fsdp2 replay"
+
+_IN_LOSS = f"set it to 0 or False, or have the term in the loss: --algo.kl.use_loss, in verl {_ACTOR}.use_kl_loss=True"
+_SPLITS = "it splits a sequence", "set it to 1"
 
 VERL_ADVANTAGE = (
     *rows(
         given.IN_VERL,
         (given.BEYOND_REWARDS, "it looks at more than rewards, which verl does not give it", "use another"),
-        (
-            given.CHANGING,
-            "it changes over the run, and verl does not tell it the training step",
-            "leave out its option k_end, or what else changes it, or train with OpenRLHF",
-        ),
+        (given.CHANGING, _NOT_TOLD, _CONSTANT),
     ),
     Row(given.ROUTING, given.IN_VERL, "verl has a routing replay of its own", "leave it out, and set verl's own"),
-    Row(
-        given.kl_in_reward,
-        given.ADVANTAGE,
-        "verl subtracts the KL term from the rewards that an advantage compares; OpenRLHF does not",
-        f"set it to 0 or False, or have the term in the loss: --algo.kl.use_loss, in verl {_ACTOR}.use_kl_loss=True",
-    ),
+    Row(given.kl_in_reward, given.ADVANTAGE, _SUBTRACTED, _IN_LOSS),
 )
 VERL = (
     *rows(
@@ -288,10 +255,7 @@ VERL = (
         (verl(f"{_ACTOR}.strategy", none_of("fsdp", "fsdp2")), _TRAINER, "use one of these"),
         (verl("actor_rollout_ref.ref.strategy", none_of("fsdp", "fsdp2")), _TRAINER, "use one of these"),
         *((verl(f"{key}.pad_to_length"), "a packed batch must be its samples alone") for key in given.VERL_ENGINES),
-        *(
-            (verl(f"{key}.ulysses_sequence_parallel_size", above_one), "it splits a sequence", "set it to 1")
-            for key in given.VERL_ENGINES
-        ),
+        *((verl(f"{key}.ulysses_sequence_parallel_size", above_one), *_SPLITS) for key in given.VERL_ENGINES),
         (verl(f"{_ROLLOUT}.agent.default_agent_loop", none_of(None, "single_turn_agent")), _TURNS),
         (verl(f"{_ROLLOUT}.agent.agent_loop_manager_class"), "another manager takes its place"),
         (verl(f"{_ROLLOUT}.multi_turn.enable"), _TURNS),
@@ -314,6 +278,7 @@ VERL = (
     ),
 )
 
+_UNFILTERED = "leave the filters out, or set vllm_importance_sampling_correction=False"
 TRL = (
     *rows(
         given.IN_ENGINE,
@@ -323,11 +288,7 @@ TRL = (
         (when("environments", lambda asked: asked.arguments.get("environment_factory")), _TURNS),
         (when("rollout_func", lambda asked: asked.arguments.get("rollout_func")), "it has no records"),
         (given.LIGER, "its loss bypasses the log-probabilities"),
-        (
-            given.filtered_weights,
-            "its weights would compare the filtered distribution with the whole one",
-            "leave the filters out, or set vllm_importance_sampling_correction=False",
-        ),
+        (given.filtered_weights, "its weights would compare the filtered distribution with the whole one", _UNFILTERED),
     ),
     Row(given.PARAMETERS, given.IN_TRL, "TRL would neither train nor send them", _WITHOUT),
     Row(given.DENSITY, given.IN_TRL, "TRL's loss takes the token's log-probability", "set density='token'"),

@@ -34,18 +34,31 @@ def completed(run: RunConfig) -> Flags:
     versions.check_stack()
     flag_values.check(flags)
     flags = flags.replaced(MODEL_NAMES, packaged.check_name)
-    for defaults in (of_folder, of_methods, of_preset):
+    folder = Path(run.run_dir or "run")
+    outputs = {flag: str(folder / name) for flag, name in _OUTPUTS.items()}
+    flags = flags.with_defaults({**packaged.training_flags(flags.value(MODEL)), **outputs})
+    for defaults in (of_methods, of_preset):
         flags = flags.with_defaults(defaults(flags, run))
     compatibility.check(compatibility.TRAINING, Combination(run=run, flags=flags))
     return flags
 
 
 def on_hardware(run: RunConfig) -> Flags:
-    """The completed flags with those of the hardware; ``UsageError`` as for :func:`completed`."""
-    flags = completed(run)
-    for defaults in (of_profile, of_machine):
-        flags = flags.with_defaults(defaults(with_stand_ins(flags, run), run))
-    return flags
+    """The completed flags with those of the hardware; ``UsageError`` for flags that make no run."""
+    return with_hardware(completed(run), run)
+
+
+def with_hardware(flags: Flags, run: RunConfig) -> Flags:
+    """The flags with those of the hardware, PyTorch's attention where there is no flash-attn, and a placement on GPUs.
+
+    Raises ``UsageError`` for a placement that is given by half.
+    """
+    without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(run.profile, run)
+    flags = flags.with_defaults({**run.profile.default_flags, **(stand_ins.DEFAULT_FLAGS if without else {})})
+    if (machine := machine_of(run)) is None:
+        return flags
+    whole = run.policy_noise is not None or flags.has("--train.enable_ema")
+    return flags.with_defaults(gpu_plan.default_flags(with_stand_ins(flags, run), machine, whole=whole))
 
 
 def with_stand_ins(flags: Flags, run: RunConfig) -> Flags:
@@ -55,21 +68,17 @@ def with_stand_ins(flags: Flags, run: RunConfig) -> Flags:
 
 def with_task(flags: Flags, run: RunConfig) -> Flags:
     """All flags of a run, with its task's files in a temporary folder."""
-    for defaults in (of_task, batch_check.of_rows):
-        flags = flags.with_defaults(defaults(flags, run))
-    return flags
+    if run.task is not None:
+        task: dict[str, Default] = {**UNPREPARED}
+        with suppress(UsageError):  # the rule of the dataset says it
+            task = prepared(run.task)[1]
+        flags = flags.with_defaults(task)
+    return flags.with_defaults(batch_check.of_rows(flags))
 
 
 def resolve_flags(run: RunConfig) -> Flags:
     """The flags of :func:`on_hardware` and :func:`with_task`."""
     return with_task(on_hardware(run), run)
-
-
-def of_folder(flags: Flags, run: RunConfig) -> dict[str, Default]:
-    """Where the run writes, and what a packaged model needs."""
-    folder = Path(run.run_dir or "run")
-    outputs = {flag: str(folder / name) for flag, name in _OUTPUTS.items()}
-    return {**packaged.training_flags(flags.value(MODEL)), **outputs}
 
 
 def of_methods(flags: Flags, run: RunConfig) -> dict[str, Default]:
@@ -105,28 +114,6 @@ def _clip_range(flags: Flags, run: RunConfig) -> dict[str, Default]:
         compared += second.prompts * second.answers
     bound = ceil(advantage.largest(compared))
     return {"--reward.clip_range": (f"-{bound}", f"{bound}")} if bound > 10 else {}
-
-
-def of_task(flags: Flags, run: RunConfig) -> dict[str, Default]:
-    """A task's dataset and reward."""
-    if run.task is None:
-        return {}
-    with suppress(UsageError):  # the rule of the dataset says it
-        return prepared(run.task)[1]
-    return {**UNPREPARED}
-
-
-def of_profile(flags: Flags, run: RunConfig) -> dict[str, Default]:
-    """What the hardware needs, and PyTorch's attention where there is no flash-attn."""
-    without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(run.profile, run)
-    return {**run.profile.default_flags, **(stand_ins.DEFAULT_FLAGS if without else {})}
-
-
-def of_machine(flags: Flags, run: RunConfig) -> dict[str, Default]:
-    """A placement on GPUs; ``UsageError`` for one that is given by half."""
-    whole = run.policy_noise is not None or flags.has("--train.enable_ema")
-    machine = machine_of(run)
-    return {} if machine is None else gpu_plan.default_flags(flags, machine, whole=whole)
 
 
 def machine_of(run: RunConfig) -> placement.Machine | None:

@@ -73,10 +73,8 @@ def _check_file(flag: str, name: str, flags: Flags) -> dict[str, set[str]]:
         raise UsageError(f"--data.label_key {label}: is the column of the prompts too. Name the column of answers.")
     for column_flag, column in (("--data.input_key", prompt), ("--data.label_key", label)):
         if column and column not in columns:
-            raise UsageError(
-                f"{subject} has no column {column!r} ({column_flag}).{nearest(column, columns)} Its columns:"
-                f" {', '.join(columns)}. Name the right one with {column_flag}."
-            )
+            fix = f"Its columns: {', '.join(columns)}. Name the right one with {column_flag}."
+            raise UsageError(f"{subject} has no column {column!r} ({column_flag}).{nearest(column, columns)} {fix}")
         if column and _NOTHING in columns[column]:
             row = columns[column][_NOTHING]
             raise UsageError(f"{subject}: row {row} has no {column!r} ({column_flag}). Give it one, or leave it out.")
@@ -164,10 +162,8 @@ def local_files(flag: str, value: str | None) -> Iterator[str]:
             raise UsageError(f"{flag} {given}: a file has no part {part!r}. Leave it out: {name}.")
         # OpenRLHF 0.11.2 (datasets/utils.py) loads files of our endings and .arrow; all else is a folder or a hub name.
         if path.is_dir() and not any(file.suffix in _IN_FOLDERS for file in path.rglob("*")):
-            raise UsageError(
-                f"{flag} {name}: the folder holds no data files ({', '.join(_IN_FOLDERS)}). Give a file, or a folder"
-                " that holds some."
-            )
+            fix = "Give a file, or a folder that holds some."
+            raise UsageError(f"{flag} {name}: the folder holds no data files ({', '.join(_IN_FOLDERS)}). {fix}")
         if path.suffix in ENDINGS or (path.suffix == ".arrow" and not path.exists()):
             yield name  # a missing file is told where it is read
         elif path.exists() and not path.is_dir() and path.suffix != ".arrow":

@@ -214,10 +214,8 @@ def bounds(name: str, holds: Callable[[float, float], bool]) -> Feature:
 PERTURBATION = part("perturbation", counts=lambda made: made.active)
 MASK = sampling("correct_mask")
 ROUTING = when("--replay.routing", lambda asked: asked.run.replay_routing)
-REPLAYED = Feature(
-    "--perturbation NAME, --sampling.correct_mask or --replay.routing",
-    lambda asked: PERTURBATION.given(asked) or MASK.given(asked) or ROUTING.given(asked),
-)
+_REPLAYED = "--perturbation NAME, --sampling.correct_mask or --replay.routing"
+REPLAYED = Feature(_REPLAYED, lambda asked: PERTURBATION.given(asked) or MASK.given(asked) or ROUTING.given(asked))
 DENSITY = density()
 SCORE_ONLY = density("without a bounded ratio", lambda made: made.score_only)
 TOKENLESS = density("without a drawn token at its positions", lambda made: not made.draws_token)
@@ -265,10 +263,8 @@ def small_batch(asked: Combination) -> str:
     prompts, responses, batch, _ = (int(asked.value(name)) for name in SIZES)
     if batch >= prompts * responses:
         return ""
-    return (
-        f"--train.batch_size {batch}, fewer than the {prompts * responses} samples of a rollout (--rollout.batch_size"
-        f" {prompts} × --rollout.n_samples_per_prompt {responses}),"
-    )
+    samples = f"the {prompts * responses} samples of a rollout ({SIZES[0]} {prompts} × {SIZES[1]} {responses})"
+    return f"--train.batch_size {batch}, fewer than {samples},"
 
 
 @partial(Feature, f"{LONGEST} of at most twice {GENERATED}")
@@ -297,9 +293,8 @@ SCHEDULE_BY_WEIGHTS = part("sampling_schedule", "that follows the training", lam
 EVALUATED_SCHEDULE = part("sampling_schedule", "with evaluation", lambda made: made.evaluation)
 CREDIT = part("credit")
 CREDIT_IN_LOSS = part("credit", "that acts in the loss", lambda made: made.acts_in_loss)
-CREDIT_OF_TOKENS = part(
-    "credit", "that reads log-probabilities or acts in the loss", lambda m: m.reads_log_probs or m.acts_in_loss
-)
+_OF_TOKENS = "that reads log-probabilities or acts in the loss"
+CREDIT_OF_TOKENS = part("credit", _OF_TOKENS, lambda made: made.reads_log_probs or made.acts_in_loss)
 SECOND_ROUND = part("second_round")
 REPLACED = part("second_round", "that trains responses to another prompt", lambda made: not made.refines)
 REFINED = part("second_round", "that shows a draft", lambda made: made.refines)
@@ -308,14 +303,10 @@ FULL_GROUPS = part("second_round", "with group=all", lambda made: made.group == 
 ADVANTAGE = part("advantage")
 FOLLOWED = part("advantage", "that follows a prompt over the run", lambda made: made.needs in ("counts", "values"))
 NO_ADVANTAGE = when("no --advantage", lambda asked: asked.part("advantage") is None)
-OTHER_ESTIMATOR = Feature(
-    f"{ESTIMATOR} other than group_norm",
-    lambda asked: flag(ESTIMATOR, off="group_norm").given(Combination(flags=Flags(asked.flags.given))),
-)
+_OTHER = flag(ESTIMATOR, off="group_norm")
+OTHER_ESTIMATOR = Feature(_OTHER.name, lambda asked: _OTHER.given(Combination(flags=Flags(asked.flags.given))))
 VERIFIED = part("advantage", "of right and wrong responses", lambda made: isinstance(made, VerifiedAdvantage))
-BEYOND_REWARDS = part(
-    "advantage", "that needs more than rewards", lambda made: bool(made.needs) or made.leaves_out_overlong
-)
+BEYOND_REWARDS = part("advantage", "that needs more than rewards", lambda made: made.needs or made.leaves_out_overlong)
 BY_HIDDEN = part("advantage", "that compares hidden states", lambda made: made.needs == "hidden")
 BY_LOG_PROBS = part("advantage", "that weighs responses by their probability", lambda made: made.needs == "log_probs")
 CHANGING = part("advantage", "that changes over the run", lambda made: made.changes_over_run)

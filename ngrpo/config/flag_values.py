@@ -102,9 +102,8 @@ def _allowed(flag: Flag, flags: Flags) -> str:
             return f"a number of at least 0 for each of {len(names)} datasets, with commas, which sum to 1"
     elif flag.name == "--ckpt.best_metric_key":
         group = flags.value("--eval.n_samples_per_prompt") or "4"
-        if value not in ("", "none") and not (
-            value.startswith("eval_") and value.endswith(("_pass1", f"_pass{group}"))
-        ):
+        named = value.startswith("eval_") and value.endswith(("_pass1", f"_pass{group}"))
+        if value not in ("", "none") and not named:
             return f"eval_NAME_pass1 or eval_NAME_pass{group}, where NAME is a row's datasource or default; or none"
     return ""
 
@@ -135,10 +134,9 @@ def check_checkpoint(flags: Flags, run: RunConfig) -> None:
         raise UsageError(f"{LOAD}: no checkpoint in {latest.parent} is complete {why}. {fix}")
     step = latest.read_text(encoding="utf-8").strip()
     if not step or not any((latest.parent / step).glob("*")):
-        raise UsageError(
-            f"{LOAD}: {latest} names the checkpoint {step!r}, and there is no such folder with files. Write the name of"
-            f" a complete one into that file. {fix}"
-        )
+        subject = f"{LOAD}: {latest} names the checkpoint {step!r}"
+        fix = f"Write the name of a complete one into that file. {fix}"
+        raise UsageError(f"{subject}, and there is no such folder with files. {fix}")
 
 
 def first_step(flags: Flags) -> str:

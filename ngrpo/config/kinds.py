@@ -151,7 +151,5 @@ def check_contract(extension: Options) -> None:
     for _, error in kind.inspect(extension) if kind.suite else ():
         if error is not None:
             name = extension.registry.address(type(extension))
-            raise UsageError(
-                f"{extension.kind} {name!r} breaks its contract: {error.what.rstrip('.')}. {error.fix}"
-                " (See: ngrpo check.)"
-            )
+            fault = f"{error.what.rstrip('.')}. {error.fix}"
+            raise UsageError(f"{extension.kind} {name!r} breaks its contract: {fault} (See: ngrpo check.)")

@@ -42,10 +42,8 @@ def check_options(flags: Flags, run: RunConfig) -> str | None:
         return check_model(name_of(flags), run.perturbation, run.policy_noise)
     if model in packaged.PACKAGED:
         return f"not checked: the folder of {model} is made when it is first used."
-    return (
-        f"not checked: there is no folder {model!r}, so it is taken for a model of the hub; whether the hub has it is"
-        " asked when the run starts."
-    )
+    taken = f"there is no folder {model!r}, so it is taken for a model of the hub"
+    return f"not checked: {taken}; whether the hub has it is asked when the run starts."
 
 
 def check_model(folder: str, perturbation: Perturbation | None, noise: PolicyNoise | None = None) -> str | None:
@@ -87,10 +85,8 @@ def check_folder(flags: Flags, run: RunConfig) -> str | None:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     stretched = kind not in ("default", "llama3") or any(isinstance(part, Mapping) for part in scaling.values())
     if limits and longest > min(limits) and not stretched and not allowed:
-        raise UsageError(
-            f"{_LENGTH} {longest}: the model {name} has a context of {min(limits)} tokens. Give {_LENGTH}"
-            f" {min(limits)} or less."
-        )
+        subject = f"{_LENGTH} {longest}: the model {name}"
+        raise UsageError(f"{subject} has a context of {min(limits)} tokens. Give {_LENGTH} {min(limits)} or less.")
     if flags.value(IMAGES) not in (None, "0") and "vision_config" not in config:
         raise UsageError(f"{IMAGES}: the model {name} reads no pictures. Leave the flag out, or give an image model.")
     folder = Path(name).expanduser()
@@ -126,10 +122,8 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     if not flags.has(TEMPLATE) or not config.is_file():
         return None
     if not any(folder.glob("chat_template*")) and "chat_template" not in (read_json(config) or {}):
-        raise UsageError(
-            f"{TEMPLATE}: the tokenizer in {folder} has no chat template. Use a model that has one, or leave the flag"
-            " out and give prompts as texts."
-        )
+        fix = "Use a model that has one, or leave the flag out and give prompts as texts."
+        raise UsageError(f"{TEMPLATE}: the tokenizer in {folder} has no chat template. {fix}")
     try:
         tokenizer = _tokenizer(str(folder))
         plain = conversation.rendered(tokenizer, "x")
@@ -143,10 +137,8 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
             raise UsageError(f"{where}: {error} (model {folder})") from None
         marks = [mark for mark in tokenizer.all_special_tokens if mark in plain and mark in str(prompt)]
         if isinstance(prompt, str) and marks:
-            raise UsageError(
-                f"{where}: the prompt has {marks[0]} of the chat template already. Leave {TEMPLATE} out, or give the"
-                " bare text."
-            )
+            fix = f"Leave {TEMPLATE} out, or give the bare text."
+            raise UsageError(f"{where}: the prompt has {marks[0]} of the chat template already. {fix}")
     return None
 
 
@@ -162,10 +154,9 @@ def cut_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
                 tokenizer = _tokenizer(str(folder))
                 text = conversation.rendered(tokenizer, prompt, tools) if flags.has(TEMPLATE) else str(prompt)
                 if (tokens := len(tokenizer(text, add_special_tokens=False)["input_ids"])) > room:
-                    yield (
-                        f"{where}: the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}, so that its first"
-                        f" {tokens - room} are left out, and those of other long prompts."
-                    )
+                    too_long = f"the prompt has {tokens} tokens. {_LENGTH} leaves room for {room}"
+                    cut = f"its first {tokens - room} are left out, and those of other long prompts"
+                    yield f"{where}: {too_long}, so that {cut}."
 
 
 @lru_cache(maxsize=1)

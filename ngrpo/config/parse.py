@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a command line with its files into a :class:`ngrpo.config.run.RunConfig`."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
@@ -79,13 +77,8 @@ def run_config(argv: Sequence[str]) -> RunConfig:
     model, actor = _MODEL
     if model in ours and Flags(rest).has(actor):
         raise UsageError(f"{model} and {actor} are the same setting; give one of them.")
-    return RunConfig(
-        specs=specs,
-        sampling=sampling,
-        openrlhf=(*((actor, ours[model]) if model in ours else ()), *rest),
-        notes=tuple(notes),
-        **settings,
-    )
+    named = (actor, ours[model]) if model in ours else ()
+    return RunConfig(specs=specs, sampling=sampling, openrlhf=(*named, *rest), notes=tuple(notes), **settings)
 
 
 def sampling_of(options: Mapping[str, Any]) -> Sampling:
@@ -213,10 +206,8 @@ def _made(kind: Kind, ours: Mapping[str, Any], origin: str) -> tuple[Any, tuple[
         if options:
             first = next(iter(options))
             hint = nearest(first, ["name"]) if origin else ""
-            raise UsageError(
-                f"{flag}.{first} is given, but no {kind.registry.kind}.{hint} Add {flag} NAME.{origin} (See: ngrpo"
-                " list.)"
-            )
+            subject = f"{flag}.{first} is given, but no {kind.registry.kind}"
+            raise UsageError(f"{subject}.{hint} Add {flag} NAME.{origin} (See: ngrpo list.)")
         return None, ()
     fields = kind.option_fields(str(name), options)
     for option in [option for option, value in options.items() if value is None]:

@@ -160,10 +160,8 @@ def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     if not flags.value("--eval.dataset") and (steps := flags.value("--eval.steps") or "-1") != "-1":
         yield f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE."
     if run.reproducible and flags.has("--algo.dynamic_filtering_enable"):
-        yield (
-            "--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: OpenRLHF requests more"
-            " prompts in the order in which responses finish."
-        )
+        why = "OpenRLHF requests more prompts in the order in which responses finish"
+        yield f"--reproducible does not repeat the rollouts with --algo.dynamic_filtering_enable: {why}."
 
 
 def batch_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
@@ -179,10 +177,8 @@ def gap_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning about a run in which the gap does not measure the replay (`experience_maker.judge`)."""
     if run.perturbation is not None and run.sampling_schedule is not None:
         strict = ", and --perturbation.strict does nothing" if run.strict else ""
-        yield (
-            f"--sampling.schedule {run.sampling_schedule.name}: rollouts are drawn at other temperatures than the"
-            f" trainer's, so their gap is logged and not judged{strict}."
-        )
+        drawn = f"{run.sampling_schedule.name}: rollouts are drawn at other temperatures than the trainer's"
+        yield f"--sampling.schedule {drawn}, so their gap is logged and not judged{strict}."
 
 
 def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:

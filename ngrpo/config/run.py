@@ -90,10 +90,8 @@ class Sampling(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mask_gib is not None and not self.correct_mask:
-            raise UsageError(
-                f"--sampling.mask_gib {self.mask_gib:g} is the memory of --sampling.correct_mask, which is not given."
-                " Add that flag, or leave this one out."
-            )
+            memory = f"--sampling.mask_gib {self.mask_gib:g} is the memory of --sampling.correct_mask"
+            raise UsageError(f"{memory}, which is not given. Add that flag, or leave this one out.")
 
     def given(self) -> dict[str, Any]:
         """The settings that are on."""

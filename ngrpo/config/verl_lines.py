@@ -3,14 +3,12 @@
 
 from collections.abc import Mapping
 
-from ngrpo.config import compatibility
+from ngrpo.config import compatibility, kinds
 from ngrpo.config.features import ESTIMATOR, KL, LOSS, Combination
-from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from perturbations import registry
-from perturbations.errors import UsageError
+from perturbations import UsageError, registry
 
 MODE = "perturbed"
 """Name of our trainer among verl's (trainer.v1.trainer_mode)."""
@@ -43,7 +41,7 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
     Raises:
         UsageError: for methods, estimators and losses that verl lacks, and for flags that would change our advantage.
     """
-    of_openrlhf = [kind.flag for kind in run_level_kinds() if kind.name in run.specs and kind.name != "advantage"]
+    of_openrlhf = [kind.flag for kind in kinds.run_level_kinds() if kind.name in run.specs and kind.name != "advantage"]
     of_openrlhf += [f"--sampling.{name}" for name in run.sampling.given() if name != "top_k"]
     if of_openrlhf:
         raise UsageError(f"--print verl: {of_openrlhf[0]} is of OpenRLHF's trainer. Leave it out.")
@@ -58,10 +56,8 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         estimator = flags.or_default(ESTIMATOR)
         if estimator != "group_norm":
             default = "" if flags.has(ESTIMATOR) else " (OpenRLHF's default)"
-            raise UsageError(
-                f"--print verl: {ESTIMATOR} {estimator}{default} is not translated; group_norm is. Set it, or take"
-                " --preset grpo or an --advantage."
-            )
+            fix = "Set it, or take --preset grpo or an --advantage."
+            raise UsageError(f"--print verl: {ESTIMATOR} {estimator}{default} is not translated; group_norm is. {fix}")
         overrides["algorithm.adv_estimator"] = "grpo"
     if _one_of(flags, LOSS, {"ppo": "vanilla", "gspo": "gspo"}) == "gspo":
         overrides[f"{_ACTOR}.policy_loss.loss_mode"] = "gspo"
@@ -91,11 +87,8 @@ def of_run(run: RunConfig, flags: Flags) -> tuple[list[str], list[str]]:
         own |= {name: value for name, (value, default) in settings.items() if value != default}
         lines += of_perturbation(own)
     left = [" ".join(flag.argv) for flag in flags if flag.name not in _TRANSLATED and not flag.name.startswith(_OWN)]
-    left += [
-        flag
-        for flag, entry in SETTINGS.items()
-        if entry.name in _UNTRANSLATED and getattr(run, entry.name) != entry.default
-    ]
+    ours = ((flag, entry) for flag, entry in SETTINGS.items() if entry.name in _UNTRANSLATED)
+    left += [flag for flag, entry in ours if getattr(run, entry.name) != entry.default]
     return [f"{_ROLLOUT}.name=vllm", *lines], left
 
 

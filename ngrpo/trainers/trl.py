@@ -22,13 +22,11 @@ from trl.trainer import grpo_trainer
 
 from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
-from ngrpo.rollout.records import take_finished
-from ngrpo.rollout.settings import KEY, ROUTED_EXPERTS
+from ngrpo.rollout import records, settings
 from ngrpo.trainers.common.weights_file import reload_weights
-from perturbations import registry, replaying
+from perturbations import FinishedTrajectory, registry, replaying
 from perturbations.parameters import freeze
 from perturbations.replay.routing import RoutingScope
-from perturbations.replay.trajectory import FinishedTrajectory
 
 _ROWS = "perturbation_record"
 
@@ -63,7 +61,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         self._rollouts: dict[bool, list[FinishedTrajectory]] = {True: [], False: []}
         self._in_forward: list[int] | None = None
         self._replay_routing = replay_routing
-        ours = {KEY: self._perturbation.spec(), ROUTED_EXPERTS: replay_routing}
+        ours = {settings.KEY: self._perturbation.spec(), settings.ROUTED_EXPERTS: replay_routing}
         options = {**(vllm_options or {}), "additional_config": ours}
         # TRL builds its engine in here: ours, with further options.
         generation, llm = grpo_trainer.VLLMGeneration, vllm_generation.LLM
@@ -78,7 +76,7 @@ class PerturbedGRPOTrainer(GRPOTrainer):
         generation = self.vllm_generation
         generation.generation_kwargs["extra_args"] = {"perturbation": {"enabled": self.model.training}}
         result = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        by_name = take_finished(generation.llm)
+        by_name = records.take_finished(generation.llm)
         # vLLM counts its requests, and returns them in their order.
         rollouts = self._rollouts[self.model.training] = [by_name[name] for name in sorted(by_name, key=int)]
         if len(rollouts) != len(prompt_ids):
@@ -129,8 +127,8 @@ class PerturbedGRPOTrainer(GRPOTrainer):
             mask, of_chunk = attention_mask[chunk], rollouts[chunk]
             forward = super()._get_per_token_logps_and_entropies
             with ExitStack() as stack:
-                records = [rollout.record for rollout in of_chunk]
-                stack.enter_context(replaying(replayed, records, mask, self._perturbation))
+                recorded = [rollout.record for rollout in of_chunk]
+                stack.enter_context(replaying(replayed, recorded, mask, self._perturbation))
                 if routing is not None:
                     until = self._until_backward if torch.is_grad_enabled() else stack
                     until.enter_context(routing([rollout.experts for rollout in of_chunk], mask))

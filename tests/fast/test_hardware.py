@@ -55,9 +55,7 @@ PLACED += tuple(word for role in ("actor", "ref", "critic", "reward") for word i
 
 def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
-    flags = Flags(run.openrlhf)
-    for defaults in (complete_flags.of_profile, complete_flags.of_machine):
-        flags = flags.with_defaults(defaults(flags, run))
+    flags = complete_flags.with_hardware(Flags(run.openrlhf), run)
     rules.check_hardware(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 

@@ -232,7 +232,7 @@ def test_credits(name: str) -> None:
         step = StepTokens(*map(batch.up, values), *map(batch.up, numbers))
         formula, marks = credit.formula(step), credit.marks(step)
         marks = None if marks is None else batch.actions.bool()
-        ours = CreditInLoss(credit, loss, batch.advantages, batch.actions, batch.mask, marks)
+        ours = CreditInLoss(credit, loss, batch.advantages, (batch.actions, batch.mask), marks)
         with override_log_probs(ours.look, "the credit was not asked", ""):
             log_probs = batch.forward()
         ours(log_probs, log_probs.detach(), batch.advantages)

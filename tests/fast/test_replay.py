@@ -150,7 +150,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(mine: Path, monkeypatch
         async def __init__(self, **kwargs: Any) -> None:
             built.append(kwargs["additional_config"])
 
-    monkeypatch.setattr("ngrpo.trainers.openrlhf.rollout_actor.confirm", answer)
+    monkeypatch.setattr("ngrpo.rollout.records.confirm", answer)
     for run in plan.runs():
         settings = runs.run_config(plan, run, mine.parent)
         monkeypatch.setattr("ngrpo.config.run._current", settings)

@@ -108,7 +108,7 @@ MUTATIONS = {
             "return log_probs",
             "sampling mask: the log-probability of the whole distribution",
         ),
-        ("for part in (at[inside] - 1,", "for part in (at[inside],", "sampling mask: a row too late"),
+        ("parts = at[inside] - 1,", "parts = at[inside],", "sampling mask: a row too late"),
         (
             "- highest[members]).exp(",
             "- highest[members]).exp().detach(",

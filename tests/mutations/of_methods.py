@@ -255,8 +255,8 @@ MUTATIONS = {
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_policy_noises.py"): [
         ('"divergence": -log_ratio.mean()', '"divergence": log_ratio.mean()', "the sign of the divergence"),
-        ("weight.clamp(bounds.low, bounds.high) if", "weight if", "the mean of weights that are not cut"),
-        ("| (weight > bounds.high)", "", "what is above the bounds does not count as cut"),
+        ("weight.clamp(*bounds) if", "weight if", "the mean of weights that are not cut"),
+        ("| (weight > bounds[1])", "", "what is above the bounds does not count as cut"),
     ],
     ("ngrpo/methods/sampling_schedules/temperatures.py", "test_sampling_schedules.py"): [
         ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
@@ -323,7 +323,7 @@ MUTATIONS = {
         ("[part[e.action_mask.bool()]", "[part.flatten()", "padding has an entropy"),
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_correction_warmup.py"): [
-        (".clamp(*bounds)", "", "a weight grows beyond its bounds"),
+        (".exp().clamp(*bounds)", ".exp()", "a weight grows beyond its bounds"),
         ("(strength * (weight - 1.0)).log1p()", "strength * weight.log()", "log weights are interpolated"),
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", "test_correction_warmup.py"): [
@@ -366,8 +366,8 @@ MUTATIONS = {
         ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_TRAINING): [
-        ("rewards[:, -later:]", "rewards", "right drafts count as right refinements"),
-        ("drafts.max(-1)", "rewards.max(-1)", "the best refinement as the best draft"),
+        ("of_both[:, -later:]", "of_both", "right drafts count as right refinements"),
+        ("drafts.max(-1)", "of_both.max(-1)", "the best refinement as the best draft"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_TRAINING): [
         ("whole[places] = rewards[row]", "pass", "penalties are lost"),

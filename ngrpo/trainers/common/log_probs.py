@@ -5,8 +5,6 @@ The function that :func:`with_overrides` wraps gives the old, new and reference 
 reaches the ratio, the clip and the KL term.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,10 +58,8 @@ def override_log_probs(override: Override, failed: str, fix: str) -> Iterator[No
     finally:
         _active.reset(token)
     if not used:
-        raise RuntimeError(
-            f"{failed}: the model's log-probabilities did not come from openrlhf.models.actor.log_probs_from_logits"
-            f" (0.11.2), as with a fused loss. {fix}"
-        )
+        source = "openrlhf.models.actor.log_probs_from_logits (0.11.2), as with a fused loss"
+        raise RuntimeError(f"{failed}: the model's log-probabilities did not come from {source}. {fix}")
 
 
 @contextmanager
@@ -97,9 +93,7 @@ class Densities:
     def override(self, logits: Tensor, labels: Tensor, log_probs: Tensor) -> Tensor:
         """Log-probabilities (…) with the density, of logits (…, V); RuntimeError if a shape is wrong."""
         flat = log_probs.reshape(-1)
-        replayed, inside = self._scope.replayed(
-            logits.reshape(-1, logits.shape[-1]), flat, self._temperature, self._advantages
-        )
+        replayed, inside = self._scope.replayed(logits.flatten(0, -2), flat, self._temperature, self._advantages)
         perturbation, tokens = self._perturbation, replayed.token_log_probs
         self.tokens = tokens.detach()
         action = tokens if perturbation.draws_token else torch.zeros_like(tokens)
@@ -107,10 +101,8 @@ class Densities:
         if not perturbation.score_only or torch.is_grad_enabled():
             density = perturbation.log_density(replayed)
             if density.shape != tokens.shape:
-                raise RuntimeError(
-                    f"perturbation {perturbation.name!r}: log_density returns {tuple(density.shape)} for"
-                    f" {len(tokens)} positions: one number for each is needed."
-                )
+                shapes = f"{tuple(density.shape)} for {len(tokens)} positions: one number for each is needed."
+                raise RuntimeError(f"perturbation {perturbation.name!r}: log_density returns {shapes}")
             if perturbation.score_only:
                 self._scored = torch.where(inside, density, 0.0)
             else:
@@ -182,10 +174,8 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
 
     Raises ``RuntimeError`` if a sample has no mask, a token is not in its set, or no log-probabilities came through.
     """
-    missing = (
-        "came without their sampling mask (--sampling.correct_mask): the rollout's engine does not record them, or an"
-        " agent drops mm_train_inputs from its response."
-    )
+    cause = "the rollout's engine does not record them, or an agent drops mm_train_inputs from its response"
+    missing = f"came without their sampling mask (--sampling.correct_mask): {cause}."
     masks: list[SamplingMask] = part_of_each(side_inputs, len(attention_mask), "sampling_mask", missing)
     samples = torch.cat([torch.full((len(mask),), i) for i, mask in enumerate(masks)])
     positions = torch.cat([torch.from_numpy(mask.positions) for mask in masks])
@@ -200,10 +190,8 @@ def corrected(side_inputs: Sequence[Any] | None, attention_mask: Tensor) -> Iter
         left = [sets[i] for i in kept]
         which = np.repeat(np.arange(len(left)), [len(ids) for ids in left])
         # The row before a position chose its token.
-        rows, members, ids = (
-            part.to(logits.device)
-            for part in (at[inside] - 1, torch.from_numpy(which), torch.from_numpy(np.concatenate(left)))
-        )
+        parts = at[inside] - 1, torch.from_numpy(which), torch.from_numpy(np.concatenate(left))
+        rows, members, ids = (part.to(logits.device) for part in parts)
         scores = logits.flatten(0, -2)[rows[members], ids]
         is_label = ids == labels.flatten()[rows[members]]
         if int(is_label.sum()) != len(rows):

@@ -7,7 +7,6 @@ broken replay is seen on the first step.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -157,12 +156,8 @@ class GapScale:
             if gap > allowed:
                 parts.append(f"{place} by {gap:.2g} (at most {allowed:.2g})")
         if parts:
-            _report(
-                f"log-probabilities of rollout and trainer differ {', '.join(parts)} on average; where nothing is"
-                f" perturbed they differ by {scale:.2g}.",
-                strict,
-                _SCALE_CAUSES,
-            )
+            measured = f"log-probabilities of rollout and trainer differ {', '.join(parts)} on average"
+            _report(f"{measured}; where nothing is perturbed they differ by {scale:.2g}.", strict, _SCALE_CAUSES)
 
 
 def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
@@ -184,12 +179,9 @@ def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> N
     compared = "there is no plain one" if plain is None else f"at plain ones it is {plain:.2g}"
     if before is not None:
         compared += f", at tokens before the first perturbed input {before:.2g}"
-    _report(
-        f"log-probabilities of rollout and trainer differ by {perturbed:.2g} on average right after perturbed inputs;"
-        f" {compared}. At most {limit:g} times {expected:.2g} is expected of a replay that works.",
-        strict,
-        _CAUSES,
-    )
+    measured = f"log-probabilities of rollout and trainer differ by {perturbed:.2g} on average"
+    allowed = f"At most {limit:g} times {expected:.2g} is expected of a replay that works."
+    _report(f"{measured} right after perturbed inputs; {compared}. {allowed}", strict, _CAUSES)
 
 
 def _report(message: str, strict: bool, causes: Sequence[str] = ()) -> None:
@@ -203,21 +195,16 @@ def _report(message: str, strict: bool, causes: Sequence[str] = ()) -> None:
         print(f"ngrpo warning: {message}\n  --perturbation.strict makes this an error.", flush=True)
 
 
-class ImportanceBounds(NamedTuple):
-    """The least and the largest token-level importance weight; beyond, it is the bound with ``clip``, otherwise 0."""
+def importance_measures(log_ratio: Tensor, bounds: tuple[float, float] | None, clip: bool) -> dict[str, float]:
+    """The metrics ``importance/…`` of log π_trainer − log π_rollout, (N,); without bounds there are no weights.
 
-    low: float
-    high: float
-    clip: bool
-
-
-def importance_measures(log_ratio: Tensor, bounds: ImportanceBounds | None) -> dict[str, float]:
-    """The metrics ``importance/…`` of log π_trainer − log π_rollout, (N,); without bounds there are no weights."""
+    ``bounds`` are the least and the largest token-level weight; beyond, it is the bound with ``clip``, otherwise 0.
+    """
     result = {"divergence": -log_ratio.mean().item()}
     if bounds is not None:
         weight = log_ratio.clamp(-20.0, 20.0).exp()
-        beyond = (weight < bounds.low) | (weight > bounds.high)
-        bounded = weight.clamp(bounds.low, bounds.high) if bounds.clip else weight.masked_fill(beyond, 0.0)
+        beyond = (weight < bounds[0]) | (weight > bounds[1])
+        bounded = weight.clamp(*bounds) if clip else weight.masked_fill(beyond, 0.0)
         result |= {"weight": bounded.mean().item(), "cut": beyond.float().mean().item()}
     return {f"importance/{name}": value for name, value in result.items()}
 

@@ -61,20 +61,15 @@ def rows_of_tokens(action_mask: Tensor, attention_mask: Tensor, shape: tuple[int
 class CreditInLoss:
     """A credit that depends on the policy of each update: it sees the forward's logits, then changes the loss.
 
-    ``marks`` (B, A) are :meth:`Credit.marks` of this batch; ``share`` is the share of tokens that it changed or marked.
+    ``masks`` are the masks of actions (B, A) and attention (B, T), ``marks`` (B, A) :meth:`Credit.marks` of this batch;
+    ``share`` is the share of tokens that it changed or marked.
     """
 
     def __init__(
-        self,
-        credit: Credit,
-        loss: Loss,
-        advantages: Tensor,
-        action_mask: Tensor,
-        attention_mask: Tensor,
-        marks: Tensor | None = None,
+        self, credit: Credit, loss: Loss, advantages: Tensor, masks: tuple[Tensor, Tensor], marks: Tensor | None = None
     ) -> None:
         self._credit, self._loss, self._marks = credit, loss, marks
-        self._advantages, self._masks = advantages, (action_mask, attention_mask)
+        self._advantages, self._masks = advantages, masks
         self._found: tuple[Tensor, Tensor, LossTokens] | None = None
         self.share = torch.tensor(0.0)
 
@@ -99,11 +94,9 @@ class CreditInLoss:
 
     def __call__(self, log_probs: Actions, old_log_probs: Actions, advantages: Actions, **kwargs: object) -> Any:
         if self._found is None:
-            raise RuntimeError(
-                f"--credit {self._credit.name} did not come into effect: the policy loss came without a forward with"
-                " visible logits (openrlhf.models.actor.log_probs_from_logits of 0.11.2), as with a fused loss."
-                " Take that path out."
-            )
+            forward = "a forward with visible logits (openrlhf.models.actor.log_probs_from_logits of 0.11.2)"
+            why = f"the policy loss came without {forward}, as with a fused loss"
+            raise RuntimeError(f"--credit {self._credit.name} did not come into effect: {why}. Take that path out.")
         changed, scores, tokens = self._found
         self._found = None
         result = self._loss(log_probs + scores.to(log_probs.dtype), old_log_probs, changed, **kwargs)

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ngrpo.rollout.startup_check import (
-    Answer,
-    CheckTexts,
-    Comparison,
-    check_texts,
-    compared,
-    reads_tokens_elsewhere,
-    record_of,
-)
+from ngrpo.rollout import startup_check
 from perturbations.replay.scope import ReplayScope
 
 if TYPE_CHECKING:
@@ -36,27 +28,23 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
     Raises ``CheckFailure`` if a replayed row does not reach the model, or others change.
     """
     embedding: Any = model.get_input_embeddings()
-    partly = reads_tokens_elsewhere(model.modules(), embedding)
+    partly = startup_check.reads_tokens_elsewhere(model.modules(), embedding)
 
-    def answers(*texts: list[int]) -> list[Answer]:
+    def answers(*texts: list[int]) -> list[startup_check.Answer]:
         sequences = torch.tensor(texts)
         ones = torch.ones_like(sequences)
-        return [Answer(row) for row in log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()]
+        return [startup_check.Answer(row) for row in log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()]
 
-    def compare(texts: CheckTexts) -> list[Comparison]:
+    def compare(texts: startup_check.CheckTexts) -> list[startup_check.Comparison]:
         first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
         plain = answers(first, text, last, texts.swapped)
-        records = [None, *(record_of({row: token}, 1, len(text)) for token in (other, text[row])), None]
+        records = [None, *(startup_check.record_of({row: token}, 1, len(text)) for token in (other, text[row])), None]
         mask = torch.ones(len(records), len(text), dtype=torch.int64)
         with ReplayScope(embedding, measure=False)(records, mask):
             fed = answers(first, text, text, last)
-        return compared(plain, fed, row, partly=partly, what="replayed", each="sample")
+        return startup_check.compared(plain, fed, row, partly=partly, what="replayed", each="sample")
 
-    check_texts(
-        embedding.num_embeddings,
-        _LONGEST,
-        compare,
-        half_precision=next(model.parameters()).dtype != torch.float32,
-        where="the trainer",
-        model=type(model).__name__,
+    half, name = next(model.parameters()).dtype != torch.float32, type(model).__name__
+    startup_check.check_texts(
+        embedding.num_embeddings, _LONGEST, compare, half_precision=half, where="the trainer", model=name
     )

@@ -115,8 +115,7 @@ class Conversation:
         length = int(changed[0]) if len(changed) else both
         if length < len(self._tokens):
             self._tokens, kept = self._tokens[:length], before.truncate(length)
-            dropped = kept.dropped + len(before.record) - len(kept.record)
-            self.trajectory = replace(kept, dropped=dropped)
+            self.trajectory = replace(kept, dropped=kept.dropped + len(before.record) - len(kept.record))
 
     def earlier(self, prompt: Sequence[int]) -> ReplayRecord | None:
         """The record for a request's arguments, after :meth:`go_on` with its prompt.
@@ -168,9 +167,7 @@ OURS = {*packing.PARTS, SECOND_ROUND}
 
 def unpack(side_inputs: Sequence[Any] | None) -> list[FinishedTrajectory | None]:
     """The trajectories of a batch, None for a sample without one; ValueError for bytes that were cut or altered."""
-    return [
-        FinishedTrajectory.unpack(entry) if entry and packing.RECORD in entry else None for entry in side_inputs or ()
-    ]
+    return [FinishedTrajectory.unpack(each) if packing.RECORD in (each or ()) else None for each in side_inputs or ()]
 
 
 def part_of_each(side_inputs: Sequence[Any] | None, batch: int, part: str, missing: str) -> list[Any]:
@@ -198,11 +195,8 @@ def records(side_inputs: Sequence[Any] | None, batch: int) -> list[ReplayRecord]
 
 def routed(side_inputs: Sequence[Any] | None, batch: int) -> list[np.ndarray]:
     """The experts of each sample of a batch, as of `FinishedTrajectory`."""
-    missing = (
-        "came without their experts (--replay.routing): an agent drops mm_train_inputs from its response, or did not"
-        " let generate() make it."
-    )
-    return part_of_each(side_inputs, batch, "experts", missing)
+    cause = "an agent drops mm_train_inputs from its response, or did not let generate() make it"
+    return part_of_each(side_inputs, batch, "experts", f"came without their experts (--replay.routing): {cause}.")
 
 
 @dataclass(frozen=True)

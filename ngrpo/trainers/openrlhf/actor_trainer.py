@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ngrpo.config.run import current_run
-from ngrpo.trainers.common import weights_file
-from ngrpo.trainers.common.log_probs import override_log_probs
+from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
-from ngrpo.trainers.common.sample_records import two_rounds
-from ngrpo.trainers.openrlhf.model_actors import model_of, replayed
+from ngrpo.trainers.openrlhf import model_actors
 from perturbations import UsageError, seeds
 
 if TYPE_CHECKING:
@@ -59,17 +57,16 @@ def actor_trainer(plain: Any) -> type:
                 if run.credit is not None and run.credit.acts_in_loss:
                     masks = experience.action_mask, experience.attention_mask
                     # The marks are in a field of which OpenRLHF makes no use after the advantages.
-                    loss = credit = CreditInLoss(run.credit, loss, experience.advantages, *masks, experience.kl)
+                    loss = credit = CreditInLoss(run.credit, loss, experience.advantages, masks, experience.kl)
                     failed = f"--credit {run.credit.name} did not come into effect"
-                    stack.enter_context(override_log_probs(credit.look, failed, "Take that path out."))
+                    stack.enter_context(log_probs.override_log_probs(credit.look, failed, "Take that path out."))
                 if run.second_round is not None and not run.second_round.refines:
-                    carried = two_rounds(side_inputs, len(experience.action_mask))
+                    carried = sample_records.two_rounds(side_inputs, len(experience.action_mask))
                     loss = TwoRoundsLoss(run.second_round, loss, carried, experience.action_mask)
                 # A pass over the vocabulary is worth its time once per step, not in every micro-batch.
                 look_up = _LOOK_UP if step == 0 else 0
                 given = side_inputs, experience.attention_mask, experience.advantages
-                replay = replayed(self.actor, *given, look_up=look_up)
-                stats, found = stack.enter_context(replay)
+                stats, found = stack.enter_context(model_actors.replayed(self.actor, *given, look_up=look_up))
                 if run.perturbation is not None:
                     loss = ratio = RatioMeasure(loss, found)
                 self.actor_loss_fn = loss
@@ -100,7 +97,7 @@ def actor_trainer(plain: Any) -> type:
             if run.policy_noise is not None and scale:
                 # Parameters have noise while they are sent, and lose it again to the bit: every engine and every
                 # tensor-parallel rank gets the same ones.
-                noise = run.policy_noise.added(dict(model_of(self.actor).named_parameters()), scale, sync)
+                noise = run.policy_noise.added(dict(model_actors.model_of(self.actor).named_parameters()), scale, sync)
             with noise:
                 if syncs_by_file():
                     self.hand_over_weights()

@@ -13,14 +13,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ngrpo.config.run import GROUP_BASELINES, current_run
 from ngrpo.methods.second_rounds.base import SecondRound
-from ngrpo.trainers.common import mismatch
-from ngrpo.trainers.common.policy_loss import behavior
-from ngrpo.trainers.common.sample_records import two_rounds, unpack
+from ngrpo.trainers.common import mismatch, policy_loss, sample_records
+from ngrpo.trainers.openrlhf import model_actors, rewards, rollout_actor, step_advantages
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
-from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
-from ngrpo.trainers.openrlhf.rewards import cut_prompts, cut_turns, refuse_non_finite, refuse_untrained
-from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
-from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Values, Visits, level_equal, share_among_tokens
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
 
@@ -50,7 +45,7 @@ def experience_maker(plain: Any) -> type:
 
         training_step = 0
         step_measures: Mapping[str, float] = MappingProxyType({})
-        visits: Visits | Values | None = None
+        visits: step_advantages.Visits | step_advantages.Values | None = None
         rollout_divergence: float | None = None
         rollout_entropy: float | None = None
         gap_scale: mismatch.GapScale | None = None
@@ -58,12 +53,12 @@ def experience_maker(plain: Any) -> type:
 
         def make_experience_batch(self, rollout_samples: list[Experience]) -> list[Experience]:
             run = current_run()
-            refuse_untrained(rollout_samples)
+            rewards.refuse_untrained(rollout_samples)
             whole = self.args.data.max_len
             room = whole - (self.args.rollout.max_new_tokens or 1)
             counted = {
-                "cut_prompts": (cut_prompts(self.tokenizer, rollout_samples, room), room),
-                "cut_turns": (cut_turns(rollout_samples, whole), whole),
+                "cut_prompts": (rewards.cut_prompts(self.tokenizer, rollout_samples, room), room),
+                "cut_turns": (rewards.cut_turns(rollout_samples, whole), whole),
             }
             for name, (cut, longest) in counted.items():
                 if cut:
@@ -72,7 +67,7 @@ def experience_maker(plain: Any) -> type:
                     self.note({name: float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.has_side_records:
-                refuse_non_finite(self.tokenizer, experiences)
+                rewards.refuse_non_finite(self.tokenizer, experiences)
                 self.note(replay_measures(self, experiences))  # before the update
             if run.changes_rollout_policy:
                 self.note(rollout_policy_measures(self, experiences))
@@ -88,13 +83,13 @@ def experience_maker(plain: Any) -> type:
             run = current_run()
             if run.advantage is None and self.args.algo.advantage.estimator not in GROUP_BASELINES:
                 experiences = super().compute_advantages_and_returns(experiences)
-                level_equal(experiences)
+                step_advantages.level_equal(experiences)
             else:
-                with_ours = StepAdvantages(self, experiences, run.advantage)
+                with_ours = step_advantages.StepAdvantages(self, experiences, run.advantage)
                 experiences = with_ours.through(super().compute_advantages_and_returns)
                 self.note(with_ours.measures)
             if run.credit is not None:
-                self.note(share_among_tokens(self, experiences))
+                self.note(step_advantages.share_among_tokens(self, experiences))
             return experiences
 
         def note(self, measures: dict[str, float]) -> None:
@@ -109,9 +104,9 @@ def replay_measures(maker: Any, experiences: Sequence[Experience]) -> dict[str, 
     perturbation, records, log_probs = current_run().perturbation, [], []
     own = [experience.action_log_probs for experience in experiences]
     if perturbation is not None and perturbation.has_density:
-        own = kept_by_actors(maker, "token_log_probs", own)
+        own = model_actors.kept_by_actors(maker, "token_log_probs", own)
     for experience, of_tokens in zip(experiences, own):
-        records.extend(unpack(experience.mm_train_inputs))
+        records.extend(sample_records.unpack(experience.mm_train_inputs))
         # Entry t of the log-probabilities and of their mask is of token t + 1.
         trained = of_tokens.float().masked_fill(~experience.action_mask.cpu().bool(), float("nan"))
         padded = np.pad(trained.numpy(), ((0, 0), (1, 0)), constant_values=np.nan)
@@ -142,19 +137,16 @@ def control_gap(maker: Any, records: Sequence[FinishedTrajectory | None]) -> flo
     import ray
 
     controls = [each.unperturbed for each in records if each is not None and each.unperturbed is not None]
-    controls = [each for each in controls if len(each.log_probs)][:CONTROLS]
+    controls = [each for each in controls if len(each.log_probs)][: rollout_actor.CONTROLS]
     if not controls:
         return None
     rows = {
-        "sequences": [each.tokens.astype(np.int64) for each in controls],
-        "action_mask": [np.ones(len(each.log_probs), np.int64) for each in controls],
-        "attention_mask": [np.ones(len(each.tokens), np.int64) for each in controls],
+        "sequences": [torch.tensor(each.tokens, dtype=torch.int64) for each in controls],
+        "action_mask": [torch.ones(len(each.log_probs), dtype=torch.int64) for each in controls],
+        "attention_mask": [torch.ones(len(each.tokens), dtype=torch.int64) for each in controls],
     }
     # All responses end at the last column, where OpenRLHF looks for actions.
-    batch = {
-        name: pad_sequence([torch.from_numpy(part) for part in parts], batch_first=True, padding_side="left")
-        for name, parts in rows.items()
-    }
+    batch = {name: pad_sequence(parts, batch_first=True, padding_side="left") for name, parts in rows.items()}
     experts = [each.experts for each in controls]
     given = maker.actor_model_group.async_run_method(method_name="unperturbed_log_probs", **batch, experts=experts)
     log_probs = ray.get(given)[0].float().numpy()
@@ -192,9 +184,9 @@ def rollout_policy_measures(maker: Any, experiences: Sequence[Experience]) -> di
     bounds = None
     by_token = advantage.is_correction_level == "token" and advantage.is_correction_gating == "ratio"
     if args.actor.policy_loss_type == "ppo" and by_token:  # GSPO's loss has no such weights
-        low, high = (float(bound) for bound in advantage.is_correction_threshold)
-        bounds = mismatch.ImportanceBounds(low, high, advantage.is_correction_mode == "clip")
-    measures |= mismatch.importance_measures(log_ratio, bounds)
+        low, high = advantage.is_correction_threshold
+        bounds = float(low), float(high)
+    measures |= mismatch.importance_measures(log_ratio, bounds, clip=advantage.is_correction_mode == "clip")
     maker.rollout_divergence = measures["importance/divergence"]
     return measures
 
@@ -206,9 +198,8 @@ def ramp_up_correction(maker: Any, experiences: Sequence[Experience], steps: int
         low, high = (float(bound) for bound in maker.strategy.args.algo.advantage.is_correction_threshold)
         for experience in experiences:
             rollout = require(experience.rollout_log_probs, "rollout_log_probs")
-            experience.rollout_log_probs = mismatch.with_strength(
-                experience.action_log_probs, rollout, strength, (low, high)
-            )
+            weighted = mismatch.with_strength(experience.action_log_probs, rollout, strength, (low, high))
+            experience.rollout_log_probs = weighted
     return {"importance/strength": strength}
 
 
@@ -222,9 +213,9 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
     """
     carried, ratios = [], []
     for experience in experiences:
-        of_batch = two_rounds(experience.mm_train_inputs, len(experience.action_mask))
+        of_batch = sample_records.two_rounds(experience.mm_train_inputs, len(experience.action_mask))
         carried.extend(of_batch)
-        log_probs, second = behavior(experience.action_mask, of_batch)
+        log_probs, second = policy_loss.behavior(experience.action_mask, of_batch)
         trainer = experience.action_log_probs.float()
         ratios.append((trainer - log_probs.to(trainer.device))[second].cpu())
     with_second = [each for each in carried if each is not None]
@@ -232,12 +223,12 @@ def second_round_measures(experiences: Sequence[Experience], method: SecondRound
     measures = {"asked": len(with_second) / len(carried), "trained": len(moved) / len(carried)}
     if with_second:
         # Samples count for prompts, which all have as many.
-        rewards = np.stack([each.rewards for each in with_second])
-        later = rewards.shape[1] // 2 if method.refines else method.prompts * method.answers
-        right = (rewards[:, -later:] > method.wrong).sum(-1)
+        of_both = np.stack([each.rewards for each in with_second])
+        later = of_both.shape[1] // 2 if method.refines else method.prompts * method.answers
+        right = (of_both[:, -later:] > method.wrong).sum(-1)
         measures |= {"right": float(right.mean()) / later, "solved": float((right > 0).mean())}
         if method.refines:
-            drafts = rewards[:, :-later]
+            drafts = of_both[:, :-later]
             measures |= {"drafts": float(drafts.mean()), "best_draft": float(drafts.max(-1).mean())}
     if moved and not method.refines:
         measures["ratio"] = torch.cat(ratios).clamp(-20.0, 20.0).exp().mean().item()

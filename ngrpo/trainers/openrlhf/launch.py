@@ -41,9 +41,7 @@ _MOST_SHOWN = 5
 # Ray 2.55, raylet: the memory monitor's message, and a row of its table of processes (id, GB, command).
 _MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB", re.DOTALL)
 _PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
-_MAKE_ROOM = (
-    "is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer said:"
-)
+_ROOM = "is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer said:"
 # What an error's text means; the line that fits the pattern, or the last one, is appended.
 _KNOWN = {
     # Python's message on a node without this project, or with an older one.
@@ -60,11 +58,11 @@ _KNOWN = {
     # torch 2.13 does not pass on the system's word if it cannot write a checkpoint.
     r"(?s)inline_container\.cc.*unexpected pos|PytorchStreamWriter failed": (
         "a checkpoint could not be written whole: no space is left on the device of --ckpt.path or --ckpt.output_dir."
-        f" The one before {_MAKE_ROOM}"
+        f" The one before {_ROOM}"
     ),
     r"No space left on device": (
         "a file could not be written: no space is left on its device. A run writes to --run-dir, --ckpt.path,"
-        f" --ckpt.output_dir and --logger.tensorboard_dir. The last checkpoint {_MAKE_ROOM}"
+        f" --ckpt.output_dir and --logger.tensorboard_dir. The last checkpoint {_ROOM}"
     ),
 }
 
@@ -98,10 +96,8 @@ def launch(run: RunConfig) -> None:
 
 def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
     """The conditions of `patches.py` that hold."""
-    held = {
-        "cpu": profile.name == "cpu",
-        stand_ins.WITHOUT_FLASH_ATTN: profile.name == "cpu" or not stand_ins.has_flash_attn(),
-    }
+    cpu = profile.name == "cpu"
+    held = {"cpu": cpu, stand_ins.WITHOUT_FLASH_ATTN: cpu or not stand_ins.has_flash_attn()}
     return (patches.TRAINING, *(name for name, holds in held.items() if holds), *run.conditions)
 
 

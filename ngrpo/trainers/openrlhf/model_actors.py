@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
+from ngrpo.trainers.common import policy_loss, sample_records
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
-from ngrpo.trainers.common.policy_loss import rows_of_tokens
 from ngrpo.trainers.common.replay_check import check_replay
-from ngrpo.trainers.common.sample_records import OURS, records, routed
 from perturbations import Perturbation
 from perturbations.errors import require
 from perturbations.parameters import attached, freeze
@@ -87,7 +86,7 @@ class _Replaying:
                 head = model_of(model).get_output_embeddings()
                 hidden = LastHidden(head, f"advantage {run.advantage.name}")
                 stack.enter_context(hidden())
-            replay = replayed(model, side_inputs, require(attention_mask, "attention_mask"), measure=False)
+            replay = replayed(model, side_inputs, require(attention_mask, "attention_mask"))
             _, action_densities = stack.enter_context(replay)
             log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)  # type: ignore[misc]
             if action_densities is not None and self.is_policy:
@@ -100,11 +99,7 @@ class _Replaying:
         return log_probs
 
     def unperturbed_log_probs(
-        self,
-        sequences: Tensor,
-        action_mask: Tensor,
-        attention_mask: Tensor,
-        experts: Sequence[np.ndarray | None] = (),
+        self, sequences: Tensor, action_mask: Tensor, attention_mask: Tensor, experts: Sequence[np.ndarray | None] = ()
     ) -> Any:
         """log π without perturbed inputs or an override, by OpenRLHF's own forward; ``experts``: of each sample."""
         with ExitStack() as stack:
@@ -125,33 +120,26 @@ class _Replaying:
 
 @contextmanager
 def replayed(
-    actor: Any,
-    side_inputs: Sequence[Any] | None,
-    attention_mask: Tensor,
-    advantages: Tensor | None = None,
-    *,
-    measure: bool = True,
-    look_up: int = 0,
+    actor: Any, side_inputs: Sequence[Any] | None, mask: Tensor, advantages: Tensor | None = None, look_up: int = 0
 ) -> Iterator[tuple[ReplayStats | None, Densities | None]]:
     """The forward of OpenRLHF's ``Actor`` in this context is over the rollout's inputs, experts and sets of tokens.
 
     Args:
         actor: its model is replayed.
         side_inputs: of the samples of the batch.
-        attention_mask: a tensor (B, T).
-        advantages: as of :class:`Densities`.
-        measure, look_up: as of :class:`ReplayScope`.
+        mask: the attention mask, a tensor (B, T).
+        advantages: as of :class:`Densities`, in a training step, which is measured.
+        look_up: as of :class:`ReplayScope`.
     """
     run, stats, found = current_run(), None, None
     with ExitStack() as stack:
         if run.sampling.correct_mask:
-            stack.enter_context(corrected(side_inputs, attention_mask))
+            stack.enter_context(corrected(side_inputs, mask))
         if run.replay_routing:
-            experts = routed(side_inputs, len(attention_mask))
-            stack.enter_context(RoutingScope(model_of(actor))(experts, attention_mask))
+            stack.enter_context(RoutingScope(model_of(actor))(sample_records.routed(side_inputs, len(mask)), mask))
         if run.perturbation is not None:
-            scope = replay_scope(actor, run.perturbation, measure, look_up)
-            stats = stack.enter_context(scope(records(side_inputs, len(attention_mask)), attention_mask))
+            scope = replay_scope(actor, run.perturbation, advantages is not None, look_up)
+            stats = stack.enter_context(scope(sample_records.records(side_inputs, len(mask)), mask))
             found = stack.enter_context(densities(scope, actor.temperature, advantages))
         yield stats, found
 
@@ -174,10 +162,8 @@ def kept_by_actors(maker: Any, what: str, own: Sequence[Tensor]) -> list[Tensor]
     by_actor = ray.get(maker.actor_model_group.async_run_method(method_name="hand_over", what=what)[::copies])
     batches = [batch for of_actor in by_actor for batch in of_actor]
     if [part.shape[: own[0].dim()] for part in batches] != [part.shape for part in own]:
-        raise RuntimeError(
-            f"{what}: the actors kept {len(batches)} batches, {len(own)} were made: their order is not that of"
-            " OpenRLHF 0.11.2's async_run_method_batch."
-        )
+        counts = f"the actors kept {len(batches)} batches, {len(own)} were made"
+        raise RuntimeError(f"{what}: {counts}: their order is not that of OpenRLHF 0.11.2's async_run_method_batch.")
     return batches
 
 
@@ -201,7 +187,8 @@ def _kept_entropies(model: Any) -> Iterator[list[Tensor]]:
 def mean_hidden(hidden: LastHidden, action_mask: Tensor, attention_mask: Tensor, *, packed: bool) -> Tensor:
     """The mean last hidden state over each response's trained tokens, (B, D) float32 on the CPU."""
     shape = (1, int(attention_mask.sum())) if packed else tuple(attention_mask.shape)
-    rows, sample = rows_of_tokens(action_mask, attention_mask, shape)  # the rows that chose the tokens; theirs are next
+    # The rows that chose the tokens; the tokens' own are the next ones.
+    rows, sample = policy_loss.rows_of_tokens(action_mask, attention_mask, shape)
     of_response = [rows[sample == i] + 1 for i in range(len(action_mask))]
     return torch.stack([hidden.at(own, math.prod(shape)).float().mean(0).cpu() for own in of_response]).detach()
 
@@ -223,7 +210,7 @@ def merge_mm_train_inputs(
     def theirs(entry: Any) -> Any:
         if isinstance(entry, list):
             return [theirs(one) for one in entry]
-        return {name: value for name, value in (entry or {}).items() if name not in OURS} or None
+        return {name: value for name, value in (entry or {}).items() if name not in sample_records.OURS} or None
 
     return original([theirs(entry) for entry in mm_train_inputs_list], device)
 
@@ -262,10 +249,8 @@ def get_model_parameters(
     if all(rate is None for rate in rates.values()):
         return raw, groups
     if not all(isinstance(group, dict) for group in groups):
-        raise ValueError(
-            f"perturbation {perturbation.name!r} has its own learning rates, which need --actor.optim adam. Use it,"
-            " or set them to none."
-        )
+        subject = f"perturbation {perturbation.name!r} has its own learning rates"
+        raise ValueError(f"{subject}, which need --actor.optim adam. Use it, or set them to none.")
     return raw, separate(groups, rates)
 
 

@@ -14,15 +14,10 @@ from uuid import uuid4
 import numpy as np
 
 from ngrpo.config.run import current_run
-from ngrpo.machine.hardware.cpu import engine_arguments
-from ngrpo.machine.hardware.processes import own_children
-from ngrpo.rollout import settings
-from ngrpo.rollout.records import confirm, cut_to_answer
-from ngrpo.rollout.settings import KEY, fingerprint, request_arguments
-from ngrpo.trainers.common.sample_records import Conversation, EngineCheck, PickUps
-from ngrpo.trainers.common.weights_file import load_weights_file
-from ngrpo.trainers.openrlhf import second_round
-from ngrpo.trainers.openrlhf.rewards import CheckedReward
+from ngrpo.machine.hardware import cpu, processes
+from ngrpo.rollout import records, settings
+from ngrpo.trainers.common import sample_records, weights_file
+from ngrpo.trainers.openrlhf import rewards, second_round
 from perturbations import registry, seeds
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
@@ -35,7 +30,7 @@ CONTROLS, _CONTROL_TOKENS = 4, 16
 _SHOWN = 200
 _LONGEST_CONTROL_PROMPT = 512  # the trainer's forward has logits for the whole vocabulary at each token
 # Each trajectory of OpenRLHF runs as its own asyncio task, so a context variable keeps them apart.
-_conversation: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
+_conversation: ContextVar[sample_records.Conversation | None] = ContextVar("conversation", default=None)
 
 
 def rollout_actor(plain: Any) -> type:
@@ -57,15 +52,15 @@ def rollout_actor(plain: Any) -> type:
             if spec is not None:
                 kwargs["additional_config"] = {**(kwargs.get("additional_config") or {}), **engine_settings(spec)}
             if run.hardware == "cpu":
-                kwargs |= engine_arguments(run.openrlhf, kwargs.get("tensor_parallel_size", 1))
-            with own_children():
+                kwargs |= cpu.engine_arguments(run.openrlhf, kwargs.get("tensor_parallel_size", 1))
+            with processes.own_children():
                 await plain.__init__(self, *args, **kwargs)
             if spec is not None:
                 perturbation = registry.create(**spec)
-                await confirm(self.llm, fingerprint(perturbation, run.sampling_schedule))
-                self.engine_check = EngineCheck(self.llm, perturbation.active, again=run.strict)
+                await records.confirm(self.llm, settings.fingerprint(perturbation, run.sampling_schedule))
+                self.engine_check = sample_records.EngineCheck(self.llm, perturbation.active, again=run.strict)
                 await self.engine_check.passed()
-                self.pick_ups = PickUps(self.llm)
+                self.pick_ups = sample_records.PickUps(self.llm)
                 self.executor = RecordingExecutor(self.executor)
 
         async def generate(
@@ -102,7 +97,7 @@ def rollout_actor(plain: Any) -> type:
             """A weight sync without NCCL."""
             # A function and not a method name: vLLM ships it to its workers by reference (OpenRLHF sets
             # VLLM_ALLOW_INSECURE_SERIALIZATION), so worker_extension_cls stays OpenRLHF's.
-            await self.llm.collective_rpc(load_weights_file, args=(path,))
+            await self.llm.collective_rpc(weights_file.load_weights_file, args=(path,))
             if current_run().changes_rollouts:
                 self.engine_check.weights_synced()
 
@@ -126,7 +121,7 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
     """The run's part of vLLM's ``additional_config``."""
     run = current_run()
     return {
-        KEY: spec,
+        settings.KEY: spec,
         settings.SEEDED_DRAWS: run.reproducible,
         settings.SAMPLING_MASKS: run.sampling.correct_mask,
         settings.SAMPLING_MASK_GIB: run.sampling.mask_gib,
@@ -144,14 +139,14 @@ class RecordingExecutor:
         self._executor = executor
         self._numbers = seeds.AnswerNumbers()
         self._round, self._controls = 0, 0
-        self._reward: CheckedReward | None = None
+        self._reward: rewards.CheckedReward | None = None
         if getattr(executor, "reward_func", None) is not None:
-            self._reward = executor.reward_func = CheckedReward(executor.reward_func)
+            self._reward = executor.reward_func = rewards.CheckedReward(executor.reward_func)
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
         # Numbered before anything is awaited: response i of a group has the same draws in every run.
-        run, arguments = current_run(), dict(request_arguments(kwargs.get("sampling_params")))
+        run, arguments = current_run(), dict(settings.request_arguments(kwargs.get("sampling_params")))
         round_ = arguments.pop("round", 0)
         key = f"{kwargs.get('prompt')}{pictures_key(kwargs.get('images')).hex()}"
         number = self._numbers.next(key, round_)
@@ -165,7 +160,7 @@ class RecordingExecutor:
         # By a control; round 0 is no training round, and a draft's record may not reach the trainer.
         followed = replayed and round_ >= 1 and not second_round.drafting.get() and self._controls < CONTROLS
         self._controls += followed
-        conversation = Conversation({"sample": number, **arguments}, followed)
+        conversation = sample_records.Conversation({"sample": number, **arguments}, followed)
         conversation.filters = filters_of(kwargs.get("sampling_params"))
         token = _conversation.set(conversation)
         where = f"{type(self._executor).__name__}, for the prompt {str(kwargs.get('prompt'))[:_SHOWN]!r}"
@@ -201,7 +196,7 @@ async def generate(
     In ``prompt`` a picture has all of its places; ``pictures`` are vLLM's ``multi_modal_data``.
     """
     conversation = _conversation.get()
-    params, arguments = deepcopy(sampling_params), dict(request_arguments(sampling_params))
+    params, arguments = deepcopy(sampling_params), dict(settings.request_arguments(sampling_params))
     arguments.pop("round", None)
     if conversation is not None:
         if conversation.filters != (given := filters_of(sampling_params)):
@@ -217,7 +212,7 @@ async def generate(
         earlier = conversation.earlier(prompt)
         if earlier is not None:
             arguments["record"] = earlier.to_bytes()
-    params.extra_args = {**(params.extra_args or {}), KEY: arguments}
+    params.extra_args = {**(params.extra_args or {}), settings.KEY: arguments}
     request: dict[str, Any] = {"prompt_token_ids": prompt}
     if pictures:
         token_ids = unexpanded(prompt, require(actor._mm_pad_token_ids, "the placeholders of pictures"))
@@ -251,10 +246,10 @@ async def unperturbed_response(
     short.max_tokens = min(short.max_tokens or _CONTROL_TOKENS, _CONTROL_TOKENS)
     short.min_tokens = min(short.min_tokens or 0, short.max_tokens)
     short.top_p, short.top_k, short.min_p = 1.0, 0, 0.0
-    short.extra_args = {**(short.extra_args or {}), KEY: {"enabled": False, "scheduled": False, "seed": seed}}
+    short.extra_args = {**(short.extra_args or {}), settings.KEY: {"enabled": False, "scheduled": False, "seed": seed}}
     output, parts = await _asked(actor, {"prompt_token_ids": prompt}, short)
     tokens = list(output.outputs[0].token_ids)
-    taken = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
+    taken = records.cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
     return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), taken.log_probs, taken.experts)
 
 

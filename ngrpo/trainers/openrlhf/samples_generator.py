@@ -136,12 +136,10 @@ def _paused_until_complete(engines: Sequence[Any], expected: int) -> Iterator[No
         while (arrived := sum(call("get_num_unfinished_requests"))) < expected:
             if time.monotonic() >= until:
                 logger.warning(
-                    "reproducible: only %d of %d requests of this batch have reached the engines after %g seconds, so"
-                    " they start without the others, and this step's rollouts may differ in a repeated run. An agent"
-                    " that does other work before it requests tokens has this effect.",
-                    arrived,
-                    expected,
-                    _PATIENCE_SECONDS,
+                    f"reproducible: only {arrived} of {expected} requests of this batch have reached the engines after"
+                    f" {_PATIENCE_SECONDS:g} seconds, so they start without the others, and this step's rollouts may"
+                    " differ in a repeated run. An agent that does other work before it requests tokens has this"
+                    " effect."
                 )
                 break
             time.sleep(_POLL_SECONDS)

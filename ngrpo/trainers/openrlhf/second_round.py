@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 
+Responses = Sequence[dict[str, Any]]
 drafting: ContextVar[bool] = ContextVar("drafting", default=False)
 """Whether responses are sampled that may not be trained."""
 
@@ -44,12 +45,7 @@ def reward_of(response: Mapping[str, Any]) -> float:
 
 
 def regrouped(
-    first: Sequence[dict[str, Any]],
-    second: Sequence[dict[str, Any]],
-    method: SecondRound,
-    random: Random,
-    *,
-    with_log_probs: bool,
+    first: Responses, second: Responses, method: SecondRound, random: Random, *, with_log_probs: bool
 ) -> list[dict[str, Any]]:
     """The trained group of G responses: right ones of the second round replace first ones, or refinements all of them.
 
@@ -133,15 +129,12 @@ async def in_two_rounds(
         if extra > room:
             if method.refines:
                 return first
-            raise RuntimeError(
-                f"--second_round {method.name}: a prompt is {extra} tokens longer than the given one; its room is"
-                f" {room}: {text[:200]!r}"
-            )
+            subject = f"--second_round {method.name}: a prompt is {extra} tokens longer than the given one"
+            raise RuntimeError(f"{subject}; its room is {room}: {text[:200]!r}")
     if "answers" in arguments:  # a ladder of temperatures is over the responses to each prompt of this round
         params.extra_args = {**(params.extra_args or {}), KEY: {**arguments, "answers": count}}
     lengths = [max_length if method.refines else max_length + extra for extra in longer]
-    second = await asyncio.gather(
-        *(answers(text, params, longest, num_samples=count) for text, longest in zip(prompts, lengths))
-    )
+    calls = (answers(text, params, longest, num_samples=count) for text, longest in zip(prompts, lengths))
+    second = await asyncio.gather(*calls)
     every = [response for responses in second for response in responses]
     return regrouped(first, every, method, random, with_log_probs=sampling_params.logprobs is not None)

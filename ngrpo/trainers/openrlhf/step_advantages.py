@@ -47,10 +47,7 @@ class Visits:
 
         So equal responses have equal counts, in any order.
         """
-        keys = [
-            hashlib.blake2b(f"{prompt}\0{outcome(response)}".encode(), digest_size=8).digest()
-            for prompt, response in zip(prompts, responses, strict=True)
-        ]
+        keys = [_key(f"{prompt}\0{outcome(response)}") for prompt, response in zip(prompts, responses, strict=True)]
         self._seen.update(keys)
         return [self._seen[key] - 1 for key in keys]
 
@@ -76,7 +73,7 @@ class Values:
         with the step's mean instead: its own would leave nothing to learn.
         """
         mean = sum(rewards) / len(rewards)
-        keys = [hashlib.blake2b(prompt.encode(), digest_size=8).digest() for prompt in prompts]
+        keys = [_key(prompt) for prompt in prompts]
         by_prompt: dict[bytes, list[float]] = {}
         for key, reward in zip(keys, rewards, strict=True):
             by_prompt.setdefault(key, []).append(reward)
@@ -91,6 +88,10 @@ class Values:
             values[key] = right / (right + wrong)
             self._evidence[key] = (rho * right + sum(own), rho * wrong + len(own) - sum(own))
         return [values[key] for key in keys]
+
+
+def _key(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 class StepAdvantages:
@@ -108,10 +109,8 @@ class StepAdvantages:
         size = maker.args.rollout.n_samples_per_prompt
         count = sum(len(experience.index) for experience in experiences)
         if count % size:
-            raise RuntimeError(
-                f"{count} responses are not a whole number of groups of {size} (--rollout.n_samples_per_prompt): a"
-                " prompt has too few."
-            )
+            groups = f"groups of {size} (--rollout.n_samples_per_prompt)"
+            raise RuntimeError(f"{count} responses are not a whole number of {groups}: a prompt has too few.")
         refuse_non_finite(maker.tokenizer, experiences)
         self.measures: dict[str, float] = {}
         self._maker, self._experiences, self._size = maker, experiences, size

@@ -13,9 +13,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from ngrpo import patches
 from ngrpo.rollout.settings import KEY
 from ngrpo.trainers.common.mismatch import check_gap, step_metrics
-from ngrpo.trainers.verl import overrides
-from ngrpo.trainers.verl.replaying_engine import TOKEN_LOG_PROBS, PerturbedWorker, trajectories
-from ngrpo.trainers.verl.rollout_server import PerturbedReplica
+from ngrpo.trainers.verl import overrides, replaying_engine, rollout_server
 from perturbations.base import Perturbation
 
 _REPLAYED, _SHIFT = (f"actor/{KEY}/{name}" for name in ("replayed", "shift_sum"))
@@ -28,14 +26,14 @@ def perturbed(upstream: type) -> type:
         def __init__(self, config: DictConfig) -> None:
             patches.check(patches.active(["verl"]))
             self._perturbation, self._gap_limit, self._strict = overrides.prepare(config)
-            RolloutReplicaRegistry.register("vllm", lambda: PerturbedReplica)
+            RolloutReplicaRegistry.register("vllm", lambda: rollout_server.PerturbedReplica)
             super().__init__(config)
 
         def _init_resource_pool_mgr(self) -> None:
             super()._init_resource_pool_mgr()
             for role, worker in self.role_worker_mapping.items():
                 if worker.__ray_metadata__.modified_class.__ray_actor_class__ is ActorRolloutRefWorker:
-                    self.role_worker_mapping[role] = ray.remote(PerturbedWorker)
+                    self.role_worker_mapping[role] = ray.remote(replaying_engine.PerturbedWorker)
 
         def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, float]) -> KVBatchMeta:
             batch.extra_info[KEY] = self._perturbation.spec()
@@ -74,14 +72,14 @@ def measured(batch: KVBatchMeta, perturbation: Perturbation) -> dict[str, float]
 
     Raises ``RuntimeError`` if the old log-probabilities were not replayed, or a sample has no record.
     """
-    fields = ["extra_fields", "uid", "prompts", "responses", "response_mask", TOKEN_LOG_PROBS]
+    fields = ["extra_fields", "uid", "prompts", "responses", "response_mask", replaying_engine.TOKEN_LOG_PROBS]
     try:
         data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=fields)
-        replayed = data[TOKEN_LOG_PROBS].unbind()
+        replayed = data[replaying_engine.TOKEN_LOG_PROBS].unbind()
     except (KeyError, ValueError) as error:
         raise RuntimeError(_NOT_REPLAYED.format("The old log-probabilities")) from error
     log_probs = []
-    found = trajectories(data)
+    found = replaying_engine.trajectories(data)
     for key, trajectory, of_sequence, mask in zip(batch.keys, found, replayed, tu.get(data, "response_mask").unbind()):
         if trajectory is not None and not bool(mask.any()):
             raise RuntimeError(f"sample {key} has no token to train on: its response_mask is 0 throughout.")

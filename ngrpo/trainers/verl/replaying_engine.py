@@ -38,10 +38,8 @@ def trajectories(batch: TensorDict) -> list[FinishedTrajectory | None]:
 
     Raises ``RuntimeError`` for a sample without one, or with other tokens than the rollout's.
     """
-    fields, names = (
-        part if isinstance(part, list) else [part] * len(batch)
-        for part in (tu.get(batch, "extra_fields"), tu.get(batch, "uid"))
-    )
+    given = tu.get(batch, "extra_fields"), tu.get(batch, "uid")
+    fields, names = (part if isinstance(part, list) else [part] * len(batch) for part in given)
     lengths = [part.offsets().diff().tolist() for part in (batch["prompts"], batch["responses"])]
     found: list[FinishedTrajectory | None] = []
     for name, row, prompt, response in zip(names, fields, *lengths):
@@ -81,9 +79,8 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             raise UsageError("a replay needs whole sequences: ulysses_sequence_parallel_size=1, pad_to_length=False.")
         records = [None if trajectory is None else trajectory.record for trajectory in trajectories(micro_batch)]
         perturbation = registry.create(**spec)
-        scope = ReplayScope(
-            self.module.get_input_embeddings(), perturbation=perturbation, device=torch.device(get_device_id())
-        )
+        embedding, device = self.module.get_input_embeddings(), torch.device(get_device_id())
+        scope = ReplayScope(embedding, perturbation=perturbation, device=device)
         # The mask cuts the record of a response that was cut to verl's response length.
         mask = build_attention_mask_from_nested(micro_batch["input_ids"])
         with scope(records, mask) as stats:

@@ -15,9 +15,8 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from ngrpo.rollout import settings
 from ngrpo.rollout.records import confirm, cut_to_answer
-from ngrpo.rollout.settings import KEY
+from ngrpo.rollout.settings import KEY, fingerprint
 from ngrpo.trainers.common.sample_records import PickUps
 from ngrpo.trainers.common.weights_file import reload_weights
 from perturbations import FinishedTrajectory, UsageError, registry, seeds
@@ -80,7 +79,7 @@ class PerturbedHttpServer(vLLMHttpServer):
         spec = (args.additional_config or {}).get(KEY)
         if spec is None:
             return
-        await confirm(self.engine, settings.fingerprint(registry.create(**spec), None))
+        await confirm(self.engine, fingerprint(registry.create(**spec), None))
         await self.engine.collective_rpc("perturbation_check")
         self._pick_ups = PickUps(self.engine)
 
