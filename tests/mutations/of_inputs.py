@@ -28,6 +28,14 @@ MUTATIONS = {
         ("torch.where(kept, logits, -torch.inf)", "logits", "probabilities are shared with ids that top-p cut"),
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
         (' + require(normalizer, "edit.normalizer").unsqueeze(-1)', "", "gumbel, dirichlet: the total is missing"),
+        ("torch.log(-torch.expm1(-share))", "-noise", "exact: noise above a bound"),
+        ("torch.where(below, -share,", "torch.where(below, -noise,", "exact: noise below a bound"),
+        ("- seen.sum(dim=-1) * total", "- total", "exact: the weights' density counts its total once"),
+        ("log_p - tau * weights", "log_p + tau * weights", "exact: the power of the weights"),
+        ("seen = kept & (weights >= SMALLEST)", "seen = kept", "exact: a lost weight counts as seen"),
+        ("shape * log_weights - torch.lgamma(shape + 1.0)", "0.0 * shape", "exact: a lost weight of Dirichlet's"),
+        ("* log_weights - torch.lgamma(shape)", "* log_weights", "exact: Dirichlet's density is not normalised"),
+        (".clamp(*_REACH)", "", "censored noise has no bounds"),
     ],
     ("perturbations/methods/soft_grpo.py", "test_density.py"): [
         (
@@ -41,24 +49,27 @@ MUTATIONS = {
             "kept = replayed.edit, replayed.edit.ids >= 0",
             "dirichlet: ids that top-p cut take part",
         ),
-        (
-            "densities.distinct(edit.ids) & (edit.weights != 0.0)",
-            "edit.ids >= 0",
-            "normal: ids that top-p cut take part",
-        ),
+        ("densities.distinct(edit.ids) & (edit.weights != 0.0)", "edit.ids >= 0", "normal: ids that top-p cut count"),
+        ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
+        ("below = (gumbels <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
+        ("densities.NORMAL_SIGMA * replayed.normal", "replayed.normal", "normal: the noise without its scale"),
+        ("probabilities.detach() + densities", "edit.weights + densities", "normal: another mean than its own"),
     ],
     ("perturbations/methods/gaussian.py", "test_density.py"): [
         ("(replayed.temperature / self.tau)", "(1.0 / self.tau)", "gaussian: the temperature is missing in τ"),
         ("ids = replayed.top(self.k)", "ids = edit.ids", "gaussian: the mean is over the recorded tokens"),
+        ("sigma.unsqueeze(-1) * streams.normal", "streams.normal", "gaussian: the noise without its scale"),
     ],
     ("perturbations/methods/gaussian.py", f"{_GRADIENT}[gaussian-soft-density-bandit]"): [
-        ('return self.base != "fuzzy"', 'return self.base == "token"', "gaussian: soft loses its drawn token"),
+        ('return self.base != "fuzzy"', 'return self.base == "token"', "gaussian: soft loses its drawn token")
     ],
     ("perturbations/replay/scope.py", f"{_GRADIENT}[gaussian-token-density-two-steps]"): [
-        ("mixed = mixed.detach()", "mixed = mixed", "the embedding's gradient is counted twice"),
+        ("mixed = mixed.detach()", "mixed = mixed", "the embedding's gradient is counted twice")
     ],
     ("perturbations/replay/scope.py", "test_density_loss.py"): [
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
+        ("candidates = candidates.detach()", "candidates = candidates", "constant inputs have a gradient"),
+        ("shape[1] - (shape[1] - count)", "shape[1] - (shape[1] - count) - 1", "a score stands at the token before"),
     ],
     ("ngrpo/trainers/common/log_probs.py", "test_density_loss.py"): [
         (
@@ -69,8 +80,8 @@ MUTATIONS = {
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
         ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
         (
-            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
-            "action = tokens",
+            " if perturbation.draws_token else torch.zeros_like(tokens)",
+            "",
             "a token that was not drawn is in the action",
         ),
         ("action = tokens if perturbation.draws_token else", "action =", "a token that was drawn is not in the action"),
@@ -82,25 +93,26 @@ MUTATIONS = {
         ("_SPREAD * draws", "draws", "tarpo: W starts a thousand times too large"),
         (" + self.head(mixture[:0]).sum()", "", "tarpo: a rank that asked nothing has no gradient"),
         ("return self.has_density", "return False", "tarpo: the token is not in the action"),
-    ],
-    ("perturbations/replay/scope.py", f"{_GRADIENT}[tarpo-density-two-steps]"): [
-        ("return given[rows]", "return given[rows].detach()", "the decision does not train the policy"),
-    ],
-    ("perturbations/replay/scope.py", "test_tarpo.py"): [
-        ("return given[rows]", "return given[rows + 1]", "the hidden state of the row after the one that decided"),
-    ],
-    ("ngrpo/rollout/step_kernels.py", "test_tarpo.py"): [
-        ("None if hidden is None else picked(hidden)", "hidden", "the hidden states of other rows than those gated"),
-    ],
-    ("ngrpo/trainers/openrlhf/model_actors.py", "test_density_actor.py"): [
         (
-            "densities(scope, actor.temperature,",
-            "densities(scope, 1.0,",
-            "the density at temperature 1",
+            "(hidden.float(), self.weight.float(), self.bias_shift.float())",
+            "(hidden, self.weight.to(hidden), self.bias_shift.to(hidden)).float()",
+            "tarpo: the router computes in the hidden state's dtype",
         ),
     ],
+    ("perturbations/replay/scope.py", f"{_GRADIENT}[tarpo-density-two-steps]"): [
+        ("return given[rows]", "return given[rows].detach()", "the decision does not train the policy")
+    ],
+    ("perturbations/replay/scope.py", "test_tarpo.py"): [
+        ("return given[rows]", "return given[rows + 1]", "the hidden state of the row after the one that decided")
+    ],
+    ("ngrpo/rollout/step_kernels.py", "test_tarpo.py"): [
+        ("None if hidden is None else picked(hidden)", "hidden", "the hidden states of other rows than those gated")
+    ],
+    ("ngrpo/trainers/openrlhf/model_actors.py", "test_density_actor.py"): [
+        ("densities(scope, actor.temperature,", "densities(scope, 1.0,", "the density at temperature 1")
+    ],
     ("ngrpo/trainers/common/policy_loss.py", "test_density_actor.py"): [
-        (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
+        (".clamp(-20.0, 20.0)", "", "the mean ratio overflows")
     ],
     (_LOSS, _MASKED): [
         (
@@ -109,11 +121,7 @@ MUTATIONS = {
             "sampling mask: the log-probability of the whole distribution",
         ),
         ("for part in (at[inside] - 1,", "for part in (at[inside],", "sampling mask: a row too late"),
-        (
-            "- highest[members]).exp(",
-            "- highest[members]).exp().detach(",
-            "sampling mask: no gradient to the tokens left",
-        ),
+        ("highest[members]).exp(", "highest[members]).exp().detach(", "sampling mask: no gradient to the tokens left"),
         ("scores[is_label] - highest -", "scores[is_label] -", "sampling mask: the largest score is not put back"),
     ],
     (_STORE, _STORED): [
@@ -149,19 +157,12 @@ MUTATIONS = {
         ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
         ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
         ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
+        (".clamp(0.0, 1.0)", "", "moi: more entropy than there is"),
     ],
     ("perturbations/methods/token_draws.py", "test_cuts.py"): [
         (".exp() >= self.delta", ".exp() >= 0.0", "cuts: no token is too unlikely"),
-        (
-            "confident |= ~confident.any(dim=-1, keepdim=True)",
-            "pass",
-            "cuts: nothing is drawn where no token is likely",
-        ),
-        (
-            "values * scale - step.log_total(scale)",
-            "values - step.log_total()",
-            "cuts: δ is of the probability at the sampling temperature",
-        ),
+        ("confident |= ~confident.any(dim=-1, keepdim=True)", "pass", "cuts: no draw where no token is likely"),
+        ("values * scale - step.log_total(scale)", "values - step.log_total()", "cuts: δ at the sampling temperature"),
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ],
     ("perturbations/methods/latent.py", _MIXTURES): [
@@ -177,12 +178,13 @@ MUTATIONS = {
         ("-delta - torch.exp(-delta)", "-delta - torch.exp(delta)", "latent: the sign in the exponential"),
         (
             "scores - replayed.log_probs(edit.ids, temperature=1.0)",
-            "(scores - replayed.log_probs(edit.ids, temperature=1.0)).clamp(0.0, 4.5)",
+            "(scores - replayed.log_probs(edit.ids, temperature=1.0)).clamp(0.0)",
             "latent: clamped in training",
         ),
         ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
         ("other = delta - torch.exp(delta)", "other = delta - torch.exp(-delta)", "latent: the turned gradient"),
         ("terms.detach() + other - other.detach()", "other", "latent: the turned term has another value"),
+        ("torch.where(weights < densities.SMALLEST, 0.0, weights)", "weights", "latent: denormal weights are recorded"),
     ],
     ("perturbations/top_tokens.py", _SETS): [
         ("cumsum(dim=-1) < (top_p", "cumsum(dim=-1) <= (top_p", "top-p: a token too many at the bound"),
@@ -199,15 +201,17 @@ MUTATIONS = {
         ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
         ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
         ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
-        (
-            "opened & self.feeds(proposal.tokens, self.matched(rows, step.positions))",
-            "opened",
-            "verdict: protected is fed",
-        ),
+        (" & self.feeds(proposal.tokens, self.matched(rows, step.positions))", "", "verdict: protected is fed"),
         ("fed if proposal.acts is None else fed & proposal.acts", "fed", "verdict: fed where nothing acts"),
+        (
+            "now, state = torch.where(kept, now, before), torch.where(kept, state, self._states[rows, at])",
+            "now = torch.where(kept, now, before)",
+            "until: a token that is not kept is seen",
+        ),
+        ("step.positions <= self._ended[rows]", "step.positions < self._ended[rows]", "until: the end is drawn again"),
     ],
     ("perturbations/gates/further.py", _MIXTURES): [
-        ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
+        ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted")
     ],
     ("perturbations/gates/further.py", "test_gates_state.py"): [
         (">= self.tau", "< self.tau", "confidence: open where the policy wavers"),
@@ -217,49 +221,25 @@ MUTATIONS = {
         ('state["switches"] + ends', 'state["switches"] + opens', "swi: the wrong switches are counted"),
     ],
     ("perturbations/gates/default.py", "test_gates_state.py"): [
-        (
-            "(step.positions - 1) % _POSITIONS].unbind",
-            "step.positions % _POSITIONS].unbind",
-            "state: of 8 positions ago",
-        ),
-        (
-            "torch.where(kept.unsqueeze(-1), state,",
-            "torch.where(kept.unsqueeze(-1) | True, state,",
-            "state: of lost draws",
-        ),
-        (
-            "            self._own_states[row] = self._start\n",
-            "            pass\n",
-            "state: of the slot's last request",
-        ),
+        ("(step.positions - 1) % _POSITIONS].", "step.positions % _POSITIONS].", "state: of 8 positions ago"),
+        (".where(kept.unsqueeze(-1), state,", ".where(kept.unsqueeze(-1) | True, state,", "state: of lost draws"),
+        ("            self._own_states[row] = self._start", "            pass", "state: of the slot's last request"),
     ],
     ("ngrpo/rollout/perturber.py", "test_gates_state.py"): [
-        ('fed.index_copy_(0, of_gated[0], edits["fed"])', "fed[:] = True", "state: told that all is fed"),
+        ('fed.index_copy_(0, of_gated[0], edits["fed"])', "fed[:] = True", "state: told that all is fed")
     ],
     ("perturbations/replay/routing.py", "test_routing.py"): [
-        (
-            "(known, self._recorded, own.indices)",
-            "(known, own.indices, own.indices)",
-            "routing: the model's own experts",
-        ),
+        ("(known, self._recorded, own.indices", "(known, own.indices, own.indices", "routing: the model's own experts"),
         ("(scores.gather(1, indices), indices)", "(own.values, indices)", "routing: the weights of other experts"),
         ("func(scores + open_,", "func(scores,", "routing: groups of recorded experts stay closed"),
         ("(len(each),), i)", "(len(each),), 0)", "routing: all experts are the first sample's"),
     ],
     ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
         ("counts[step.slots]) | step.drawn", "counts[step.slots])", "routing: a token drawn again keeps old experts"),
-        (
-            "(step.positions >= self._rows.counts[step.slots]) |",
-            "(step.positions >= 0) |",
-            "routing: a preempted prompt",
-        ),
+        ("(step.positions >= self._rows.counts[step.slots]) ", "(step.positions >= 0) ", "routing: a preempted prompt"),
         ("before = [] if name in", "before = self._blocks[slot] if name in", "routing: blocks of before a preemption"),
     ],
     ("ngrpo/trainers/common/sample_records.py", "test_routing.py"): [
-        (
-            "np.concatenate([kept, experts[len(kept) :]])",
-            "experts",
-            "routing: a turn replaces the earlier ones' experts",
-        ),
+        ("np.concatenate([kept, experts[len(kept) :]])", "experts", "routing: a turn replaces earlier experts")
     ],
 }

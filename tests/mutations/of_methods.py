@@ -35,46 +35,22 @@ MUTATIONS = {
         ("return rewards - 1.0", "return rewards.clone()", "nsr: correct answers count"),
         ("self.lam * rewards, rewards - 1.0", "rewards, rewards - 1.0", "w_reinforce: λ is ignored"),
         ("self.lam * rewards, rewards - 1.0", "self.lam * rewards, rewards", "w_reinforce: wrong answers do not count"),
-        (
-            "rewards >= 1.0 - ROUNDING, self",
-            "rewards > 0.0, self",
-            "w_reinforce: a partly correct answer counts as correct",
-        ),
-        (
-            "torch.where(mixed, 2.0 * rewards",
-            "torch.where(mixed, rewards",
-            "reinforce_rej: a wrong answer has 0, not −1",
-        ),
-        (
-            "> rewards.amin(-1, keepdim=True)",
-            ">= rewards.amin(-1, keepdim=True)",
-            "reinforce_rej: uniform groups count",
-        ),
-        (
-            "((mean - self.p) / (1.0 - 2.0 * self.p))",
-            "(mean - self.p)",
-            "s_grpo: the mean without errors is not scaled",
-        ),
+        (" >= 1.0 - ROUNDING, self", " > 0.0, self", "w_reinforce: a partly correct answer counts as correct"),
+        (".where(mixed, 2.0 * rewards", ".where(mixed, rewards", "reinforce_rej: a wrong answer has 0, not −1"),
+        ("> rewards.amin(-1, keepdim=True", ">= rewards.amin(-1, keepdim=True", "reinforce_rej: uniform groups count"),
+        ("((mean - self.p) / (1.0 - 2.0 * self.p)", "(mean - self.p", "s_grpo: the mean without errors is not scaled"),
         ("return (1.0 - 2.0 * self.p) * (true", "return (true", "s_grpo: the factor 1 − 2p is missing"),
-        (
-            "(true * (1.0 - true) / observed).sqrt()",
-            "(true * (1.0 - true) / observed)",
-            "s_grpo: variances, not deviations",
-        ),
+        (" * (1.0 - true) / observed).sqrt()", " * (1.0 - true) / observed)", "s_grpo: variances, not deviations"),
         (".clamp(0.0, 1.0)", "", "s_grpo: the root of a negative number where errors explain the group"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", "test_advantages_flags.py"): [
-        ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
+        ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round")
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages.py"): [
-        ("[self._seen[key] - 1 for key in keys]", "[self._seen[key] for key in keys]", "copo: an answer counts itself"),
+        ("[self._seen[key] - 1 for key in keys]", "[self._seen[key] for key in keys]", "copo: an answer counts itself")
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_measures.py"): [
-        (
-            "agreed=int(record.agreed[counted].sum())",
-            "agreed=int(record.agreed.sum())",
-            "anchor_agreement counts positions that its denominator leaves out",
-        ),
+        (".agreed[counted].sum(", ".agreed.sum(", "anchor_agreement counts positions that its denominator leaves out")
     ],
     ("ngrpo/methods/advantages/best_of_k.py", _BEST): [
         ("comb(n - c, k) / comb(n, k)", "((n - c) / n) ** k", "pass_at_k: groups are drawn with replacement"),
@@ -94,6 +70,7 @@ MUTATIONS = {
         ("share * (self.k_end - self.k)", "share * (self.k - self.k_end)", "annealing goes the wrong way"),
         ("float(step >= self.k_steps)", "float(step > self.k_steps)", "annealing switches a step late"),
         ("step / self.k_steps", "step / (2 * self.k_steps)", "linear annealing at half the pace"),
+        ("k=round(self.k", "k=int(self.k", "a linear k is cut off, not rounded"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", _ORDER): [
         ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
@@ -133,20 +110,16 @@ MUTATIONS = {
         ("torch.where(rewards > 0.0, rewards * (", "torch.where(rewards > -1.0, rewards * (", "lens: 0 · ∞"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_lens.py"): [
-        (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts"),
+        (".masked_fill(~mask, 0.0).sum(-1) for", ".sum(-1) for", "lens: padding counts")
     ],
     ("ngrpo/methods/advantages/verified.py", "test_advantages_rep_exp.py"): [
         ("states = states - states.mean(1, keepdim=True)", "states = states * 1.0", "rep_exp: states are not centered"),
         ("kernel + self.ridge * torch", "kernel + torch", "rep_exp: λ is ignored"),
         ("rewards + self.beta * bonus", "rewards + bonus", "rep_exp: β is ignored"),
-        (
-            "normalised(torch.where(right, ",
-            "normalised(torch.where(right | True, ",
-            "rep_exp: a bonus where all are wrong",
-        ),
+        ("normalised(torch.where(right", "normalised(torch.where(right | True", "rep_exp: a bonus where all are wrong"),
     ],
     ("ngrpo/trainers/openrlhf/model_actors.py", "test_advantages_rep_exp.py"): [
-        ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
+        ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens")
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_advantages_rep_exp.py"): [
         ("(size**0.5 / advantage.dim) ** 0.5", "size**0.25", "rep_exp: the projection lengthens states"),
@@ -164,11 +137,7 @@ MUTATIONS = {
         ("compared += second.prompts", "compared += 0 * second.prompts", "a clip for the first round alone"),
     ],
     ("ngrpo/rollout/step_kernels.py", "test_gates_state.py"): [
-        (
-            "known = {}, draw.summary, hidden,",
-            "known = {}, draw.summary, None,",
-            "a gate's state is blind",
-        ),
+        ("known = {}, draw.summary, hidden,", "known = {}, draw.summary, None,", "a gate's state is blind")
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [
         ("entropies > quantiles", "entropies < quantiles", "simko: where the policy is sure"),
@@ -181,6 +150,7 @@ MUTATIONS = {
     ("ngrpo/methods/credits/base.py", _IN_LOSS): [
         (", sparse_grad=True", "", "a gradient of the logits' size"),
         ("scores[:, :-1] - scores[:, -1:]", "scores[:, :-1]", "candidates without the token's own score"),
+        ("rows.split(size)", "[rows]", "credits: the entropies of a batch in one block"),
     ],
     ("ngrpo/methods/credits/covariance.py", _PENALTIES): [
         ("(advantages - advantages.mean())", "advantages", "covariance: the mean advantage is not taken off"),
@@ -201,21 +171,13 @@ MUTATIONS = {
         ("log_probs.detach() - mass", "log_probs - mass", "lp_reg: the proxy has a gradient"),
     ],
     ("ngrpo/trainers/common/policy_loss.py", _PENALTIES): [
-        (
-            "self._loss(old_log_probs - scores",
-            "self._loss(log_probs - scores",
-            "the penalty is clipped, and A = 1 trained",
-        ),
+        ("._loss(old_log_probs - scores", "._loss(log_probs - scores", "the penalty is clipped, and A = 1 trained"),
         ("alone - alone.detach()", "alone", "the logged loss has the penalty's −1"),
     ],
     ("ngrpo/trainers/common/policy_loss.py", _IN_LOSS): [
         ("term - term.detach()", "term", "the term moves the ratio"),
         ("attention_mask.shape[1] - 1 - action", "attention_mask.shape[1] - action", "the row after the token"),
-        (
-            "position, shape, attention_mask)",
-            "position, attention_mask.shape, attention_mask)",
-            "packed rows as padded",
-        ),
+        ("position, shape, attention_mask", "position, attention_mask.shape, attention_mask", "packed rows as padded"),
     ],
     ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
         ("entropies >= threshold", "entropies > threshold", "top_entropy: the smallest of the top is left out"),
@@ -234,6 +196,7 @@ MUTATIONS = {
         ('torch.where(positive, mean, -torch.inf), "amax"', 'mean, "amax"', "first_token: a wrong answer is the best"),
         ("(winner < len(first)) &", "True &", "first_token: groups without a right answer lose theirs"),
         ("silent & positive", "silent", "first_token: wrong answers lose theirs though they should keep it"),
+        (".unique(return_inverse=True)[1]", "", "first_token: an empty answer before the last group aborts the step"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_credits.py"): [
         ("maker.training_step, place) for", "maker.training_step, 0) for", "credits: all responses have one seed"),
@@ -244,7 +207,7 @@ MUTATIONS = {
         ),
     ],
     ("ngrpo/trainers/openrlhf/model_actors.py", "test_credits.py"): [
-        ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens"),
+        ("output.entropy[:, -log_probs.shape[1] :]", "output.entropy[:, : log_probs.shape[1]]", "of other tokens")
     ],
     ("ngrpo/methods/policy_noises/weight_noises.py", "test_policy_noises.py"): [
         ("(stage - 1) / last_exponent", "stage / last_exponent", "aqn: the first noisy stage is below σ_s"),
@@ -256,10 +219,10 @@ MUTATIONS = {
         ("min(max(sigma, _LEAST), _MOST)", "sigma", "psn: no bounds"),
     ],
     ("ngrpo/machine/upstream/openrlhf_flags.py", "test_policy_noises.py"): [
-        ('("0", "10")', '("0", "2")', "psn: another bound of the weight"),
+        ('("0", "10")', '("0", "2")', "psn: another bound of the weight")
     ],
     ("ngrpo/machine/upstream/openrlhf_flags.py", "test_sampling_schedules.py"): [
-        ('("0", "10")', '("0", "1")', "weights above 1 are cut"),
+        ('("0", "10")', '("0", "1")', "weights above 1 are cut")
     ],
     ("ngrpo/methods/policy_noises/base.py", "test_policy_noises.py"): [
         ("parameter.data.copy_(clean[name])\n", "pass\n", "the trainer keeps the noise"),
@@ -275,6 +238,7 @@ MUTATIONS = {
         ('"divergence": -log_ratio.mean()', '"divergence": log_ratio.mean()', "the sign of the divergence"),
         ("weight.clamp(bounds.low, bounds.high) if", "weight if", "the mean of weights that are not cut"),
         ("| (weight > bounds.high)", "", "what is above the bounds does not count as cut"),
+        ("(weight < bounds.low) | ", "", "importance: the lower bound is ignored"),
     ],
     ("ngrpo/methods/sampling_schedules/temperatures.py", "test_sampling_schedules.py"): [
         ("self.growth * step", "self.growth", "ead: d does not grow with the training"),
@@ -289,11 +253,7 @@ MUTATIONS = {
         ("run.temperature * past[-1].factor *", "past[-1].factor *", "e3: τ is taken for its factor"),
         ("+ math.log(math.log(run.vocabulary))", "", "e3: ln ln V is missing"),
         ("0.5 * (1.0 + math.cos(math.pi * x))", "(1.0 - x)", "e3: the target falls evenly"),
-        (
-            "min(since / (run.steps - start), 1.0)",
-            "since / (run.steps - start)",
-            "e3: beyond the run it rises again",
-        ),
+        ("min(since / (run.steps - start), 1.0)", "since / (run.steps - start)", "e3: beyond the run it rises again"),
         ("since = len(past) - 1 - start", "since = len(past) - start", "e3: the target is a step ahead"),
     ],
     ("ngrpo/methods/sampling_schedules/temperatures.py", _LADDER): [
@@ -302,13 +262,13 @@ MUTATIONS = {
         ("(self.most / self.least) ** share", "(1.0 + (self.most / self.least - 1.0) * share)", "ladder: even steps"),
     ],
     ("ngrpo/trainers/openrlhf/rollout_actor.py", _LADDER): [
-        ("% seeds.MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0"),
+        ("% seeds.MOST_ANSWERS % arguments", "% arguments", "ladder: a round's first answer is not number 0")
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", _LADDER): [
-        ('if "training_step" in arguments and', "if", "ladder: evaluations follow it"),
+        ('if "training_step" in arguments and', "if", "ladder: evaluations follow it")
     ],
     ("ngrpo/rollout/perturber.py", _LADDER): [
-        ("self._store.answers[self._slots].T", "self._store.answers[: len(names)].T", "ladder: by row, not by slot"),
+        ("self._store.answers[self._slots].T", "self._store.answers[: len(names)].T", "ladder: by row, not by slot")
     ],
     ("ngrpo/methods/sampling_schedules/base.py", "test_sampling_schedules.py"): [
         ("self.logits * self.temperature.unsqueeze(-1)", "self.logits", "the entropy is that at the temperature asked"),
@@ -319,21 +279,17 @@ MUTATIONS = {
         ("if replace(made, **{entry.name: choice}).samples_text:", "if False:", "no way out is named"),
     ],
     ("perturbations/testing/proposal.py", "test_sampled_text.py"): [
-        ("not perturbation.samples_text or", "True or", "a text that is not sampled passes for one that is"),
+        ("not perturbation.samples_text or", "True or", "a text that is not sampled passes for one that is")
     ],
     ("perturbations/methods/neighbor.py", "test_sampled_text.py"): [
-        ('return self.realization == "sampled"', "return True", "the anchor passes for a sampled token"),
+        ('return self.realization == "sampled"', "return True", "the anchor passes for a sampled token")
     ],
     ("ngrpo/rollout/sample_tokens.py", "test_forced_tokens.py"): [
-        (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
+        (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0")
     ],
     ("ngrpo/rollout/perturber.py", "test_sampling_schedules_run.py"): [
         ("(steps >= 0) & (greedy < 0)", "(steps >= 0)", "greedy requests follow the schedule"),
-        (
-            "np.maximum(batch.next_positions - self._store.prompts[batch.slots], 0)",
-            "batch.next_positions",
-            "the prompt's tokens count as generated",
-        ),
+        (" - self._store.prompts[batch.slots], 0)", ", 0)", "the prompt's tokens count as generated"),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", "test_sampling_schedules_run.py"): [
         ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),
@@ -341,17 +297,17 @@ MUTATIONS = {
         ("schedule.evaluation or not self.evaluating", "True", "evaluations follow every schedule"),
     ],
     ("ngrpo/trainers/openrlhf/trainer.py", "test_sampling_schedules_run.py"): [
-        ("[astuple(step) for step in self.past_steps]", "[]", "a resumed run forgets the first step's entropy"),
+        ("[astuple(step) for step in self.past_steps]", "[]", "a resumed run forgets the first step's entropy")
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", "test_sampling_schedules_run.py"): [
-        ("[part[e.action_mask.bool()]", "[part.flatten()", "padding has an entropy"),
+        ("[part[e.action_mask.bool()]", "[part.flatten()", "padding has an entropy")
     ],
     ("ngrpo/trainers/common/mismatch.py", "test_correction_warmup.py"): [
         (".clamp(*bounds)", "", "a weight grows beyond its bounds"),
         ("(strength * (weight - 1.0)).log1p()", "strength * weight.log()", "log weights are interpolated"),
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", "test_correction_warmup.py"): [
-        ("min(1.0, maker.training_step / steps)", "1.0", "the weights are whole from the first step"),
+        ("min(1.0, maker.training_step / steps)", "1.0", "the weights are whole from the first step")
     ],
     ("ngrpo/methods/second_rounds/base.py", _SECOND_ROUNDS): [
         ("max(rewards) <= self.wrong", "min(rewards) <= self.wrong", "one wrong answer is enough for a second round"),
@@ -365,6 +321,7 @@ MUTATIONS = {
         ("random.randint(self.least, self.most)", "self.most", "lope: always the longest"),
         ("at = opening(text, tokenizer)", "at = 0", "lope: before the template"),
         ("return self.most + _SEAMS", "return self.least", "lope: no room for the longest"),
+        ("add_special_tokens=False)) <= length", "add_special_tokens=False)) <= length + 1", "lope: a token too many"),
     ],
     ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS): [
         ("best = max(reward", "best = min(reward", "igrpo: the worst draft"),
@@ -372,10 +329,10 @@ MUTATIONS = {
         ("if reward == best", "", "igrpo: any draft"),
     ],
     ("ngrpo/methods/second_rounds/igrpo.py", _SECOND_ROUNDS_TRAINING): [
-        ("        return {}", "        return super().flags(flags)", "igrpo: no KL term"),
+        ("        return {}", "        return super().flags(flags)", "igrpo: no KL term")
     ],
     ("ngrpo/trainers/openrlhf/rollout_actor.py", "test_gap_scale.py"): [
-        (" and not second_round.drafting.get()", "", "controls follow drafts, and are lost with them"),
+        (" and not second_round.drafting.get()", "", "controls follow drafts, and are lost with them")
     ],
     ("ngrpo/trainers/openrlhf/second_round.py", _SECOND_ROUNDS): [
         (' - require(sampling_params.max_tokens, "a response\'s length")', "", "a refinement without room"),
@@ -387,22 +344,18 @@ MUTATIONS = {
         ("else max_length + extra for", "else max_length for", "less room for the second round's answers"),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", _SECOND_ROUNDS): [
-        ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation"),
+        ("second_round is not None and not self.evaluating", "second_round is not None", "one in an evaluation")
     ],
     ("ngrpo/trainers/openrlhf/experience_maker.py", _SECOND_ROUNDS_TRAINING): [
         ("rewards[:, -later:]", "rewards", "right drafts count as right refinements"),
         ("drafts.max(-1)", "rewards.max(-1)", "the best refinement as the best draft"),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", _SECOND_ROUNDS_TRAINING): [
-        ("whole[places] = rewards[row]", "pass", "penalties are lost"),
+        ("whole[places] = rewards[row]", "pass", "penalties are lost")
     ],
     ("ngrpo/trainers/common/policy_loss.py", _SECOND_ROUNDS_TRAINING): [
         ("log_ratio.detach().exp().to(advantages)", "1.0", "shaping has no weight"),
-        (
-            "torch.where(second, old_log_probs, rollout_log_probs)",
-            "rollout_log_probs",
-            "the rollout's weight taken twice",
-        ),
+        ("torch.where(second, old_log_probs, ", "(", "the rollout's weight taken twice"),
         ("            log_ratio = log_ratio - log_ratio.detach()\n", "", "ρ is taken twice"),
     ],
 }
