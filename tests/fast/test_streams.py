@@ -41,8 +41,8 @@ def test_bits_are_splitmix64() -> None:
     assert [b & MASK for b in bits.tolist()] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 12345, 2**63 - 1, -(2**63)])
-@pytest.mark.parametrize("position", [0, 1, 2**31])
+@pytest.mark.parametrize("seed", [0, -1, 12345, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("position", [0, 2**31])
 def test_keys_equal_integer_arithmetic(seed: int, position: int) -> None:
     for stream in Stream:
         key = streams.keys(torch.tensor(seed), torch.tensor(position), stream)
