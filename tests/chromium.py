@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -126,24 +125,22 @@ class Chromium:
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
 
     def press(self, key: str) -> None:
-        """Presses a key such as Tab, Escape or ArrowRight."""
+        """Presses a key such as Tab, Escape or ArrowRight, and waits for what the page does then."""
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+        self.settle()
 
     def move(self, x: float, y: float) -> None:
-        """Moves the mouse."""
+        """Moves the mouse, and waits as well."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.settle()
 
     def tap(self, x: float, y: float) -> None:
-        """Taps with a finger."""
+        """Taps with a finger, and waits as well."""
         self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Saves a PNG of the whole page or of the window."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
+        self.settle()
 
     def complaints(self) -> list[str]:
         """Exceptions, console errors and warnings, and log entries of the page."""

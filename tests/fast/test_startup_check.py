@@ -96,23 +96,24 @@ def core_with(scheduler: Scheduler, sleeping: bool = False) -> Any:
     return core
 
 
-@pytest.fixture
-def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup_check, "check_texts", lambda *_, **__: None)
 
 
-@pytest.mark.usefixtures("no_requests")
 @pytest.mark.parametrize("state", PauseState)
 def test_a_paused_engine_is_checked_and_paused_again(state: PauseState) -> None:
-    """As in a run that is strict and reproducible: it pauses its engines until a batch is complete."""
-    core = core_with(Scheduler(state=state))
+    """As in a run that is strict and reproducible: it pauses its engines until a batch is complete.
+
+    An engine in its caller's process takes no step after its last request, so its workers hear of no finished ones.
+    """
+    core = core_with(Scheduler(state=state, finished=2))
     startup_check.check_when_idle(core)
     assert core.states == [PauseState.UNPAUSED] and core.scheduler.pause_state == state
     startup_check.check_before_request(core)
     assert len(core.states) == 1, "nothing is due any more"
 
 
-@pytest.mark.usefixtures("no_requests")
 @pytest.mark.parametrize("state", PauseState)
 def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState) -> None:
     core = core_with(Scheduler(waiting=1, state=state))
@@ -124,7 +125,6 @@ def test_requests_that_a_pause_holds_back_make_an_engine_busy(state: PauseState)
     assert len(core.states) == 1
 
 
-@pytest.mark.usefixtures("no_requests")
 def test_the_pause_of_a_sleeping_engine_is_not_lifted() -> None:
     core = core_with(Scheduler(state=PauseState.PAUSED_NEW), sleeping=True)
     startup_check.check_when_idle(core)
@@ -132,14 +132,6 @@ def test_the_pause_of_a_sleeping_engine_is_not_lifted() -> None:
     assert not core.states
     core.model_executor.is_sleeping = False
     startup_check.check_before_request(core)
-    assert len(core.states) == 1
-
-
-@pytest.mark.usefixtures("no_requests")
-def test_finished_requests_do_not_make_an_engine_busy() -> None:
-    """An engine in its caller's process takes no step after its last request, so that its workers hear of none."""
-    core = core_with(Scheduler(finished=2))
-    startup_check.check_when_idle(core)
     assert len(core.states) == 1
 
 

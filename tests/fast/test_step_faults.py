@@ -30,6 +30,7 @@ from tests.own_process import run_module
 ESTIMATORS = ("gae", "reinforce", "rloo", "reinforce_baseline", "group_norm", "dr_grpo", "flash_reinforce")
 OF_GROUPS = ("rloo", "group_norm", "dr_grpo")
 SIZES, CONSTANTS = (3, 8, 32), (0.1, 0.3, 1 / 3, 1e-8, 1e6)
+ROOM = SimpleNamespace(data=SimpleNamespace(max_len=8), rollout=SimpleNamespace(max_new_tokens=4))
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +103,9 @@ def test_a_response_without_a_trained_token_is_named() -> None:
     with pytest.raises(UsageError, match=r"no token to train on.*\n  prompt: 'What is 2"):
         maker().make_experience_batch([sample])
 
-
-def test_it_is_named_under_every_estimator() -> None:
-    """OpenRLHF's default too: no run is without this class."""
     conditions = conditions_for(CPU, run_of())
-    assert "RemoteExperienceMaker" in {row.attribute for row in patches.active(conditions)}
+    names = {row.attribute for row in patches.active(conditions)}
+    assert "RemoteExperienceMaker" in names, "under every estimator: no run is without this class"
 
 
 def test_it_is_no_part_of_its_group_in_verl() -> None:
@@ -126,15 +125,13 @@ def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """Of prompts of 5, 4 and 2 tokens with room for 4 the first; its responses are two."""
     run_with(monkeypatch, preset="dapo")
     sizes = {"a b c d e": 4, "a b c d": 4, "a b": 2}
+    masks = ([[int(t >= size - 1) for t in range(7)]] for size in sizes.values())
     samples = [
-        SimpleNamespace(
-            prompts=[text], action_mask=torch.tensor([[int(t >= size - 1) for t in range(7)]]), rewards=torch.ones(1)
-        )
-        for text, size in sizes.items()
+        SimpleNamespace(prompts=[text], action_mask=torch.tensor(mask), rewards=torch.ones(1))
+        for text, mask in zip(sizes, masks)
         for _ in range(2)
     ]
-    args = SimpleNamespace(data=SimpleNamespace(max_len=8), rollout=SimpleNamespace(max_new_tokens=4))
-    made = maker(args=args)
+    made = maker(args=ROOM)
     made.tokenizer = lambda text, add_special_tokens: {"input_ids": text.split()}
     made.make_experience_batch(samples)
     assert made.step_measures == {"cut_prompts": 1.0}
@@ -146,8 +143,7 @@ def test_turns_without_room_are_counted(monkeypatch: pytest.MonkeyPatch, capsys:
     run_with(monkeypatch)
     masks = [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1], [0, 0, 1, 1, 0, 0]]
     samples = [SimpleNamespace(prompts=["p"], action_mask=torch.tensor([mask])) for mask in masks]
-    args = SimpleNamespace(data=SimpleNamespace(max_len=8), rollout=SimpleNamespace(max_new_tokens=4))
-    made = maker(args=args)
+    made = maker(args=ROOM)
     made.make_experience_batch(samples)
     assert made.step_measures == {"cut_turns": 1.0}
     assert "step 1: 1 conversations ended" in capsys.readouterr().out
@@ -179,12 +175,11 @@ def test_an_agent_keeps_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None
         async def execute(self, sampling_params: SamplingParams, **kwargs: Any) -> Any:
             await rollout_actor.generate(SimpleNamespace(), [1, 2], SamplingParams(temperature=0.2))
 
+    asked = rollout_actor.RecordingExecutor(Colder()).execute(
+        prompt="p", sampling_params=SamplingParams(temperature=0.7)
+    )
     with pytest.raises(RuntimeError, match=r"requested \(0\.2, 1\.0.* where the run samples with \(0\.7, 1\.0"):
-        asyncio.run(
-            rollout_actor.RecordingExecutor(Colder()).execute(
-                prompt="p", sampling_params=SamplingParams(temperature=0.7)
-            )
-        )
+        asyncio.run(asked)
 
 
 def main() -> None:

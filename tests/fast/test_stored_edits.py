@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits that are computed again, after a preemption or on the prompt of a further turn: in blocks, and bit for bit."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -42,16 +41,18 @@ def a_record(count: int, k: int, **parts: np.ndarray) -> ReplayRecord:
     """All but the first position are perturbed."""
     ids, weights = _DRAWS.integers(0, V, (count, k), dtype=np.int32), _DRAWS.random((count, k), dtype=np.float32)
     positions = np.arange(1, count + 1, dtype=np.int32)
-    agreed = np.ones(count, dtype=bool)
-    plain = ReplayRecord(77, count + 1, count + 1, positions, ids, weights, None, agreed)
-    return dataclasses.replace(plain, **parts)
+    fixed = (77, count + 1, count + 1, positions, ids, weights, parts.pop("sigma", None), np.ones(count, dtype=bool))
+    return ReplayRecord(*fixed, **parts)
+
+
+def table() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Embedding(V, D).requires_grad_(False)
 
 
 def perturber_for(record: ReplayRecord, name: str = "gaussian") -> tuple[RolloutPerturber, nn.Module]:
     """A perturber with two requests: one of a single plain token, and one whose prompt the record covers."""
-    perturbation, device = create(name, rate=1.0), torch.device("cpu")
-    torch.manual_seed(0)
-    embedding = nn.Embedding(V, D).requires_grad_(False)
+    perturbation, device, embedding = create(name, rate=1.0), torch.device("cpu"), table()
     store = TrajectoryStore(2, ROWS, (V, D))
     gate = BoundGate(perturbation, lambda: [b"a", b"</think>", *[b"a"] * (V - 2)], V, store.slots, device)
     override = InputOverride(embedding, ROWS, D, torch.float32, device)
@@ -81,13 +82,11 @@ def computed_again(record: ReplayRecord, name: str = "gaussian", at_once: int | 
 
 def in_one_go(record: ReplayRecord) -> Tensor:
     """The same vectors, realised without blocks, (N, D)."""
-    torch.manual_seed(0)
-    table = nn.Embedding(V, D).requires_grad_(False)
     parts = [None if part is None else torch.from_numpy(part) for part in (record.sigma, record.vectors)]
     edit = InputEdit(torch.from_numpy(record.ids.astype(np.int64)), torch.from_numpy(record.weights), *parts)
     positions = record.positions.astype(np.int64)
     noise = streams.keys(np.full_like(positions, record.seed), positions, streams.Stream.NOISE)
-    return realise(edit, table, torch.from_numpy(noise))
+    return realise(edit, table(), torch.from_numpy(noise))
 
 
 RECORDS = {
@@ -113,8 +112,7 @@ def test_blocks_of_any_size_give_the_same_bits(made: Any) -> None:
 def test_a_long_chunk_takes_the_memory_of_a_short_one(made: Any) -> None:
     """Without blocks, 3,000 rows of three candidates made a tensor of 9,000 · D elements, twice."""
     _, largest = computed_again(made(3000))
-    assert largest.looked_up <= BLOCK
-    assert largest.elements <= BLOCK * D
+    assert largest.looked_up <= BLOCK and largest.elements <= BLOCK * D
 
 
 def test_what_was_rehearsed_may_be_had_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -51,30 +52,24 @@ def replayed(edit: InputEdit, token: int, probabilities: list[float], temperatur
 # --- multiplex ------------------------------------------------------------------------------------
 
 
-def test_multiplex() -> None:
-    """p = .5, .3, .2; draws 0, 1, 0: weights .5, .3, .5 over 1.3, so 1/1.3 = .769231 and .3/1.3 = .230769."""
-    ids, weights, token = only_proposal(create("multiplex").propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)))
+@pytest.mark.parametrize(("weights", "share"), [("weighted", 1 / 1.3), ("average", 2 / 3)])
+def test_multiplex(weights: str, share: float) -> None:
+    """p = .5, .3, .2; draws 0, 1, 0: weights .5, .3, .5 over 1.3, or a third each."""
+    proposal = create("multiplex", weights=weights).propose(drawn([0.5, 0.3, 0.2], 0, 1, 0))
+    ids, found, token = only_proposal(proposal)
     assert (ids, token) == ([0, 1, 0], 0)
-    assert by_token(ids, weights) == {0: pytest.approx(0.769231, abs=1e-6), 1: pytest.approx(0.230769, abs=1e-6)}
-
-
-def test_multiplex_average() -> None:
-    ids, weights, _ = only_proposal(create("multiplex", weights="average").propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)))
-    assert by_token(ids, weights) == {0: pytest.approx(2 / 3), 1: pytest.approx(1 / 3)}
+    assert by_token(ids, found) == {0: pytest.approx(share), 1: pytest.approx(1 - share)}
 
 
 def test_multiplex_joint_density() -> None:
-    """2 ln .5 + ln .3 = -2.590267: a draw that repeats another counts again."""
-    perturbation = create("multiplex", density="joint")
-    edit = perturbation.propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)).edit
-    assert perturbation.log_density(replayed(edit, 0, [0.5, 0.3, 0.2])).tolist() == approximately(-2.590267)
+    """2 ln .5 + ln .3: a draw that repeats another counts again.
 
-
-def test_multiplex_joint_density_among_the_tokens_left() -> None:
-    """Sampling left tokens 0 and 1, so the first draw's log π is ln(.5/.8): the sum is 2 ln .625 + ln .375."""
+    Where sampling left tokens 0 and 1, the first draw's log π is ln(.5/.8): the sum is 2 ln .625 + ln .375.
+    """
     perturbation = create("multiplex", density="joint")
     edit = perturbation.propose(drawn([0.5, 0.3, 0.2], 0, 1, 0)).edit
     whole = replayed(edit, 0, [0.5, 0.3, 0.2])
+    assert perturbation.log_density(whole).tolist() == approximately(2 * math.log(0.5) + math.log(0.3))
     left = Replayed(whole.logits, whole.rows, torch.tensor([0.625]).log(), 1.0, edit, None, whole.lookup)
     assert perturbation.log_density(left).tolist() == approximately(2 * math.log(0.625) + math.log(0.375))
 
@@ -93,11 +88,9 @@ def test_distinct_draws_are_without_replacement() -> None:
     n = 30_000
     draws = repeated(n, PROBABILITIES).draws(2, distinct=True)
     counts = torch.bincount(draws[:, 0] * 5 + draws[:, 1], minlength=25).double().view(5, 5)
-    statistic = 0.0
+    statistic, (first, *p) = 0.0, PROBABILITIES
     for j, k in itertools.permutations(range(1, 5), 2):
-        expected = (
-            n * PROBABILITIES[j] / (1 - PROBABILITIES[0]) * PROBABILITIES[k] / (1 - PROBABILITIES[0] - PROBABILITIES[j])
-        )
+        expected = n * p[j - 1] / (1 - first) * p[k - 1] / (1 - first - p[j - 1])
         statistic += (counts[j, k] - expected) ** 2 / expected
         counts[j, k] = 0.0
     assert statistic < 31.3 and not counts.any(), "no token twice"
@@ -107,22 +100,16 @@ def test_distinct_draws_of_a_sure_policy_and_over_blocks() -> None:
     """1 − p rounds to 0 in float32 here, and the rest keeps its shares; the tokens taken lie in several blocks."""
     z = torch.full((130,), -torch.inf)
     z[3], z[70], z[71], z[129] = 0.0, math.log(4e-9), math.log(2e-9), math.log(2e-9)
-    step = Step(
-        z.expand(4000, -1),
-        torch.full((4000,), 3),
-        torch.ones(4000),
-        torch.arange(4000),
-        torch.arange(4000),
-        matrix_embeddings(torch.randn(130, 4)),
-    )
+    sampled, places = torch.full((4000,), 3), torch.arange(4000)
+    embeddings = matrix_embeddings(torch.randn(130, 4))
+    step = Step(z.expand(4000, -1), sampled, torch.ones(4000), places, places, embeddings)
     draws = step.draws(4, distinct=True)
     assert (draws[:, 0] == 70).float().mean().item() == pytest.approx(0.5, abs=0.03)
     assert draws[:, :3].sort(dim=1).values.eq(torch.tensor([70, 71, 129])).all()
     assert (draws[:, 3] == 3).all(), "nothing is left"
     edit = create("multiplex", k=6, draws="distinct", weights="average").propose(step).edit
-    assert by_token(edit.ids[0].tolist(), edit.weights[0].tolist()) == {
-        i: pytest.approx(0.25) for i in (3, 70, 71, 129)
-    }
+    found = by_token(edit.ids[0].tolist(), edit.weights[0].tolist())
+    assert found == {i: pytest.approx(0.25) for i in (3, 70, 71, 129)}
     with pytest.raises(UsageError, match="density='joint': cannot be used with draws='distinct'"):
         create("multiplex", draws="distinct", density="joint")
 
@@ -195,9 +182,8 @@ def test_moi_entropy_of_all_or_of_the_likeliest() -> None:
     y is not among the two: its weight is 1 - H / 2 all the same.
     """
     for entropy, h in (("all", 0.937231), ("top", 0.954434)):
-        ids, weights, _ = only_proposal(
-            create("moi", k=2, entropy=entropy).propose(step_of([0.5, 0.3, 0.2], sampled=2))
-        )
+        proposal = create("moi", k=2, entropy=entropy).propose(step_of([0.5, 0.3, 0.2], sampled=2))
+        ids, weights, _ = only_proposal(proposal)
         assert ids == [2, 0, 1] and weights == approximately(1 - h / 2, 0.625 * h / 2, 0.375 * h / 2)
 
 
@@ -251,8 +237,6 @@ def test_lepo_noise_is_not_clamped_and_cut_tokens_take_no_part() -> None:
 
 
 def test_the_gate_of_the_first_tokens() -> None:
-    import numpy as np
-
     positions = Positions(np.zeros(4, np.int64), np.full(4, 100), np.array([100, 101, 102, 163]))
     assert create_gate("first", length=2).plan(positions).tolist() == [True, True, False, False]
     assert create("lepo").gate.length == 64
@@ -290,15 +274,12 @@ def test_latent_density_is_not_clamped() -> None:
     assert perturbation.log_density(replayed(edit, 2, [0.6, 0.3, 0.1])).tolist() == approximately(0.5 - math.exp(0.5))
 
 
+PLAIN, TURNED = -0.648721, -0.393469
+
+
 @pytest.mark.parametrize(
     ("advantage", "one_sided", "expected"),
-    [
-        (None, True, -0.648721),
-        (1.0, True, -0.648721),
-        (-1.0, True, -0.393469),
-        (0.0, True, -0.393469),
-        (-1.0, False, -0.648721),
-    ],
+    [(None, True, PLAIN), (1.0, True, PLAIN), (-1.0, True, TURNED), (0.0, True, TURNED), (-1.0, False, PLAIN)],
 )
 def test_latent_gradient_of_a_negative_answer(advantage: float | None, one_sided: bool, expected: float) -> None:
     """Δ = -.5: 1 - e^.5 = -.648721; turned, e^-.5 - 1 = -.393469. The value is the same. At Δ > 0 nothing is turned."""
@@ -319,14 +300,14 @@ def test_latent_gradient_of_a_negative_answer(advantage: float | None, one_sided
 
 def test_latent_takes_the_nucleus_and_at_least_k() -> None:
     """P = 8 : 4 : 2 : 1 : 1, of 16: a nucleus of .7 holds tokens 0 and 1; large noise elsewhere does not count."""
-    noise = [0.0, 0.0, 3.0, 3.0, 2.9]
-    assert only_proposal(create("latent", k=2, top_p=0.7).propose(step_of(PROBABILITIES, noise=noise)))[0] == [0, 1]
-    assert only_proposal(create("latent", k=3, top_p=0.7).propose(step_of(PROBABILITIES, noise=noise)))[0] == [2, 0, 1]
-    assert only_proposal(create("latent", k=2, top_p=1.0).propose(step_of(PROBABILITIES, noise=noise)))[0] == [2, 3]
-    assert only_proposal(create("latent", k=2, top_p=1.0, pool=3).propose(step_of(PROBABILITIES, noise=noise)))[0] == [
-        2,
-        0,
-    ]
+    step = step_of(PROBABILITIES, noise=[0.0, 0.0, 3.0, 3.0, 2.9])
+    for options, ids in (
+        ({"k": 2, "top_p": 0.7}, [0, 1]),
+        ({"k": 3, "top_p": 0.7}, [2, 0, 1]),
+        ({"k": 2, "top_p": 1.0}, [2, 3]),
+        ({"k": 2, "top_p": 1.0, "pool": 3}, [2, 0]),
+    ):
+        assert only_proposal(create("latent", **options).propose(step))[0] == ids, options
 
 
 def test_latent_density_is_a_mean_over_the_tokens_that_kept_a_weight() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from benchmarks import coverage, pooled, study
 from ngrpo.workbench import statistics
@@ -103,8 +104,6 @@ def test_holm_keeps_the_chance_of_any_false_finding() -> None:
 def test_the_pooled_difference_by_hand() -> None:
     """Differences 1, 3 and 2, 6: means 2 and 4, so 3. Variances 2 and 8 of two each: (1 + 4) / 4 = 1.25 in all, with
     1.25² / (0.25² + 1²) = 1.4706 degrees of freedom."""
-    from scipy import stats
-
     found = pooled.mean_difference([np.array([1.0, 3.0]), np.array([2.0, 6.0])])
     half = stats.t.ppf(0.975, 1.25**2 / 1.0625) * math.sqrt(1.25)
     assert found["value"] == 3.0

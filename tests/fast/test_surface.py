@@ -10,14 +10,16 @@ import pytest
 from benchmarks import surface
 from ngrpo.machine.upstream.patch import definition
 from ngrpo.patches import VLLM
+from tests.conftest import ROOT
 
-ROLLOUT = Path(__file__).resolve().parents[2] / "ngrpo" / "rollout"
+BEFORE = "class A:\n    def f(self, x):\n        return x\n"
 
 
 def test_every_method_that_is_replaced_on_a_runner_has_a_row() -> None:
+    tree = ast.parse((ROOT / "ngrpo" / "rollout" / "runners.py").read_text("utf-8"))
     assigned = {
         node.targets[0].attr
-        for node in ast.walk(ast.parse((ROLLOUT / "runners.py").read_text("utf-8")))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).startswith("runner.")
     }
     assert assigned == {"_update_states", "_preprocess", "add_requests", "prepare_inputs", "sample"}
@@ -33,12 +35,11 @@ def test_the_installed_vllm_has_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("after", "told"),
     [
-        ("class A:\n    def f(self, x):\n        return x\n", "as it was"),
-        ("class A:\n    def f(self, x):\n        return -x\n", "another body"),
-        ("class A:\n    def f(self, x, y):\n        return x\n", "other parameters"),
-        ("class A:\n    def g(self, x):\n        return x\n", "gone"),
+        (BEFORE, "as it was"),
+        (BEFORE.replace("return x", "return -x"), "another body"),
+        (BEFORE.replace("self, x", "self, x, y"), "other parameters"),
+        (BEFORE.replace("def f", "def g"), "gone"),
     ],
 )
 def test_kinds_of_change(after: str, told: str) -> None:
-    before = "class A:\n    def f(self, x):\n        return x\n"
-    assert surface.moved(*(definition(ast.parse(source), "A.f") for source in (before, after))) == told
+    assert surface.moved(*(definition(ast.parse(source), "A.f") for source in (BEFORE, after))) == told

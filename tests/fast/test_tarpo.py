@@ -39,16 +39,10 @@ def a_router(weight: list[list[float]], shift: tuple[float, float] = (0.0, 0.0),
 
 def a_step(rows: int, router: Router, hidden: tuple[float, float] = (1.0, 2.0)) -> Step:
     """Positions of one trajectory whose policy is p = (0.6, 0.3, 0.1, 0); sampled is the third token."""
-    return Step(
-        LOGITS.expand(rows, -1),
-        torch.full((rows,), 2),
-        torch.ones(rows),
-        torch.full((rows,), 11),
-        torch.arange(rows),
-        matrix_embeddings(EMBEDDING),
-        hidden=torch.tensor(hidden).expand(rows, -1),
-        module=router,
-    )
+    logits, states = LOGITS.expand(rows, -1), torch.tensor(hidden).expand(rows, -1)
+    sampled, seeds = torch.full((rows,), 2), torch.full((rows,), 11)
+    given = (logits, sampled, torch.ones(rows), seeds, torch.arange(rows), matrix_embeddings(EMBEDDING))
+    return Step(*given, hidden=states, module=router)
 
 
 def test_decision_and_mixture_by_hand() -> None:
@@ -81,10 +75,8 @@ def test_density_by_hand() -> None:
     weights = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.7, 0.3], [0.0, 0.5, 0.5]])
     edit = InputEdit(torch.tensor([[2, 0, 1]]).expand(3, -1), weights)
     logits, rows = LOGITS[:3].expand(3, -1), torch.arange(3)
-    seen = Replayed(
-        logits, rows, logits[:, 2], 1.0, edit, None, lambda ids: EMBEDDING[ids], hidden=hidden, module=router
-    )
-    perturbation = create("tarpo")
+    given = (logits, rows, logits[:, 2], 1.0, edit, None, lambda ids: EMBEDDING[ids])
+    seen, perturbation = Replayed(*given, hidden=hidden, module=router), create("tarpo")
     got = perturbation.log_density(seen)
     torch.testing.assert_close(got, 0.1 * torch.tensor([0.75, 0.25, 0.75]).log())
     assert perturbation.has_density and perturbation.draws_token and perturbation.zero_mean_score
@@ -145,11 +137,9 @@ def run(model: Small, tokens: Tensor, mask: Tensor, records: list[Any], packed: 
     labels, shape = tokens.roll(-1, 1), tokens.shape
     if packed:
         tokens, labels = tokens[mask.bool()].unsqueeze(0), labels[mask.bool()].unsqueeze(0)
-    module = parameters.attached(model)
+    module, hidden = parameters.attached(model), LastHidden(head, "perturbation tarpo")
     perturbation = create("tarpo", decision_weight=0.5)
-    scope = ReplayScope(
-        model.embedding, module=module, perturbation=perturbation, hidden=LastHidden(head, "perturbation tarpo")
-    )
+    scope = ReplayScope(model.embedding, module=module, perturbation=perturbation, hidden=hidden)
     with scope(records, mask), densities(scope, 1.0):
         found = with_overrides(log_probs_of)(model(tokens), labels)
     return torch.zeros(shape).masked_scatter(mask.bool(), found[0]) if packed else found
@@ -191,25 +181,23 @@ def test_an_output_layer_that_is_not_called() -> None:
     model = Small()
     parameters.attach(model, create("tarpo"))
     tokens = torch.zeros(1, 3, dtype=torch.int64)
-    told = (
-        "which perturbation tarpo reads, are not known: Linear, the model's output layer, was not called in a forward"
-    )
-    with pytest.raises(RuntimeError, match=f"{told} of 3 rows"):
+    told = "perturbation tarpo reads, are not known: Linear, the model's output layer, was not called in a forward"
+    with pytest.raises(RuntimeError, match=f"which {told} of 3 rows"):
         run(model, tokens, torch.ones_like(tokens), [record([1], [True], 3)], False, nn.Linear(1, 1))
     with pytest.raises(UsageError, match=r"which advantage rep_exp reads, .* get_output_embeddings\(\) is None"):
         LastHidden(None, "advantage rep_exp")
 
 
 def test_what_is_missing_or_does_not_fit_is_said() -> None:
-    step = a_step(1, a_router([[0.0, 0.0], [0.0, 0.0]]))
-    with pytest.raises(ValueError, match="the last hidden states that the router reads is missing"):
-        create("tarpo", k=2).propose(dataclasses.replace(step, hidden=None))
+    step, perturbation = a_step(1, a_router([[0.0, 0.0], [0.0, 0.0]])), create("tarpo", k=2)
+    missing = "the last hidden states that the router reads is missing"
+    with pytest.raises(ValueError, match=missing):
+        perturbation.propose(dataclasses.replace(step, hidden=None))
     with pytest.raises(UsageError, match="has 3 dimensions, the input embedding 2"):
-        create("tarpo", k=2).propose(dataclasses.replace(step, hidden=torch.zeros(1, 3)))
-    proposal = create("tarpo", k=2).propose(step)
-    given = replayed(step, proposal, step.logits)
-    with pytest.raises(ValueError, match="the last hidden states that the router reads is missing"):
-        create("tarpo").log_density(dataclasses.replace(given, hidden=None))
+        perturbation.propose(dataclasses.replace(step, hidden=torch.zeros(1, 3)))
+    given = replayed(step, perturbation.propose(step), step.logits)
+    with pytest.raises(ValueError, match=missing):
+        perturbation.log_density(dataclasses.replace(given, hidden=None))
 
 
 @pytest.mark.more

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks in OpenRLHF's conventions."""
 
-import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -38,9 +37,7 @@ def test_problems() -> None:
     for row in train + held_out:
         words = row["input"].replace("?", "").split()
         a, b = (int(word) for word in words if word.isdigit())
-        assert 2 <= a <= 9
-        assert 2 <= b <= 9
-        assert int(row["label"]) == a + b
+        assert {a, b} <= {*range(2, 10)} and int(row["label"]) == a + b
 
 
 def test_score() -> None:
@@ -81,7 +78,6 @@ def test_file_for_openrlhf(tmp_path: Path) -> None:
         ("arithmetc", r"'arithmetc'\. Did you mean 'arithmetic'"),
         ("arithmetic:3", "arithmetic takes no argument. Write --task arithmetic"),
         ("reasoning_gym", "needs an argument: --task reasoning_gym:DATASET, such as"),
-        ("reasoning_gym:", "needs an argument"),
         ("math", "needs an argument: --task math:FILE"),
         ("reasoning_jim:chain_sum", r"'reasoning_jim'\. Did you mean 'reasoning_gym'"),
         ("math:nowhere.jsonl", "nowhere.jsonl: there is no such file"),
@@ -113,12 +109,11 @@ class TestReasoningGym:
     @pytest.mark.more
     def test_files(self, tmp_path: Path) -> None:
         # ransom_note iterates over sets of strings: without a fixed hash seed its problems change with the process.
-        folders = [tmp_path / "one", tmp_path / "two"]
+        names, folders = ("train.jsonl", "eval.jsonl"), [tmp_path / "one", tmp_path / "two"]
         for folder in folders:
             tasks.prepare("reasoning_gym:ransom_note", folder)
-        for name in ("train.jsonl", "eval.jsonl"):
-            assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
-        train, held_out = (rows_of(folders[0] / name) for name in ("train.jsonl", "eval.jsonl"))
+        (train, held_out), again = ([rows_of(folder / name) for name in names] for folder in folders)
+        assert [train, held_out] == again
         assert len(held_out) <= reasoning_gym.EVAL_ROWS and len(train) > 1000
         assert {row["input"] for row in train}.isdisjoint(row["input"] for row in held_out)
         assert set(train[0]) == {"input", "label"}
@@ -127,11 +122,9 @@ class TestReasoningGym:
         train, _ = reasoning_gym.generate("chain_sum", rows=4, held_out=4)
         label = train[0]["label"]
         answer = json.loads(label)["entry"]["answer"]
-        assert reasoning_gym.score(f"I add them: <answer> {answer} </answer>", label) == 1.0
-        assert reasoning_gym.score(f"<think>12</think>\\boxed{{{answer}}}", label) == 1.0
-        assert reasoning_gym.score(f"{answer}<|im_end|>", label) == 1.0
-        assert reasoning_gym.score("<answer>none</answer>", label) == 0.0
-        assert reasoning_gym.score("", label) == 0.0
+        right = (f"I add them: <answer> {answer} </answer>", f"<think>12</think>\\boxed{{{answer}}}")
+        assert {reasoning_gym.score(text, label) for text in (*right, f"{answer}<|im_end|>")} == {1.0}
+        assert {reasoning_gym.score(text, label) for text in ("<answer>none</answer>", "")} == {0.0}
         # The base class gives a share for an answer that holds the right one: its length over the whole's.
         assert reasoning_gym.score(f"<answer>={answer}</answer>", label) == len(answer) / (len(answer) + 1)
 
@@ -141,11 +134,10 @@ class TestReasoningGym:
         entry = {"question": "?", "answer": "a", "metadata": {"pair": (1, (2, [3])), "by": {4: "x", (5, 6): "y"}}}
         label = reasoning_gym.label_of("chain_sum", entry)
         assert json.loads(label, object_hook=reasoning_gym._unpacked)["entry"] == entry
-        package = importlib.import_module("reasoning_gym")
+        package = pytest.importorskip("reasoning_gym")
         for name in ("arc_agi", "rearc", "sudoku", "graph_color", "knights_knaves", "countdown"):
             data = package.create_dataset(name, seed=5, size=1)
-            entry = data[0]
-            answer = str(entry["answer"])
+            entry, answer = data[0], str(data[0]["answer"])
             label = reasoning_gym.label_of(name, entry)
             assert reasoning_gym.score(f"<answer>{answer}</answer>", label) == data.score_answer(answer, entry), name
 

@@ -51,14 +51,13 @@ def test_the_command_line_stands_in_place_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_later_file_stands_in_place_of_an_earlier_one(tmp_path: Path) -> None:
-    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
-    files[0].write_text(TEXT)
-    files[1].write_text("model: other\nperturbation.skip_special: false\ntrain.colocate_all: false\n")
-    command = parse.run_config(parse.with_files(["--config", str(files[0]), "--config", str(files[1])]))
+    later = tmp_path / "later.yaml"
+    later.write_text("model: other\nperturbation.skip_special: false\ntrain.colocate_all: false\n")
+    command = parsed(tmp_path, TEXT, f"--config {later}")
     given = Flags(command.openrlhf)
     assert given.value("--actor.model_name_or_path") == "other" and not given.has("--train.colocate_all")
     assert command.spec["rate"] == 0.2 and command.spec["skip_special"] is False
-    command = parse.run_config(parse.with_files(["--config", str(files[1]), "--config", str(files[0])]))
+    command = parse.run_config(parse.with_files(["--config", str(later), "--config", str(tmp_path / "run.yaml")]))
     assert Flags(command.openrlhf).has("--train.colocate_all") and command.spec["skip_special"] is True
 
 
@@ -66,9 +65,7 @@ def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: P
     text = TEXT + "perturbation.k: 4\nperturbation.strict: true\nadvantage: w_reinforce\nadvantage.lam: 0.2\n"
     assert parsed(tmp_path, text, "--perturbation none").spec is None
     command = parsed(tmp_path, text, "--perturbation soft --perturbation.k 7 --advantage psr")
-    assert command.spec["name"] == "soft"
-    assert command.spec["k"] == 7
-    assert command.spec["rate"] == 1.0
+    assert (command.spec["name"], command.spec["k"], command.spec["rate"]) == ("soft", 7, 1.0)
     assert command.strict and command.specs.get("advantage") == {"name": "psr"}
     command = parsed(tmp_path, text, "--perturbation neighbor --perturbation.k 2")
     assert (command.spec["k"], command.spec["rate"]) == (2, 0.2), "the same one keeps them"

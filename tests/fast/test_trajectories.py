@@ -58,11 +58,8 @@ def test_what_is_missing_is_0_in_chunks_that_are_made_later() -> None:
     assert found["normalizer"].tolist() == [0.0, *[2.0] * 4999]
     chunks.clear(0)
     chunks.write(slot, np.array([0]), {"weights": np.array([3.0])})
-    assert {name: part.tolist() for name, part in chunks.read(0).items()} == {
-        "weights": [3.0],
-        "sigma": [0.0],
-        "normalizer": [0.0],
-    }
+    again = {name: part.tolist() for name, part in chunks.read(0).items()}
+    assert again == {"weights": [3.0], "sigma": [0.0], "normalizer": [0.0]}
 
 
 def test_a_large_engine_with_dense_edits_needs_memory_for_what_was_edited_only() -> None:
@@ -101,9 +98,8 @@ def test_a_position_that_is_drawn_again_replaces_what_came_after_it(back: int) -
 
 def test_a_record_of_earlier_turns_is_cut_at_the_prompt() -> None:
     ids = np.array([[1, 2], [3, 4], [5, 6]], np.int32)
-    earlier = ReplayRecord(
-        9, 3, 20, np.array([4, 8, 15], np.int32), ids, np.full((3, 2), 0.5, np.float32), None, np.ones(3, bool)
-    )
+    positions, weights = np.array([4, 8, 15], np.int32), np.full((3, 2), 0.5, np.float32)
+    earlier = ReplayRecord(9, 3, 20, positions, ids, weights, None, np.ones(3, bool))
     store = TrajectoryStore(1, 64)
     slot = store.open("a", 9, 15, True)
     store.load(slot, earlier)

@@ -50,14 +50,6 @@ def test_an_edit_stays_where_its_tokens_stayed(prompt: list[int], positions: lis
     assert conversation.trajectory.dropped == dropped
 
 
-def noisy(conversation: Conversation) -> Conversation:
-    """The same with noise at each edit, which is drawn anew from the record's seed."""
-    kept = conversation.trajectory.record
-    replay = dataclasses.replace(kept, sigma=np.full(len(kept), 0.5, np.float32))
-    conversation.trajectory = dataclasses.replace(conversation.trajectory, record=replay)
-    return conversation
-
-
 def test_a_prompt_that_is_asked_again_has_other_draws() -> None:
     """Also in a later turn, whose replayed edits keep their place; a template's next turn is no second attempt."""
     conversation = Conversation({})
@@ -73,7 +65,10 @@ def test_a_prompt_that_is_asked_again_has_other_draws() -> None:
     turns.go_on(prompt)
     once, again = turns.earlier(prompt), turns.earlier(prompt)
     assert once.seed == 9 != again.seed and again.positions.tolist() == [3, 4, 6]
-    turns = noisy(first_turn())
+    turns = first_turn()
+    kept = turns.trajectory.record
+    noisy = dataclasses.replace(kept, sigma=np.full(len(kept), 0.5, np.float32))  # drawn anew from the record's seed
+    turns.trajectory = dataclasses.replace(turns.trajectory, record=noisy)
     turns.go_on(prompt)
     assert turns.earlier(prompt).seed == turns.earlier(prompt).seed == 9, "the noise of earlier turns is the seed's"
 

@@ -42,7 +42,7 @@ def test_a_proposal_with_a_column_too_many_is_seen() -> None:
 
 
 def test_a_density_of_other_candidates_is_seen() -> None:
-    kept = torch.ones(2, 3, dtype=torch.bool)
-    density.normal(torch.zeros(2, 3), torch.full((2, 3), 0.3), kept)
+    noise, scale, kept = torch.zeros(2, 3), torch.full((2, 3), 0.3), torch.ones(2, 3, dtype=torch.bool)
+    density.normal(noise, scale, kept)
     with pytest.raises(WrongShape, match="kept"):
-        density.normal(torch.zeros(2, 3), torch.full((2, 3), 0.3), kept[:, :1])
+        density.normal(noise, scale, kept[:, :1])

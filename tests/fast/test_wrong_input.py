@@ -12,16 +12,17 @@ from ngrpo.config import flag_values
 from ngrpo.config.dataset_check import check_files
 from ngrpo.config.rules import label_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults
+from perturbations import registry
 from perturbations.errors import UsageError
 from tests.fast import run
 from tests.fast.run import run_of
 
 RUN = "--model m --hardware cpu --perturbation neighbor --preset grpo --data.prompt_dataset d.jsonl"
-RUN += " --data.label_key label"
-RUN += " --reward.remote_url r.py --rollout.batch_size 4 --rollout.n_samples_per_prompt 4 --train.batch_size 16"
-RUN += " --rollout.max_new_tokens 8 --data.max_len 64"
+RUN += " --data.label_key label --reward.remote_url r.py --rollout.batch_size 4 --rollout.n_samples_per_prompt 4"
+RUN += " --train.batch_size 16 --rollout.max_new_tokens 8 --data.max_len 64"
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 8}
 CONFIG |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 10}
+CONFIG |= {"max_position_embeddings": 64}
 TEMPLATE = "{% for m in messages %}{% if m.role == 'human' %}{{ raise_exception('unknown role human') }}{% endif %}"
 TEMPLATE += "<|im_start|>{{ m.role }} {{ m.content }}{% endfor %}"
 
@@ -38,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, additional_special_tokens=["<|im_start|>"])
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained("m")
-    Path("m/config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64}))
+    Path("m/config.json").write_text(json.dumps(CONFIG))
     Path("r.py").write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': len(labels)}\n")
     for name, label in (("d.jsonl", "7"), ("other.jsonl", 7)):
         Path(name).write_text((json.dumps({"input": "a", "label": label}) + "\n") * 16)
@@ -48,9 +49,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def dry_run(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """The exit code of a dry run, and all that it prints, in one line."""
     given = Flags(words.split())
-    code = cli.main(
-        ["train", "--dry-run", *Flags(RUN.split()).without(*(flag.name for flag in given)).argv, *given.argv]
-    )
+    others = Flags(RUN.split()).without(*(flag.name for flag in given))
+    code = cli.main(["train", "--dry-run", *others.argv, *given.argv])
     return code, " ".join("".join(capsys.readouterr()).split())
 
 
@@ -109,7 +109,7 @@ def test_tables_that_would_be_read_otherwise(tmp_path: Path, text: str, said: st
 def test_models_that_cannot_run(
     folder: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
 ) -> None:
-    Path("m/config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 64} | change))
+    Path("m/config.json").write_text(json.dumps(CONFIG | change))
     code, told = dry_run("", capsys)
     assert code == bool(said) and said in told, told
 
@@ -133,7 +133,7 @@ def refused(*args: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["r.py", "prompts.txt", "UPPER.JSONL"])
+@pytest.mark.parametrize("name", ["r.py", "UPPER.JSONL"])
 def test_a_file_that_is_no_dataset(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.write_text('{"input": "x"}\n')
@@ -143,9 +143,6 @@ def test_a_file_that_is_no_dataset(tmp_path: Path, name: str) -> None:
     right.write_text('{"input": "x"}\n')
     assert "--eval.dataset" in refused("--data.prompt_dataset", str(right), "--eval.dataset", str(file))
     assert "no such file" in refused("--data.prompt_dataset", str(tmp_path / "none.arrow"))
-
-
-def test_devices_are_no_datasets() -> None:
     assert "/dev/null: is no dataset" in refused("--data.prompt_dataset", "/dev/null")
 
 
@@ -161,7 +158,7 @@ CHAT = [{"role": "user", "content": "1 + 1"}]
 @pytest.mark.parametrize(
     ("given", "kind"),
     [
-        *[({"a": 1}, "an object"), (5, "a number"), ([1, 2], "a list"), ([], "a list"), ([{"content": "a"}], "a list")],
+        *[({"a": 1}, "an object"), (5, "a number"), ([], "a list"), ([{"content": "a"}], "a list")],
         ([{"role": "user"}], "chat messages without content"),
         ([{"role": "user", "content": [{"text": "a"}]}], "chat messages with content in unknown parts"),
         ([*CHAT, {"role": "assistant", "tool_calls": [{}]}], "chat messages that end without a text"),
@@ -186,9 +183,8 @@ def test_messages_need_a_chat_template(tmp_path: Path) -> None:
 def test_tools_reach_no_prompt(tmp_path: Path) -> None:
     file = tmp_path / "tools.jsonl"
     file.write_text("".join(json.dumps({"input": "a", "tools": tools}) + "\n" for tools in (None, [], [{}])))
-    assert "row 3 has tools, which no prompt shows. Add --data.apply_chat_template" in refused(
-        "--data.prompt_dataset", str(file)
-    )
+    said = refused("--data.prompt_dataset", str(file))
+    assert "row 3 has tools, which no prompt shows. Add --data.apply_chat_template" in said
 
 
 def test_labels_of_several_kinds(tmp_path: Path) -> None:
@@ -211,9 +207,7 @@ def test_labels_that_only_some_rewards_can_read_are_said(tmp_path: Path) -> None
     check_files(Flags(args))
     (note,) = labels(Flags(args))
     assert "the label 'label' is a list in row 1; the reward is given it as it is" in note
-    assert "an object in row 2" in labels(Flags(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1}))))[0].replace(
-        "row 1", "row 2"
-    )
+    assert "an object in row 1" in labels(Flags(rows(tmp_path, ("x", {"a": 1}), ("y", {"a": 1}))))[0]
     assert labels(Flags(rows(tmp_path, ("x", "1"), ("y", "2")))) == []
     assert labels(Flags(["--data.prompt_dataset", "owner/of-the-hub", "--data.label_key", "x"])) == []
     assert labels(Flags(["--data.prompt_dataset", str(tmp_path / "missing.jsonl")])) == []
@@ -246,9 +240,7 @@ def test_an_incomplete_class_is_its_files_error(
     file.write_text(text)
     assert cli.main([*command, str(file)]) == 2
     error = capsys.readouterr().err
-    assert said in error
-    assert "Traceback" not in error
-    assert error.count("\n") == 1
+    assert said in error and "Traceback" not in error and error.count("\n") == 1
 
 
 def test_what_fails_in_a_users_file_is_not_called_a_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,8 +253,6 @@ def test_what_fails_in_a_users_file_is_not_called_a_bug(tmp_path: Path, capsys: 
 
 
 def test_a_subclass_without_options_needs_no_decorator(tmp_path: Path) -> None:
-    from perturbations import registry
-
     file = tmp_path / "inheriting.py"
     text = "from typing import ClassVar\nfrom perturbations.methods.soft import Soft\n"
     file.write_text(f'{text}class Mine(Soft):\n    """Mine."""\n    note: ClassVar[str] = "x"\n')

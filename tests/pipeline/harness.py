@@ -51,14 +51,9 @@ def completed(command: Sequence[str], env: dict[str, str] | None = None) -> subp
 
 def begun(command: Sequence[str], env: dict[str, str] | None = None) -> subprocess.Popen[str]:
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PATH": scripts, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    whole = {**os.environ, "PATH": scripts, **(env or {})}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env=whole, text=True, **streams)
 
 
 def small(folder: Path, model: str, *flags: str, program: Sequence[str] = PROGRAM) -> list[str]:

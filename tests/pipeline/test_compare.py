@@ -73,8 +73,7 @@ def test_the_same_strategy_twice_is_equal(compared: Compared) -> None:
     assert rewards == [step["reward"] for step in twin["steps"]]
     assert rewards[0] != rewards[1], "the same whatever was answered"
     answers = [sorted(file.read_text().splitlines()) for file in sorted(folder.glob("runs/*/evaluation/samples.jsonl"))]
-    assert len(answers) == 2
-    assert answers[0] == answers[1]
+    assert len(answers) == 2 and answers[0] == answers[1]
     assert none["evaluation"]["problems"] == twin["evaluation"]["problems"]
     row = results["summary"][1]
     assert row["verdict"].startswith("equal to none")
@@ -91,8 +90,7 @@ def test_evaluation_costs_and_diagnosis_are_there(compared: Compared) -> None:
     cost = results["summary"][1]["cost"]
     # Of the second step, after the one that warms up. What else the machine does decides how large the ratio is.
     plain, perturbed = (run["steps"][1]["tokens_per_second"] for run in results["runs"][:2])
-    assert plain > 0
-    assert cost["tokens_per_second"]["ratio"] == pytest.approx(perturbed / plain)
+    assert plain > 0 and cost["tokens_per_second"]["ratio"] == pytest.approx(perturbed / plain)
     assert cost["memory_bytes"]["value"] > 1 << 30
     assert [s["name"] for s in results["diagnosis"]["strategies"]][:2] == ["none", "neighbor rate=0"]
     assert results["versions"]["vllm"] and results["machine"]["cores"]
@@ -105,9 +103,7 @@ def test_the_report_has_groups_of_both_strategies(compared: Compared) -> None:
     folder, _, _, _ = compared
     kept = [path.read_text().splitlines() for path in sorted(folder.glob("runs/*/groups.jsonl"))]
     none, twin = ([json.loads(line)["rewards"] for line in lines] for lines in kept)
-    assert none == twin
-    assert len(none) == 2
-    assert all(len(rewards) == 16 for rewards in none)
+    assert none == twin and [len(rewards) for rewards in none] == [16, 16]
     section = (folder / "report.html").read_text().partition('id="groups"')[2].partition("</section>")[0]
     assert section.count('<h3 class="who">') == 2 and "neighbor rate=0" in section
 

@@ -29,10 +29,8 @@ PERTURBATIONS += sorted(
     set(registry.available()) - ELSEWHERE - {words.split()[0] for words in DENSITIES} | {"gaussian"}
 )
 # With refinements of a draft, whose records are of a longer prompt than the data's.
-NEIGHBOR = [
-    "--perturbation.variant released --second_round igrpo",
-    *(f"--credit {name}" for name in sorted(credits.available())),
-]
+NEIGHBOR = ["--perturbation.variant released --second_round igrpo"]
+NEIGHBOR += [f"--credit {name}" for name in sorted(credits.available())]
 NEIGHBOR += [f"--advantage {name}" for name in sorted({*advantages.available()} - {"group_norm", "ngrpo"})]
 RUNS = [f"--perturbation {words} --algo.kl.init_coef 0" for words in PERTURBATIONS]
 RUNS += [f"--perturbation neighbor --preset grpo {words}" for words in NEIGHBOR]
@@ -102,10 +100,8 @@ def test_hrpos_gate_trains_is_synced_and_saved(tmp_path: Path, smollm2: str) -> 
     assert max(first["gap_perturbed_mean"], second["gap_perturbed_mean"]) <= GAP
     (saved,) = tmp_path.rglob(FILE)
     gate = load_file(saved)
-    assert set(gate) == {"w_r", "w_i", "lambda_shift"}
-    assert all(value.float().abs().max() > 0 for value in gate.values())
-    model = saved.parents[1]
-    weights = load_file(model / "model.safetensors")
+    assert set(gate) == {"w_r", "w_i", "lambda_shift"} and all(value.any() for value in gate.values())
+    weights = load_file(saved.parents[1] / "model.safetensors")
     assert not [name for name in weights if "perturbation" in name]
 
 

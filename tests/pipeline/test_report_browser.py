@@ -95,7 +95,6 @@ def test_verdicts_in_the_head(browser: Chromium, pages: dict[str, str]) -> None:
     """By mouse, by keyboard and by touch; gone once the pointer is elsewhere."""
     browser.open(pages["comparison"], width=DESKTOP[0], height=DESKTOP[1])
     browser.move(*at(browser, ".forest li:nth-child(2)"))
-    browser.settle()
     assert "the runs do not tell them apart" in browser.evaluate(TIP) and browser.evaluate(TIP_FITS)
     browser.move(5, 5)
     assert browser.evaluate(TIP) is None
@@ -104,10 +103,8 @@ def test_verdicts_in_the_head(browser: Chromium, pages: dict[str, str]) -> None:
     assert "would often have been missed" in browser.evaluate(TIP)
     browser.open(pages["comparison"], width=PHONE[0], height=PHONE[1], touch=True)
     browser.tap(*at(browser, ".forest li:last-child .told"))
-    browser.settle()
     assert "worse than none in Mean@8" in browser.evaluate(TIP) and browser.evaluate(TIP_FITS)
     browser.tap(*at(browser, ".finding"))
-    browser.settle()
     assert browser.evaluate(TIP) is None and browser.complaints() == []
 
 
@@ -121,10 +118,8 @@ def test_neighbors_by_mouse_and_keyboard(browser: Chromium, pages: dict[str, str
     # Tab reaches the first marked token of an answer from the answer itself, arrows the next.
     browser.evaluate("document.querySelector('.tokens:has(.tok)').focus()")
     browser.press("Tab")
-    browser.settle()
     first = check_tip(browser)
     browser.press("ArrowRight")
-    browser.settle()
     second = check_tip(browser)
     assert first != second
     assert browser.evaluate("document.activeElement.getAttribute('aria-describedby')") == "tip"
@@ -148,10 +143,8 @@ def check_tip(browser: Chromium) -> str:
 def test_neighbors_by_tap(browser: Chromium, pages: dict[str, str]) -> None:
     browser.open(pages["comparison"], width=PHONE[0], height=PHONE[1], touch=True)
     browser.tap(*at(browser, "mark.tok"))
-    browser.settle()
     check_tip(browser)
     browser.tap(*at(browser, "#samples h2"))
-    browser.settle()
     assert browser.evaluate(TIP) is None
     assert browser.complaints() == []
 
@@ -225,12 +218,10 @@ def test_groups(browser: Chromium, pages: dict[str, str]) -> None:
         assert browser.evaluate(shown) == 16
         if window == DESKTOP:
             browser.move(*at(browser, "#groups .step[open] .tokens i"))
-            browser.settle()
             assert browser.evaluate(TIP).startswith("gap ") and browser.evaluate(TIP_FITS)
         browser.evaluate(UNFOLD)  # the first strategy's rollouts are not perturbed
         place = at(browser, "#groups mark.tok")
         browser.move(*place) if window == DESKTOP else browser.tap(*place)
-        browser.settle()
         assert all(part in browser.evaluate(TIP) for part in ("was fed as", "0.750", "gap "))
         assert browser.evaluate(TIP_FITS)
         assert browser.evaluate("document.documentElement.scrollWidth") <= window[0]

@@ -141,15 +141,8 @@ def test_an_agent_with_a_tool_between_its_turns_and_one_that_rewrites_them(
 ) -> None:
     """The second asynchronously: a rollout may be a step older than the trainer's weights; that they stay as they are
     leaves the gap to replay."""
-    flags = [
-        *NEIGHBOR,
-        *NO_REFERENCE,
-        "--train.agent_func_path",
-        str(USER_FILES / f"{agent}.py"),
-        "--data.max_len",
-        "256",
-    ]
+    flags = [*NEIGHBOR, *NO_REFERENCE, "--train.agent_func_path", str(USER_FILES / f"{agent}.py")]
     asynchronous = ["--train.async_enable", "--actor.adam.lr", "0", "--data.max_samples", "12"]
-    summary = run(tmp_path, smollm2, *flags, *(asynchronous if agent == "rewriting" else LOUD))
+    summary = run(tmp_path, smollm2, *flags, "--data.max_len", "256", *(asynchronous if agent == "rewriting" else LOUD))
     assert set(summary["scalars"]["train/turns"].values()) == {3.0}
     assert all(bool(step.get("dropped_edits", 0.0)) == (agent == "rewriting") for step in summary["steps"])

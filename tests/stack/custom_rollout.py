@@ -29,17 +29,9 @@ def in_engine(model: str) -> dict[str, Any]:
 
     spec = create(OWN, **OPTIONS).spec()
     shutil.rmtree("theirs")
-    llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=1 << 26,
-        disable_log_stats=True,
-        distributed_executor_backend="uni",
-        additional_config={"perturbation": spec},
-    )
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
+    options |= {"kv_cache_memory_bytes": 1 << 26, "disable_log_stats": True, "distributed_executor_backend": "uni"}
+    llm = LLM(model, **options, additional_config={"perturbation": spec})
     prompts = chat_prompts(llm)
     result = {
         "other process": type(llm.llm_engine.engine_core).__name__ == "SyncMPClient",

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ngrpo.rollout.records import cut_to_answer
-from ngrpo.rollout.requests import external_id
+from ngrpo.rollout.records import take_finished
 from perturbations import ReplayRecord, replaying
 from perturbations.replay.trajectory import FinishedTrajectory, SamplingMask
 from tests.token_log_probs import log_probs_of
@@ -24,11 +23,7 @@ QUESTIONS = [
     "Write a short story about a fox.",
 ]
 
-DISTURBED: dict[str, Any] = {
-    "max_num_batched_tokens": 64,
-    "enable_prefix_caching": True,
-    "enable_chunked_prefill": True,
-}
+DISTURBED = {"max_num_batched_tokens": 64, "enable_prefix_caching": True, "enable_chunked_prefill": True}
 """Prefix caching on and prefills in chunks of at most 64 tokens: the hard case is the ordinary one in these tests."""
 
 
@@ -50,15 +45,8 @@ def build_engine(model: str, spec: dict[str, Any] | None, **options: Any) -> Any
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM
 
-    settings = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 512,
-        "max_num_seqs": 16,
-        "distributed_executor_backend": "uni",
-        "kv_cache_memory_bytes": 1 << 28,
-        "disable_log_stats": True,
-    }
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16}
+    settings |= {"kv_cache_memory_bytes": 1 << 28, "distributed_executor_backend": "uni", "disable_log_stats": True}
     extra = {"additional_config": {"perturbation": spec}} if spec is not None else {}
     llm = LLM(model, **{**settings, **options, **extra})
     # From vLLM 0.31 on, an engine that is freed takes the process groups of all others in its process along.
@@ -77,6 +65,7 @@ class Rollout:
     record: ReplayRecord
     log_probs: np.ndarray
     engine_log_probs: list[float]
+    finished: FinishedTrajectory | None = None
 
     @property
     def sequence(self) -> list[int]:
@@ -89,22 +78,19 @@ def sample(
     """Samples from token prompts. ``arguments``: extra_args["perturbation"] of each request."""
     from vllm import SamplingParams
 
-    from ngrpo.rollout import take_trajectories
-
     settings: dict[str, Any] = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, **params}
     each = [
         SamplingParams(**settings, extra_args={"perturbation": given} if given else None)
         for given in (arguments or [None] * len(prompts))
     ]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], each, use_tqdm=False)
-    taken = take_trajectories(llm)
+    taken = take_finished(llm)
     rollouts = []
     for prompt, output in zip(prompts, outputs):
-        completion = output.outputs[0]
+        completion, finished = output.outputs[0], taken[output.request_id]
         tokens = list(completion.token_ids)
-        record, log_probs = taken[output.request_id]
         engine = [step[token].logprob for step, token in zip(completion.logprobs, tokens)]
-        rollouts.append(Rollout(list(prompt), tokens, record, log_probs, engine))
+        rollouts.append(Rollout(list(prompt), tokens, finished.record, finished.log_probs, engine, finished))
     return rollouts
 
 
@@ -124,20 +110,8 @@ def sample_with_masks(
     llm: Any, prompts: Sequence[list[int]], **params: Any
 ) -> tuple[list[Rollout], list[SamplingMask | None]]:
     """As :func:`sample`, with the tokens that sampling left, from an engine that records them."""
-    from vllm import SamplingParams
-
-    settings = {"temperature": 1.0, "max_tokens": 64, "ignore_eos": True, "logprobs": 0, **params}
-    inputs = [{"prompt_token_ids": p} for p in prompts]
-    outputs = llm.generate(inputs, SamplingParams(**settings), use_tqdm=False)
-    taken = llm.llm_engine.collective_rpc("perturbation_take", args=(None, []))[0]
-    taken = {external_id(name): FinishedTrajectory.unpack(parts) for name, parts in taken.items()}
-    rollouts = []
-    for prompt, output in zip(prompts, outputs):
-        tokens = list(output.outputs[0].token_ids)
-        engine = [step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens)]
-        answer = cut_to_answer(taken[output.request_id], len(tokens))
-        rollouts.append(Rollout(list(prompt), tokens, answer.record, answer.log_probs, engine))
-    return rollouts, [taken[output.request_id].sampling_mask for output in outputs]
+    rollouts = sample(llm, prompts, **params)
+    return rollouts, [rollout.finished.sampling_mask for rollout in rollouts]
 
 
 def sync(engine: Any, model: Any, folder: Path) -> None:
@@ -226,10 +200,8 @@ def gaps(model: Any, rollouts: Sequence[Rollout], replay: bool = True, temperatu
 def feeds_its_text(rollouts: Sequence[Rollout]) -> bool:
     """Whether each recorded input is the token of the text at its position, as `cuts` feeds: no replay is needed."""
     return all(
-        r.record.ids.shape[1] == 1
-        and (r.record.weights == 1.0).all()
-        and r.record.ids[:, 0].tolist()
-        == [r.sequence[at] for at in r.record.positions.tolist() if at < len(r.sequence)]
+        (r.record.weights == 1.0).all()
+        and r.record.ids.tolist() == [[r.sequence[at]] for at in r.record.positions.tolist() if at < len(r.sequence)]
         for r in rollouts
     )
 

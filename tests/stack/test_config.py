@@ -15,6 +15,7 @@ from perturbations import create
 from perturbations.errors import UsageError
 
 SPEC = {"name": "neighbor", "rate": 0.1}
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 
 
 def config(model: str, spec: dict[str, Any] | None = SPEC, **options: Any) -> Any:
@@ -31,11 +32,7 @@ def config(model: str, spec: dict[str, Any] | None = SPEC, **options: Any) -> An
         ({"name": "neighbor", "k": 50000}, {}, r"k=50000.*\[2, 4095\]"),
         ({"rate": 0.1}, {}, "a dictionary with a 'name'"),
         (SPEC, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size=2"),
-        (
-            SPEC,
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-            "speculative decoding",
-        ),
+        (SPEC, {"speculative_config": SPECULATIVE}, "speculative decoding"),
         (SPEC, {"enable_prompt_embeds": True}, "enable_prompt_embeds"),
         (SPEC, {"enable_lora": True}, "LoRA on the input embedding"),
     ],
@@ -114,8 +111,5 @@ def test_the_model_runner_is_the_one_that_stock_vllm_has(
     assert [config(smollm2, spec).use_v2_model_runner for spec in specs] == [False] * 3
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     for spec in specs:
-        if triton:
+        with nullcontext() if triton else pytest.raises(ValueError, match="requires Triton"):
             assert config(smollm2, spec).use_v2_model_runner
-        else:
-            with pytest.raises(ValueError, match="requires Triton"):
-                config(smollm2, spec)

@@ -40,18 +40,10 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
     from perturbations import FinishedTrajectory
     from tests.stack.harness import Rollout
 
-    llm = AsyncLLM.from_engine_args(
-        AsyncEngineArgs(
-            folder,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=128,
-            max_num_seqs=8,
-            data_parallel_size=2,
-            disable_log_stats=True,
-            additional_config={"perturbation": {"name": "neighbor", "rate": 0.5, "variant": "released"}},
-        )
-    )
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 128, "max_num_seqs": 8}
+    options |= {"data_parallel_size": 2, "disable_log_stats": True}
+    config = {"perturbation": {"name": "neighbor", "rate": 0.5, "variant": "released"}}
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(folder, **options, additional_config=config))
     prompt = list(range(100, 120))
 
     async def answer(name: str, seed: int | None = None, rank: int | None = None) -> Any:
@@ -91,13 +83,10 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def main(folder: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from tests.stack.harness import gaps
+    from tests.stack.harness import gaps, load_in_float32
 
     found, facts = asyncio.run(rollouts(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_in_float32(folder)
     result = {
         **facts,
         "different": len({tuple(r.tokens) for r in found}),

@@ -23,7 +23,8 @@ def start(folder: Path, smollm2: str, apart: bool) -> tuple[subprocess.Popen, li
         smollm2: the model.
         apart: whether the engine is a process of its own, as it is with CUDA.
     """
-    before = (folder / "samples.jsonl").stat().st_size if (folder / "samples.jsonl").exists() else 0
+    samples = folder / "samples.jsonl"
+    before = samples.stat().st_size if samples.exists() else 0
     process = subprocess.Popen(
         [sys.executable, "-m", "ngrpo.cli", "eval", "--model", smollm2, *WORDS, "--out", str(folder)],
         stdout=subprocess.PIPE,
@@ -32,7 +33,7 @@ def start(folder: Path, smollm2: str, apart: bool) -> tuple[subprocess.Popen, li
         env={**os.environ, **({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} if apart else {})},
     )
     deadline = time.monotonic() + 120
-    while not (folder / "samples.jsonl").exists() or (folder / "samples.jsonl").stat().st_size == before:
+    while not samples.exists() or samples.stat().st_size == before:
         assert process.poll() is None and time.monotonic() < deadline, process.stdout and process.stdout.read()
         time.sleep(0.2)
     children = psutil.Process(process.pid).children(recursive=True)

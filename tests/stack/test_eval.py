@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ngrpo.commands.eval import run
-from ngrpo.workbench.evaluate import Sampling, evaluate, load_task
+from ngrpo.workbench.evaluate import Sampling, evaluate, evaluation, load_task
 from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
 
@@ -55,13 +55,9 @@ def test_command(
     assert set(kept) == {(f"arithmetic-{i}", j) for i in range(6) for j in range(N)}
     row = kept["arithmetic-0", 0]
     assert row["prompt"].startswith("<|im_start|>") and row["prompt"].endswith("assistant\n")
-    assert row["finish"] in ("stop", "length")
-    assert 1 <= row["tokens"] <= 12
-    assert "perturbed" not in row
+    assert row["finish"] in ("stop", "length") and 1 <= row["tokens"] <= 12 and "perturbed" not in row
     result = json.loads((tmp_path / "evaluation.json").read_text())
-    assert result["perturbation"] is None
-    assert result["n"] == N
-    assert set(result["pass_at_k"]) == {"1", "2", "4"}
+    assert result["perturbation"] is None and result["n"] == N and set(result["pass_at_k"]) == {"1", "2", "4"}
     counts = {p["id"]: p["correct"] for p in result["problems"]}
     assert counts == {f"arithmetic-{i}": sum(kept[f"arithmetic-{i}", j]["correct"] for j in range(N)) for i in range(6)}
     assert result["mean_at_n"] == pytest.approx(sum(counts.values()) / 24) == result["pass_at_k"]["1"]
@@ -121,7 +117,7 @@ def test_perturbed_only_when_asked(engine: Any, plain: Any, tmp_path: Path) -> N
     assert on["perturbed_rate"] > 0.5 and on["perturbation"] == spec
 
 
-def test_an_interrupted_run_leaves_the_engine_idle(plain: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_the_engine_idle(plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problems = load_task("arithmetic", limit=8)  # twice as many samples as run at once
 
     class Stop(Exception):
@@ -130,14 +126,9 @@ def test_an_interrupted_run_leaves_the_engine_idle(plain: Any, tmp_path: Path) -
     def stop(line: str) -> None:
         raise Stop
 
-    from ngrpo.workbench.evaluate import evaluation
-
-    before, evaluation._REPORT_SECONDS = evaluation._REPORT_SECONDS, 0.0
-    try:
-        with pytest.raises(Stop):
-            evaluate(plain, problems, out=tmp_path, report=stop, **settings())
-    finally:
-        evaluation._REPORT_SECONDS = before
+    monkeypatch.setattr(evaluation, "_REPORT_SECONDS", 0.0)
+    with pytest.raises(Stop):
+        evaluate(plain, problems, out=tmp_path, report=stop, **settings())
     assert not plain.llm_engine.has_unfinished_requests()
     assert 1 <= len(rows(tmp_path)) < 32  # what had finished is kept
     assert len(evaluate(plain, problems, out=tmp_path, **settings())["problems"]) == 8

@@ -44,25 +44,3 @@ def test_replay_equals_rollout(engine: Any, hf_model: Any, name: str, options: d
         assert sum(len(r.record.to_bytes()) for r in rollouts) <= 3 * len(gap)
     without = gaps(hf_model, rollouts[::4], replay=False)
     assert without.max() >= 1e-2, "leaving the replay out must show, or this test shows nothing"
-
-
-@pytest.mark.more
-def test_a_position_where_nothing_acts_leaves_no_record(engine: Any, hf_model: Any) -> None:
-    """SeLaR mixes where the model wavers: at some positions and not at all, and the answer is replayed all the same."""
-    set_perturbation(engine, "selar")
-    rollouts = sample(engine, chat_prompts(engine), max_tokens=60)
-    assert 10 < sum(len(r.record) for r in rollouts) < 200
-    for record in (r.record for r in rollouts):
-        assert (record.weights[:, 0] == 0.0).all()
-    assert gaps(hf_model, rollouts).max() <= 1e-4
-
-
-@pytest.mark.more
-def test_further_draws_keep_to_what_the_request_allows(engine: Any, hf_model: Any) -> None:
-    """Half of the positions are perturbed, so that their rows are picked out of what top-k left."""
-    set_perturbation(engine, "multiplex", rate=0.5)
-    for top_k in (1, 2):
-        rollouts = sample(engine, chat_prompts(engine), max_tokens=40, top_k=top_k)
-        kinds = [len(set(ids)) for r in rollouts for ids in r.record.ids.tolist()]
-        assert len(kinds) > 40 and max(kinds) == top_k
-        assert gaps(hf_model, rollouts).max() <= 1e-4

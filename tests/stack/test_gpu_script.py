@@ -41,7 +41,6 @@ def test_the_quick_stages(tmp_path: Path) -> None:
     (alone,), (stock, perturbed) = figures["perturber"], figures["decode-steps"]
     assert (alone["runner"], alone["waits"], alone["loops"]) == ("no engine", 0, 0) and alone["launches"] > 0
     assert (stock["perturbation"], stock["rate"], perturbed["rate"]) == ("stock", None, 1.0)
-    assert all(count >= 0 for count in (stock["items"], stock["nonzero"], perturbed["items"], perturbed["nonzero"]))
 
 
 @pytest.mark.slow

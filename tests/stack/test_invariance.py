@@ -9,17 +9,7 @@ import pytest
 from ngrpo.rollout import set_perturbation
 from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import FinishedTrajectory
-from tests.stack.harness import (
-    CROWDED,
-    Rollout,
-    assert_same,
-    build_engine,
-    chat_prompts,
-    gaps,
-    note_preemptions,
-    sample,
-    stock_answers,
-)
+from tests.stack import harness
 
 LONG = "Here are some numbers: " + ", ".join(str(n) for n in range(60)) + ". Which of them are prime?"
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", LONG]
@@ -35,11 +25,11 @@ PERTURBATIONS = [
 @pytest.fixture(scope="module")
 def plain_engine(model: str) -> Iterator[Any]:
     """One whole prefill per prompt, no prefix caching, room for all: the reference for every disturbance."""
-    yield build_engine(model, {"name": "gumbel"}, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    yield harness.build_engine(model, {"name": "gumbel"}, enable_prefix_caching=False, max_num_batched_tokens=4096)
 
 
-def seeded(llm: Any, prompts: Sequence[list[int]], seeds: Sequence[int], **params: Any) -> list[Rollout]:
-    return sample(llm, prompts, [{"seed": s} for s in seeds], max_tokens=48, **params)
+def seeded(llm: Any, prompts: Sequence[list[int]], seeds: Sequence[int], **params: Any) -> list[harness.Rollout]:
+    return harness.sample(llm, prompts, [{"seed": s} for s in seeds], max_tokens=48, **params)
 
 
 @pytest.mark.parametrize(("name", "options"), PERTURBATIONS, ids=[name for name, _ in PERTURBATIONS])
@@ -48,15 +38,15 @@ def test_batch_order_size_chunks_and_cache(
 ) -> None:
     for llm in (engine, plain_engine):
         set_perturbation(llm, name, **options)
-    prompts = chat_prompts(engine, QUESTIONS, copies=3)
+    prompts = harness.chat_prompts(engine, QUESTIONS, copies=3)
     seeds = list(range(len(prompts)))
     together = seeded(plain_engine, prompts, seeds)
-    assert_same(together, seeded(plain_engine, prompts[::-1], seeds[::-1])[::-1])
-    assert_same(together[::4], [seeded(plain_engine, [prompts[i]], [seeds[i]])[0] for i in seeds[::4]])
+    harness.assert_same(together, seeded(plain_engine, prompts[::-1], seeds[::-1])[::-1])
+    harness.assert_same(together[::4], [seeded(plain_engine, [prompts[i]], [seeds[i]])[0] for i in seeds[::4]])
     # The shared engine computes the long prompt in chunks of 64 tokens, and finds prompts in its prefix cache.
     chunked = seeded(engine, prompts, seeds)
-    assert_same(together, chunked)
-    assert gaps(hf_model, chunked).max() <= 1e-4
+    harness.assert_same(together, chunked)
+    assert harness.gaps(hf_model, chunked).max() <= 1e-4
 
 
 def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: Any) -> None:
@@ -64,9 +54,9 @@ def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: 
 
     The second one has a gate that counts.
     """
-    small = build_engine(model, {"name": "gumbel", "rate": 0.5}, **CROWDED)
-    preempted = note_preemptions(small)
-    prompts = chat_prompts(small, QUESTIONS[:2], copies=4)
+    small = harness.build_engine(model, {"name": "gumbel", "rate": 0.5}, **harness.CROWDED)
+    preempted = harness.note_preemptions(small)
+    prompts = harness.chat_prompts(small, QUESTIONS[:2], copies=4)
     seeds = list(range(len(prompts)))
     counting = {"until": None, "gate": "tests.stack.own_perturbations:Rationed"}
     for name, options in (("gumbel", {"rate": 0.5}), ("soft", counting)):
@@ -75,47 +65,31 @@ def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: 
         preempted.clear()
         disturbed = seeded(small, prompts, seeds)
         assert len(preempted) >= 3, "the cache is not small enough for this test to show anything"
-        assert_same(seeded(plain_engine, prompts, seeds), disturbed)
-        assert gaps(hf_model, disturbed).max() <= 1e-4
+        harness.assert_same(seeded(plain_engine, prompts, seeds), disturbed)
+        assert harness.gaps(hf_model, disturbed).max() <= 1e-4
 
 
 @pytest.mark.more
 def test_compiled_model_gives_the_eager_records(model: str, plain_engine: Any, hf_model: Any) -> None:
     set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
     spec = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
-    compiled = build_engine(model, spec, enforce_eager=False, enable_prefix_caching=False)
-    prompts = chat_prompts(compiled, QUESTIONS[:2], copies=4)
+    compiled = harness.build_engine(model, spec, enforce_eager=False, enable_prefix_caching=False)
+    prompts = harness.chat_prompts(compiled, QUESTIONS[:2], copies=4)
     seeds = list(range(len(prompts)))
     rollouts = seeded(compiled, prompts, seeds)
-    assert_same(seeded(plain_engine, prompts, seeds), rollouts)
-    assert gaps(hf_model, rollouts).max() <= 1e-4
+    harness.assert_same(seeded(plain_engine, prompts, seeds), rollouts)
+    assert harness.gaps(hf_model, rollouts).max() <= 1e-4
 
 
 def test_members_of_a_group_differ_and_a_run_repeats(plain_engine: Any) -> None:
-    prompts = chat_prompts(plain_engine, QUESTIONS[:1], copies=4)
+    prompts = harness.chat_prompts(plain_engine, QUESTIONS[:1], copies=4)
     runs = []
     for _ in range(2):
         set_perturbation(plain_engine, "neighbor", rate=0.3, seed=5)
-        runs.append(sample(plain_engine, prompts, max_tokens=24))
+        runs.append(harness.sample(plain_engine, prompts, max_tokens=24))
     assert len({tuple(r.tokens) for r in runs[0]}) == 4
     assert len({r.record.seed for r in runs[0]}) == 4
     assert [r.tokens for r in runs[0]] == [r.tokens for r in runs[1]]
-
-
-def test_several_samples_of_one_request(plain_engine: Any) -> None:
-    """``SamplingParams(n=3)`` with one seed: three trajectories, named as vLLM names them."""
-    from vllm import SamplingParams
-
-    from ngrpo.rollout import take_records
-
-    set_perturbation(plain_engine, "gumbel")
-    params = SamplingParams(n=3, max_tokens=16, extra_args={"perturbation": {"seed": 1}})
-    prompt = chat_prompts(plain_engine, QUESTIONS[:1])[0]
-    (output,) = plain_engine.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    records = take_records(plain_engine)
-    assert sorted(records) == [f"{i}_{output.request_id}" for i in range(3)]
-    assert len({tuple(c.token_ids) for c in output.outputs}) == 3
-    assert take_records(plain_engine) == {}, "a record is handed over once"
 
 
 def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_model: Any) -> None:
@@ -125,7 +99,7 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
     """
     set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
     encode = plain_engine.get_tokenizer().encode
-    (prompt,) = chat_prompts(plain_engine, QUESTIONS[:1])
+    (prompt,) = harness.chat_prompts(plain_engine, QUESTIONS[:1])
     first_prompt, conversation = len(prompt), Conversation({})
     for turn in range(3):
         if turn == 2:
@@ -133,16 +107,16 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
         conversation.go_on(prompt)
         before = None if conversation.trajectory is None else conversation.trajectory.record
         given = [{"record": before.to_bytes()}] if before is not None else None
-        (rollout,) = sample(plain_engine, [prompt], given, max_tokens=16)
+        (rollout,) = harness.sample(plain_engine, [prompt], given, max_tokens=16)
         conversation.add(FinishedTrajectory(rollout.record, rollout.log_probs).pack(), prompt, rollout.tokens)
-        assert gaps(hf_model, [rollout]).max() <= 1e-4
+        assert harness.gaps(hf_model, [rollout]).max() <= 1e-4
         if turn == 0:
             first = rollout.record
         elif turn == 1:
             kept = rollout.record.truncate(first_prompt + 16)
             assert kept.positions.tolist() == first.positions.tolist() and not conversation.trajectory.dropped
-            forgotten = Rollout(rollout.prompt, rollout.tokens, first, rollout.log_probs, [])
-            assert gaps(hf_model, [forgotten]).max() > 1e-3 and rollout.record.seed == first.seed
+            forgotten = harness.Rollout(rollout.prompt, rollout.tokens, first, rollout.log_probs, [])
+            assert harness.gaps(hf_model, [forgotten]).max() > 1e-3 and rollout.record.seed == first.seed
             second = rollout.record
         prompt = rollout.sequence + encode("\nThe tool says 7. Go on.")
     record = conversation.trajectory.record
@@ -150,28 +124,12 @@ def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_
     assert len(early) and conversation.trajectory.dropped == len(second) - len(early) > 0
     assert record.positions[: len(early)].tolist() == early.positions.tolist()
     assert record.positions[len(early)] >= len(rollout.prompt)
-    everything = Rollout(rollout.prompt, rollout.tokens, record, rollout.log_probs, [])
-    assert gaps(hf_model, [everything]).max() <= 1e-4
-
-
-def test_thinking_ends(plain_engine: Any) -> None:
-    """Nothing is perturbed from the end of thinking on; here a token of the first answer stands for it."""
-    prompts, tokenizer = chat_prompts(plain_engine, [LONG], copies=4), plain_engine.get_tokenizer()
-    set_perturbation(plain_engine, "gumbel")
-    (first, *_) = seeded(plain_engine, prompts, range(4))
-    texts = {token: tokenizer.decode([token]) for token in first.tokens[12:]}
-    stop, text = next(([token], text) for token, text in texts.items() if tokenizer.encode(text) == [token])
-    set_perturbation(plain_engine, "gumbel", until=text)
-    rollouts = seeded(plain_engine, prompts, range(4))
-    ended = [r for r in rollouts if stop[0] in r.tokens]
-    assert ended
-    for r in ended:
-        end = len(r.prompt) + r.tokens.index(stop[0])  # this very token is fed as it is
-        assert r.record.positions.tolist() == list(range(len(r.prompt), end))
+    everything = harness.Rollout(rollout.prompt, rollout.tokens, record, rollout.log_probs, [])
+    assert harness.gaps(hf_model, [everything]).max() <= 1e-4
 
 
 def test_no_perturbation_is_stock_vllm(model: str) -> None:
     """Tokens and log-probabilities identical to an engine that never heard of us."""
-    stock, rate_0 = (build_engine(model, spec) for spec in (None, {"name": "neighbor", "rate": 0.0}))
-    prompts = chat_prompts(stock, QUESTIONS[:2], copies=2)
-    assert stock_answers(stock, prompts, max_tokens=24) == stock_answers(rate_0, prompts, max_tokens=24)
+    stock, rate_0 = (harness.build_engine(model, spec) for spec in (None, {"name": "neighbor", "rate": 0.0}))
+    prompts = harness.chat_prompts(stock, QUESTIONS[:2], copies=2)
+    assert harness.stock_answers(stock, prompts, max_tokens=24) == harness.stock_answers(rate_0, prompts, max_tokens=24)

@@ -12,19 +12,8 @@ import torch
 from ngrpo.rollout import set_perturbation, take_trajectories
 from ngrpo.trainers.common.weights_file import reload_weights
 from perturbations.neighbors.refresh import Neighborhood
+from tests.stack import harness
 from tests.stack.as_on_cuda import asynchronous
-from tests.stack.harness import (
-    Rollout,
-    build_engine,
-    chat_prompts,
-    gaps,
-    note_preemptions,
-    one_token_prefills,
-    replay_log_probs,
-    sample,
-    scheduler_of,
-    worker_of,
-)
 
 NEIGHBOR = {"name": "neighbor", "rate": 0.3, "mix_temperature": 3.0}
 LENGTH = 512
@@ -34,27 +23,18 @@ STORY = "Once upon a time there was a fox who counted the stars, " * 40
 @pytest.fixture(scope="module", params=["synchronous", pytest.param("asynchronous", marks=pytest.mark.slow)])
 def crowded(model: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """17 blocks of 32 tokens for up to 16 sequences of up to 512, and 32 tokens a step."""
+    cache = {"num_gpu_blocks_override": 17, "block_size": 32, "enable_prefix_caching": True}
+    chunks = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True}
     with asynchronous() if request.param == "asynchronous" else contextlib.nullcontext():
-        llm = build_engine(
-            model,
-            NEIGHBOR,
-            max_model_len=LENGTH,
-            num_gpu_blocks_override=17,
-            block_size=32,
-            max_num_batched_tokens=32,
-            enable_prefix_caching=True,
-            enable_chunked_prefill=True,
-        )
-    llm.preempted = note_preemptions(llm)
+        llm = harness.build_engine(model, NEIGHBOR, max_model_len=LENGTH, **cache, **chunks)
+    llm.preempted = harness.note_preemptions(llm)
     yield llm
 
 
 def assert_nothing_is_left(llm: Any) -> None:
     llm.llm_engine.step()  # the scheduler tells of finished requests with the next step
-    books = worker_of(llm).perturbation.requests
-    assert not books._store.live
-    assert not books._dropped
-    assert not books._buffer.names()
+    books = harness.worker_of(llm).perturbation.requests
+    assert not books._store.live and not books._dropped and not books._buffer.names()
 
 
 def add(llm: Any, prompts: Sequence[list[int]], **params: Any) -> None:
@@ -77,11 +57,11 @@ def finish(llm: Any, after_step: Callable[[int, dict], object] = lambda step, do
     return done
 
 
-def rollouts_of(llm: Any, done: dict[str, Any]) -> list[Rollout]:
+def rollouts_of(llm: Any, done: dict[str, Any]) -> list[harness.Rollout]:
     taken = take_trajectories(llm)
     assert set(taken) == set(done)
     return [
-        Rollout(list(output.prompt_token_ids), list(output.outputs[0].token_ids), *taken[name], [])
+        harness.Rollout(list(output.prompt_token_ids), list(output.outputs[0].token_ids), *taken[name], [])
         for name, output in done.items()
     ]
 
@@ -107,7 +87,7 @@ def test_mixed_lengths_preemptions_and_aborts(
     """
     set_perturbation(crowded, **NEIGHBOR)
     crowded.preempted.clear()
-    (text,) = chat_prompts(crowded, [STORY])
+    (text,) = harness.chat_prompts(crowded, [STORY])
     for round_ in range(rounds):
         draws = np.random.default_rng(round_)
         lengths = np.geomspace(3, longest, requests).astype(int)
@@ -125,7 +105,7 @@ def test_mixed_lengths_preemptions_and_aborts(
         assert sum(len(r.record) for r in rollouts) > requests
         rollouts.sort(key=lambda r: len(r.sequence))  # alike lengths share a forward
         for i in range(0, len(rollouts), 8):
-            assert gaps(hf_model, rollouts[i : i + 8]).max() <= 1e-4
+            assert harness.gaps(hf_model, rollouts[i : i + 8]).max() <= 1e-4
         assert_nothing_is_left(crowded)
     assert len(crowded.preempted) >= least, "the cache is not small enough for this test to show anything"
 
@@ -133,26 +113,26 @@ def test_mixed_lengths_preemptions_and_aborts(
 def test_the_cache_is_hit_within_prompts_only(crowded: Any, hf_model: Any) -> None:
     """The same prompt again, and a prompt that goes on with another trajectory's tokens."""
     set_perturbation(crowded, "neighbor", rate=1.0, mix_temperature=3.0)
-    (prompt,) = chat_prompts(crowded, ["Name the planets, " * 12])
-    (first,) = sample(crowded, [prompt], max_tokens=40)
+    (prompt,) = harness.chat_prompts(crowded, ["Name the planets, " * 12])
+    (first,) = harness.sample(crowded, [prompt], max_tokens=40)
     whole = len(prompt) // 32 * 32
     for again, hits in ((prompt, whole), (first.sequence, whole)):
         add(crowded, [again], max_tokens=8)
         done = finish(crowded)
         (rollout,) = rollouts_of(crowded, done)
         assert 0 < done["0"].num_cached_tokens <= hits, "blocks with perturbed inputs belong to one trajectory"
-        assert gaps(hf_model, [rollout]).max() <= 1e-4
+        assert harness.gaps(hf_model, [rollout]).max() <= 1e-4
 
 
 def test_prompts_in_chunks_of_one_token(crowded: Any, hf_model: Any) -> None:
     set_perturbation(crowded, "neighbor", rate=0.5, mix_temperature=3.0)
     reset(crowded)  # a prompt that is in the cache is not computed at all
-    with one_token_prefills(crowded) as given:
-        add(crowded, chat_prompts(crowded), max_tokens=12)
+    with harness.one_token_prefills(crowded) as given:
+        add(crowded, harness.chat_prompts(crowded), max_tokens=12)
         rollouts = rollouts_of(crowded, finish(crowded))
     assert max(given) == 1 and len(given) >= sum(len(r.prompt) for r in rollouts)
     assert sum(len(r.record) for r in rollouts) >= 10
-    assert gaps(hf_model, rollouts).max() <= 1e-4
+    assert harness.gaps(hf_model, rollouts).max() <= 1e-4
     assert_nothing_is_left(crowded)
 
 
@@ -160,11 +140,11 @@ def test_aborting_a_parent_drops_the_records_of_its_samples(crowded: Any) -> Non
     from vllm import SamplingParams
 
     set_perturbation(crowded, "gumbel")
-    (prompt,) = chat_prompts(crowded)[:1]
+    (prompt,) = harness.chat_prompts(crowded)[:1]
     crowded.llm_engine.add_request("parent", {"prompt_token_ids": prompt}, SamplingParams(n=4, max_tokens=30))
     steps = 0
     # A step takes 32 tokens of their prompts, less what is cached.
-    while worker_of(crowded).perturbation.requests.running < 4:
+    while harness.worker_of(crowded).perturbation.requests.running < 4:
         crowded.llm_engine.step()
         steps += 1
         assert steps < 20, "the samples of a parent do not run together"
@@ -177,29 +157,29 @@ def test_aborting_a_parent_drops_the_records_of_its_samples(crowded: Any) -> Non
 def test_the_length_limit_on_a_perturbed_position(crowded: Any, hf_model: Any, room: int) -> None:
     """The answer ends where the model's length does; the edit of a position beyond it is never recorded."""
     set_perturbation(crowded, "gumbel", rate=1.0)
-    prompt = (chat_prompts(crowded, ["Count to a thousand. " * 120])[0])[: LENGTH - room]
+    prompt = (harness.chat_prompts(crowded, ["Count to a thousand. " * 120])[0])[: LENGTH - room]
     add(crowded, [prompt], max_tokens=64)
     (rollout,) = rollouts_of(crowded, finish(crowded))
     assert len(rollout.tokens) == room
     assert rollout.record.positions.tolist() == list(range(LENGTH - room, LENGTH))
-    assert gaps(hf_model, [rollout]).max() <= 1e-4
+    assert harness.gaps(hf_model, [rollout]).max() <= 1e-4
 
 
 def sync(llm: Any, weights: dict[str, torch.Tensor]) -> None:
     """As OpenRLHF does after an update: the weights, and a cache that holds nothing of the old ones."""
-    reload_weights(worker_of(llm).model_runner, weights.items())
+    reload_weights(harness.worker_of(llm).model_runner, weights.items())
     reset(llm)
 
 
 def reset(llm: Any) -> None:
     """Throws out all running requests and the cache: everything is computed again."""
-    assert scheduler_of(llm).reset_prefix_cache(reset_running_requests=True)
+    assert harness.scheduler_of(llm).reset_prefix_cache(reset_running_requests=True)
 
 
 def test_a_weight_sync_while_requests_run(crowded: Any, hf_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After it the requests are computed again: the edits are of the new weights, and so is the replay."""
     set_perturbation(crowded, "neighbor", rate=0.5, mix_temperature=3.0, realization="sampled")
-    add(crowded, chat_prompts(crowded))
+    add(crowded, harness.chat_prompts(crowded))
     for _ in range(12):
         crowded.llm_engine.step()
     before = {name: p.detach().clone() for name, p in hf_model.named_parameters()}
@@ -218,14 +198,12 @@ def test_a_weight_sync_while_requests_run(crowded: Any, hf_model: Any, monkeypat
         sync(crowded, dict(hf_model.named_parameters()))
         rollouts = rollouts_of(crowded, finish(crowded))
         assert len(built) == 1, "one sync is one new index"
-        gap = [gaps(hf_model, [rollout]) for rollout in rollouts]
+        gap = [harness.gaps(hf_model, [rollout]) for rollout in rollouts]
         # The last tokens of each answer are drawn by the new weights, the first ones were by the old weights.
         assert torch.cat([of_answer[-8:] for of_answer in gap]).max() <= 1e-4
         assert torch.cat([of_answer[:8] for of_answer in gap]).max() > 1e-2
     finally:
-        with torch.no_grad():
-            for name, parameter in hf_model.named_parameters():
-                parameter.copy_(before[name])
+        hf_model.load_state_dict(before, strict=False)
         sync(crowded, before)
 
 
@@ -236,7 +214,7 @@ def test_a_reset_while_the_end_of_thinking_is_matched(crowded: Any, hf_model: An
     end = crowded.get_tokenizer().encode(text, add_special_tokens=False)
     assert len(end) > 2
     allowed = sorted(set(end))
-    add(crowded, chat_prompts(crowded)[2:], max_tokens=16, allowed_token_ids=allowed)
+    add(crowded, harness.chat_prompts(crowded)[2:], max_tokens=16, allowed_token_ids=allowed)
     done = finish(crowded, lambda step, _: step % 3 or reset(crowded))
     ended = 0
     for rollout in rollouts_of(crowded, done):
@@ -246,6 +224,6 @@ def test_a_reset_while_the_end_of_thinking_is_matched(crowded: Any, hf_model: An
         ended += bool(places)
         assert all(position < last for position in rollout.record.positions)
         # The engine's log-probabilities are among the allowed tokens.
-        (whole,) = replay_log_probs(hf_model, [rollout], among=allowed)
+        (whole,) = harness.replay_log_probs(hf_model, [rollout], among=allowed)
         assert (whole - torch.from_numpy(rollout.log_probs.copy())).abs().max() <= 1e-4
     assert ended, "no answer had the text: the test shows nothing"

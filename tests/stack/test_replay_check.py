@@ -39,32 +39,21 @@ def test_every_way_of_embedding_is_replayed(form: str, dtype: torch.dtype, tmp_p
     check_replay(model, forward_of(model))
 
 
-_right = scope.flat_rows
-
-
-def _one_row_off(*args: object) -> tuple[Tensor, Tensor]:
-    rows, inside = _right(*args)
-    return rows + 1, inside
-
-
-def _first_row(*args: object) -> tuple[Tensor, Tensor]:
-    rows, inside = _right(*args)
-    return torch.zeros_like(rows), inside
-
-
-def _nowhere(*args: object) -> tuple[Tensor, Tensor]:
-    rows, inside = _right(*args)
-    return rows, torch.zeros_like(inside)
+WRONG: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "one row off": lambda rows, inside: (rows + 1, inside),
+    "first row": lambda rows, inside: (torch.zeros_like(rows), inside),
+    "nowhere": lambda rows, inside: (rows, torch.zeros_like(inside)),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", ["plain", "scaled", "per_layer"])
-@pytest.mark.parametrize("wrong", [_one_row_off, _first_row, _nowhere])
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_replay_that_misses_its_row_is_named(
-    form: str, dtype: torch.dtype, wrong: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, dtype: torch.dtype, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = loaded(form, tmp_path, dtype)
-    monkeypatch.setattr(scope, "flat_rows", wrong)
+    model, right = loaded(form, tmp_path, dtype), scope.flat_rows
+    monkeypatch.setattr(scope, "flat_rows", lambda *args: WRONG[wrong](*right(*args)))
     with pytest.raises(CheckFailure, match=r"the trainer does not feed .*\n  [^:]+: off by"):
         check_replay(model, forward_of(model))
 
@@ -107,8 +96,6 @@ def test_the_texts_of_a_probe(vocabulary: int) -> None:
     assert all(0 <= token < vocabulary for token in tokens)
     assert texts.other != texts.text[texts.row] and len(texts.text) == len(texts.first) == 10
     if vocabulary >= 512:
-        assert len(tokens) == 31
-        assert min(tokens) >= vocabulary // 20
-        assert max(tokens) < vocabulary // 2
+        assert len(tokens) == 31 and vocabulary // 20 <= min(tokens) and max(tokens) < vocabulary // 2
     with pytest.raises(UsageError, match="at least 7 tokens, not 6"):
         texts_of_check(vocabulary, 3)

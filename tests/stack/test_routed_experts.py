@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
-from ngrpo.rollout.records import cut_to_answer
-from ngrpo.rollout.requests import external_id
 from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import replaying
 from perturbations.replay.routing import RoutingScope
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module
-from tests.stack.harness import CROWDED, DISTURBED, build_engine, load_in_float32, note_preemptions, sync
+from tests.stack.harness import CROWDED, DISTURBED, build_engine, load_in_float32, note_preemptions, sample, sync
 from tests.stack.tiny_models import tie_experts, tiny_model
 
 Answer = tuple[list[int], list[int], FinishedTrajectory]
@@ -48,25 +46,9 @@ def prompts(count: int, tokens: int, seed: int = 0) -> list[list[int]]:
 
 
 def answers(llm: Any, given: Sequence[list[int]], tokens: int = 32, record: bytes = b"") -> list[Answer]:
-    from vllm import SamplingParams
-
-    each = [
-        SamplingParams(
-            temperature=1.0,
-            max_tokens=tokens,
-            ignore_eos=True,
-            extra_args={"perturbation": {"seed": i, **({"record": record} if record else {})}},
-        )
-        for i in range(len(given))
-    ]
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in given], each, use_tqdm=False)
-    taken = llm.llm_engine.collective_rpc("perturbation_take", args=(None, []))[0]
-    by_name = {external_id(name): FinishedTrajectory.unpack(parts) for name, parts in taken.items()}
-    found = []
-    for prompt, output in zip(given, outputs):
-        drawn = list(output.outputs[0].token_ids)
-        found.append((list(prompt), drawn, cut_to_answer(by_name[output.request_id], len(drawn))))
-    return found
+    earlier = {"record": record} if record else {}
+    rollouts = sample(llm, given, [{"seed": i, **earlier} for i in range(len(given))], max_tokens=tokens)
+    return [(rollout.prompt, rollout.tokens, rollout.finished) for rollout in rollouts]
 
 
 @torch.no_grad()
@@ -87,14 +69,13 @@ def test_a_near_tie_is_replayed_exactly(engine: Any, trainer: Any, spec: dict[st
     """Prompts that share blocks of the prefix cache have all of their experts, too."""
     set_perturbation(engine, **spec)
     shared = prompts(1, 72, seed=1)[0]
-    found = answers(
-        engine, [*([*shared, 5 + i] for i in range(4)), *prompts(2, 40), *([*shared, 50 + i] for i in range(2))]
-    )
+    sharing = [[*shared, last] for last in (5, 6, 7, 8, 50, 51)]
+    found = answers(engine, [*sharing[:4], *prompts(2, 40), *sharing[4:]])
     assert max(gap(trainer, each) for each in found) <= 1e-4
     assert max(gap(trainer, each, replay=False) for each in found) > 0.1, "the tie must part engine and trainer"
     for prompt, drawn, trajectory in found:
-        assert trajectory.experts.shape == (len(prompt) + len(drawn) - 1, 2, 2)
-        assert trajectory.experts.dtype == np.uint8
+        shape = (len(prompt) + len(drawn) - 1, 2, 2)
+        assert trajectory.experts.shape == shape and trajectory.experts.dtype == np.uint8
 
 
 def test_further_turns(engine: Any, trainer: Any) -> None:
@@ -130,10 +111,9 @@ def test_a_weight_sync_reaches_the_experts(engine: Any, tied: str, tmp_path: Pat
 
 
 def test_after_preemptions(tied: str, trainer: Any) -> None:
-    llm = build_engine(
-        tied, None, additional_config={"perturbation": NEIGHBOR, "routed_experts": True},
-        **{**CROWDED, "enable_prefix_caching": True, "max_num_seqs": 8},
-    )  # fmt: skip
+    config = {"perturbation": NEIGHBOR, "routed_experts": True}
+    options = {**CROWDED, "enable_prefix_caching": True, "max_num_seqs": 8}
+    llm = build_engine(tied, None, additional_config=config, **options)
     preempted = note_preemptions(llm)
     found = answers(llm, prompts(6, 40, seed=4), 40)
     assert preempted

@@ -37,13 +37,8 @@ PERTURBATIONS = [
 @pytest.fixture(scope="module")
 def recording(model: str) -> Iterator[Any]:
     """Nothing but the masks is asked for: the unperturbed arm of a comparison."""
-    yield build_engine(
-        model,
-        None,
-        additional_config={"sampling_masks": True},
-        logprobs_mode="processed_logprobs",
-        max_num_batched_tokens=64,
-    )
+    options = {"logprobs_mode": "processed_logprobs", "max_num_batched_tokens": 64}
+    yield build_engine(model, None, additional_config={"sampling_masks": True}, **options)
 
 
 @pytest.mark.parametrize("perturbation", PERTURBATIONS, ids=lambda perturbation: perturbation["name"])
@@ -70,20 +65,13 @@ def test_nothing_is_recorded_where_nothing_is_cut(recording: Any) -> None:
     assert [len(mask) for mask in masks] == [0, 0, 0, 0]
     _, masks = sample_with_masks(recording, chat_prompts(recording), max_tokens=8, ignore_eos=False, min_tokens=1)
     for mask in masks:  # the end of the answer is not allowed as its first token: one token cut, one id kept
-        assert len(mask) == 1
-        assert [len(ids) for _, ids in mask.by_position().values()] == [1]
-        assert mask.cut.all()
+        assert mask.cut.all() and [len(ids) for _, ids in mask.by_position().values()] == [1]
 
 
 def test_masks_survive_preemption(model: str, hf_model: Any) -> None:
     """A cache of eight blocks of 32 tokens, as in test_invariance: trajectories are computed again."""
-    small = build_engine(
-        model,
-        None,
-        additional_config={"perturbation": {"name": "neighbor", "rate": 0.3}, "sampling_masks": True},
-        logprobs_mode="processed_logprobs",
-        **CROWDED,
-    )
+    config = {"perturbation": {"name": "neighbor", "rate": 0.3}, "sampling_masks": True}
+    small = build_engine(model, None, additional_config=config, logprobs_mode="processed_logprobs", **CROWDED)
     preempted = note_preemptions(small)
     rollouts, masks = sample_with_masks(small, chat_prompts(small, copies=2), top_p=0.9)
     assert len(preempted) >= 3

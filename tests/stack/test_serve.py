@@ -120,11 +120,7 @@ def test_a_record_ends_at_the_stop_string(client: Any, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"training_step": 1 << 63}, "must be an integer from 0 to"),
-        ({"record": "AAAA"}, "record"),
-    ],
+    ("asked", "said"), [({"training_step": 1 << 63}, "must be an integer from 0 to"), ({"record": "AAAA"}, "record")]
 )
 def test_a_bad_request_is_refused_and_the_server_lives(client: Any, model: str, asked: Any, said: str) -> None:
     import openai

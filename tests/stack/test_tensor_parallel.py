@@ -38,19 +38,18 @@ def drop_on_the_second_rank(worker: Any) -> None:
 def main(folder: str) -> None:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     import torch
-    from transformers import AutoModelForCausalLM
 
     from ngrpo.rollout import startup_check
     from ngrpo.rollout.startup_check import CheckFailure
     from perturbations.neighbors import ExactIndex
-    from tests.stack.harness import build_engine, gaps, sample
+    from tests.stack.harness import build_engine, gaps, load_in_float32, sample
 
     spec = {"name": "neighbor", "rate": 0.5, "variant": "released"}
     llm = build_engine(folder, spec, tensor_parallel_size=2, distributed_executor_backend="mp")
     fingerprints = llm.llm_engine.collective_rpc("perturbation_fingerprint")
     prompts = [list(range(100 * i, 100 * i + 20)) for i in range(1, 5)]
     rollouts = sample(llm, prompts, max_tokens=32)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_in_float32(folder)
     ids = torch.cat([torch.from_numpy(r.record.ids.astype("int64")) for r in rollouts])
     nearest, _ = ExactIndex(model.get_output_embeddings().weight).query(ids[:, 0], 2)  # as released: the output's
     result = {

@@ -20,29 +20,12 @@ def trainer(folder: Path, model: str, **given: Any) -> Any:
 
     from ngrpo.trainers.trl import PerturbedGRPOTrainer
 
-    args = GRPOConfig(
-        output_dir=str(folder),
-        use_vllm=True,
-        vllm_mode="colocate",
-        vllm_max_model_length=128,
-        use_cpu=True,
-        bf16=False,
-        model_init_kwargs={"dtype": "float32"},
-        per_device_train_batch_size=4,
-        per_device_eval_batch_size=4,
-        steps_per_generation=2,
-        gradient_accumulation_steps=2,
-        num_generations=4,
-        max_completion_length=12,
-        max_steps=2,
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        beta=0.01,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        seed=3,
-    )
+    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 128, "use_cpu": True, "bf16": False}
+    options |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "steps_per_generation": 2}
+    options |= {"gradient_accumulation_steps": 2, "num_generations": 4, "max_completion_length": 12, "max_steps": 2}
+    options |= {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "beta": 0.01, "seed": 3}
+    quiet = {"logging_steps": 1, "report_to": [], "save_strategy": "no"}
+    args = GRPOConfig(output_dir=str(folder), model_init_kwargs={"dtype": "float32"}, **options, **quiet)
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {n} + 7?"}]} for n in range(2, 10)])
 
     def reward(completions: list[Any], **_: Any) -> list[float]:

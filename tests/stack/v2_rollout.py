@@ -25,17 +25,7 @@ from vllm.config.reasoning import ReasoningConfig
 
 from ngrpo.methods import sampling_schedules
 from ngrpo.rollout import set_perturbation, take_trajectories
-from tests.stack import request_limits
-from tests.stack.harness import (
-    CROWDED,
-    Rollout,
-    build_engine,
-    chat_prompts,
-    note_preemptions,
-    sample,
-    stock_answers,
-    worker_of,
-)
+from tests.stack import harness, request_limits
 from tests.stack.routed import TEMPERATURE, decisions, shaken
 
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", "List three prime numbers and their sum."]
@@ -80,36 +70,38 @@ def share_of(name: str) -> str:
     return "test" if name in ("neighbor", "gaussian", "gumbel", "multiplex", "token") else "more"
 
 
-def of_every_perturbation(llm: Any, share: str) -> dict[str, list[Rollout]]:
+def of_every_perturbation(llm: Any, share: str) -> dict[str, list[harness.Rollout]]:
     """Prefills in chunks of at most 64 tokens; the second perturbation and those after it find the prompts cached."""
-    prompts = chat_prompts(llm, QUESTIONS)
+    prompts = harness.chat_prompts(llm, QUESTIONS)
     found = {}
     for name, options in PERTURBATIONS.items():
         if share_of(name) == share:
             set_perturbation(llm, name, **options)
-            found[name] = sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=TOKENS)
+            found[name] = harness.sample(llm, prompts, [{"seed": i} for i in range(len(prompts))], max_tokens=TOKENS)
     return found
 
 
-def of_sampling_parameters(llm: Any) -> dict[str, list[Rollout]]:
+def of_sampling_parameters(llm: Any) -> dict[str, list[harness.Rollout]]:
     """Also a batch of which a part is greedy and a part unperturbed."""
     set_perturbation(llm, "neighbor", rate=0.5, mix_temperature=3.0)
-    prompts = chat_prompts(llm, QUESTIONS[:2])
+    prompts = harness.chat_prompts(llm, QUESTIONS[:2])
     seeds = [{"seed": i} for i in range(2)]
-    found = {name: sample(llm, prompts, seeds, max_tokens=TOKENS, **given) for name, given in SAMPLING.items()}
-    found["switched off"] = sample(llm, prompts, [{"seed": 0, "enabled": False}, {"seed": 1}], max_tokens=TOKENS)
+    found = {name: harness.sample(llm, prompts, seeds, max_tokens=TOKENS, **given) for name, given in SAMPLING.items()}
+    found["switched off"] = harness.sample(
+        llm, prompts, [{"seed": 0, "enabled": False}, {"seed": 1}], max_tokens=TOKENS
+    )
     return found
 
 
-def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
+def of_schedules(llm: Any) -> dict[str, list[harness.Rollout]]:
     """At another temperature than 1, and with a filter that goes by the schedule's."""
-    attached, found = worker_of(llm).perturbation, {}
-    prompts = chat_prompts(llm, QUESTIONS)
+    attached, found = harness.worker_of(llm).perturbation, {}
+    prompts = harness.chat_prompts(llm, QUESTIONS)
     for name, options in SCHEDULES.items():
         attached.schedule = sampling_schedules.create(name, **options)
         set_perturbation(llm, "neighbor", rate=0.5, mix_temperature=3.0)
         arguments = [{"seed": i, "answer": i, "answers": len(prompts)} for i in range(len(prompts))]
-        found[name] = sample(llm, prompts, arguments, max_tokens=TOKENS, temperature=0.8, min_p=0.01)
+        found[name] = harness.sample(llm, prompts, arguments, max_tokens=TOKENS, temperature=0.8, min_p=0.01)
     attached.schedule = None
     return found
 
@@ -117,26 +109,26 @@ def of_schedules(llm: Any) -> dict[str, list[Rollout]]:
 def of_tarpo(llm: Any) -> dict[str, Any]:
     """What the router decided, too."""
     set_perturbation(llm, "tarpo")
-    shaken(worker_of(llm).perturbation.module)
+    shaken(harness.worker_of(llm).perturbation.module)
     with decisions() as seen:
-        rollouts = sample(llm, chat_prompts(llm, QUESTIONS), max_tokens=TOKENS, temperature=TEMPERATURE)
+        rollouts = harness.sample(llm, harness.chat_prompts(llm, QUESTIONS), max_tokens=TOKENS, temperature=TEMPERATURE)
     return {"rollouts": rollouts, "seen": seen}
 
 
-def of_thinking_budget(llm: Any) -> list[Rollout]:
+def of_thinking_budget(llm: Any) -> list[harness.Rollout]:
     """An answer whose thinking is ended after two tokens."""
     set_perturbation(llm, "gumbel", rate=1.0, until=None)
-    (prompt,), start = chat_prompts(llm, QUESTIONS[:1]), llm.get_tokenizer().encode("<think>")
-    return sample(llm, [prompt + start], max_tokens=12, temperature=0.7, thinking_token_budget=2)
+    (prompt,), start = harness.chat_prompts(llm, QUESTIONS[:1]), llm.get_tokenizer().encode("<think>")
+    return harness.sample(llm, [prompt + start], max_tokens=12, temperature=0.7, thinking_token_budget=2)
 
 
-def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, Rollout]]]:
+def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, harness.Rollout]]]:
     """Answers that end by a token, by a string, or several of one prompt; each with how it ended."""
     from vllm import SamplingParams
 
     set_perturbation(llm, "gumbel", rate=1.0)
-    prompts = [{"prompt_token_ids": p} for p in chat_prompts(llm, QUESTIONS)]
-    found: dict[str, list[tuple[str, Rollout]]] = {}
+    prompts = [{"prompt_token_ids": p} for p in harness.chat_prompts(llm, QUESTIONS)]
+    found: dict[str, list[tuple[str, harness.Rollout]]] = {}
     for name, given in STOPS.items():
         if share_of(name) != share:
             continue
@@ -146,7 +138,7 @@ def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, Rollout]]]:
         for output in outputs:
             for i, answer in enumerate(output.outputs):
                 own = taken.pop(f"{i}_" * (len(output.outputs) > 1) + output.request_id)
-                rollout = Rollout(list(output.prompt_token_ids), list(answer.token_ids), *own, [])
+                rollout = harness.Rollout(list(output.prompt_token_ids), list(answer.token_ids), *own, [])
                 found.setdefault(name, []).append((answer.finish_reason, rollout))
         assert not taken
     return found
@@ -155,17 +147,19 @@ def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, Rollout]]]:
 def of_preemption(model: str) -> dict[str, Any]:
     """Seven blocks for six requests that each need a second one after three tokens."""
     spec = {"name": "gumbel", "rate": 0.5, "gate": "tests.stack.own_perturbations:Rationed"}
-    small = build_engine(model, spec, **{**CROWDED, "max_model_len": 64}, max_num_seqs=6)
-    preempted = note_preemptions(small)
-    prompts = [p[:30] for p in chat_prompts(small, QUESTIONS, copies=2)]
-    rollouts = sample(small, prompts, [{"seed": i} for i in range(6)], max_tokens=6)
+    small = harness.build_engine(model, spec, **{**harness.CROWDED, "max_model_len": 64}, max_num_seqs=6)
+    preempted = harness.note_preemptions(small)
+    prompts = [p[:30] for p in harness.chat_prompts(small, QUESTIONS, copies=2)]
+    rollouts = harness.sample(small, prompts, [{"seed": i} for i in range(6)], max_tokens=6)
     return {"rollouts": rollouts, "preempted": len(preempted)}
 
 
 def of_stock(model: str) -> list[Any]:
     """Of an engine that never heard of us, and of one whose perturbation is off."""
-    engines = (build_engine(model, spec, max_model_len=128) for spec in (None, {"name": "neighbor", "rate": 0.0}))
-    return [stock_answers(llm, chat_prompts(llm, QUESTIONS[:2]), max_tokens=4) for llm in engines]
+    engines = (
+        harness.build_engine(model, spec, max_model_len=128) for spec in (None, {"name": "neighbor", "rate": 0.0})
+    )
+    return [harness.stock_answers(llm, harness.chat_prompts(llm, QUESTIONS[:2]), max_tokens=4) for llm in engines]
 
 
 def of_limits(llm: Any) -> dict[str, int | str]:
@@ -193,7 +187,7 @@ def main(runner: str, model: str, target: str, share: str) -> None:
         options["max_num_seqs"] = 16 if share == "slow" else 4
         if share == "more":
             options["reasoning_config"] = ReasoningConfig(reasoning_start_str="<think>", reasoning_end_str=END)
-        llm = build_engine(model, {"name": "neighbor", "rate": 0.1}, **options)
+        llm = harness.build_engine(model, {"name": "neighbor", "rate": 0.1}, **options)
         keep("runner", llm.llm_engine.collective_rpc("perturbation_runner"))
         keep("asynchronous", llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
         if share == "slow":

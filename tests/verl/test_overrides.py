@@ -71,7 +71,6 @@ def test_what_is_entered(spec: dict[str, Any]) -> None:
         (["+perturbation.gap_limit=0.5"], "gap_limit"),
         (["+advantage.beta=2"], "advantage.beta"),
         (["algorithm.adv_estimator=copo"], "more than rewards"),
-        (["algorithm.adv_estimator=pkpo", "+advantage.k_end=2"], "it changes over the run"),
         (["algorithm.adv_estimator=rs_grpo", "algorithm.use_kl_in_reward=True"], "verl subtracts the KL term"),
     ],
 )

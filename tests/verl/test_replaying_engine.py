@@ -29,8 +29,9 @@ from ngrpo.trainers.verl.replaying_engine import KEY, TOKEN_LOG_PROBS, Replaying
 from perturbations import ReplayRecord, registry, replaying
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import FinishedTrajectory
+from tests.tiny_folder import tiny_folder
 
-VOCABULARY, HIDDEN = 199, 32
+VOCABULARY = 199
 NEIGHBOR = {"name": "neighbor", "rate": 0.5}
 LENGTHS = ((5, 9), (3, 4), (7, 1), (4, 11))  # tokens of prompt and answer
 
@@ -44,45 +45,20 @@ def group() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
     """A small random model."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    made = tmp_path_factory.mktemp("model")
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        tie_word_embeddings=request.param,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(made)
-    return made
+    made, sizes = tmp_path_factory.mktemp("model"), {"vocab_size": VOCABULARY, "hidden_size": 32}
+    options = {"intermediate_size": 64, "initializer_range": 0.2, "tie_word_embeddings": request.param}
+    return Path(tiny_folder(made, smollm2, "llama", **sizes, **options))
 
 
 def engine_of(folder: Path, packed: bool, reference: bool = False) -> Any:
-    model = HFModelConfig(
-        path=str(folder),
-        load_tokenizer=False,
-        use_remove_padding=packed,
-        enable_gradient_checkpointing=True,
-        override_config={"attn_implementation": "sdpa"},
-    )
+    loading = {"load_tokenizer": False, "override_config": {"attn_implementation": "sdpa"}}
+    packing = {"use_remove_padding": packed}
+    model = HFModelConfig(path=str(folder), enable_gradient_checkpointing=True, **loading, **packing)
     fp32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
-    config = FSDPEngineConfig(
-        strategy="fsdp2",
-        model_dtype="fp32",
-        mixed_precision=fp32,
-        use_torch_compile=False,
-        forward_only=reference,
-        use_remove_padding=packed,
-    )
+    options = {"model_dtype": "fp32", "mixed_precision": fp32, "use_torch_compile": False}
+    config = FSDPEngineConfig(strategy="fsdp2", forward_only=reference, **options, **packing)
     optimizer = None if reference else FSDPOptimizerConfig(lr=1e-2, total_training_steps=4)
     made = EngineRegistry.new("language_model", "fsdp2", model, config, optimizer, None)
     assert isinstance(made, ReplayingCPUEngine), "the registry must choose ours"
@@ -97,18 +73,10 @@ def rollouts(seed: int = 1) -> tuple[list[torch.Tensor], list[ReplayRecord]]:
         sequences.append(torch.from_numpy(random.integers(0, VOCABULARY, prompt + answer)))
         positions = np.arange(prompt, prompt + answer, 2, dtype=np.int32)
         count = len(positions)
-        records.append(
-            ReplayRecord(
-                number,
-                prompt,
-                prompt + answer,
-                positions,
-                random.integers(0, VOCABULARY, (count, 3)).astype(np.int32),
-                random.dirichlet(np.ones(3), count).astype(np.float32),
-                None,
-                np.ones(count, dtype=bool),
-            )
-        )
+        ids = random.integers(0, VOCABULARY, (count, 3)).astype(np.int32)
+        weights = random.dirichlet(np.ones(3), count).astype(np.float32)
+        made = (number, prompt, prompt + answer, positions, ids, weights, None, np.ones(count, dtype=bool))
+        records.append(ReplayRecord(*made))
     return sequences, records
 
 
@@ -185,13 +153,8 @@ def test_a_training_step_replays(folder: Path, group: None, packed: bool) -> Non
     old = [found[record.prompt_tokens - 1 :] for found, record in zip(truth, records)]
     advantages = [torch.full((len(part),), float(number) - 1.5) for number, part in enumerate(old)]
     batch = batch_of(sequences, records, old_log_probs=old, advantages=advantages)
-    actor = FSDPActorConfig(
-        strategy="fsdp2",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=4,
-        use_dynamic_bsz=True,
-        fsdp_config=FSDPEngineConfig(),
-    )
+    options = {"strategy": "fsdp2", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 4, "use_dynamic_bsz": True}
+    actor = FSDPActorConfig(**options, fsdp_config=FSDPEngineConfig())
     metrics = engine.train_batch(batch, partial(ppo_loss, actor))["metrics"]
     assert metrics["grad_norm"] > 0.0
     kl = [float(getattr(value, "value", value)) for value in _flat(metrics["actor/ppo_kl"])]
@@ -224,10 +187,7 @@ def test_samples_without_their_record_are_refused(folder: Path, group: None) -> 
     engine.infer_batch(padding)  # a copy of another sample's record rides with it
 
 
-DENSITIES = [
-    {"name": "multiplex", "density": "joint"},
-    {"name": "gaussian", "density": "gaussian", "sigma": 0.7},
-]
+DENSITIES = [{"name": "multiplex", "density": "joint"}, {"name": "gaussian", "density": "gaussian", "sigma": 0.7}]
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
