@@ -9,9 +9,9 @@ Run by hand, from the project's root (a few seconds for each mutation):
 and by `make test-all`. A mutation that survives shows a formula that no test holds; the exit status is then 1. Nothing
 in the working tree is touched: the mutations are made in a temporary copy.
 
-A formula has a mutation or two: those that a golden number would miss most easily. To add one, append its old text, its
-new text and what is wrong then to its file and tests, in one of the files ``of_*.py``. The old text must occur exactly
-once in the file, which tests/fast/test_mutations.py checks, so a line that was rewritten takes its mutation along.
+To add one, append its old text, its new text and what is wrong then to its file and tests, in one of the files
+``of_*.py``. The old text must occur exactly once in the file, which tests/fast/test_mutations.py checks, so a line
+that was rewritten takes its mutation along.
 """
 
 from tests.mutations import of_inputs, of_methods, of_values
