@@ -23,9 +23,7 @@ SAMPLES, CHUNKS = 20_000, 20
 
 def every_token(z: Tensor, vectors: Tensor) -> Branches:
     """Each token with its probability; vectors (R, V or 1, D) by token."""
-    probabilities = torch.softmax(z, dim=-1)
-    tokens = torch.arange(V).expand(len(z), V)
-    return probabilities, tokens, vectors.expand(len(z), V, D)
+    return torch.softmax(z, dim=-1), torch.arange(V).expand(len(z), V), vectors.expand(len(z), V, D)
 
 
 def ratio(z: Tensor, tokens: Tensor) -> Tensor:
@@ -45,13 +43,9 @@ def noisy(branches: Branches, sigma: Tensor) -> Branches:
     """Each branch once for each quadrature point of its noise."""
     prob, tokens, vectors = branches
     points, weights = gauss_hermite()
-    many = len(weights)
     fed = vectors.unsqueeze(2) + sigma * points
-    return (
-        (prob.unsqueeze(-1) * weights).flatten(1),
-        tokens.repeat_interleave(many, dim=1),
-        fed.flatten(1, 2),
-    )
+    prob = (prob.unsqueeze(-1) * weights).flatten(1)
+    return prob, tokens.repeat_interleave(len(weights), dim=1), fed.flatten(1, 2)
 
 
 def gaussian_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
@@ -265,17 +259,13 @@ def latent_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Gener
     place = old.argsort(dim=-1, descending=True).argsort(dim=-1)
     before = (old.exp().unsqueeze(-2) * (old.unsqueeze(-2) > old.unsqueeze(-1))).sum(-1)
     noise = -torch.log(torch.empty_like(old).exponential_(generator=generator))
-    y = old + perturbation.scale * (noise.clamp(-1.5, 3.0) + 1.5)
-    y, ids = torch.where((before < perturbation.top_p) | (place < perturbation.k), y, -torch.inf).sort(
-        dim=-1, descending=True
-    )
-    y, ids = y[:, : perturbation.k], ids[:, : perturbation.k]
+    taking = (before < perturbation.top_p) | (place < perturbation.k)
+    all_y = old + perturbation.scale * (noise.clamp(-1.5, 3.0) + 1.5)
+    y, ids = torch.where(taking, all_y, -torch.inf).topk(perturbation.k, dim=-1)
     delta = y - log_p.gather(-1, ids)
     density = (-delta - torch.exp(-delta)).mean(-1, keepdim=True)
     if perturbation.density == "exact":
         # Of all noise in the nucleus: what is not fed has no part in the reward, so its score averages out.
-        taking = (before < perturbation.top_p) | (place < perturbation.k)
-        all_y = old + perturbation.scale * (noise.clamp(-1.5, 3.0) + 1.5)
         terms = tobit((all_y - log_p) / perturbation.scale - 1.5, noise)
         density = torch.where(taking, terms, 0.0).sum(-1, keepdim=True)
     factor = (density - density.detach()).exp() if perturbation.has_density else ratio(z, ids[:, :1])
