@@ -23,28 +23,13 @@ SAMPLES, CHUNKS = 20_000, 20
 
 def every_token(z: Tensor, vectors: Tensor) -> Branches:
     """Each token with its probability; vectors (R, V or 1, D) by token."""
-    probabilities = torch.softmax(z, dim=-1)
-    tokens = torch.arange(V).expand(len(z), V)
-    return probabilities, tokens, vectors.expand(len(z), V, D)
+    return torch.softmax(z, dim=-1), torch.arange(V).expand(len(z), V), vectors.expand(len(z), V, D)
 
 
 def ratio(z: Tensor, tokens: Tensor) -> Tensor:
     """π(x)/π_old(x) of tokens (R, n): 1, with a gradient."""
-    return grown(torch.log_softmax(z, dim=-1).gather(-1, tokens))
-
-
-def grown(log_density: Tensor) -> Tensor:
-    """A density over what it was in the rollout: 1, with a gradient."""
-    return (log_density - log_density.detach()).exp()
-
-
-def gumbel_like(p: Tensor, generator: torch.Generator) -> Tensor:
-    return -torch.log(torch.empty_like(p).exponential_(generator=generator))
-
-
-def mix(weights: Tensor, vectors: Tensor) -> Tensor:
-    """Σ w_k v_k of weights (R, n) and vectors (R, n, D): (R, 1, D)."""
-    return (weights.unsqueeze(-1) * vectors).sum(1, keepdim=True)
+    log_probs = torch.log_softmax(z, dim=-1).gather(-1, tokens)
+    return (log_probs - log_probs.detach()).exp()
 
 
 def gauss_hermite(nodes: int = 14) -> tuple[Tensor, Tensor]:
@@ -58,9 +43,9 @@ def noisy(branches: Branches, sigma: Tensor) -> Branches:
     """Each branch once for each quadrature point of its noise."""
     prob, tokens, vectors = branches
     points, weights = gauss_hermite()
-    many = len(weights)
     fed = vectors.unsqueeze(2) + sigma * points
-    return (prob.unsqueeze(-1) * weights).flatten(1), tokens.repeat_interleave(many, dim=1), fed.flatten(1, 2)
+    prob = (prob.unsqueeze(-1) * weights).flatten(1)
+    return prob, tokens.repeat_interleave(len(weights), dim=1), fed.flatten(1, 2)
 
 
 def gaussian_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
@@ -70,7 +55,7 @@ def gaussian_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
     values, ids = z.topk(perturbation.k, dim=-1)
     weights = torch.softmax(values * TEMPERATURE / perturbation.tau, dim=-1)
     weights = weights if perturbation.has_density else weights.detach()
-    return noisy(every_token(z, mix(weights, E[ids])), sigma)
+    return noisy(every_token(z, (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)), sigma)
 
 
 def fuzzy_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Generator) -> Branches:
@@ -83,12 +68,13 @@ def fuzzy_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Genera
         return ratio(z.expand(SAMPLES, V), tokens), tokens, mean + sigma * noise
     fixed = (mean + sigma * noise).detach()
     exponent = -(fixed - mean).square().sum(-1) / (2 * sigma**2)
-    return grown(exponent), tokens, fixed
+    return (exponent - exponent.detach()).exp(), tokens, fixed
 
 
 def soft_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
     values, ids = z.detach().topk(perturbation.k, dim=-1)
-    return every_token(z, mix(torch.softmax(values, dim=-1), E[ids]))
+    weights = torch.softmax(values, dim=-1).unsqueeze(-1)
+    return every_token(z, (weights * E[ids]).sum(1, keepdim=True))
 
 
 def neighbor_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
@@ -97,7 +83,8 @@ def neighbor_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
     similarity = (unit @ unit.T)[anchor].scatter(-1, anchor.unsqueeze(-1), torch.inf)
     ids = similarity.topk(perturbation.k, dim=-1).indices
     scores = z.detach() if perturbation.weights == "logits" else torch.softmax(z.detach(), dim=-1) / TEMPERATURE
-    fed = mix(torch.softmax(scores.gather(-1, ids), dim=-1), E[ids])
+    weights = torch.softmax(scores.gather(-1, ids), dim=-1).unsqueeze(-1)
+    fed = (weights * E[ids]).sum(1, keepdim=True)
     if perturbation.realization == "sampled":
         return every_token(z, fed)
     return ratio(z, anchor.unsqueeze(-1)), anchor.unsqueeze(-1), fed
@@ -142,7 +129,7 @@ def tarpo_truth(z: Tensor, E: Tensor, perturbation: Any, model: Model, parameter
     chosen = torch.log_softmax(h @ weight.T + shift + start, dim=-1)
     chosen = (chosen.detach() + counted * (chosen - chosen.detach())).exp()
     values, ids = z.detach().topk(perturbation.k, dim=-1)
-    mixture = mix(torch.softmax(values, dim=-1), E[ids])
+    mixture = (torch.softmax(values, dim=-1).unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
     probabilities, tokens, own = every_token(z, E.unsqueeze(0))
     both = torch.cat([probabilities * chosen[:, :1], probabilities * chosen[:, 1:]], dim=1)
     return both, tokens.repeat(1, 2), torch.cat([own, mixture.expand_as(own)], dim=1)
@@ -165,7 +152,7 @@ def drawn_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Genera
     p_old = share * kept / (share * kept).sum(-1, keepdim=True)
     p = torch.softmax(torch.where(kept, values, -torch.inf), dim=-1)
     if perturbation.name == "gumbel":
-        g = gumbel_like(p_old, generator)
+        g = -torch.log(torch.empty_like(p_old).exponential_(generator=generator))
         clamped = g.clamp(-1.5, 3.0) if perturbation.clamp else g
         scores = torch.where(kept, (p_old + 1e-6).log() + clamped, -torch.inf)
         weights = torch.softmax(scores / perturbation.tau, dim=-1)
@@ -194,8 +181,8 @@ def drawn_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Genera
         # Of the Gamma draws, whose sum the fed weights do not show.
         terms = torch.distributions.Gamma(concentration, 1.0, validate_args=False).log_prob(scores.clamp_min(1e-300))
         density = torch.where(kept, terms, 0.0).sum(-1, keepdim=True)
-    factor = grown(density) if perturbation.has_density else ratio(z, tokens)
-    return factor, tokens, mix(weights, E[ids])
+    factor = (density - density.detach()).exp() if perturbation.has_density else ratio(z, tokens)
+    return factor, tokens, (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
 
 
 def multiplex_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
@@ -221,7 +208,7 @@ def moi_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
     p = torch.softmax(z.detach(), dim=-1)
     h = -(p * p.log()).sum(-1) / math.log(V)
     values, ids = z.detach().topk(perturbation.k, dim=-1)
-    prior = mix(torch.softmax(values, dim=-1), E[ids])
+    prior = (torch.softmax(values, dim=-1).unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
     h, beta = h.view(-1, 1, 1), perturbation.beta
     return every_token(z, (h * prior + (beta + 1.0 - h) * E) / (beta + 1.0))
 
@@ -230,7 +217,7 @@ def selar_truth(z: Tensor, E: Tensor, perturbation: Any) -> Branches:
     values, ids = z.detach().topk(perturbation.k, dim=-1)
     p = torch.softmax(values, dim=-1)
     h = -(p * p.log()).sum(-1, keepdim=True) / math.log(perturbation.k)
-    mixed = mix((1.0 + h) * p, E[ids]) - h.unsqueeze(-1) * E[ids[:, :1]]
+    mixed = (((1.0 + h) * p).unsqueeze(-1) * E[ids]).sum(1, keepdim=True) - h.unsqueeze(-1) * E[ids[:, :1]]
     soft = h.unsqueeze(-1) >= perturbation.threshold
     return every_token(z, torch.where(soft, mixed, E))
 
@@ -248,19 +235,21 @@ def lepo_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Generat
     ordered, ids = share.sort(dim=-1, descending=True)
     of_top = ordered / ordered[:, : perturbation.k].sum(-1, keepdim=True)
     left = (of_top.cumsum(-1) - of_top < perturbation.top_p) & (torch.arange(V) < perturbation.k)
-    noise = gumbel_like(share, generator)
+    noise = -torch.log(torch.empty_like(share).exponential_(generator=generator))
     scores = torch.where(left, ordered.log() + noise, -torch.inf)
     weights = torch.softmax(scores / perturbation.tau, dim=-1)
     if perturbation.density == "exact":
         # Of all noise, whose common shift the fed weights do not show.
         noise_now = (ordered.log() + noise) - torch.log_softmax(z, dim=-1).gather(-1, ids)
         law = torch.distributions.Gumbel(torch.zeros((), dtype=z.dtype), 1.0, validate_args=False)
-        factor = grown(torch.where(left, law.log_prob(noise_now), 0.0).sum(-1, keepdim=True))
+        density = torch.where(left, law.log_prob(noise_now), 0.0).sum(-1, keepdim=True)
+        factor = (density - density.detach()).exp()
     elif perturbation.has_density:
-        factor = grown((weights * torch.log_softmax(z, dim=-1).gather(-1, ids)).sum(-1, keepdim=True))
+        density = (weights * torch.log_softmax(z, dim=-1).gather(-1, ids)).sum(-1, keepdim=True)
+        factor = (density - density.detach()).exp()
     else:
         factor = ratio(z, ids[:, :1])
-    return factor, ids[:, :1], mix(weights, E[ids])
+    return factor, ids[:, :1], (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
 
 
 def latent_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Generator) -> Branches:
@@ -269,9 +258,9 @@ def latent_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Gener
     old = log_p.detach()
     place = old.argsort(dim=-1, descending=True).argsort(dim=-1)
     before = (old.exp().unsqueeze(-2) * (old.unsqueeze(-2) > old.unsqueeze(-1))).sum(-1)
-    noise = gumbel_like(old, generator)
-    all_y = old + perturbation.scale * (noise.clamp(-1.5, 3.0) + 1.5)
+    noise = -torch.log(torch.empty_like(old).exponential_(generator=generator))
     taking = (before < perturbation.top_p) | (place < perturbation.k)
+    all_y = old + perturbation.scale * (noise.clamp(-1.5, 3.0) + 1.5)
     y, ids = torch.where(taking, all_y, -torch.inf).topk(perturbation.k, dim=-1)
     delta = y - log_p.gather(-1, ids)
     density = (-delta - torch.exp(-delta)).mean(-1, keepdim=True)
@@ -279,9 +268,9 @@ def latent_truth(z: Tensor, E: Tensor, perturbation: Any, generator: torch.Gener
         # Of all noise in the nucleus: what is not fed has no part in the reward, so its score averages out.
         terms = tobit((all_y - log_p) / perturbation.scale - 1.5, noise)
         density = torch.where(taking, terms, 0.0).sum(-1, keepdim=True)
-    factor = grown(density) if perturbation.has_density else ratio(z, ids[:, :1])
+    factor = (density - density.detach()).exp() if perturbation.has_density else ratio(z, ids[:, :1])
     weights = torch.softmax(y / perturbation.tau, dim=-1)
-    return factor, ids[:, :1], mix(weights, E[ids])
+    return factor, ids[:, :1], (weights.unsqueeze(-1) * E[ids]).sum(1, keepdim=True)
 
 
 EXACT = {

@@ -11,10 +11,13 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,7 +29,68 @@ from ngrpo.config.kinds import FLAGS
 from ngrpo.machine.upstream.openrlhf_flags import Flags, actions
 from perturbations import registry
 from tests.conftest import ROOT
-from tests.fast.documented import PAGES, Command, blocks, commands
+
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
+PAGES += sorted((ROOT / "examples").rglob("README.md"))
+_FENCED = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<body>.*?)^ *```$", re.MULTILINE | re.DOTALL)
+SHELL = ("bash", "sh", "shell", "console")
+# A script's own comment and a Python file's docstring show how it is called.
+_CALLED = re.compile(r"^#?\s*((?:bash examples/|ngrpo |python -m |\w+=\S+ (?:bash|ngrpo) ).*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as it is shown.
+
+    Attributes:
+        page: the file, from the project's root.
+        line: the command in one line, without its comment.
+    """
+
+    page: str
+    line: str
+
+    @property
+    def words(self) -> list[str]:
+        """As a shell splits them, without what says "and so on"."""
+        return [word for word in shlex.split(self.line) if word not in ("...", "…")]
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.line}"
+
+
+def blocks(page: Path, *languages: str) -> Iterator[str]:
+    """The fenced blocks of a page in these languages."""
+    for match in _FENCED.finditer(page.read_text(encoding="utf-8")):
+        if match["language"] in languages:
+            yield re.sub(rf"^{match['indent']}", "", match["body"], flags=re.MULTILINE)
+
+
+def commands() -> list[Command]:
+    """All that stand in a fenced block for a shell, and in the heads of the files of examples/."""
+    shown = [(page, block) for page in PAGES for block in blocks(page, *SHELL)]
+    for file in sorted((ROOT / "examples").iterdir()):
+        if file.suffix in (".sh", ".py"):
+            text = file.read_text(encoding="utf-8").replace("\\\n", " ")
+            head = ast.get_docstring(ast.parse(text)) or "" if file.suffix == ".py" else text.split("set -euo")[0]
+            shown += [(file, line) for line in _CALLED.findall(head)]
+    return [Command(str(page.relative_to(ROOT)), line) for page, text in shown for line in _lines(text)]
+
+
+def _lines(text: str) -> Iterator[str]:
+    values: dict[str, str] = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        bare = re.sub(r"\s+#\s.*$", "", line).strip()
+        loop = re.fullmatch(r"for (\w+) in (\S+).*; do", bare)
+        if loop:  # its body stands for all of them, with the first
+            values[loop[1]] = loop[2]
+        if loop or bare == "done":
+            continue
+        bare = re.sub(r"\$(\w+)", lambda match: values.get(match[1], match[0]), bare)
+        if bare and not bare.startswith("#"):
+            # [WORDS] of a usage line are what may be left out.
+            yield re.sub(r"\s+", " ", re.sub(r"\s\[[^\]]*\.\.\.\]|\s\[[A-Z_]+\]", "", bare))
+
 
 STACK = all(map(find_spec, ("openrlhf", "vllm", "ray")))
 ELSEWHERE = yaml.safe_load((ROOT / "tests/data/commands_run_elsewhere.yaml").read_text(encoding="utf-8"))
@@ -74,10 +138,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "data").mkdir()
     for name in ("prompts", "problems", "data/deepscaler", "data/aime2024"):
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 128)
-    reward = (
-        "import torch\ndef reward_func(queries, prompts, labels):\n    return {'rewards': torch.zeros(len(queries))}\n"
-    )
-    (tmp_path / "reward.py").write_text(reward)
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n")
     monkeypatch.chdir(tmp_path)
     kept = (registry.perturbations, registry.gates)
     before = [set(each.registered) for each in kept]
@@ -117,14 +178,8 @@ def run(command: Command, words: list[str], folder: Path) -> int:
     if name in ("train", "compare"):
         rest = rest if "--help" in rest else completed(command, rest)
         return cli.main([name, *rest, *([] if {"--help", "--dry-run"} & set(rest) else ["--dry-run"])])
-    if name == "eval":
-        from ngrpo.commands.eval import check
-
-        return check(rest) or 0
-    if name == "diagnose":
-        from ngrpo.commands.diagnose import check
-
-        return check(rest) or 0
+    if name in ("eval", "diagnose"):
+        return import_module(f"ngrpo.commands.{name}").check(rest) or 0
     if name == "new":
         (folder / "new").mkdir(exist_ok=True)
         os.chdir(folder / "new")
@@ -191,24 +246,17 @@ def test_flags_that_the_text_names_exist(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_python_blocks_parse_and_import_what_is_there() -> None:
-    checked = 0
-    for page in PAGES:
-        for block in blocks(page, "python"):
-            for node in ast.walk(ast.parse(block)):
-                names = []
-                if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in (
-                    "perturbations",
-                    "ngrpo",
-                ):
-                    try:
-                        module = __import__(str(node.module), fromlist=["_"])
-                    except ModuleNotFoundError as error:
-                        assert error.name in OPTIONAL, f"{page.name}: {ast.unparse(node)}"
-                        continue
-                    names = [alias.name for alias in node.names]
-                for name in names:
-                    checked += 1
-                    assert hasattr(module, name) or find_spec(f"{node.module}.{name}"), (
-                        f"{page.name}: {ast.unparse(node)}"
-                    )
-    assert checked > 20
+    shown = [(page.name, block) for page in PAGES for block in blocks(page, "python")]
+    nodes = [(page, node) for page, block in shown for node in ast.walk(ast.parse(block))]
+    imports = [(page, node) for page, node in nodes if isinstance(node, ast.ImportFrom)]
+    ours = [(page, node) for page, node in imports if str(node.module).startswith(("perturbations", "ngrpo"))]
+    for page, node in ours:
+        where = f"{page}: {ast.unparse(node)}"
+        try:
+            module = import_module(str(node.module))
+        except ModuleNotFoundError as error:
+            assert error.name in OPTIONAL, where
+            continue
+        for alias in node.names:
+            assert hasattr(module, alias.name) or find_spec(f"{node.module}.{alias.name}"), where
+    assert sum(len(node.names) for _, node in ours) > 20

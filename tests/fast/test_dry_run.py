@@ -96,18 +96,8 @@ def test_placement_is_that_of_openrlhfs_own_program(
 
 
 # 1000 parameters; a layer keeps 16·4 + 4·4 + 4·2 + 8·6 = 136 bytes of each token.
-SIZE = ModelSize(
-    parameters=1000,
-    layers=3,
-    hidden=4,
-    intermediate=6,
-    heads=2,
-    kv_heads=1,
-    head_dim=2,
-    vocabulary=10,
-    head_norms=False,
-    source="by hand",
-)
+WIDTHS = {"hidden": 4, "intermediate": 6, "heads": 2, "kv_heads": 1, "head_dim": 2, "vocabulary": 10}
+SIZE = ModelSize(parameters=1000, layers=3, **WIDTHS, head_norms=False, source="by hand")
 
 
 def parts_of(more: str) -> dict[str, tuple[float, ...]]:
@@ -139,12 +129,10 @@ def test_printed_formulas_give_the_printed_bytes() -> None:
     """Four GPUs, two of them to a part of the tensor-parallel model: P is 1000, T and D are 2."""
     for stage in (1, 2, 3):
         args = args_of(f"--data.max_len 50 --ds.zero_stage {stage} --ds.tensor_parallel_size 2")
-        parts = [*gpu_plan.trained("actor", SIZE, args, 4), gpu_plan.frozen("reference", SIZE, args, 4)]
-        for part in parts:
+        for part in [*gpu_plan.trained("actor", SIZE, args, 4), gpu_plan.frozen("reference", SIZE, args, 4)]:
             if not part.name.endswith("activations"):
                 number, _, letters = part.formula.partition("P")
-                expected = int(number) * 1000 / {"": 1, "/T": 2, "/D": 2, "/DT": 4}[letters]
-                assert max(part.phases) == expected, (stage, part)
+                assert max(part.phases) == int(number) * 1000 / {"": 1, "/T": 2, "/D": 2, "/DT": 4}[letters]
 
 
 def test_memory_of_reference_logits_and_engine_by_hand() -> None:
@@ -171,28 +159,21 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
 def test_sizes_of_the_table_are_those_that_transformers_makes(name: str) -> None:
     config = {key: value for key, value in architecture.size_table()[name].items() if key != "parameters"}
     made, found = architecture.size_from(config, "made here"), architecture.size_of(name)
-    assert made is not None
-    assert found is not None and found == dataclasses.replace(made, source=found.source)
+    assert found == dataclasses.replace(made, source=found.source)
 
 
-def test_published_numbers_of_parameters() -> None:
+def test_published_numbers_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its name does not hide the packaged model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2-135m").mkdir()
     published = {"Qwen/Qwen3-0.6B": 596_049_920, "Qwen/Qwen3-8B": 8_190_735_360}
     published |= {"meta-llama/Llama-3.2-1B": 1_235_814_400, "smollm2-135m": 134_515_008}
-    for name, parameters in published.items():
-        found = architecture.size_of(name)
-        assert found is not None and found.parameters == parameters
+    assert {name: architecture.size_of(name).parameters for name in published} == published
 
 
 @pytest.mark.parametrize("config", [{}, {"model_type": "of_no_release"}, {"model_type": "llama", "hidden_size": "x"}])
 def test_what_transformers_cannot_make_has_no_size(config: dict[str, Any]) -> None:
     assert architecture.size_from(config, "made here") is None
-
-
-def test_a_folder_of_its_name_does_not_hide_a_packaged_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "smollm2-135m").mkdir()
-    found = architecture.size_of("smollm2-135m")
-    assert found is not None and found.parameters == 134_515_008
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -206,9 +187,8 @@ def test_sizes_and_activations_are_those_of_a_real_model(family: str) -> None:
 
     def kept(layers: int) -> tuple[int, ModelSize, int]:
         config = transformers.AutoConfig.for_model(family, num_hidden_layers=layers, **widths)
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        ).train()
+        kind = {"dtype": torch.bfloat16, "attn_implementation": "sdpa"}
+        model = transformers.AutoModelForCausalLM.from_config(config, **kind).train()
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         seen: list[Any] = []
         ids = torch.arange(tokens).unsqueeze(0)
@@ -275,9 +255,8 @@ class TestCommand:
         assert cli.main([*self.LINE.replace("--dry-run", "--dry-run 24").split(), *line.split()]) == 1
         text = capsys.readouterr().out
         assert "placement on 8 GPUs of 23.8 GiB (as --dry-run says)" in text
-        assert (
-            "do not fit into 23.8" in text and "warning: --train.batch_size 24 does not divide the 32 responses" in text
-        )
+        assert "do not fit into 23.8" in text
+        assert "warning: --train.batch_size 24 does not divide the 32 responses" in text
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_warnings_are_those_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,9 +280,8 @@ class TestCommand:
         (folder / "config.json").write_text(json.dumps(config))
         # Two matrices of 10·4; q and o 4·4, k and v 4·2 each, MLP 3·4·6, three norms of 4: 80 + 48 + 72 + 12.
         assert "P = 212 (m/config.json)" in self.run("--task arithmetic --model m", capsys)
-        assert "WRONG  the options fit the model m" in self.run(
-            "--task arithmetic --model m --perturbation.k 11", capsys, code=1
-        )
+        wrong = self.run("--task arithmetic --model m --perturbation.k 11", capsys, code=1)
+        assert "WRONG  the options fit the model m" in wrong
 
     def test_a_model_that_nothing_is_known_of(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--task arithmetic --model some/model", capsys)

@@ -4,6 +4,7 @@
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,25 +14,51 @@ from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
 from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.upstream import placement as gpus
-from ngrpo.workbench.compare.plan import read_plan
+from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.workbench.compare.plan import Plan, read_plan
 from ngrpo.workbench.compare.runs import run_config
+from perturbations import registry
 from perturbations.errors import UsageError
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
+
+EXAMPLES = RECIPES.parent
+GIVEN = {"--rollout.n_samples_per_prompt": "4", "--rollout.batch_size": "4", "--train.batch_size": "16"}
+GIVEN |= {"--model": "smollm2-135m", "--task": "arithmetic"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The examples, and stand-ins for the data that the recipes name, in the layout of `ngrpo data`."""
+    (tmp_path / "data").mkdir()
+    for name in ("deepscaler", "deepscaler_plain", "aime2024", "aime2024_plain"):
+        (tmp_path / "data" / f"{name}.jsonl").write_text('{"input": "What is 1 + 1?", "label": "2"}\n' * 128)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+
+
+def read(name: str) -> tuple[Plan, list[str]]:
+    """The plan of an example, and its strategies."""
+    plan, _ = read_plan(["--config", str(EXAMPLES / name), "--model", "smollm2-135m", "--task", "arithmetic"])
+    return plan, [arm.id for arm in plan.arms]
+
+
+def completed(words: list[str], given: Mapping[str, str] = GIVEN) -> list[str]:
+    """A recipe of a method with model, task and sizes, as the index asks for."""
+    return list(Flags(words).with_defaults(given).argv)
 
 
 @pytest.mark.parametrize("name", ["custom_perturbation", pytest.param("custom_gate", marks=pytest.mark.more)])
 def test_custom_examples_check_themselves(name: str) -> None:
-    script = Path(__file__).resolve().parents[2] / "examples" / f"{name}.py"
-    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    script = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    result = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert "keeps the contract" in result.stdout
 
 
 def test_each_row_of_the_ablation_is_a_strategy() -> None:
-    file = Path(__file__).resolve().parents[2] / "examples" / "ablation.yaml"
-    plan, _ = read_plan(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
-    ids = [arm.id for arm in plan.arms]
-    assert len(set(ids)) == len(ids) == sum(line.lstrip().startswith("- ") for line in file.read_text().splitlines())
+    plan, ids = read("ablation.yaml")
+    rows = [line for line in (EXAMPLES / "ablation.yaml").read_text().splitlines() if line.lstrip().startswith("- ")]
+    assert len(set(ids)) == len(ids) == len(rows)
     assert plan.baseline == "none base=grpo" and plan.seeds == (0, 1, 2)
     assert plan.evaluation is not None and plan.evaluation[plan.evaluation.index("--n") + 1] == "32"
     assert not any(arm.notes for arm in plan.arms), "a row of the ablation would be greedy decoding"
@@ -41,9 +68,7 @@ def test_each_row_of_the_ablation_is_a_strategy() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
     """Each row is a training that is accepted, and every method of the tree is in one."""
-    file = Path(__file__).resolve().parents[2] / "examples" / "all_methods.yaml"
-    plan, _ = read_plan(["--config", str(file), "--model", "smollm2-135m", "--task", "arithmetic"])
-    ids = [arm.id for arm in plan.arms]
+    plan, ids = read("all_methods.yaml")
     assert len(set(ids)) == len(ids) and plan.baseline in ids
     for kept, flag in FLAGS.items():
         words = {"--perturbation": ""}.get(flag, f"{flag.removeprefix('--')}=")
@@ -56,42 +81,34 @@ def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_each_method_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> None:
-    """With model, task and sizes, as the index asks for; nothing loads or starts."""
-    words = words_of(f"methods/{name}")
-    sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "4", "--train.batch_size", "16"]
-    given = [word for pair in zip(sizes[::2], sizes[1::2]) if pair[0] not in words for word in pair]
-    parsed = parse.run_config([*words, *given, "--model", "smollm2-135m", "--task", "arithmetic", "--hardware", "cpu"])
+def test_each_method_is_a_run_that_is_accepted(name: str) -> None:
+    """Nothing loads or starts."""
+    parsed = parse.run_config([*completed(words_of(f"methods/{name}")), "--hardware", "cpu"])
     assert rules.checked(parsed).has("--algo.advantage.estimator")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_method_has_a_recipe() -> None:
+    """Each perturbation that has a density has one with it."""
     recipes = {name: words_of(f"methods/{name}") for name in METHODS}
     text = "\n".join(" ".join(words) for words in recipes.values())
     for kept, flag in FLAGS.items():
         missing = {name for name in kept.in_tree() if f"{flag} {name}" not in text} - {"none", "group_norm"}
         assert kept.kind in ("gate", "replay buffer") or not missing, missing
     assert len({tuple(sorted(words)) for words in recipes.values()}) == len(recipes), "two files, one recipe"
-
-
-def problems(folder: Path) -> None:
-    """Stand-ins for the data that the recipes name, in the layout of `ngrpo data`."""
-    folder.mkdir()
-    for name in ("deepscaler", "deepscaler_plain", "aime2024", "aime2024_plain"):
-        (folder / f"{name}.jsonl").write_text('{"input": "What is 1 + 1?", "label": "2"}\n' * 128)
+    made = [registry.create(**spec) for words in recipes.values() if (spec := parse.run_config(words).spec)]
+    options = {name: dataclasses.fields(registry.get(name)) for name in registry.perturbations.in_tree()}
+    densities = {name for name, fields in options.items() if any(field.name == "density" for field in fields)}
+    assert {perturbation.name for perturbation in made if perturbation.has_density} == densities
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", PAPERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_each_recipe_passes_a_dry_run(
-    name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_each_recipe_passes_a_dry_run(name: str, placement: str, capsys: pytest.CaptureFixture[str]) -> None:
     """At every placement, on cards of 80 GB; but for STHT beside the training, whose density does not allow it."""
     pytest.importorskip("openrlhf")
-    problems(tmp_path / "data")
-    (tmp_path / "examples").symlink_to(RECIPES.parent)
-    monkeypatch.chdir(tmp_path)
     files = [f"examples/recipes/{name}.yaml", f"examples/recipes/placements/{placement}.yaml"]
     words = [word for file in files for word in ("--config", file)]
     words += ["--ds.adam_offload"] * ("7b" in name and placement == "hybrid_1_gpu")
@@ -110,21 +127,14 @@ def test_each_recipe_passes_a_dry_run(
 @pytest.mark.parametrize("shape", ["1x80", "8x80", "2x8x80"])
 @pytest.mark.parametrize("placement", [None, *(name for name in PLACEMENTS if not name.startswith("rehearsal"))])
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_every_recipe_is_planned_for_1_8_and_16_gpus(
-    placement: str | None, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_every_recipe_is_planned_for_1_8_and_16_gpus(placement: str | None, shape: str) -> None:
     """All GPUs by default, else as many as the placement has; refused, with both numbers, where there are fewer."""
-    problems(tmp_path / "data")
-    (tmp_path / "examples").symlink_to(RECIPES.parent)
-    monkeypatch.chdir(tmp_path)
     planned = gpus.planned(shape, "--dry-run")
     needed = planned.total if placement is None else int(placement.split("_")[1])
-    sizes = ["--rollout.n_samples_per_prompt", "4", "--rollout.batch_size", "8", "--train.batch_size", "32"]
-    sizes += ["--model", "Qwen/Qwen3-0.6B", "--task", "arithmetic"]
+    given = {**GIVEN, "--model": "Qwen/Qwen3-0.6B", "--rollout.batch_size": "8", "--train.batch_size": "32"}
     for name in (*PAPERS, *(f"methods/{method}" for method in METHODS)):
-        words = words_of(name)
-        pairs = zip(sizes[::2], sizes[1::2]) if "/" in name else ()
-        words += [word for pair in pairs if pair[0] not in words for word in pair]
+        words = completed(words_of(name), given) if "/" in name else words_of(name)
         words += ["--hardware", "cuda"] if placement is None else words_of(f"placements/{placement}")
         words += ["--ds.adam_offload"] * ("7b" in name and placement == "hybrid_1_gpu")
         words += ["--ds.zero_stage", "2"] * ("/" in name)  # under ZeRO-3 there is no noise on weights
