@@ -111,18 +111,18 @@ def masks_too_early(self: Notes, until: int) -> None:
 
 
 FAULTS = {
-    "notes-are-read-early": (RolloutPerturber, "_event", nothing, PLAN, ""),
-    "masks-are-read-early": (Notes, "_drain_edits", masks_too_early, MASKED, ""),
-    "a-record-is-taken-early": (Notes, "drain", too_early, PLAN, ""),
-    "a-record-with-masks-is-taken-early": (Notes, "drain", too_early, MASKED, ""),
+    "notes-are-read-early": (RolloutPerturber, "_event", nothing, PLAN, None),
+    "masks-are-read-early": (Notes, "_drain_edits", masks_too_early, MASKED, None),
+    "a-record-is-taken-early": (Notes, "drain", too_early, PLAN, None),
+    "a-record-with-masks-is-taken-early": (Notes, "drain", too_early, MASKED, None),
     "recomputation-does-not-wait": (Notes, "drain_slot", nothing, PLAN, "replaced False, on a CPU True"),
-    "a-flag-is-left-standing": (InputOverride, "clear", nothing, PLAN, ""),
+    "a-flag-is-left-standing": (InputOverride, "clear", nothing, PLAN, None),
 }
 
 
 @pytest.mark.parametrize(("owner", "name", "act", "plan", "said"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_of_timing_is_seen(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Any, plan: Plan, said: str
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Any, plan: Plan, said: str | None
 ) -> None:
     monkeypatch.setattr(owner, name, act)
     with pytest.raises((Disagreement, ValueError, IndexError), match=said):
