@@ -111,18 +111,18 @@ class Counting(ReplayBuffer):
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A user's file with a buffer, forgotten after the test."""
     monkeypatch.setattr(registry.buffers, "registered", dict(registry.buffers.registered))
-    file = tmp_path / "mine.py"
+    file = tmp_path / "counting.py"
     file.write_text(BUFFER)
     return file
 
 
-def test_a_buffer_of_a_users_file(mine: Path) -> None:
+def test_a_buffer_of_a_users_file(counting: Path) -> None:
     """The engine's configuration carries the file's text, so a worker elsewhere can make it."""
-    spec = read_buffer({REPLAY_BUFFER: {"name": str(mine), "most": 3}}).spec()
-    mine.unlink()
+    spec = read_buffer({REPLAY_BUFFER: {"name": str(counting), "most": 3}}).spec()
+    counting.unlink()
     buffer = read_buffer({REPLAY_BUFFER: spec})
     assert type(buffer).__name__ == "Counting" and buffer.most == 3
     for name in "abc":
@@ -135,9 +135,9 @@ def test_a_buffer_of_a_users_file(mine: Path) -> None:
             read_buffer({REPLAY_BUFFER: wrong})
 
 
-def test_a_buffer_on_the_command_line_reaches_the_engine(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_on_the_command_line_reaches_the_engine(counting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the words of `ngrpo train` and `ngrpo compare` to the configuration that a rollout actor gives vLLM."""
-    ours = ["--perturbation.replay_buffer", f"{mine}:Counting", "--perturbation.replay_buffer.most", "5"]
+    ours = ["--perturbation.replay_buffer", f"{counting}:Counting", "--perturbation.replay_buffer.most", "5"]
     plan, _ = read_plan(["--perturbations", "none,neighbor", "--model", "smollm2-135m", "--task", "arithmetic", *ours])
     built: list[dict[str, Any]] = []
 
@@ -152,7 +152,7 @@ def test_a_buffer_on_the_command_line_reaches_the_engine(mine: Path, monkeypatch
 
     monkeypatch.setattr("ngrpo.rollout.records.confirm", answer)
     for run in plan.runs():
-        settings = runs.run_config(plan, run, mine.parent)
+        settings = runs.run_config(plan, run, counting.parent)
         monkeypatch.setattr("ngrpo.config.run._current", settings)
         actor = object.__new__(rollout_actor(Plain))
         asyncio.run(actor.__init__(seed=1))
