@@ -94,10 +94,8 @@ def _check_file(flag: str, name: str, flags: Flags) -> dict[str, set[str]]:
         if fix and rows and column not in (prompt, label):
             raise UsageError(f"{subject}: row {rows[0]} has {column}, which no prompt shows. {fix}")
     if label and _PADDED in columns[label]:
-        raise UsageError(
-            f"{subject}: the label {label!r} is {_PADDED} in row {columns[label][_PADDED]}, which OpenRLHF would read"
-            " without them. Write the file as JSONL, where it is a text."
-        )
+        padded = f"{_PADDED} in row {columns[label][_PADDED]}, which OpenRLHF would read without them"
+        raise UsageError(f"{subject}: the label {label!r} is {padded}. Write the file as JSONL, where it is a text.")
     types = {column: {_type(kind) for kind in kinds} - {_NOTHING} for column, kinds in columns.items()}
     # `datasets` 5.2, with which OpenRLHF reads files, makes the number 7 of the text 007 in such a column.
     if label and len(types[label]) > 1 and _TEXT in types[label]:

@@ -66,10 +66,9 @@ def run_config(argv: Sequence[str]) -> RunConfig:
     conversation.template_arguments(settings.get("chat_template_kwargs"))
     responses, tokens = (settings.get(name) or default for name, default in _VLLM_LIMITS.items())
     if responses > tokens:
-        raise UsageError(
-            f"--engine.max_num_seqs is {responses} and --engine.max_num_batched_tokens {tokens}: a step reads a token"
-            " of each response, so that the latter must be at least as large."
-        )
+        sizes = f"--engine.max_num_seqs is {responses} and --engine.max_num_batched_tokens {tokens}"
+        why = "a step reads a token of each response, so that the latter must be at least as large"
+        raise UsageError(f"{sizes}: {why}.")
     if "perturbation" not in specs and settings.get("reproducible") and f"{PERTURBATION}.seed" in ours:
         notes.append(f"{PERTURBATION}.seed has no effect where nothing is perturbed; the draws follow --train.seed.")
     if "replay_buffer" in specs and not {PERTURBATION, _CORRECT_MASK, "--replay.routing"} & ours.keys():
