@@ -135,6 +135,10 @@ def test_plans_that_cannot_work(more: str, said: str) -> None:
     assert said in refusal(more), refusal(more)
 
 
+def test_a_model_over_more_gpus_than_there_are() -> None:
+    assert "--ds.tensor_parallel_size 2 must divide the 1 ranks" in refusal("--ds.tensor_parallel_size 2", "1x80")
+
+
 def test_no_engine_is_refused_without_cuda_too() -> None:
     args = Flags(["--algo.advantage.estimator", "reinforce", "--reward.remote_url", "r.py"]).args
     with pytest.raises(UsageError, match=r"--vllm.num_engines is missing"):

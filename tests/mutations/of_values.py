@@ -86,9 +86,6 @@ MUTATIONS = {
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_step_faults.py"): [
         ("if values.amin() == values.amax():", "if False:", "equal advantages keep their rounding"),
     ],
-    ("ngrpo/rollout/step_kernels.py", "test_drawn_tokens.py"): [
-        ("< _FORCED)", "< 1e30)", "a token that a thinking budget forces is perturbed"),
-    ],
     ("ngrpo/trainers/openrlhf/rewards.py", "test_step_faults.py"): [
         (") > longest for", ") >= longest for", "a prompt that just fits counts as cut"),
     ],
@@ -127,6 +124,7 @@ MUTATIONS = {
         ("at.keys(streams.Stream.TOKEN", "streams.keys(at.seeds, at.first, streams.Stream.TOKEN", "the prompt's draw"),
     ],
     ("ngrpo/rollout/step_kernels.py", _DRAWN): [
+        ("< _FORCED)", "< 1e30)", "a token that a thinking budget forces is perturbed"),
         (
             "(logits.scaled if drawable is None else drawable)[gated",
             "logits.scaled[gated",

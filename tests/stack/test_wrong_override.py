@@ -29,6 +29,14 @@ from tests.stack.tiny_models import FORMS, HIDDEN, tiny_model
 _put = InputOverride.put
 
 
+def _dropped(_self: InputOverride, _rows: Any, _vectors: Any, _mask: Any = None, _on_host: Any = None) -> None:
+    return
+
+
+def _one_row_off(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+    _put(self, rows + 1, vectors, mask)
+
+
 def _first_row(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
     """As where ids of shape (1, N) are taken for one row: only what belongs there anyway is right."""
     kept = rows == 0
@@ -46,8 +54,8 @@ def _others_disturbed(self: InputOverride, rows: Any, vectors: Any, mask: Any = 
 
 PUTS: dict[str, Callable[..., None]] = {
     "right": _put,
-    "dropped": lambda *_given: None,
-    "one row off": lambda self, rows, vectors, mask=None, *_: _put(self, rows + 1, vectors, mask),
+    "dropped": _dropped,
+    "one row off": _one_row_off,
     "first row alone": _first_row,
     "scaled once too often": _scaled,
     "others disturbed": _others_disturbed,
@@ -67,11 +75,11 @@ _LIMIT = 10.0
 class Case:
     """Rollouts of one model in one dtype, and Transformers' side of it."""
 
-    def __init__(self, form: str, dtype: str, folder: Path) -> None:
+    def __init__(self, form: str, dtype: str, folder: Path, eager: bool = True) -> None:
         from transformers import AutoModelForCausalLM
 
         path, target = tiny_model(form, folder), folder / "rollouts.pickle"
-        run_module("tests.stack.test_wrong_override", form, path, dtype, str(target))
+        run_module("tests.stack.test_wrong_override", form, path, dtype, str(eager), str(target))
         self.found = pickle.loads(target.read_bytes())
         self.half = dtype != "float32"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
@@ -134,6 +142,14 @@ def test_a_stale_weight_rings(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
         case.judge("right")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["plain", "transformers", "scaled"])
+def test_in_a_compiled_graph(form: str, tmp_path: Path) -> None:
+    case = Case(form, "float32", tmp_path, eager=False)
+    test_the_probe_tells_right_from_wrong(case)
+    case.judge("right")
+
+
 @pytest.mark.parametrize("form", [pytest.param("per_layer"), pytest.param("per_layer_3n", marks=pytest.mark.slow)])
 def test_tables_that_follow_the_token_in_the_text(form: str, tmp_path: Path) -> None:
     """The main table is perturbed; the one for each layer is looked up with the text's token, on both sides."""
@@ -144,8 +160,8 @@ def test_tables_that_follow_the_token_in_the_text(form: str, tmp_path: Path) -> 
     assert gaps(case.model, rollouts, replay=False).max() >= 1e-2
 
 
-def main(form: str, model: str, dtype: str, target: str) -> None:
-    options = {**FORMS[form][2], "dtype": dtype, "max_model_len": 128}
+def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
+    options = {**FORMS[form][2], "dtype": dtype, "enforce_eager": eager == "True", "max_model_len": 128}
     llm = build_engine(model, {"name": "neighbor", "variant": "released", "rate": 0.5, "k": 4}, **options)
     core = llm.llm_engine.engine_core.engine_core
     seeds: list[dict[str, Any]] = [{"seed": i} for i in range(len(PROMPTS))]

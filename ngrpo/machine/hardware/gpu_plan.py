@@ -92,7 +92,7 @@ def trained(role: str, size: ModelSize, args: Args, world: int) -> list[Part]:
     stage, tensor, asleep = args["ds.zero_stage"], args["ds.tensor_parallel_size"], args["ds.enable_sleep"]
     whole = size.parameters / tensor
     of_whole, of_split = ("P", "P/D") if tensor == 1 else ("P/T", "P/DT")
-    split = whole / (world // tensor if stage else 1)
+    split = whole / (max(world // tensor, 1) if stage else 1)  # fewer ranks than that are refused later
     weights, of_weights = (split, of_split) if stage == 3 else (whole, of_whole)
     gradients, of_gradients = (split, of_split) if stage >= 2 else (whole, of_whole)
     parts = [Part(f"{role}: weights", f"2{of_weights}", (2 * weights,) * 4)]
