@@ -44,7 +44,7 @@ MUTATIONS = {
             "reinforce_rej: a wrong answer has 0, not −1",
         ),
         (
-            "> rewards.amin(-1, keepdim=True)",
+            "> rewards.amin(-1, keepdim=True) + ROUNDING",
             ">= rewards.amin(-1, keepdim=True)",
             "reinforce_rej: uniform groups count",
         ),
