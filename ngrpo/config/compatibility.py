@@ -265,7 +265,7 @@ VERL = (
         (verl("algorithm.rollout_correction.bypass_mode"), "the replay would not be measured"),
         (given.critic, "its values are not replayed", "use an estimator without one, such as grpo"),
     ),
-    Row(given.PARAMETERS, given.IN_VERL, "verl would neither train nor send them", _WITHOUT),
+    Row(given.PARAMETERS, given.IN_VERL, "verl would neither train nor send its parameters", _WITHOUT),
     *rows(
         given.DENSITY,
         (verl("actor_rollout_ref.model.use_fused_kernels"), "a density needs the logits", _DENSITY_TOKEN),
@@ -290,7 +290,7 @@ TRL = (
         (given.LIGER, "its loss bypasses the log-probabilities"),
         (given.filtered_weights, "its weights would compare the filtered distribution with the whole one", _UNFILTERED),
     ),
-    Row(given.PARAMETERS, given.IN_TRL, "TRL would neither train nor send them", _WITHOUT),
+    Row(given.PARAMETERS, given.IN_TRL, "TRL would neither train nor send its parameters", _WITHOUT),
     Row(given.DENSITY, given.IN_TRL, "TRL's loss takes the token's log-probability", "set density='token'"),
 )
 

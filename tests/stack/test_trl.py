@@ -60,7 +60,7 @@ def test_two_steps_and_an_evaluation(tmp_path: Path, smollm2: str, monkeypatch: 
     [
         ({"perturbation": {"name": "neighbour"}}, "neighbor"),
         ({"perturbation": {"name": "gumbel", "density": "gumbel"}}, "density"),
-        ({"perturbation": {"name": "hrpo"}}, "parameters of its own"),
+        ({"perturbation": {"name": "hrpo"}}, "send its parameters"),
         ({"tools": [print]}, "tools"),
         ({"rollout_func": print}, "rollout_func"),
     ],
