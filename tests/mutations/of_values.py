@@ -50,9 +50,11 @@ MUTATIONS = {
             "the KL term has the gradient of a density",
         ),
     ],
+    ("ngrpo/config/features.py", "test_compatibility.py"): [
+        ("lambda made: made.draws_text)", "lambda made: False)", "a request's filters choose among the draws"),
+    ],
     ("ngrpo/config/features.py", "test_loss_entry.py"): [
         ("lambda made: made.score_only)", "lambda made: False)", "a vector's density at noisy rollouts"),
-        ("lambda made: made.draws_text)", "lambda made: False)", "a request's filters choose among the draws"),
         ("made.score_only and not made.draws_token", "False", "a KL term without a token"),
     ],
     ("ngrpo/config/rules.py", "test_loss_entry.py"): [
