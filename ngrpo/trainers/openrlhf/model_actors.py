@@ -86,7 +86,7 @@ class _Replaying:
                 head = model_of(model).get_output_embeddings()
                 hidden = LastHidden(head, f"advantage {run.advantage.name}")
                 stack.enter_context(hidden())
-            replay = replayed(model, side_inputs, require(attention_mask, "attention_mask"))
+            replay = replayed(model, side_inputs, require(attention_mask, "attention_mask"), measure=False)
             _, action_densities = stack.enter_context(replay)
             log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)  # type: ignore[misc]
             if action_densities is not None and self.is_policy:
@@ -120,7 +120,13 @@ class _Replaying:
 
 @contextmanager
 def replayed(
-    actor: Any, side_inputs: Sequence[Any] | None, mask: Tensor, advantages: Tensor | None = None, look_up: int = 0
+    actor: Any,
+    side_inputs: Sequence[Any] | None,
+    mask: Tensor,
+    advantages: Tensor | None = None,
+    *,
+    measure: bool = True,
+    look_up: int = 0,
 ) -> Iterator[tuple[ReplayStats | None, Densities | None]]:
     """The forward of OpenRLHF's ``Actor`` in this context is over the rollout's inputs, experts and sets of tokens.
 
@@ -128,8 +134,8 @@ def replayed(
         actor: its model is replayed.
         side_inputs: of the samples of the batch.
         mask: the attention mask, a tensor (B, T).
-        advantages: as of :class:`Densities`, in a training step, which is measured.
-        look_up: as of :class:`ReplayScope`.
+        advantages: as of :class:`Densities`.
+        measure, look_up: as of :class:`ReplayScope`.
     """
     run, stats, found = current_run(), None, None
     with ExitStack() as stack:
@@ -138,7 +144,7 @@ def replayed(
         if run.replay_routing:
             stack.enter_context(RoutingScope(model_of(actor))(sample_records.routed(side_inputs, len(mask)), mask))
         if run.perturbation is not None:
-            scope = replay_scope(actor, run.perturbation, advantages is not None, look_up)
+            scope = replay_scope(actor, run.perturbation, measure, look_up)
             stats = stack.enter_context(scope(sample_records.records(side_inputs, len(mask)), mask))
             found = stack.enter_context(densities(scope, actor.temperature, advantages))
         yield stats, found
