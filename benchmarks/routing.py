@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-TYPES = (
+TYPES = (  # on a CPU the start-up check refuses latent attention
     "qwen2_moe",
     "qwen3_moe",
     "qwen3_next",
@@ -33,7 +33,6 @@ TYPES = (
     "granitemoe",
     "glm4_moe",
     "gpt_oss",
-    "deepseek_v3",
     "ernie4_5_moe",
     "dots1",
     "llama4_text",
