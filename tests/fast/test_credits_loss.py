@@ -232,7 +232,7 @@ def experience(dtype: torch.dtype = torch.float64, marks: Tensor | None = None) 
 
 
 def again(logits: Tensor) -> Tensor:
-    """The same logits, without a gradient so far."""
+    """The same logits, without a gradient."""
     return logits.detach().clone().requires_grad_()
 
 

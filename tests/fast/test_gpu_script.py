@@ -124,7 +124,7 @@ def test_a_killed_run_ends_its_stage_and_is_resumed(tmp_path: Path) -> None:
             time.sleep(0.1)
         process.kill()
     found = json.loads(path.read_text())
-    assert ends(found["test-slow"]["rows"][0]["pid"]), "the stage goes on without its parent"
+    assert ends(found["test-slow"]["rows"][0]["pid"]), "the stage continues without its parent"
     quick = replace(stage("slow"), arguments={"kind": "good"})
     _, told, found = go(path, stage("good"), quick)
     assert told[0] == f"{HERE}  test-good: done before: 1 rows"

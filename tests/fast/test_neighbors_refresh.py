@@ -36,7 +36,7 @@ def test_drift_by_hand() -> None:
     line = Line()
     assert line.drift() is None
     assert line.ask([0, 2, 3, 0]) == [[1], [1], [4], [1]]
-    assert line.drift() is None, "no weight sync so far"
+    assert line.drift() is None, "no weight sync yet"
     line.sync(AWAY)
     # 0: {1} → {2}, 2: {1} → {0}, 3: {4} → {4}
     assert line.drift() == Drift(tokens=3, changed_since_start=2, compared=3, changed=2)

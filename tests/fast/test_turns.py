@@ -67,7 +67,7 @@ def test_a_prompt_that_is_asked_again_has_other_draws() -> None:
     assert once.seed == 9 != again.seed and again.positions.tolist() == [3, 4, 6]
     turns = first_turn()
     kept = turns.trajectory.record
-    noisy = dataclasses.replace(kept, sigma=np.full(len(kept), 0.5, np.float32))  # drawn anew from the record's seed
+    noisy = dataclasses.replace(kept, sigma=np.full(len(kept), 0.5, np.float32))  # drawn again from the record's seed
     turns.trajectory = dataclasses.replace(turns.trajectory, record=noisy)
     turns.go_on(prompt)
     assert turns.earlier(prompt).seed == turns.earlier(prompt).seed == 9, "the noise of earlier turns is the seed's"
