@@ -4,19 +4,17 @@
 import argparse
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ngrpo.machine.console import Report
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import evaluate
 from perturbations.errors import UsageError, nearest
-
-Report = Callable[[str], None]
-"""Takes a further line for the user."""
 
 
 class CommandParser(argparse.ArgumentParser):

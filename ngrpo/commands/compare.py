@@ -71,8 +71,9 @@ from typing import Any
 
 from ngrpo.commands import diagnose, dry_run
 from ngrpo.commands import eval as evaluation
-from ngrpo.commands.command_parser import Report, telling_what_is_kept
+from ngrpo.commands.command_parser import telling_what_is_kept
 from ngrpo.config import parse, rules
+from ngrpo.machine.console import Report
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.compare import results, runs

@@ -17,7 +17,8 @@ examples
 
 from pathlib import Path
 
-from ngrpo.commands.command_parser import CommandParser, Report
+from ngrpo.commands.command_parser import CommandParser
+from ngrpo.machine.console import Report
 from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.workbench import evaluate
 from perturbations.errors import UsageError

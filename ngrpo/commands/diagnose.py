@@ -26,8 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ngrpo.commands.command_parser import CommandParser, Report, problems_of, telling_what_is_kept
+from ngrpo.commands.command_parser import CommandParser, problems_of, telling_what_is_kept
 from ngrpo.config.arms import Arm, parse_arms
+from ngrpo.machine.console import Report
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import folder_for

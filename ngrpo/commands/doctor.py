@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ngrpo import patches
-from ngrpo.commands.command_parser import CommandParser, Report
+from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import compatibility
+from ngrpo.machine.console import Report
 from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
 from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import placement, versions

@@ -31,10 +31,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.commands.command_parser import CommandParser, Report, problems_of, telling_what_is_kept
+from ngrpo.commands.command_parser import CommandParser, problems_of, telling_what_is_kept
 from ngrpo.config import parse
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
+from ngrpo.machine.console import Report
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json

@@ -18,7 +18,7 @@ from string import Template
 
 from ngrpo.config.compatibility import page
 from ngrpo.config.kinds import FLAGS, KINDS, run_level_kinds
-from ngrpo.machine.console import help_entry, text_table
+from ngrpo.machine.console import Report, help_entry, text_table
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import Perturbation, registry
@@ -33,7 +33,7 @@ def usage(command: str, argv: Sequence[str]) -> str:
     return text.replace("{kinds}", "\n".join(lines)) + "\n"
 
 
-def run_list(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run_list(argv: Sequence[str], *, report: Report) -> int:
     """usage: ngrpo list [NAME | compatibility]
 
     All perturbations, gates, advantages and the other kinds of `ngrpo new`: in the
@@ -54,7 +54,7 @@ def run_list(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def run_check(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run_check(argv: Sequence[str], *, report: Report) -> int:
     """usage: ngrpo check [gate|advantage] NAME [option=value ...]
 
     Runs the conformance suite on a small synthetic model: no engine, no download,
@@ -103,7 +103,7 @@ def run_check(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
     return 0
 
 
-def run_new(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run_new(argv: Sequence[str], *, report: Report) -> int:
     """usage: ngrpo new KIND NAME [FOLDER]
 
     Writes NAME.py, a small one that works, and test_NAME.py into the folder [the

@@ -11,8 +11,9 @@ examples
 packaged models: {models}
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from ngrpo.machine.console import Report
 from ngrpo.machine.models import packaged
 from perturbations.errors import UsageError, nearest
 
@@ -22,7 +23,7 @@ def usage(command: str, argv: Sequence[str]) -> str:
     return (__doc__ or "").replace("{models}", ", ".join(packaged.PACKAGED))
 
 
-def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: Report) -> int:
     """Makes the model where it is not there yet, and prints its folder."""
     if len(argv) != 1 or argv[0].startswith("-"):
         print(usage("model", argv), end="")

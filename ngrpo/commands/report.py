@@ -16,7 +16,8 @@ examples
 
 from pathlib import Path
 
-from ngrpo.commands.command_parser import CommandParser, Report
+from ngrpo.commands.command_parser import CommandParser
+from ngrpo.machine.console import Report
 from perturbations.errors import UsageError
 
 

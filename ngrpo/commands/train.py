@@ -103,7 +103,7 @@ examples
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +127,7 @@ def usage(command: str, argv: Sequence[str]) -> str:
     return extensions.train_help(__doc__ or "", argv) + "\n"
 
 
-def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
+def run(argv: Sequence[str], *, report: console.Report) -> int:
     """Trains; 1 where the training itself failed."""
     if "--openrlhf-help" in argv:
         versions.check_stack()
@@ -156,7 +156,7 @@ def run(argv: Sequence[str], *, report: Callable[[str], None]) -> int:
         return _train(complete, folder, report)
 
 
-def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
+def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     """Launches a complete run. One that was stopped or failed leaves its summary and report too."""
     began, ended = time.time(), None
     plugin.watch_runners(folder / summary.RUNNERS)
@@ -182,7 +182,7 @@ def _train(run: RunConfig, folder: Path, report: Callable[[str], None]) -> int:
     return int(ended is not None)
 
 
-def _prepare(run: RunConfig, folder: Path, report: Callable[[str], None]) -> RunConfig:
+def _prepare(run: RunConfig, folder: Path, report: console.Report) -> RunConfig:
     """The run with complete flags, additions in front. All checks come before the first file in its folder."""
     complete = rules.started(run)
     for note in rules.notes(complete, run):

@@ -152,9 +152,9 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     with suppress(UsageError):
         told = [line] if (line := check_rows(flags)) else []
     if not told and _ROWS in flags.added:
-        ranks = f"{_groups(args)['actor']} ranks; it bounds the rows of the evaluation too"
-        why = "since the last step of a pass would hang with responses that do not divide over"
-        told.append(f"{_ROWS} {flags.value(_ROWS)} is added, {why} {ranks}.")
+        undivided = f"responses that do not divide over {_groups(args)['actor']} ranks"
+        why = f"since the last step of a pass would hang with {undivided}"
+        told.append(f"{_ROWS} {flags.value(_ROWS)} is added, {why}; it bounds the rows of the evaluation too.")
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
         told.append(
             "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their"

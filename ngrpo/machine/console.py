@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from perturbations import ReplayRecord
 
+Report = Callable[[str], None]
+"""Takes a further line for the user."""
+
 _DIGITS = 4
 # Text in the log, and the activity that begins there. From OpenRLHF 0.11.2, Ray 2.55 and vLLM 0.29; a release that
 # words it otherwise only loses the line.

@@ -7,12 +7,13 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ngrpo.machine.console import Report
 from ngrpo.workbench import sandbox
 from perturbations.errors import UsageError, nearest
 
@@ -33,7 +34,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("NGRPO_CACHE") or Path.home() / ".cache" / "ngrpo").expanduser()
 
 
-def resolve(name_or_path: str, *, report: Callable[[str], None] = lambda line: None) -> str:
+def resolve(name_or_path: str, *, report: Report = lambda line: None) -> str:
     """The folder or hub name that transformers and vLLM understand; a packaged model is made.
 
     ``report`` is called with a line of text where something takes a while. Raises ``UsageError`` as
@@ -141,7 +142,7 @@ def folder_of(name: str) -> Path:
     return cache_dir() / f"{name}-{_RECIPE}"
 
 
-def materialise(name: str, *, report: Callable[[str], None] = lambda line: None) -> Path:
+def materialise(name: str, *, report: Report = lambda line: None) -> Path:
     """Makes a packaged model into a local Hugging Face folder, once; raises ``UsageError`` without its package.
 
     The folder appears whole or not at all: it is written next to its place and renamed. Of two processes at the same

@@ -10,12 +10,13 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ngrpo.machine.console import Report
 from perturbations.errors import UsageError
 
 LOCK, SETTINGS = ".lock", "settings.json"
@@ -81,7 +82,7 @@ def read_json(path: Path) -> Any:
 class ResultFolder:
     """A folder that this process holds; see :meth:`opened`."""
 
-    def __init__(self, path: Path, report: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, path: Path, report: Report = lambda line: None) -> None:
         """``report`` is called with a line about each repair."""
         self.path, self._report = path, report
         # The lock's file descriptor while the folder is held; child processes may keep it.
@@ -89,7 +90,7 @@ class ResultFolder:
 
     @classmethod
     @contextmanager
-    def opened(cls: type[Opened], path: Path, report: Callable[[str], None] = lambda line: None) -> Iterator[Opened]:
+    def opened(cls: type[Opened], path: Path, report: Report = lambda line: None) -> Iterator[Opened]:
         """Holds a folder, made if missing, while the block runs; ``UsageError`` where another process holds it."""
         folder = cls(path, report)
         if path.is_file():

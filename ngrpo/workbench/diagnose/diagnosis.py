@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ngrpo.machine.console import fed_texts, text_table, token_texts
+from ngrpo.machine.console import Report, fed_texts, text_table, token_texts
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
@@ -54,7 +54,7 @@ def diagnose(
     hardware: str = "auto",
     dtype: str | None = None,
     llm: LLM | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = lambda line: None,
 ) -> dict[str, Any]:
     """Samples groups under each strategy, and writes their diversity and validity with a page for people.
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngrpo.machine.console import span
+from ngrpo.machine.console import Report, span
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
@@ -38,8 +38,6 @@ _UNSCORED = {
     "unreadable": "have no readable answer",
     "timed_out": "timed out in scoring",
 }
-
-Report = Callable[[str], None]
 
 
 def evaluate(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ngrpo.machine.console import text_table
+from ngrpo.machine.console import Report, text_table
 from ngrpo.machine.storage.result_folder import ResultFolder
 from ngrpo.workbench import statistics
 from ngrpo.workbench.evaluate.evaluation import (
@@ -45,7 +45,7 @@ def lines(
     *,
     k: str | None = None,
     tau: str | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = lambda line: None,
 ) -> list[str]:
     """The comparison as a table.
 
@@ -118,7 +118,7 @@ def _paired(files: Sequence[SampleFile]) -> tuple[str, list[tuple[str, ...]]]:
     return "", []
 
 
-def read(named_path: str, report: Callable[[str], None] = lambda line: None) -> SampleFile:
+def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
     """Reads ``samples.jsonl`` or the folder of an evaluation, ``PATH`` or ``NAME=PATH``.
 
     Raises:

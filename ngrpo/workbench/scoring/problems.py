@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ngrpo.machine.console import Report
 from ngrpo.machine.models import conversation
 from ngrpo.machine.models.packaged import HUB_SECONDS
 from ngrpo.machine.storage.datafiles import ENDINGS, Row, read_rows
@@ -55,7 +56,7 @@ def load_problems(
     instruction: str | None = None,
     skip_unanswered: bool = False,
     template: Mapping[str, Any] | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    report: Report = lambda line: None,
 ) -> list[Problem]:
     """Reads problems, in the order of the dataset; their ids do not depend on ``limit``.
 
