@@ -4,7 +4,7 @@
 _FLAGS = "test_advantages_flags.py"
 _FURTHER = "test_advantages_further.py"
 _OBJECTIVES = "test_advantages_objectives.py"
-_IN_LOSS = "test_credits_loss.py"
+_IN_LOSS = "test_credits_by_hand.py test_credits_loss.py"
 _SECOND_ROUNDS, _SECOND_ROUNDS_TRAINING = "test_second_rounds.py", "test_second_rounds_training.py"
 
 MUTATIONS = {
