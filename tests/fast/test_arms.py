@@ -54,17 +54,6 @@ def test_options_after_colons_and_blanks() -> None:
     assert of_a_package.spec is not None and of_a_package.spec["sigma"] == 0.5
 
 
-def test_a_path_with_blanks_stays_one_name(tmp_path: Path) -> None:
-    (tmp_path / "my ops").mkdir()
-    (tmp_path / "my ops/x.py").write_text(DAMP)
-    name = f"{tmp_path}/my ops/x.py:Damp"
-    (colons,), (line,) = parse_arms(f"{name}:sigma=0.5"), parse_arms(None, (), [f"'{name}' sigma=0.5"])
-    assert colons == line and (line.name, line.options) == (name, {"sigma": "0.5"})
-    assert line.flags == ["--perturbation", name, "--perturbation.sigma", "0.5"]
-    assert parse_arms(None, (), [line.line]) == [line]
-    assert line.spec is not None and line.spec["sigma"] == 0.5
-
-
 def test_a_sweep_applies_where_it_can_and_sweeps_are_combined() -> None:
     swept = ids("neighbor", ["perturbation.metric=cosine,l2", "perturbation.k=2,3"], ["none"])
     assert swept == [f"neighbor metric={m} k={k}" for m in ("cosine", "l2") for k in (2, 3)] + ["none"]
@@ -105,11 +94,6 @@ def test_the_same_twice_and_rate_zero() -> None:
     assert [s.spec for s in strategies] == [None, None, None]
 
 
-def test_notes_are_the_perturbations_warnings() -> None:
-    (strategy,) = parse_arms(None, (), ["neighbor rate=1"])
-    assert "greedy decoding" in strategy.notes[0]
-
-
 @pytest.mark.parametrize(("names", "sweeps", "lines", "message"), refused("arms"))
 def test_errors_say_what_to_do(names: str | None, sweeps: list[str], lines: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -121,7 +105,3 @@ def test_a_perturbation_that_breaks_its_contract_is_refused_at_once(tmp_path: Pa
     (tmp_path / "x.py").write_text(DAMP + "    def propose(self):\n        return None\n")
     with pytest.raises(UsageError, match=r"'x.py:Damp' breaks its contract: .*takes 1 positional argument but 2"):
         parse_arms(f"{tmp_path}/x.py:Damp")
-    gate = DAMP.replace("perturbations.methods.gaussian import Gaussian", "perturbations import Gate")
-    (tmp_path / "gate.py").write_text(gate.replace("(Gaussian)", "(Gate)") + "    def open(self):\n        return 1\n")
-    with pytest.raises(UsageError, match=r"gate 'gate.py:Damp' breaks its contract"):
-        parse_arms(None, [], [f"neighbor gate={tmp_path}/gate.py:Damp"])

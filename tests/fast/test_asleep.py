@@ -61,12 +61,6 @@ def test_an_engine_that_is_awake_again_is_not(tags: tuple[Any, ...]) -> None:
     assert worker.perturbation.drift() is None
 
 
-def test_where_nothing_is_perturbed_sleep_is_stock() -> None:
-    worker = SimpleNamespace()
-    plugin.after_wake_up(lambda self, tags: None)(worker, tags=None)
-    assert vars(worker) == {}
-
-
 def test_a_perturbation_that_cannot_load_leaves_the_old_one(tmp_path: Path) -> None:
     """With its module and its hooks: the engine continues as before."""
     other = create("hrpo", k=2, start=0.5)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: our flags and OpenRLHF's, and the message of each wrong word."""
 
-import json
 import subprocess
 import sys
 from dataclasses import fields
@@ -104,22 +103,6 @@ def test_a_bug_shows_as_a_bug(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "ngrpo: error:" not in error
 
 
-def test_a_module_of_the_users_that_fails_is_no_bug_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "divides.py").write_text("1 / 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert cli.main(["train", "--perturbation", "divides:Mine"]) == 2
-    assert "cannot load 'divides:Mine' (division by zero)" in capsys.readouterr().err
-
-
-@pytest.mark.more
-def test_output_that_nobody_reads_to_the_end_is_no_bug() -> None:
-    line = f"{sys.executable} -m ngrpo.cli train --help | head -1"
-    done = subprocess.run(line, shell=True, capture_output=True, text=True)
-    assert done.stdout.startswith("usage: ngrpo train") and not done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -143,17 +126,6 @@ def test_list_names_source_and_paper(capsys: pytest.CaptureFixture[str]) -> None
     assert any(line.split()[:2] == ["top_margin", "in-tree"] for line in lines)
 
 
-@pytest.mark.more
-def test_a_narrow_terminal_has_the_same_list_within_its_columns() -> None:
-    """In a process of its own: other tests register names and sources of any length."""
-    calls = "print(json.dumps([listing(None), listing(80), listing(400)]))"
-    program = f"import json; from ngrpo.commands.extensions import listing; {calls}"
-    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
-    wide, narrow, huge = json.loads(done.stdout)
-    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
-    assert narrow.split() == wide.split() and huge == wide
-
-
 @pytest.mark.parametrize("name", sorted({each for kept in FLAGS for each in kept.in_tree()}))
 def test_list_describes_each(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", name]) == 0
@@ -172,8 +144,6 @@ def test_help_lists_every_option_and_name(capsys: pytest.CaptureFixture[str]) ->
         assert part in text
     for names in (PRESETS, packaged.PACKAGED, tasks.usage()):
         assert f": {', '.join(names)} " in text
-    assert cli.main(["compare", "--help"]) == 0
-    assert f"base algorithms: {', '.join(PRESETS)}\n" in capsys.readouterr().out
 
 
 def test_neither_help_nor_list_loads_the_stack() -> None:

@@ -3,7 +3,6 @@
 
 import json
 import os
-import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -64,16 +63,6 @@ def test_a_slurm_job(tmp_path: Path, nodes: int) -> None:
     assert 20000 <= int(port) < 32768
 
 
-def test_the_image_has_what_is_called_and_compiled_in_it() -> None:
-    """KubeRay's default probes are wget commands; DeepSpeed's fused Adam includes the headers of `cuda.HEADERS`."""
-    text = (FOLDER.parents[1] / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
-    installed = re.search(r"apt-get install ([^&]*)", text)
-    assert installed is not None
-    libraries = ("cuda-cudart", "libcublas", "libcusparse", "libcusolver")
-    packages = {"wget", *(f"{name}-dev-$release" for name in libraries)}
-    assert packages <= set(installed[1].split())
-
-
 def test_the_rayjob_is_whole() -> None:
     job = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
     assert job["kind"] == "RayJob"
@@ -87,10 +76,6 @@ def test_the_rayjob_is_whole() -> None:
     groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     images = {group["template"]["spec"]["containers"][0]["image"] for group in groups}
     assert len(images) == 1
-    for group in groups:
-        pod = group["template"]["spec"]
-        mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounted == {volume["name"] for volume in pod["volumes"]}
     from ngrpo.machine.upstream.versions import versions
 
     assert cluster["rayVersion"] == versions(None)["ray"]

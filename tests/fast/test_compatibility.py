@@ -134,17 +134,3 @@ def test_the_page_is_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert cli.main(["list", "compatibility"]) == 0
     assert capsys.readouterr().out.strip() == compatibility.page().strip()
-
-
-def test_an_engine_is_told_of_all_problems() -> None:
-    parallel = SimpleNamespace(pipeline_parallel_size=2, decode_context_parallel_size=1)
-    model = SimpleNamespace(runner_type="generate", enable_prompt_embeds=True, is_moe=False)
-    settings = SimpleNamespace(parallel_config=parallel, model_config=model)
-    asked = Combination(parts={"perturbation": create("soft")}, settings=settings)
-    with pytest.raises(UsageError) as caught:
-        compatibility.check(compatibility.ENGINE, asked)
-    first, second = str(caught.value).splitlines()
-    assert first.startswith("pipeline_parallel_size=2 cannot be used with perturbation 'soft': only the first stage")
-    assert second.startswith("enable_prompt_embeds=True cannot be used with perturbation 'soft': inputs without tokens")
-    parallel.pipeline_parallel_size, model.enable_prompt_embeds = 1, False
-    compatibility.check(compatibility.ENGINE, asked)

@@ -12,7 +12,6 @@ from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import trainer
 from ngrpo.workbench import sandbox
-from ngrpo.workbench.compare import results
 from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.compare.runs import eval_argv, run_config
 from ngrpo.workbench.evaluate import load_problems
@@ -52,7 +51,6 @@ def tokenizer_with(template: str) -> Any:
     ("rows", "prompts"),
     [
         ([{"input": "2 + 2?"}, {"input": [ASKED]}], ["user: 2 + 2?;assistant:"] * 2),
-        ([{"input": [PARTS]}], ["user: 2 + 2?\nBriefly.;assistant:"]),
         ([{"input": [PARTS]}, {"input": TURNS}], ["user: 2 + 2?\nBriefly.;assistant:", SAID]),
         ([{"input": [ASKED, {**CALLED[1], "tool_calls": [AS_TEXT]}, *TURNS[2:]]}], [SAID]),
         (
@@ -63,7 +61,6 @@ def tokenizer_with(template: str) -> Any:
                 "user: 2 + 2?;assistant:",
             ],
         ),
-        ([{"input": [ASKED], "tools": [TOOL, OTHER]}], [f"tools: {json.dumps([TOOL, OTHER])};user: 2 + 2?;assistant:"]),
     ],
 )
 @pytest.mark.parametrize("given", [None, "enable_thinking=false"])
@@ -158,9 +155,6 @@ def test_one_flag_for_all_sides() -> None:
     templates = [Flags(eval_argv(own, "m", Path("out"), arm)).value(flag[0]) for arm in own.arms]
     assert templates == ["enable_thinking=false", "enable_thinking=true"]
     assert Flags(own.diagnosis or ()).value("--strategy") == "none" and own.diagnosis == plan.diagnosis
-    assert results._named({"strategies": [{"name": "none"}]}, own.arms[1:])["strategies"] == [{"name": "none"}]
-    alone, _ = read_plan([*words[2:], "--perturbations", "none", "--sweep", f"{swept},enable_thinking=false"])
-    assert alone.diagnosis is None
     lines, _ = verl_lines.of_run(run, complete_flags.completed(run))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
 

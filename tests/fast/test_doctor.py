@@ -6,15 +6,12 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ngrpo import cli, patches
-from ngrpo.commands import doctor
 from ngrpo.machine.upstream import versions
-from tests.own_process import ends
 
 GOOD = {"runner": "V1", "edits": 16, "tokens": 32, "gap": 2e-5, "unreplayed": 3.0, "plain": 1e-5}
 
@@ -85,12 +82,6 @@ def test_each_error_has_its_fix(subject: str, capsys: pytest.CaptureFixture, mon
         assert part in lines_of(head, subject)
 
 
-def test_a_plugin_that_is_not_registered(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "entry_points", lambda group: ())
-    code, head = findings(capsys, "--no-self-test")
-    assert code == 1 and "is not registered" in lines_of(head, "vLLM's plugin")
-
-
 @pytest.mark.parametrize("built", [None, "13.0"])
 def test_a_gpu_that_torch_does_not_see(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str | None
@@ -106,20 +97,6 @@ def test_a_gpu_that_torch_does_not_see(
     told = lines_of(head, "hardware")
     assert code == 1 and "there is a GPU with driver 580.65.06" in told
     assert ("a driver for CUDA 13.0" if built else "a torch that is built for CUDA") in told
-
-
-@pytest.mark.parametrize("hardware", ["cpu", "cuda"])
-def test_logits_processors_take_the_choice_of_the_runner_away(hardware: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    assert list(doctor._model_runner(hardware)) == []
-    point = SimpleNamespace(name="thinking_budget", dist=SimpleNamespace(name="some-package"))
-    monkeypatch.setattr(doctor, "entry_points", lambda group: (point,) if group == "vllm.logits_processors" else ())
-    (finding,) = doctor._model_runner(hardware)
-    assert "thinking_budget of some-package" in finding.state and "V1" in finding.state
-    # A CPU has V1 in any case.
-    assert (finding.fix is None) if hardware == "cpu" else ("VLLM_USE_V2_MODEL_RUNNER=0" in finding.fix)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert list(doctor._model_runner(hardware)) == [], "the user has chosen"
 
 
 @pytest.mark.parametrize(
@@ -150,16 +127,6 @@ def test_what_the_self_test_finds(
     assert told is None or told in found
     assert ("ended with status 3" in found) == (result is None)
     assert result is None or "perturbed inputs among 32 tokens" in found
-
-
-def test_an_engine_does_not_outlive_a_self_test_that_takes_too_long(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pid = tmp_path / "pid"
-    monkeypatch.setattr(sys, "executable", program(tmp_path / "python", f"sleep 600 &\necho $! > {pid}\nwait"))
-    monkeypatch.setattr(doctor, "_SECONDS", 2)
-    assert doctor._self_test("any").state == "not done after 2 s"
-    assert ends(int(pid.read_text()))
 
 
 def test_a_model_that_is_not_there() -> None:

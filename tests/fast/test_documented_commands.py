@@ -105,12 +105,6 @@ def test_what_is_run_elsewhere_is_shown_somewhere_and_has_its_runner() -> None:
         assert (ROOT / runner).exists(), runner
 
 
-def test_no_command_hides_in_another_kind_of_block() -> None:
-    pages = [page for page in PAGES if "tables" not in page.parts]  # which hold the commands of past runs
-    hidden = [line for page in pages for block in blocks(page, "", "text") for line in block.splitlines()]
-    assert not [line for line in hidden if re.match(r"(?:ngrpo|make|python -m|bash|pip|vllm serve) ", line)]
-
-
 def test_make_is_called_with_targets_that_are_there() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)

@@ -125,16 +125,6 @@ def test_memory_of_a_trained_model_by_hand() -> None:
     assert parts_of("--train.micro_batch_size 2")["activations"] == (0, 0, 50800, 0, 0)
 
 
-def test_printed_formulas_give_the_printed_bytes() -> None:
-    """Four GPUs, two of them to a part of the tensor-parallel model: P is 1000, T and D are 2."""
-    for stage in (1, 2, 3):
-        args = args_of(f"--data.max_len 50 --ds.zero_stage {stage} --ds.tensor_parallel_size 2")
-        for part in [*gpu_plan.trained("actor", SIZE, args, 4), gpu_plan.frozen("reference", SIZE, args, 4)]:
-            if not part.name.endswith("activations"):
-                number, _, letters = part.formula.partition("P")
-                assert max(part.phases) == int(number) * 1000 / {"": 1, "/T": 2, "/D": 2, "/DT": 4}[letters]
-
-
 def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     assert gpu_plan.frozen("reference", SIZE, args_of(), 4).phases == (2000,) * 4
     stage3 = args_of("--ds.zero_stage 3")
@@ -160,20 +150,6 @@ def test_sizes_of_the_table_are_those_that_transformers_makes(name: str) -> None
     config = {key: value for key, value in architecture.size_table()[name].items() if key != "parameters"}
     made, found = architecture.size_from(config, "made here"), architecture.size_of(name)
     assert found == dataclasses.replace(made, source=found.source)
-
-
-def test_published_numbers_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of its name does not hide the packaged model."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "smollm2-135m").mkdir()
-    published = {"Qwen/Qwen3-0.6B": 596_049_920, "Qwen/Qwen3-8B": 8_190_735_360}
-    published |= {"meta-llama/Llama-3.2-1B": 1_235_814_400, "smollm2-135m": 134_515_008}
-    assert {name: architecture.size_of(name).parameters for name in published} == published
-
-
-@pytest.mark.parametrize("config", [{}, {"model_type": "of_no_release"}, {"model_type": "llama", "hidden_size": "x"}])
-def test_what_transformers_cannot_make_has_no_size(config: dict[str, Any]) -> None:
-    assert architecture.size_from(config, "made here") is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -282,16 +258,6 @@ class TestCommand:
         assert "P = 212 (m/config.json)" in self.run("--task arithmetic --model m", capsys)
         wrong = self.run("--task arithmetic --model m --perturbation.k 11", capsys, code=1)
         assert "WRONG  the options fit the model m" in wrong
-
-    def test_a_model_that_nothing_is_known_of(self, capsys: pytest.CaptureFixture[str]) -> None:
-        text = self.run("--task arithmetic --model some/model", capsys)
-        assert "actor not counted: the config.json of 'some/model' is not here" in " ".join(text.split())
-        assert "hybrid" in text and "a step draws" in text
-
-    @pytest.mark.parametrize("gib", ["0", "-1", "nan", "much"])
-    def test_a_size_that_is_none(self, gib: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["train", "--dry-run", gib, "--model", "some/model", "--task", "arithmetic"]) == 2
-        assert f"--dry-run {gib}" in capsys.readouterr().err
 
     def test_a_comparison_checks_every_strategy(self, capsys: pytest.CaptureFixture[str]) -> None:
         line = "compare --dry-run --perturbations none,neighbor:k=9 --base grpo --seeds 0,1,2 --task arithmetic"

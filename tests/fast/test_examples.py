@@ -4,7 +4,6 @@
 import dataclasses
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,14 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import parse, rules
 from ngrpo.config.kinds import FLAGS
-from ngrpo.machine.hardware import gpu_plan
-from ngrpo.machine.upstream import placement as gpus
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.compare.plan import Plan, read_plan
 from ngrpo.workbench.compare.runs import run_config
 from perturbations import registry
-from perturbations.errors import UsageError
 from tests.fast.recipes import METHODS, PAPERS, PLACEMENTS, RECIPES, words_of
 
 EXAMPLES = RECIPES.parent
+# What a recipe of a method leaves to the command line.
 GIVEN = {"--rollout.n_samples_per_prompt": "4", "--rollout.batch_size": "4", "--train.batch_size": "16"}
 GIVEN |= {"--model": "smollm2-135m", "--task": "arithmetic"}
 
@@ -40,11 +37,6 @@ def read(name: str) -> tuple[Plan, list[str]]:
     """The plan of an example, and its strategies."""
     plan, _ = read_plan(["--config", str(EXAMPLES / name), "--model", "smollm2-135m", "--task", "arithmetic"])
     return plan, [arm.id for arm in plan.arms]
-
-
-def completed(words: list[str], given: Mapping[str, str] = GIVEN) -> list[str]:
-    """A recipe of a method with model, task and sizes, as the index asks for."""
-    return list(Flags(words).with_defaults(given).argv)
 
 
 @pytest.mark.parametrize("name", ["custom_perturbation", pytest.param("custom_gate", marks=pytest.mark.more)])
@@ -83,7 +75,8 @@ def test_the_comparison_of_all_methods_has_all_of_them(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_each_method_is_a_run_that_is_accepted(name: str) -> None:
     """Nothing loads or starts."""
-    parsed = parse.run_config([*completed(words_of(f"methods/{name}")), "--hardware", "cpu"])
+    words = Flags(words_of(f"methods/{name}")).with_defaults(GIVEN)
+    parsed = parse.run_config([*words.argv, "--hardware", "cpu"])
     assert rules.checked(parsed).has("--algo.advantage.estimator")
 
 
@@ -121,41 +114,3 @@ def test_each_recipe_passes_a_dry_run(name: str, placement: str, capsys: pytest.
     assert "WRONG" not in text.out
     if placement != "rehearsal_cpu":
         assert f"{1 if placement.endswith('1_gpu') else 8} GPU" in text.out and "actor: optimizer" in text.out
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("shape", ["1x80", "8x80", "2x8x80"])
-@pytest.mark.parametrize("placement", [None, *(name for name in PLACEMENTS if not name.startswith("rehearsal"))])
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.usefixtures("folder")
-def test_every_recipe_is_planned_for_1_8_and_16_gpus(placement: str | None, shape: str) -> None:
-    """All GPUs by default, else as many as the placement has; refused, with both numbers, where there are fewer."""
-    planned = gpus.planned(shape, "--dry-run")
-    needed = planned.total if placement is None else int(placement.split("_")[1])
-    given = {**GIVEN, "--model": "Qwen/Qwen3-0.6B", "--rollout.batch_size": "8", "--train.batch_size": "32"}
-    for name in (*PAPERS, *(f"methods/{method}" for method in METHODS)):
-        words = completed(words_of(name), given) if "/" in name else words_of(name)
-        words += ["--hardware", "cuda"] if placement is None else words_of(f"placements/{placement}")
-        words += ["--ds.adam_offload"] * ("7b" in name and placement == "hybrid_1_gpu")
-        words += ["--ds.zero_stage", "2"] * ("/" in name)  # under ZeRO-3 there is no noise on weights
-        try:
-            run = dataclasses.replace(parse.run_config(words), machine=planned, run_dir="runs/x")
-            args = rules.checked(run).args
-        except UsageError as error:
-            # Densities and noise on weights, which do not go beside the training.
-            beside = placement == "asynchronous_8_gpus" and "--train.async_enable cannot be used" in str(error)
-            assert beside or f"this run needs {needed} GPUs and {planned.total} is there" in str(error), (name, error)
-            assert beside or needed > planned.total
-            continue
-        assert sum(group.gpus for group in gpus.groups(args)) == needed, name
-        assert gpu_plan.fits(args, planned.memory), name
-
-
-def test_the_index_lists_every_recipe() -> None:
-    text = (RECIPES / "README.md").read_text()
-    files = [path.relative_to(RECIPES) for path in RECIPES.rglob("*.yaml")]
-    assert len(files) > 50
-    missing = [str(path) for path in files if f"[`{path.stem}`]({path})" not in text]
-    assert not missing
-    for path in (RECIPES / f"{name}.yaml" for name in PAPERS):
-        assert f"ngrpo train --config examples/recipes/{path.name} \\\n" in path.read_text(), path

@@ -30,17 +30,6 @@ def test_the_first_help_names_every_command(capsys: pytest.CaptureFixture[str]) 
     assert sorted(re.findall(r"^  (\w+) ", text.split("examples")[0], re.MULTILINE)) == sorted(COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-@pytest.mark.parametrize("columns", ["40", "200"])
-def test_no_line_is_longer_than_80(
-    command: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the terminal's width, but for a word that is longer by itself."""
-    monkeypatch.setenv("COLUMNS", columns)
-    long = [line for line in help_of(command, capsys).splitlines() if len(line) > 80 and len(line.split()) > 1]
-    assert not long
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_examples_are_of_the_command_and_its_flags_are_in_its_help(
     command: str, capsys: pytest.CaptureFixture[str]

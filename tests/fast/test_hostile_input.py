@@ -3,8 +3,6 @@
 
 import contextlib
 import io
-import re
-import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,24 +117,6 @@ def test_eval_and_diagnose(command: str, words: list[str]) -> None:
 
 
 @FEW
-@given(st.sampled_from(["report", "check", "list", "model", "doctor", "data", "no-such-command"]), WORDS)
-def test_other_commands(command: str, words: list[str]) -> None:
-    if has_help(words) or (command == "check" and words[0] in registry.available()):
-        return
-    if command == "model" and (len(words) != 1 or words[0].startswith("-")):
-        return  # its usage
-    refused([command, *words, *(["--never"] if command in ("report", "list", "doctor", "data") else [])])
-
-
-@FEW
-@given(st.sampled_from(["perturbation", "gate", "advantage", "nope", ""]), st.lists(TEXT, min_size=1, max_size=2))
-def test_new(kind: str, words: list[str]) -> None:
-    """Nothing is written for a name that cannot be one."""
-    if not has_help(words) and not re.fullmatch(r"[a-z][a-z0-9_]*", words[0]):
-        refused(["new", kind, *words])
-
-
-@FEW
 @given(NAMES, st.dictionaries(st.sampled_from(OPTIONS), VALUES, max_size=3))
 def test_option_values(name: str, options: dict[str, Any]) -> None:
     """An option is refused in words, or it is one that its perturbation makes again from its spec."""
@@ -146,23 +126,3 @@ def test_option_values(name: str, options: dict[str, Any]) -> None:
         assert len(str(error)) < 12_000
         return
     assert registry.create(**made.spec()) == made
-
-
-YAML = st.one_of(
-    st.text(max_size=40),
-    st.text(alphabet=string.printable, max_size=60),
-    st.sampled_from(["a: 1\na: 2", "name: [", "- 1", "name: !!python/object:os.system x", "&a [*a]", "? [1]\n: 2"]),
-    st.dictionaries(st.sampled_from(["name", "rate", "k", "seed", "replay_buffer"]), VALUES).map(
-        lambda found: "\n".join(f"{key}: {value!r}" for key, value in found.items())
-    ),
-)
-
-
-@FEW
-@given(YAML, st.sampled_from(["train", "compare"]))
-def test_yaml_files(tmp_path_factory: pytest.TempPathFactory, text: str, command: str) -> None:
-    file = tmp_path_factory.getbasetemp() / "hostile.yaml"
-    file.write_bytes(text.encode("utf-8", "surrogatepass"))
-    flag = "--perturbation.config" if command == "train" else "--config"
-    more = [] if command == "train" else ["--perturbations", "none"]
-    refused([command, flag, str(file), *more, "--model", "smollm2-135m", "--task", "arithmetic", *IMPOSSIBLE])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model names: packaged, local, hub; and a folder that is whole or not there."""
 
-import os
 import re
 import time
 from pathlib import Path
@@ -47,16 +46,6 @@ def test_made_once_and_a_broken_run_leaves_nothing(
     folder = packaged.resolve(NAME)
     assert packaged.resolve(NAME) == folder and len(made) == 2
     assert list(cache.iterdir()) == [Path(folder)]
-
-
-def test_what_a_killed_run_left_is_never_used_and_goes(cache: Path, made: list[Path]) -> None:
-    old, young = (cache / f".{NAME}-{packaged._RECIPE}-{age}" for age in ("old", "young"))
-    for draft in (old, young):
-        draft.mkdir(parents=True)
-    os.utime(old, (0, 0))
-    folder = packaged.resolve(NAME)
-    assert (Path(folder) / "config.json").is_file()
-    assert not old.exists() and young.exists()
 
 
 def test_two_processes_at_once(monkeypatch: pytest.MonkeyPatch, cache: Path, made: list[Path]) -> None:

@@ -2,9 +2,6 @@
 """Pictures and records in one channel: neither gets lost, and positions are the same on both sides."""
 
 import asyncio
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.machine.hardware import stand_ins
 from ngrpo.trainers.common.sample_records import Conversation, unpack
 from ngrpo.trainers.openrlhf import rollout_actor
 from ngrpo.trainers.openrlhf.model_actors import merge_mm_train_inputs
@@ -89,20 +85,6 @@ def test_a_picture_reaches_the_engine_with_one_placeholder_and_text_is_not_touch
 def test_a_picture_of_other_places_in_the_engine_ends_the_run() -> None:
     with pytest.raises(RuntimeError, match="5 tokens for the trainer and 6 for vLLM, and they differ from position 4"):
         asyncio.run(ask(Engine(4), [1, PAD, PAD, PAD, 2], {"image": ["picture"]}))
-
-
-def test_torchvision_without_its_compiled_part_can_be_imported(tmp_path: Path) -> None:
-    """A stand-in for it that asks for what torchvision 0.28 asks for, in a process of its own."""
-    package = tmp_path / "torchvision"
-    package.mkdir()
-    asks = "import torch\nfor name in ('nms', 'qnms'):\n"
-    asks += "    torch.library.register_fake(f'torchvision::{name}')(lambda *args: None)\n"
-    environment = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}", "PATH": ""}
-    for before, works in ((stand_ins._BEFORE_TORCHVISION, True), ("", False)):
-        (package / "__init__.py").write_text(before + asks)
-        words = [sys.executable, "-c", "import torchvision"]
-        done = subprocess.run(words, env=environment, capture_output=True, check=False)
-        assert (done.returncode == 0) is works, done.stderr
 
 
 def test_one_question_about_two_pictures_has_draws_of_its_own_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,12 +69,7 @@ def test_every_configuration(name: str, options: dict[str, Any], plan: Plan) -> 
 # --- planted faults -----------------------------------------------------------------------------------------
 
 PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4, sampling="filtered")
-MASKED = dataclasses.replace(PLAN, masked=True)
-PROPOSE, DRAIN, DRAIN_EDITS = Soft.propose, Notes.drain, Notes._drain_edits
-
-
-def test_without_a_fault_nothing_is_seen() -> None:
-    run(made("soft"), PLAN)
+PROPOSE, DRAIN = Soft.propose, Notes.drain
 
 
 def test_a_tensor_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,17 +99,9 @@ def too_early(self: Notes, until: int = 0) -> None:
     self.written = self.taken
 
 
-def masks_too_early(self: Notes, until: int) -> None:
-    DRAIN_EDITS(self, until)
-    for i, note in enumerate(self._masked):  # what was asked for only now
-        self._masked[i] = dataclasses.replace(note, ready=None)
-
-
 FAULTS = {
     "notes-are-read-early": (RolloutPerturber, "_event", nothing, PLAN, None),
-    "masks-are-read-early": (Notes, "_drain_edits", masks_too_early, MASKED, None),
     "a-record-is-taken-early": (Notes, "drain", too_early, PLAN, None),
-    "a-record-with-masks-is-taken-early": (Notes, "drain", too_early, MASKED, None),
     "recomputation-does-not-wait": (Notes, "drain_slot", nothing, PLAN, "replaced False, on a CPU True"),
     "a-flag-is-left-standing": (InputOverride, "clear", nothing, PLAN, None),
 }

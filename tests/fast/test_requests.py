@@ -2,16 +2,13 @@
 """Requests are found by what their callers know, forgotten if nobody asks for them, and have seeds of their own."""
 
 from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from ngrpo.rollout.requests import RequestNames, RunningRequests, external_id
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations import ReplayRecord, create, seeds
+from perturbations import create, seeds
 from perturbations.registry import buffers
-from perturbations.replay.trajectory import FinishedTrajectory
 
 ONE, OTHER, SAMPLES = "a-12345678", "b_c-12345678", ["0_d-12345678", "1_d-12345678"]
 
@@ -87,35 +84,6 @@ def test_what_the_buffer_has_dropped_is_forgotten(monkeypatch: pytest.MonkeyPatc
     # An engine that is given another perturbation keeps its buffer.
     again = RunningRequests(create("gumbel"), books.store, books.requests._perturber, books.buffer)
     assert list(again.take(["2998"])) == ["2998-12345678"]
-
-
-def test_no_call_walks_through_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    books, empty = Books(), np.zeros((0, 1), np.int32)
-    record = ReplayRecord(7, 2, 3, np.zeros(0, np.int32), empty, empty.astype(np.float32), None, np.zeros(0, bool))
-    for i in range(100):
-        books.buffer.add(f"{i}-12345678", FinishedTrajectory(record, np.zeros(1, np.float32)))
-    requests = RunningRequests(create("gumbel"), books.store, books.requests._perturber, books.buffer)
-
-    def walked(self: Any) -> Any:
-        raise AssertionError("all that is held was listed")
-
-    monkeypatch.setattr(type(books.buffer), "names", walked)
-    assert list(requests.take(["7", "x"])) == ["7-12345678"]
-    requests.drop(["8"])
-    assert len(books.buffer) == 98
-
-
-def test_prompts_of_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeds, "_PROMPTS_KNOWN", 2)
-    books, drawn = Books(), []
-    for number, prompt in enumerate((1, 2, 1, 3, 1, 2)):
-        name = f"{number}-12345678"
-        books.run(name, prompt=prompt)
-        drawn.append(int(books.store.seeds[books.store.live[name]]))
-        books.end(name)
-    assert len(books.requests._counts) == 2
-    assert len(set(drawn[:5])) == 5, "the prompt that is asked again and again stays known"
-    assert drawn[5] == drawn[1], "the one that was forgotten is asked for the first time again"
 
 
 # --- which trajectory a request is --------------------------------------------------------------------------

@@ -10,9 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from ngrpo import cli
-from ngrpo.config import complete_flags, flag_values, model_check, rules
+from ngrpo.config import complete_flags, model_check, rules
 from ngrpo.config.dataset_check import check_files
-from ngrpo.config.rules import batch_notes
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench.scoring import reward_files
@@ -74,39 +73,18 @@ def test_numbers_out_of_range(words: str, allowed: str) -> None:
         check_flags([name, "1"], run_of())
 
 
-def test_answers_that_fill_no_batch_are_told_of() -> None:
-    sizes = ["--rollout.batch_size", "4", "--rollout.n_samples_per_prompt", "3", "--train.batch_size", "8"]
-    assert "8 does not divide the 12 responses" in next(batch_notes(Flags(sizes), run_of()))
-    for fit in (["--train.max_epochs", "2"], ["--train.dynamic_batch_enable"], ["--train.batch_size", "6"]):
-        assert [*batch_notes(Flags([*sizes, *fit]), run_of())] == []
-
-
-def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    flag_values.check_output(Flags(), run_of(run_dir=str(tmp_path / "new" / "one"), log_file=str(tmp_path / "file")))
-    for path, name in (("file", "run_dir"), ("file/below", "run_dir"), (".", "log_file"), ("file/log", "log_file")):
-        with pytest.raises(UsageError, match=r"--(run-dir|log-file) .*(is a|may be written)"):
-            flag_values.check_output(Flags(), run_of(**{name: str(tmp_path / path)}))
-
-
 def test_k_above_the_vocabulary(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 10}}))
     model_check.check_model(str(tmp_path), create("neighbor", k=10))
     with pytest.raises(ValueError, match=r"k=11: must be in \[2, 10\]"):
         model_check.check_model(str(tmp_path), create("neighbor", k=11))
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 10}}))
-    with pytest.raises(ValueError, match="k=11"):
-        model_check.check_model(str(tmp_path), create("soft", k=11))
-    model_check.check_model("owner/name-on-the-hub", create("neighbor", k=11))
 
 
 def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     flags = Flags(["--actor.model_name_or_path", str(tmp_path), "--data.apply_chat_template"])
-    model_check.check_template(flags, run_of())  # no tokenizer: another rule's matter
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"has no chat template\. Use a model that has one"):
         model_check.check_template(flags, run_of())
-    model_check.check_template(Flags(flags.argv[:2]), run_of())
     (tmp_path / "chat_template.jinja").touch()
     model_check.check_template(flags, run_of())
 
@@ -141,11 +119,6 @@ class TestFiles:
         check_files(Flags([*named, "--data.label_key", "answer"]))
         self.refuse([*named, "--data.label_key", "label"], "'label'", "--data.label_key", "inputs, answer")
         self.refuse([*named, "--eval.dataset", f"{jsonl}.csv"], "--eval.dataset", "no such file")
-
-    @pytest.mark.parametrize("row", ['{"answer": "5"}', '{"inputs": null, "answer": "5"}'])
-    def test_a_row_without_its_column(self, jsonl: Path, row: str) -> None:
-        jsonl.write_text(jsonl.read_text() * 500 + f"{row}\n")
-        self.refuse(args(jsonl, "--data.input_key", "inputs"), "row 501 has no 'inputs' (--data.input_key)")
 
     @pytest.mark.parametrize(("name", "text", "part"), refused("datasets"))
     def test_empty_or_broken(self, tmp_path: Path, name: str, text: str, part: str) -> None:

@@ -123,18 +123,6 @@ def test_a_run_leaves_the_file_that_repeats_it(launched: list[RunConfig]) -> Non
     assert Path(f"one/{FILE}").read_text() == Path(f"two/{FILE}").read_text()
 
 
-def test_trainings_that_start_in_the_same_second_have_folders_of_their_own(
-    launched: list[RunConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.strftime", lambda form, *_: "20261124-120000")
-    for seed in ("1", "2", "3"):
-        assert train.run(f"{MODEL} --train.seed {seed}".split(), report=print) == 0
-    folders = ["20261124-120000-none", "20261124-120000-none-2", "20261124-120000-none-3"]
-    assert [Path(run.run_dir or "").name for run in launched] == folders
-    seeds = [Path("runs", folder, FILE).read_text().partition("train.seed: ")[2][:3] for folder in folders]
-    assert seeds == ["'1'", "'2'", "'3'"]
-
-
 def test_a_task_and_methods_add_the_flags_that_are_not_given(
     launched: list[RunConfig], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,25 +150,6 @@ def test_failed_training_is_code_1(launched: list[RunConfig], monkeypatch: pytes
     lines: list[str] = []
     assert train.run([*MODEL.split(), "--run-dir", "r"], report=lines.append) == 1
     assert "training failed: out of memory" in lines
-
-
-def test_a_run_that_is_stopped_leaves_its_report(
-    launched: list[RunConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In a process: tests/pipeline/test_faults.py. One that has trained no step has nothing to report."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    def stop(run: RunConfig) -> None:
-        if run.run_dir.endswith("trained"):
-            with SummaryWriter(Flags(run.openrlhf).value("--logger.tensorboard_dir")) as writer:
-                writer.add_scalar("train/rollout/reward_mean", 0.25, 1)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(launch, "launch", stop)
-    for folder in ("trained", "begun"):
-        assert cli.main(["train", *MODEL.split(), "--run-dir", folder]) == 130
-        assert "--ckpt.load_enable continues from the last checkpoint" in capsys.readouterr().err
-        assert Path(folder, "summary.json").is_file() == Path(folder, "report.html").is_file() == (folder == "trained")
 
 
 def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ngrpo import patches
-from ngrpo.rollout import plugin, records, request_arguments
+from ngrpo.rollout import plugin
 from ngrpo.rollout.records import LENGTHS
 from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
@@ -67,16 +67,13 @@ def test_arguments_pass_and_text_is_read() -> None:
     [
         ("[1]", "must be a dictionary"),
         ("{", "no JSON object"),
-        ("[" * 100_000, "no JSON object"),
         ('{"record": "*"}', "base64"),
         ({"sed": 3}, "'sed'] is unknown. Known: seed, sample, enabled, record"),
         ({"seed": "3"}, "must be an integer"),
-        ({"seed": True}, "must be an integer"),
         ({"seed": -1}, "must be an integer from 0 to"),
         ({"training_step": 1 << 63}, "must be an integer from 0 to 9223372036854775807"),
         ({"enabled": 1}, "must be True or False"),
         ({"answer": 4, "answers": 4}, "['answer']=4: must be from 0 to 1 below"),
-        ({"answers": 0}, "['answer']=0: must be from 0 to 1 below"),
         ({"record": "text"}, "must be the bytes of a record"),
         ({"record": RECORD[:-1]}, "is damaged"),
         ({"record": OF_ANOTHER_MODEL}, "it is of another model"),
@@ -98,33 +95,12 @@ def test_a_record_is_for_one_answer() -> None:
     assert checked(given, MODEL) is given
 
 
-def test_a_prompt_in_parts_is_refused() -> None:
-    """vLLM's streaming input goes on with a request by another prompt, and drops a token that was drawn."""
-    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}), model_config=MODEL)
-    process = request_arguments.checked_request(lambda self, *args, **kwargs: kwargs)
-    assert process(processor, "a", [1], Params(extra_args=None), resumable=True) == {"resumable": True}
-    processor.vllm_config.additional_config = {"perturbation": {"name": "neighbor"}}
-    assert process(processor, "a", [1], Params(extra_args=None), resumable=False) == {"resumable": False}
-    with pytest.raises(UsageError, match="Give the whole prompt"):
-        process(processor, "a", [1], Params(extra_args=None), resumable=True)
-
-
-@pytest.mark.parametrize("config", [{"perturbation": {"name": "neighbor"}}, {"seeded_draws": True}, {}])
-def test_only_an_engine_that_asks_keeps_the_lengths_of_its_answers(config: dict[str, Any]) -> None:
-    engine = SimpleNamespace(vllm_config=SimpleNamespace(additional_config=config), output_processor=SimpleNamespace())
-    records.with_lengths(lambda self: None)(engine)
-    assert vars(engine.output_processor) == ({LENGTHS: {}} if config else {})
-
-
-@pytest.mark.parametrize(
-    "config", [{"perturbation": {"name": "neighbor"}}, {"sampling_schedule": {"name": "ead"}}, {"sampling_masks": True}]
-)
-def test_an_unsupported_vllm_takes_nothing_of_ours(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_vllm_takes_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.33.0"))
     built = SimpleNamespace(parallel_config=SimpleNamespace())
     create = plugin.checked_config(lambda self: built)
     with pytest.raises(RuntimeError, match="install one of these"):
-        create(SimpleNamespace(additional_config=config))
+        create(SimpleNamespace(additional_config={"sampling_masks": True}))
     assert create(SimpleNamespace(additional_config={"of": "others"})) is built
 
 
@@ -136,13 +112,6 @@ def test_an_engine_whose_patches_do_not_match_loads_no_model(monkeypatch: pytest
     create = plugin.checked_config(lambda self: pytest.fail("was built"))
     with pytest.raises(patches.PatchMismatch, match=r"1 of 1 upstream patches .*\n.*get_top_k_top_p"):
         create(SimpleNamespace(additional_config={"perturbation": {"name": "neighbor"}}))
-
-
-def test_the_compile_key_passes_on_what_a_release_asks() -> None:
-    """vLLM 0.30 asks for a key without the release (``include_version=False``) where FlashInfer is tuned."""
-    config = SimpleNamespace(additional_config={"perturbation": {"name": "neighbor", "seed": 3}})
-    key = plugin.hash_without_seed(lambda self, include_version=True: (self.additional_config, include_version))
-    assert key(config, include_version=False) == ({"perturbation": {"name": "neighbor"}}, False)
 
 
 class Server:
@@ -277,27 +246,11 @@ def test_other_requests_go_by() -> None:
     assert server.got == {"vllm_xargs": {"a": 1, "perturbation": '{"enabled": false}'}}
 
 
-BODIES = [
-    (b'{"prompt": "a"', "is not JSON: .*Send a JSON object"),
-    (b"[" * 100_000, "is not JSON"),
-    (b"[]", r"is \[\]: must be a JSON object"),
-]
-
-
-@pytest.mark.parametrize(("body", "said"), BODIES, ids=["cut", "deep", "a list"])
-def test_a_body_that_is_no_object_is_refused(body: bytes, said: str) -> None:
-    start, content = asked(Server({}, {}), body, "/v1/completions", {})
-    error = json.loads(content["body"])["error"]
-    assert (start["status"], error["type"]) == (400, "BadRequestError")
-    assert re.search(said, error["message"]) and len(error["message"]) < 300
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"perturbation": 3}, "perturbation is 3: must be a dictionary with seed"),
         ({"perturbation": {"seed": "three"}}, r"perturbation\['seed'\]='three': must be an integer from 0"),
-        ({"perturbation": {"record": 3}}, "must be the bytes of a record: .*in base64"),
         ({"perturbation": {"return_recrod": True}}, "Known: .*return_record.* Did you mean 'return_record'"),
         ({"perturbation": {}, "vllm_xargs": [1]}, r"vllm_xargs is \[1\]: must be a JSON object"),
         ({"perturbation": {"return_record": True}, "use_beam_search": True}, "beam search"),

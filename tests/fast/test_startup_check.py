@@ -49,12 +49,6 @@ def test_every_request_gets_the_error() -> None:
     assert [str(error) for error in asyncio.run(use())] == ["does not feed"] * 2
 
 
-def test_an_unperturbed_engine_is_not_asked() -> None:
-    engine = Engine()
-    asyncio.run(EngineCheck(engine, perturbed=False).passed())
-    assert engine.asked == 0
-
-
 class PauseState(IntEnum):
     """vLLM's, of a scheduler."""
 

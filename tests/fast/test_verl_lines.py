@@ -8,8 +8,6 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.config.verl_lines import hydra
-from ngrpo.trainers.verl.overrides import register_advantage
-from perturbations.errors import UsageError
 from tests.fast.run import refused
 
 pytest.importorskip("openrlhf")
@@ -74,22 +72,6 @@ def test_what_an_advantage_can_go_with(capsys: pytest.CaptureFixture[str]) -> No
     printed, _ = printed_for(capsys, words)
     assert printed["algorithm.adv_estimator"] == "pass_at_k"
     assert printed["actor_rollout_ref.actor.use_kl_loss"] == "true" and "algorithm.use_kl_in_reward" not in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "kl_in_reward", "said"),
-    [
-        ("pkpo", {"k_end": 2}, False, "advantage 'pkpo' cannot be used with verl: it changes over the run"),
-        ("rs_grpo", {}, True, "algorithm.use_kl_in_reward=True cannot be used with advantage 'rs_grpo'"),
-        ("copo", {}, False, "advantage 'copo' cannot be used with verl: it looks at more than rewards"),
-    ],
-)
-def test_what_verls_estimators_refuse(name: str, options: dict[str, object], kl_in_reward: bool, said: str) -> None:
-    """Before verl is asked for anything: tests/verl has these with verl's own configuration."""
-    with pytest.raises(UsageError) as caught:
-        register_advantage(name, options, kl_in_reward=kl_in_reward)
-    assert said in str(caught.value)
-    register_advantage("grpo", {}, kl_in_reward=True)  # verl's own business
 
 
 @pytest.mark.parametrize(
