@@ -118,14 +118,6 @@ def test_bad_input_is_one_line_and_code_2(words: str, said: str, capsys: pytest.
     assert "Traceback" not in error and error.count("\n") == 1
 
 
-def test_list_names_source_and_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    line = next(line for line in lines if line.startswith("neighbor"))
-    assert line.split()[:3] == ["neighbor", "0.1", "in-tree"] and "2606.10768" in line
-    assert any(line.split()[:2] == ["top_margin", "in-tree"] for line in lines)
-
-
 @pytest.mark.parametrize("name", sorted({each for kept in FLAGS for each in kept.in_tree()}))
 def test_list_describes_each(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", name]) == 0

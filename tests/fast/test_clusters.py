@@ -36,15 +36,6 @@ def called(tmp_path: Path, script: str, programs: dict[str, str], *words: str, *
     return [json.loads(line)[1:] for line in done.stdout.splitlines()]
 
 
-def test_a_job_takes_the_words_along(tmp_path: Path) -> None:
-    flags = ("--config", "recipe.yaml", "--train.seed", "7")
-    (words,) = called(tmp_path, "ray_job.sh", {"ray": STUB}, *flags, RUN_DIR="/r")
-    assert words[:4] == ["job", "submit", "--address", "http://127.0.0.1:8265"]
-    assert ".venv" in json.loads(words[words.index("--runtime-env-json") + 1])["excludes"]
-    expected = ["ngrpo", "train", "--run-dir", "/r", "--config", "recipe.yaml", "--train.seed", "7"]
-    assert words[words.index("--") + 1 :] == expected
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_slurm_job(tmp_path: Path, nodes: int) -> None:
     """Each step says how many CPUs it has, which it does not inherit; one node needs no second step."""

@@ -112,13 +112,6 @@ def test_make_is_called_with_targets_that_are_there() -> None:
     assert called <= targets and len(called) > 8
 
 
-def test_modules_that_are_named_to_be_run_are_there() -> None:
-    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    modules = set(re.findall(r"python -m ([\w.]+)", texts)) - {"pytest", "verl.trainer.main_ppo"}
-    assert len(modules) > 8
-    assert not [name for name in modules if not find_spec(name)]
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with what the commands name: the examples, and the files of a user, as the docs have them."""

@@ -234,14 +234,6 @@ class TestCommand:
         assert "do not fit into 23.8" in text
         assert "warning: --train.batch_size 24 does not divide the 32 responses" in text
 
-    @pytest.mark.filterwarnings("ignore::UserWarning")
-    def test_warnings_are_those_of_a_run(self, capsys: pytest.CaptureFixture[str]) -> None:
-        line = "--task arithmetic --model some/model --rollout.top_p 0.9 --perturbation.rate 1"
-        text = self.run(line, capsys)
-        assert text.count("warning: ") == 2
-        assert "--sampling.correct_mask" in text
-        assert "greedy" in text
-
     def test_a_check_that_fails_stops_no_other(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--data.prompt_dataset ./none.jsonl --model Qwen/Qwen3-1.7B-Base", capsys, code=1)
         assert "WRONG  dataset and reward" in text and "./none.jsonl" in text

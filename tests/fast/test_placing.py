@@ -129,12 +129,6 @@ def test_plans_that_cannot_work(more: str, said: str) -> None:
     assert said in refusal(more), refusal(more)
 
 
-def test_a_start_without_gpus_is_refused_with_both_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", *f"{BASE}{SIZES}{MODEL} --actor.num_gpus_per_node 8".split()]) == 2
-    said = capsys.readouterr().err
-    assert "this run needs 8 GPUs and 0 are there" in said and "RAY_ADDRESS" not in said
-
-
 class TestRows:
     """`answers` of a step go to the ranks in micro-batches, the last ranks getting fewer."""
 

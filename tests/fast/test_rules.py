@@ -131,8 +131,6 @@ class TestFiles:
         parquet.write_table(pyarrow.table({"prompt": ["x"]}), file)
         self.refuse(args(file), "'input'", "Its columns: prompt")
         check_files(Flags(args(file, "--data.input_key", "prompt")))
-        parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], "string")}), file)
-        self.refuse(args(file, "--data.input_key", "prompt"), "is empty")
 
     def test_a_folder_without_data(self, tmp_path: Path, jsonl: Path) -> None:
         (tmp_path / "empty").mkdir()

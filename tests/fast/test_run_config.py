@@ -207,11 +207,3 @@ def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="unknown credit"):
         RunConfig(specs={"credit": {"name": "nothing"}}).credit  # noqa: B018
     assert set(FLAGS.values()) == {kind.flag for kind in KINDS.values()}
-
-
-def test_limits_of_the_engines() -> None:
-    """For stock rollouts too."""
-    limited = parse.run_config(["--engine.max_num_seqs", "512", "--engine.max_num_batched_tokens", "8192"])
-    assert limited.engine_limits == {"max_num_seqs": 512, "max_num_batched_tokens": 8192}
-    assert limited.conditions == ("engine_limits",) and limited.flags()["engine.max_num_seqs"] == 512
-    assert parse.run_config([]).conditions == ()

@@ -13,15 +13,12 @@ from ngrpo.trainers.common.sample_records import EngineCheck
 
 
 class Engine:
-    def __init__(self, error: str | None = None) -> None:
-        self.asked, self._error = 0, error
+    asked = 0
 
     async def collective_rpc(self, method: str) -> list[Any]:
         assert method == "perturbation_check"
         self.asked += 1
         await asyncio.sleep(0)
-        if self._error is not None:
-            raise RuntimeError(self._error)
         return [None]
 
 
@@ -39,14 +36,6 @@ def test_once_at_the_start_and_if_strict_after_each_sync(strict: bool, asked: in
 
     asyncio.run(use())
     assert engine.asked == asked
-
-
-def test_every_request_gets_the_error() -> None:
-    async def use() -> list[Any]:
-        check = EngineCheck(Engine("does not feed"), perturbed=True)
-        return await asyncio.gather(*(check.passed() for _ in range(2)), return_exceptions=True)
-
-    assert [str(error) for error in asyncio.run(use())] == ["does not feed"] * 2
 
 
 class PauseState(IntEnum):
