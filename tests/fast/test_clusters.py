@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""examples/clusters: what each script starts, without a cluster; nothing loads or starts."""
+"""examples/clusters: what the Slurm script and the RayJob start, without a cluster; ray_job.sh: tests/pipeline."""
 
 import json
 import os
@@ -18,8 +18,8 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 STUB = "#!/usr/bin/env python3\nimport json, os, sys\nos.write(1, (json.dumps(sys.argv) + '\\n').encode())\n"
 
 
-def called(tmp_path: Path, script: str, programs: dict[str, str], *words: str, **env: str) -> list[list[str]]:
-    """The words with which a script starts programs, for which stubs stand."""
+def called(tmp_path: Path, programs: dict[str, str], *words: str, **env: str) -> list[list[str]]:
+    """The words with which the Slurm script starts programs, for which stubs stand."""
     for program, text in programs.items():
         stub = tmp_path / "bin" / program
         stub.parent.mkdir(exist_ok=True)
@@ -27,7 +27,7 @@ def called(tmp_path: Path, script: str, programs: dict[str, str], *words: str, *
         stub.chmod(0o755)
     path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", str(FOLDER / script), *words],
+        ["bash", str(FOLDER / "slurm.sbatch"), *words],
         env={**os.environ, "PATH": path, **env},
         capture_output=True,
         text=True,
@@ -42,13 +42,13 @@ def test_a_slurm_job(tmp_path: Path, nodes: int) -> None:
     programs = {"srun": STUB, "scontrol": "#!/bin/sh\necho first\necho second\n", "sleep": "#!/bin/sh\n"}
     env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
     env |= {"SLURM_CPUS_PER_TASK": "32", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_JOB_ID": "1234567", "RUN_DIR": ""}
-    steps = called(tmp_path, "slurm.sbatch", programs, "--train.seed", "7", **env)
+    steps = called(tmp_path, programs, "--train.seed", "7", **env)
     assert len(steps) == nodes + 1 and all(step[1:3] == ["--cpus-per-task", "32"] for step in steps)
     training = next(step[step.index("ngrpo") :] for step in steps if "ngrpo" in step)
     run_dir = ["--ckpt.load_enable", "--run-dir", "runs/slurm-1234567"]
     assert training == ["ngrpo", "train", *run_dir, "--train.seed", "7"]
     port = next(step[step.index("--port") + 1] for step in steps if "--port" in step)
-    other = called(tmp_path, "slurm.sbatch", programs, **{**env, "SLURM_JOB_ID": "1234568", "RUN_DIR": "runs/first"})
+    other = called(tmp_path, programs, **{**env, "SLURM_JOB_ID": "1234568", "RUN_DIR": "runs/first"})
     assert port not in [step[step.index("--port") + 1] for step in other if "--port" in step], "jobs share a node"
     assert any("runs/first" in step for step in other), "a job goes on in the folder of the one before"
     assert 20000 <= int(port) < 32768

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The help of every command: at most 80 columns, with examples that name the command and flags that exist."""
+"""The help of every command: its examples name the command, and flags that exist."""
 
 import re
 import shlex

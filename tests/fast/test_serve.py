@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from ngrpo import patches
-from ngrpo.rollout import plugin
+from ngrpo.rollout import plugin, request_arguments
 from ngrpo.rollout.records import LENGTHS
 from ngrpo.rollout.request_arguments import checked
 from ngrpo.rollout.serve import PerturbationMiddleware
@@ -93,6 +93,16 @@ def test_a_record_is_for_one_answer() -> None:
         checked(given, MODEL)
     given.n = 1
     assert checked(given, MODEL) is given
+
+
+def test_a_prompt_in_parts_is_refused() -> None:
+    """vLLM's streaming input goes on with a request by another prompt, and drops a token that was drawn."""
+    processor = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={}), model_config=MODEL)
+    process = request_arguments.checked_request(lambda self, *args, **kwargs: kwargs)
+    assert process(processor, "a", [1], Params(extra_args=None), resumable=True) == {"resumable": True}
+    processor.vllm_config.additional_config = {"perturbation": {"name": "neighbor"}}
+    with pytest.raises(UsageError, match="Give the whole prompt"):
+        process(processor, "a", [1], Params(extra_args=None), resumable=True)
 
 
 def test_an_unsupported_vllm_takes_nothing_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
