@@ -24,26 +24,6 @@ pytestmark = pytest.mark.slow
 BIN = Path(sys.executable).parent
 KNOWN = Path("/tmp/ray/ray_current_cluster")
 NEIGHBOR = ["--perturbation", "neighbor", "--algo.kl.init_coef", "0"]
-DAMP = '''
-from dataclasses import dataclass
-
-import torch
-from perturbations import InputEdit, Perturbation, Proposal, Step, option, register
-
-
-@register("damp")
-@dataclass(frozen=True, kw_only=True)
-class Damp(Perturbation):
-    """Mixes the sampled token with the likeliest one."""
-
-    paper = "none"
-    share: float = option(0.3, "weight of the likeliest token", low=0.0, high=1.0)
-
-    def propose(self, step: Step) -> Proposal:
-        ids = torch.stack([step.sampled, step.logits.argmax(-1)], dim=-1)
-        weights = step.logits.new_tensor([1 - self.share, self.share]).expand(ids.shape)
-        return Proposal(InputEdit(ids, weights), step.sampled)
-'''
 
 
 @contextmanager
@@ -89,9 +69,10 @@ def dashboard(address: str) -> str:
 def own(folder: Path, smollm2: str) -> list[str]:
     """The words of a small run with a perturbation of one's own, which lies in the folder."""
     folder.mkdir()
-    (folder / "damp.py").write_text(DAMP)
+    shutil.copy(ROOT / "examples" / "custom_perturbation.py", folder)
     small = [word for pair in SMALL.items() for word in pair]
-    words = ["--perturbation", "./damp.py:Damp", "--perturbation.rate", "0.5", "--perturbation.share", "0.4"]
+    words = ["--perturbation", "./custom_perturbation.py:RunnerUp"]
+    words += ["--perturbation.rate", "0.5", "--perturbation.share", "0.4"]
     words += ["--hardware", "cpu", "--model", smollm2, *small, "--algo.kl.init_coef", "0"]
     return [*words, "--perturbation.strict", "--run-dir", str(folder / "run")]
 
