@@ -38,7 +38,7 @@ STAGES = {
     "rollout": ["tests/stack/test_engine.py", "tests/stack/test_sampling.py"],
     "exactness": ["tests/stack/test_exactness.py"],
     "invariance": ["tests/stack/test_invariance.py"],
-    "V2": ["tests/stack/test_v2_sampler.py", "tests/stack/test_v2.py"],
+    "V2": ["tests/stack/test_v2.py"],
     "serve": ["tests/stack/test_serve.py"],
     "TRL": ["tests/stack/test_trl.py"],
     "training": ["tests/pipeline/test_training.py"],

@@ -13,34 +13,15 @@ _SETS = "test_top_p_sets.py"
 MUTATIONS = {
     ("perturbations/density.py", "test_density.py"): [
         ("(2.0 * scale.square())", "scale.square()", "gaussian: σ² in the place of 2 σ²"),
-        ("(2.0 * scale.square()) - constant", "(2.0 * scale.square())", "gaussian: not normalised"),
         ("noise.detach().clamp(low, high)", "noise", "gumbel: the noise is not clamped"),
-        ("kept & (log_p > GUMBEL_MASK)", "kept", "gumbel: unlikely candidates are counted in the mean"),
-        ("probabilities + LOG_FLOOR", "probabilities + 1e-3", "gumbel: another floor inside the logarithm"),
         ("-noise - torch.exp(-noise)", "-noise - torch.exp(noise)", "gumbel: the sign in the exponential"),
-        ("kept & (probabilities > DIRICHLET_MASK)", "kept", "dirichlet: unlikely candidates are counted in the mean"),
-        ("terms.clamp(*DIRICHLET_RANGE)", "terms", "dirichlet: terms are not clamped"),
-        ("(shape - 1.0) * log_draws", "shape * log_draws", "dirichlet: the exponent of the Gamma density"),
         (") - torch.lgamma(shape)", ")", "dirichlet: not normalised, though its constant depends on the policy"),
         ("kept & (probabilities > NORMAL_MASK)", "kept", "normal: the mask is missing"),
-        (".clamp(-NORMAL_REACH, NORMAL_REACH)", "", "normal: draws are not clamped"),
-        ("-0.5 * distance.square()", "-distance.square()", "normal: σ² in the place of 2 σ²"),
-        ("torch.where(kept, logits, -torch.inf)", "logits", "probabilities are shared with ids that top-p cut"),
         ("used.sum(dim=-1).clamp_min(1)", "used.shape[-1]", "the mean is over all candidates"),
         (' + require(normalizer, "edit.normalizer").unsqueeze(-1)', "", "gumbel, dirichlet: the total is missing"),
     ],
     ("perturbations/methods/soft_grpo.py", "test_density.py"): [
-        (
-            "distinct = replayed.edit, densities.distinct(replayed.edit.ids)",
-            "distinct = replayed.edit, replayed.edit.ids >= 0",
-            "gumbel: ids that top-p cut take part",
-        ),
         ("edit.normalizer, self.tau)", "edit.normalizer)", "gumbel: τ is missing where y comes back"),
-        (
-            "kept = replayed.edit, densities.distinct(replayed.edit.ids)",
-            "kept = replayed.edit, replayed.edit.ids >= 0",
-            "dirichlet: ids that top-p cut take part",
-        ),
         (
             "densities.distinct(edit.ids) & (edit.weights != 0.0)",
             "edit.ids >= 0",
@@ -61,27 +42,12 @@ MUTATIONS = {
         ("torch.where(inside, self._rows - 1, 0)", "torch.where(inside, self._rows, 0)", "the row after the one"),
     ],
     ("ngrpo/trainers/common/log_probs.py", "test_density_loss.py"): [
-        (
-            "if perturbation is None or not perturbation.has_density:",
-            "if perturbation is None or not perturbation.has_density or not len(scope._flat.ids):",
-            "a rank without a perturbed position skips the density",
-        ),
         ("density - density.detach()", "density", "a vector's density has a value, and so a ratio without bounds"),
-        ("density - density.detach()", "0.0 * density", "a vector's density has no gradient"),
-        (
-            "action = tokens if perturbation.draws_token else torch.zeros_like(tokens)",
-            "action = tokens",
-            "a token that was not drawn is in the action",
-        ),
         ("action = tokens if perturbation.draws_token else", "action =", "a token that was drawn is not in the action"),
     ],
     ("perturbations/methods/learned.py", "test_tarpo.py"): [
-        ("[:, 1:].exp() > step", "[:, :1].exp() > step", "tarpo: the router's probabilities are exchanged"),
-        ("self.decision_weight * router", "router", "tarpo: λ is missing"),
         ("[:, :1] == 0.0)", "[:, :1] != 0.0)", "tarpo: the other decision than was drawn"),
-        ("_SPREAD * draws", "draws", "tarpo: W starts a thousand times too large"),
         (" + self.head(mixture[:0]).sum()", "", "tarpo: a rank that asked nothing has no gradient"),
-        ("return self.has_density", "return False", "tarpo: the token is not in the action"),
     ],
     ("perturbations/replay/scope.py", f"{_GRADIENT}[tarpo-density-two-steps]"): [
         ("return given[rows]", "return given[rows].detach()", "the decision does not train the policy"),
@@ -103,17 +69,7 @@ MUTATIONS = {
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),
     ],
     (_LOSS, _MASKED): [
-        (
-            "return log_probs.flatten().index_copy(0, rows, corrected.to(log_probs.dtype)).view_as(log_probs)",
-            "return log_probs",
-            "sampling mask: the log-probability of the whole distribution",
-        ),
         ("parts = at[inside] - 1,", "parts = at[inside],", "sampling mask: a row too late"),
-        (
-            "- highest[members]).exp(",
-            "- highest[members]).exp().detach(",
-            "sampling mask: no gradient to the tokens left",
-        ),
         ("scores[is_label] - highest -", "scores[is_label] -", "sampling mask: the largest score is not put back"),
     ],
     (_STORE, _STORED): [
@@ -121,90 +77,43 @@ MUTATIONS = {
         ("np.int64) + named)", "np.int64) + 1)", "sampling mask: tokens that are skipped counted one too many"),
     ],
     (_LEFT, _STORED): [
-        ("counts > size).mul(0xFF)", "counts > 2 * size).mul(0xFF)", "sampling mask: not the smaller of the two sets"),
         ("bits[:, -1] &= (1 << size % 8) - 1", "bits[:, -1] &= 0xFF", "sampling mask: ids beyond the vocabulary"),
     ],
     ("perturbations/methods/token_draws.py", _MIXTURES): [
-        ("step.logits.gather(-1, ids)", "0.0 * ids", "multiplex: the weights do not know the probabilities"),
-        ("torch.zeros_like(scores)", "0.5 * scores", "multiplex: the average is weighted"),
         ("masked_fill(again, -torch.inf)", "masked_fill(again, 0.0)", "multiplex: what stands in for no token counts"),
-        ("self.k * (replayed.token_log_probs", "(replayed.token_log_probs", "multiplex: one normaliser for all draws"),
         ("scores.sum(dim=-1)", "scores[:, 0] * self.k", "multiplex: the density of the first draw alone"),
     ],
     ("perturbations/step.py", _MIXTURES): [
         ("torch.where(gone, -torch.inf, inside)", "inside", "distinct draws: a token twice"),
-        ("totals.scatter(1, affected,", "totals.scatter(1, affected[:, :0],", "distinct draws: a block's old sum"),
-        ("-torch.inf, token, self.sampled", "-torch.inf, token, 0 * token", "distinct draws: any token where none is"),
         ("self.logits if self.drawable is None else self.drawable", "self.logits", "further draws ignore the mask"),
-        ("first = j * (count", "first = 0 * (count", "further draws are all the same"),
-        ("totals = blocks.logsumexp(dim=-1", "totals = blocks.amax(dim=-1", "further draws: a block by its likeliest"),
-        ("first + count + tokens[:, 0])", "first + places)", "further draws: block and token share their noise"),
         ("streams.exponential(keys, counters).log()", "streams.gumbel(keys, counters)", "further draws: the sign"),
     ],
     ("perturbations/methods/soft.py", _MIXTURES): [
         ("[self.beta + 1.0 - h, h * p]", "[self.beta + 0.0 * h, h * p]", "moi: the pseudo-count of the token"),
-        ("(entropy / math.log(tokens))", "entropy", "moi, selar: the entropy is not normalised"),
-        ("tokens=self.k)", "tokens=step.logits.shape[-1])", "moi: the top's entropy over the vocabulary's"),
         ("/ (self.beta + 1.0)", "/ 2.0", "moi: β is missing in the total"),
-        ("mixed[:, :1] -= h", "mixed[:, :1] += 0.0 * h", "selar: nothing is taken from the likeliest"),
         ("h >= self.threshold", "h <= self.threshold", "selar: acts where the model is certain"),
         ("(1.0 + h) * p", "p", "selar: nothing is added to the others"),
     ],
     ("perturbations/methods/token_draws.py", "test_cuts.py"): [
         (".exp() >= self.delta", ".exp() >= 0.0", "cuts: no token is too unlikely"),
-        (
-            "confident |= ~confident.any(dim=-1, keepdim=True)",
-            "pass",
-            "cuts: nothing is drawn where no token is likely",
-        ),
-        (
-            "values * scale - step.log_total(scale)",
-            "values - step.log_total()",
-            "cuts: δ is of the probability at the sampling temperature",
-        ),
         ("step.uniform(ids)", "step.gumbel(ids) + values", "cuts: drawn by probability"),
     ],
     ("perturbations/methods/latent.py", _MIXTURES): [
         ("noisy / self.tau", "noisy", "lepo: τ is missing"),
         ("ids[:, 0])", "ids.gather(-1, noisy.argmax(-1, keepdim=True))[:, 0])", "lepo: the text follows the noise"),
-        ("(weights * torch.where", "(0.2 * torch.where", "lepo: the weights are missing in the density"),
-        ("p.log() + step.gumbel(ids)", "p.log() + step.gumbel(ids).clamp(-1.5, 3.0)", "lepo: the noise is clamped"),
         (".clamp(low, high) - low)", ".clamp(low, high))", "latent: the noise is not one-sided"),
-        ("scale = step.temperature", "scale = torch.ones_like(step.temperature)", "latent: p at another temperature"),
-        ("nucleus[:, : self.k] = True", "nucleus[:, :1] = True", "latent: fewer than k tokens"),
-        ("/ support.sum(dim=-1).clamp_min(1)", "/ self.k", "latent: lost weights are counted in the mean"),
-        ("replayed.log_probs(edit.ids, temperature=1.0)", "replayed.log_probs(edit.ids)", "latent: p(θ) likewise"),
-        ("-delta - torch.exp(-delta)", "-delta - torch.exp(delta)", "latent: the sign in the exponential"),
-        (
-            "scores - replayed.log_probs(edit.ids, temperature=1.0)",
-            "(scores - replayed.log_probs(edit.ids, temperature=1.0)).clamp(0.0, 4.5)",
-            "latent: clamped in training",
-        ),
         ("replayed.advantages <= 0.0", "replayed.advantages >= 0.0", "latent: turned for good answers"),
-        ("other = delta - torch.exp(delta)", "other = delta - torch.exp(-delta)", "latent: the turned gradient"),
-        ("terms.detach() + other - other.detach()", "other", "latent: the turned term has another value"),
     ],
     ("perturbations/top_tokens.py", _SETS): [
         ("cumsum(dim=-1) < (top_p", "cumsum(dim=-1) <= (top_p", "top-p: a token too many at the bound"),
-        ('if top_p_of == "top_k":', 'if top_p_of == "vocabulary":', "top-p: of the vocabulary for that of the top k"),
-        ("places <= held", "places < held", "top-p: without the token that reaches it"),
         ('        "top_k",\n', '        "vocabulary",\n', "top-p: the releases' order is not the default"),
     ],
     ("perturbations/methods/soft.py", _SETS): [
-        ("if self.filtered and", "if", "selar: filtered where the paper is not"),
         ("torch.where(p > 0.0, ids, ids[:, :1])", "ids", "selar: a record names tokens that were cut"),
     ],
     ("perturbations/gates/default.py", "test_gates.py"): [
-        ("self._options.selects(at) & eligible", "self._options.selects(at)", "verdict: whoever asks is perturbed"),
         ("opened = allowed\n", "opened = allowed | True\n", "verdict: what top-k cut stands in the text"),
-        ("(greedy < 0) | (greedy == proposal.tokens)", "greedy < 0", "verdict: no greedy position is perturbed"),
         ("opened & self.open(rows, step, first)", "opened", "verdict: thinking never ends"),
-        (
-            "opened & self.feeds(proposal.tokens, self.matched(rows, step.positions))",
-            "opened",
-            "verdict: protected is fed",
-        ),
-        ("fed if proposal.acts is None else fed & proposal.acts", "fed", "verdict: fed where nothing acts"),
     ],
     ("perturbations/gates/further.py", _MIXTURES): [
         ("positions.generated < self.length", "positions.positions < self.length", "first: the prompt is counted"),
@@ -212,47 +121,23 @@ MUTATIONS = {
     ("perturbations/gates/further.py", "test_gates_state.py"): [
         (">= self.tau", "< self.tau", "confidence: open where the policy wavers"),
         ("~closed & (entropy < state", "~closed & (entropy <= state", "swi: a block ends at its own entropy"),
-        ('(state["length"] >= self.window)', '(state["length"] > self.window)', "swi: a position too many closed"),
-        ('torch.where(goes_on, state["reference"], entropy)', "entropy", "swi: against the last position"),
-        ('state["switches"] + ends', 'state["switches"] + opens', "swi: the wrong switches are counted"),
     ],
     ("perturbations/gates/default.py", "test_gates_state.py"): [
-        (
-            "(step.positions - 1) % _POSITIONS].unbind",
-            "step.positions % _POSITIONS].unbind",
-            "state: of 8 positions ago",
-        ),
         (
             "torch.where(kept.unsqueeze(-1), state,",
             "torch.where(kept.unsqueeze(-1) | True, state,",
             "state: of lost draws",
-        ),
-        (
-            "            self._own_states[row] = self._start\n",
-            "            pass\n",
-            "state: of the slot's last request",
         ),
     ],
     ("ngrpo/rollout/perturber.py", "test_gates_state.py"): [
         ('fed.index_copy_(0, of_gated[0], edits["fed"])', "fed[:] = True", "state: told that all is fed"),
     ],
     ("perturbations/replay/routing.py", "test_routing.py"): [
-        (
-            "(known, self._recorded, own.indices)",
-            "(known, own.indices, own.indices)",
-            "routing: the model's own experts",
-        ),
         ("(scores.gather(1, indices), indices)", "(own.values, indices)", "routing: the weights of other experts"),
-        ("func(scores + open_,", "func(scores,", "routing: groups of recorded experts stay closed"),
         ("(len(each),), i)", "(len(each),), 0)", "routing: all experts are the first sample's"),
     ],
     ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
         ("counts[step.slots]) | step.drawn", "counts[step.slots])", "routing: a token drawn again keeps old experts"),
-        (
-            "(step.positions >= self._rows.counts[step.slots]) |",
-            "(step.positions >= 0) |",
-            "routing: a preempted prompt",
-        ),
         ("before = [] if name in", "before = self._blocks[slot] if name in", "routing: blocks of before a preemption"),
     ],
     ("ngrpo/trainers/common/sample_records.py", "test_routing.py"): [

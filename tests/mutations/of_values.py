@@ -19,25 +19,16 @@ MUTATIONS = {
     ],
     ("perturbations/methods/soft_grpo.py", "test_density.py"): [
         ("(gumbels >= high) & ~below", "gumbels > 1e9", "gumbel: noise clamped from above counts as drawn"),
-        ("below = (gumbels <= low) |", "below =", "gumbel: noise clamped from below counts as drawn"),
-        ("densities.NORMAL_SIGMA * replayed.normal", "replayed.normal", "normal: the noise without its scale"),
         ("probabilities.detach() + densities", "edit.weights + densities", "normal: another mean than its own"),
     ],
     ("perturbations/density.py", "test_density.py"): [
-        ("torch.log(-torch.expm1(-share))", "-noise", "exact: noise above a bound"),
         ("torch.where(below, -share,", "torch.where(below, -noise,", "exact: noise below a bound"),
-        ("- seen.sum(dim=-1) * total", "- total", "exact: the weights' density counts its total once"),
-        ("log_p - tau * weights", "log_p + tau * weights", "exact: the power of the weights"),
         ("seen = kept & (weights >= SMALLEST)", "seen = kept", "exact: a lost weight counts as seen"),
-        ("shape * log_weights - torch.lgamma(shape + 1.0)", "0.0 * shape", "exact: a lost weight of Dirichlet's"),
-        ("* log_weights - torch.lgamma(shape)", "* log_weights", "exact: Dirichlet's density is not normalised"),
         (".clamp(*_REACH)", "", "censored noise has no bounds"),
     ],
     ("perturbations/methods/latent.py", "test_density.py"): [
         ("- own) / self.scale + low", "- own) / self.scale", "latent, exact: the shift of the noise"),
-        ("~mixed & (beyond.detach() < high)", "~mixed", "latent, exact: noise that no bound could hold is waited for"),
         ("log_density + densities", "log_density + 0.0 * densities", "latent, exact: the tokens not mixed are missing"),
-        (">= high, support)", "> 1e9, support)", "latent, exact: noise clamped from above counts as drawn"),
     ],
     ("perturbations/replay/scope.py", "test_density_loss.py"): [
         ("candidates = candidates.detach()", "candidates = candidates", "constant inputs have a gradient"),
@@ -50,16 +41,8 @@ MUTATIONS = {
             "the KL term has the gradient of a density",
         ),
     ],
-    ("ngrpo/config/features.py", "test_compatibility.py"): [
-        ("lambda made: made.draws_text)", "lambda made: False)", "a request's filters choose among the draws"),
-    ],
     ("ngrpo/config/features.py", "test_loss_entry.py"): [
-        ("lambda made: made.score_only)", "lambda made: False)", "a vector's density at noisy rollouts"),
         ("made.score_only and not made.draws_token", "False", "a KL term without a token"),
-    ],
-    ("ngrpo/config/rules.py", "test_loss_entry.py"): [
-        ("and not perturbation.zero_mean_score", "and perturbation.has_density", "tokens that were not drawn"),
-        ("not run.credit.keeps_sums", "False", "a credit that breaks the sum is not warned of"),
     ],
     ("perturbations/parameters.py", "test_loss_entry.py"): [
         ('in ("head", "both")', 'in ("head",)', "freezing both leaves the head out"),
@@ -67,55 +50,24 @@ MUTATIONS = {
     ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
         (".unique(return_inverse=True)[1]", "", "first_token: an empty answer before the last group aborts the step"),
     ],
-    ("ngrpo/methods/credits/base.py", "test_credits_loss.py"): [
-        ("rows.split(size)", "[rows]", "credits: the entropies of a batch in one block"),
-    ],
     ("ngrpo/trainers/verl/overrides.py", "test_advantages.py"): [
         ("token_level_rewards.sum(dim=-1)", "token_level_rewards[:, -1]", "verl: the reward of the last column"),
     ],
     ("ngrpo/trainers/verl/overrides.py", "test_step_faults.py"): [
         ("(index == group) & trained", "index == group", "verl: a response without a trained token is in its group"),
-        ("< advantage.k:", "< 0:", "verl: a group of fewer than k responses"),
-        ("in dict.fromkeys(index[trained])", "in dict.fromkeys(index)", "verl: padding is a group"),
-    ],
-    ("ngrpo/rollout/attach.py", "test_asleep.py"): [
-        (
-            "            module.to(device",
-            "            self.module = module.to(device",
-            "a module that fails stays",
-        ),
     ],
     ("ngrpo/trainers/openrlhf/step_advantages.py", "test_step_faults.py"): [
         ("if values.amin() == values.amax():", "if False:", "equal advantages keep their rounding"),
     ],
-    ("ngrpo/trainers/openrlhf/rewards.py", "test_step_faults.py"): [
-        (") > longest for", ") >= longest for", "a prompt that just fits counts as cut"),
-    ],
-    ("ngrpo/trainers/common/mismatch.py", "test_policy_noises.py"): [
-        ("(weight < bounds[0]) | (weight", "(weight", "importance: the lower bound is ignored"),
-    ],
-    ("ngrpo/methods/advantages/base.py", "test_advantages_objectives.py"): [
-        ("k=round(self.k", "k=int(self.k", "a linear k is cut off, not rounded"),
-    ],
-    ("ngrpo/methods/second_rounds/lope.py", "test_second_rounds.py"): [
-        ("add_special_tokens=False)) <= length", "add_special_tokens=False)) <= length + 1", "lope: a token too many"),
-    ],
     ("ngrpo/workbench/compare/results.py", "test_compare_results.py"): [
         ("len(having[0] + having[1]) < len(runs)", "len(having[0]) != len(having[1])", "a pair that lacks a run"),
-        (
-            "pairs = [(own[seed], base[seed]) for seed in shared]",
-            "pairs = list(zip(own.values(), base.values()))",
-            "the memory of different seeds is compared",
-        ),
         ('run["steps"][1:] or run["steps"]', 'run["steps"]', "the warm-up step has a speed"),
-        ("0][0] if all(problem in run for side in having for run in side)", "0][0]", "a problem that a run lacks"),
     ],
     ("perturbations/replay/scope.py", "test_hrpo.py"): [
         ("if self._module is not None and scale != 1.0", "if False", "a module is fed scaled embeddings"),
     ],
     ("perturbations/replay/scope.py", "test_replay.py"): [
         ('widened(r.weights, "constant")', 'widened(r.weights, "edge")', "narrow records are widened with weights"),
-        ("(position < shape[1]) & (sample < shape[0])", "position < shape[1]", "a sample beyond the batch"),
         ("np.zeros((len(r), *shape", "np.ones((len(r), *shape", "a record without noise beside one with it has noise"),
     ],
     ("ngrpo/rollout/runners.py", "test_sampling_schedules_run.py"): [
@@ -126,56 +78,26 @@ MUTATIONS = {
         ("at.keys(streams.Stream.TOKEN", "streams.keys(at.seeds, at.first, streams.Stream.TOKEN", "the prompt's draw"),
     ],
     ("ngrpo/rollout/step_kernels.py", _DRAWN): [
-        ("< _FORCED)", "< 1e30)", "a token that a thinking budget forces is perturbed"),
         (
             "(logits.scaled if drawable is None else drawable)[gated",
             "logits.scaled[gated",
             "a token that a filter cut may be proposed",
         ),
-        (", self._gate.matched(slots, positions), sampled > 0", ", self._gate.matched(slots, positions)", "discarded"),
     ],
     ("perturbations/seeds.py", "test_requests.py"): [
         ("trajectory_seed(perturbation, engine) &", "trajectory_seed(perturbation) &", "engines share their seeds"),
     ],
     ("perturbations/gates/default.py", "test_gates.py"): [
-        (
-            "now, state = torch.where(kept, now, before), torch.where(kept, state, self._states[rows, at])",
-            "now = torch.where(kept, now, before)",
-            "until: a token that is not kept is seen",
-        ),
         ("step.positions <= self._ended[rows]", "step.positions < self._ended[rows]", "until: the end is drawn again"),
     ],
     ("perturbations/streams.py", "test_streams.py"): [
         (".clamp_max(1.0 - 2.0**-24)", "", "an exponential draw may be infinite"),
-        ("24).float() + 0.5) * 2.0**-40", "26).float() + 0.5) * 2.0**-38", "exponential draws are two bits coarser"),
-        ("41) < least", "41) <= least", "below includes its bound"),
-    ],
-    ("perturbations/methods/learned.py", "test_tarpo.py"): [
-        (
-            "(hidden.float(), self.weight.float(), self.bias_shift.float())",
-            "(hidden, self.weight.to(hidden), self.bias_shift.to(hidden)).float()",
-            "tarpo: the router computes in the hidden state's dtype",
-        ),
-    ],
-    ("perturbations/methods/latent.py", "test_strategies_mixtures.py"): [
-        ("torch.where(weights < densities.SMALLEST, 0.0, weights)", "weights", "latent: denormal weights are recorded"),
-    ],
-    ("perturbations/methods/soft.py", "test_strategies_mixtures.py"): [
-        (".clamp(0.0, 1.0)", "", "moi: more entropy than there is"),
     ],
     ("perturbations/neighbors/refresh.py", "test_neighbors_refresh.py"): [
         ("self._every != 1", "self._every not in (None, 1)", "never: sets of the live matrix"),
-        (
-            "self._on_demand and self._every != 1",
-            "self._every is None",
-            "n-th: sets of the live matrix",
-        ),
     ],
     ("ngrpo/workbench/compare/results.py", "test_significance.py"): [
         ("value == 0.0 and alike", "value >= 0.0 and alike", "verdict: a difference without an interval is none"),
-    ],
-    ("ngrpo/workbench/compare/plan.py", "test_compare_plan.py"): [
-        ("len(plain) <= 80:", "len(plain) <= 800:", "plan: a folder's name is too long for a file system"),
     ],
     ("ngrpo/workbench/statistics.py", "test_significance.py"): [
         ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),

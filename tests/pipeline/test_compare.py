@@ -4,7 +4,6 @@
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +105,3 @@ def test_the_report_has_groups_of_both_strategies(compared: Compared) -> None:
     assert none == twin and [len(rewards) for rewards in none] == [16, 16]
     section = (folder / "report.html").read_text().partition('id="groups"')[2].partition("</section>")[0]
     assert section.count('<h3 class="who">') == 2 and "neighbor rate=0" in section
-
-
-def test_results_make_the_report_again(compared: Compared, tmp_path: Path) -> None:
-    folder, _, _, _ = compared
-    again = tmp_path / "again.html"
-    words = [sys.executable, "-m", "ngrpo.cli", "report", str(folder / "results.json"), "--out", str(again)]
-    subprocess.run(words, cwd=ROOT, check=True, capture_output=True)
-    assert again.read_bytes() == (folder / "report.html").read_bytes()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import ray
 
 from ngrpo.config.run import RunConfig, begin
@@ -24,23 +23,21 @@ from perturbations import create
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", ["neighbor", pytest.param("none", marks=pytest.mark.slow)])
-def test_an_engine_of_two_ranks_starts_in_ray(tiny: str, name: str) -> None:
-    """With RAY_ADDRESS=local, which an engine's core must not take for itself; unperturbed without flash-attn too."""
+def test_an_engine_of_two_ranks_starts_in_ray(tiny: str) -> None:
+    """With RAY_ADDRESS=local, which an engine's core must not take for itself."""
     folders = [str(HERE / "ray_on_cpu"), str(HERE.parents[1])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "RAY_ADDRESS": "local"}
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as on CUDA: the engine's core is a process of its own
-    program = [sys.executable, str(HERE / "test_ray_engine.py"), tiny, name]
+    program = [sys.executable, str(HERE / "test_ray_engine.py"), tiny]
     done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=400, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, (done.stdout + done.stderr)[-6000:]
     result = json.loads(lines[0].removeprefix("RESULT "))
-    assert result == {"tokens": 8, "ranks": 2, "at once": 8}, "--engine.max_num_seqs holds, perturbed or not"
+    assert result == {"tokens": 8, "ranks": 2, "at once": 8}, "--engine.max_num_seqs holds"
 
 
-def main(model: str, name: str) -> None:
-    spec = None if name == "none" else create(name, rate=0.5).spec()
-    run = RunConfig(specs={} if spec is None else {"perturbation": spec}, max_num_seqs=8)
+def main(model: str) -> None:
+    run = RunConfig(specs={"perturbation": create("neighbor", rate=0.5).spec()}, max_num_seqs=8)
     conditions = ("without_flash_attn", *run.conditions)  # not "cpu", whose engines have processes and no Ray workers
     profile = profile_for("cpu")
     launch._start_ray(profile, Flags(["--vllm.tensor_parallel_size", "2"]), conditions, run)

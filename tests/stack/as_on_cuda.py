@@ -86,21 +86,6 @@ def interpret_triton() -> None:
     model_runner.GPUModelRunner._dummy_sampler_run = lambda self, states: sample(self, torch.zeros_like(states))
 
 
-def apply_grammars_in_pytorch() -> None:
-    """Makes grammars possible there: the interpreter lacks the masks of their kernel. (The warm-up leaves it out.)"""
-    import numpy as np
-    import torch
-    from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
-
-    def apply_grammar_bitmask(worker: Any, logits: Any, batch: Any, names: list[str], bitmask: Any) -> None:
-        for name, words in zip(names, bitmask):  # one row for each request with a grammar
-            allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.shape[-1]]
-            row = batch.cu_num_logits_np[batch.req_ids.index(name)]
-            logits[row].masked_fill_(torch.from_numpy(allowed == 0), -torch.inf)
-
-    StructuredOutputsWorker.apply_grammar_bitmask = apply_grammar_bitmask
-
-
 def warm_up(llm: Any) -> dict[str, int]:
     """CUDA's warm-up, which a CPU's worker leaves out: a mixed batch of two requests, then a batch that samples in
     every way that vLLM knows.

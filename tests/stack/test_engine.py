@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine with a perturbation: records of aborted requests, new weights; it waits for no device and no compiler."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ from torch import Tensor
 
 from benchmarks.decode_step import counting
 from ngrpo.rollout import neighbor_drift, set_perturbation, startup_check, take_records
-from perturbations import ExactIndex, ReplayRecord
+from perturbations import ExactIndex
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample, sync, worker_of
-from tests.stack.request_limits import check_until
 
 
 def test_aborted_requests_leave_no_record(engine: Any) -> None:
@@ -122,38 +120,47 @@ def test_a_weight_sync_changes_the_sets_as_the_policy_says(
     rollouts(skip_same_word=True)
 
 
-@pytest.mark.parametrize("way", ["reloaded", "shards", "elements"])
-def test_new_weights_give_new_neighbors(engine: Any, hf_model: Any, parameter: Tensor, way: str) -> None:
-    """vLLM's own ways: whole parameters, or in place by whole shards or single elements through the model's loader."""
+def test_a_sparse_weight_transfer_gives_new_neighbors(engine: Any, parameter: Tensor) -> None:
+    """Single elements, in place, through the model's loader: vLLM's own way that runs without CUDA."""
+    patches = pytest.importorskip("vllm.model_executor.model_loader.checkpoint_weight_patch")
     set_perturbation(engine, "neighbor", rate=1.0, mix_temperature=3.0, realization="sampled")
     worker, prompts = worker_of(engine), chat_prompts(engine)[:2]
-    runner, name = worker.model_runner, "model.embed_tokens.weight"
     sample(engine, prompts, max_tokens=8)
 
-    def shards(update: Tensor) -> None:
-        runner.get_model().model.embed_tokens.weight.data[: len(update)] = update
-
     def elements(update: Tensor) -> None:
-        patches = pytest.importorskip("vllm.model_executor.model_loader.checkpoint_weight_patch")
         at = torch.arange(0, update.numel(), 3)
-        patch = (name, tuple(update.shape), update.dtype, update.flatten()[at], at)
-        patches.load_checkpoint_weight_patches(runner.get_model(), [patches.CheckpointWeightPatch(*patch)])
+        patch = ("model.embed_tokens.weight", tuple(update.shape), update.dtype, update.flatten()[at], at)
+        model = worker.model_runner.get_model()
+        patches.load_checkpoint_weight_patches(model, [patches.CheckpointWeightPatch(*patch)])
 
-    changed = slice(None, None, 3) if way == "elements" else slice(None)
-    parameter.view(-1)[changed] = moved(parameter, 0).view(-1)[changed]
-    if way == "reloaded":
-        runner.reload_weights(weights_iterator=iter(dict(hf_model.named_parameters()).items()))
-    else:
-        worker.weight_transfer_engine = Transfer({"shards": shards, "elements": elements}[way])
-        worker.start_weight_update()
-        worker.update_weights(parameter)
-        worker.finish_weight_update()
+    parameter.view(-1)[::3] = moved(parameter, 0).view(-1)[::3]
+    worker.weight_transfer_engine = Transfer(elements)
+    worker.start_weight_update()
+    worker.update_weights(parameter)
+    worker.finish_weight_update()
     engine.reset_prefix_cache()
     assert_nearest(sample(engine, prompts, max_tokens=8), parameter)
 
 
 def test_until_is_found_across_token_borders(engine: Any) -> None:
-    check_until(engine)
+    """`until` ends the perturbation at its text, in whatever tokens it comes; a prompt that has it gets none."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    set_perturbation(engine, "gumbel", rate=1.0)
+    tokenizer, end = engine.get_tokenizer(), "</think>"
+    question = tokenizer.encode("What is 7 plus 5?")
+    texts = ["two </think> one more", "x = (1)></think>one more", "so be it</think>\\boxed{4}"]
+    texts += ["</thin </think </think> end"]
+    for text in texts:
+        grammar = StructuredOutputsParams(choice=[text])
+        (rollout,) = sample(engine, [question], ignore_eos=False, structured_outputs=grammar)
+        tokens = [token for token in rollout.tokens if token != tokenizer.eos_token_id]
+        assert tokenizer.decode(tokens) == text
+        lengths = [len(tokenizer.decode(tokens[: i + 1])) for i in range(len(tokens))]
+        last = next(i for i, length in enumerate(lengths) if length >= text.index(end) + len(end))
+        assert (rollout.record.positions - len(question)).tolist() == list(range(last)), text
+    closed = tokenizer.encode("What is 7 plus 5?<think>\n\n</think>\n\n")
+    assert len(sample(engine, [closed], max_tokens=4)[0].record) == 0
 
 
 # --- nothing is waited for ------------------------------------------------------------------------------------
@@ -188,17 +195,6 @@ def test_nothing_is_compiled_after_the_start(engine: Any) -> None:
         torch._dynamo.reset()
 
 
-def test_a_start_on_a_cpu_looks_for_no_neighbors(engine: Any) -> None:
-    """Its index could take minutes to build, and a neighbor of the start would count in the first drift."""
-    set_perturbation(engine, "neighbor", k=2)
-    attached = worker_of(engine).perturbation
-    attached.embeddings.refresh()
-    attached.drift()  # of other tests' queries
-    attached.warm_up()
-    attached.embeddings.refresh()
-    assert attached.drift() is None
-
-
 def test_a_dummy_run_does_the_work_of_a_step_and_leaves_nothing(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So vLLM measures its memory with what a step needs."""
     set_perturbation(engine, "gumbel")
@@ -221,36 +217,3 @@ def test_a_dummy_run_does_the_work_of_a_step_and_leaves_nothing(engine: Any, mon
     for one, other in zip(before, sample(engine, prompts, arguments, max_tokens=6)):
         assert one.tokens == other.tokens and one.record == other.record
         assert np.array_equal(one.log_probs, other.log_probs)
-
-
-def test_the_seed_is_no_part_of_the_key_of_compiled_graphs(smollm2: str) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    def key(**spec: Any) -> str:
-        config = EngineArgs(smollm2, additional_config={"perturbation": spec}).create_engine_config()
-        found = config.compute_hash()
-        assert config.additional_config == {"perturbation": spec}
-        return found
-
-    plain = EngineArgs(smollm2).create_engine_config().compute_hash()
-    assert key(name="gumbel", seed=1) == key(name="gumbel", seed=2) == key(name="gumbel")
-    assert len({plain, key(name="gumbel"), key(name="gumbel", k=7), key(name="soft")}) == 4
-
-
-def test_a_record_is_read_once_for_a_request_and_not_for_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm import SamplingParams
-    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys as original
-    from vllm.v1.request import Request
-
-    from ngrpo.rollout.request_arguments import with_trajectory_keys
-
-    plain = inspect.unwrap(original)
-    keys_of, reads, read = with_trajectory_keys(plain), [], ReplayRecord.from_bytes
-    monkeypatch.setattr(ReplayRecord, "from_bytes", lambda data: reads.append(1) or read(data))
-    ids = np.zeros((2, 1), np.int32)
-    record = ReplayRecord(5, 60, 100, np.array([70, 90], np.int32), ids, ids.astype(np.float32), None, np.ones(2, bool))
-    params = SamplingParams(max_tokens=4, extra_args={"perturbation": {"record": record.to_bytes()}})
-    request = Request("a", list(range(128)), params, None)
-    keyed = [keys_of(request, start, start + 16, 0)[0] is not None for start in range(0, 144, 16)]
-    assert keyed == [False] * 4 + [True] * 5  # from the block that holds position 70
-    assert len(reads) == 1

@@ -78,21 +78,6 @@ def test_a_token_made_of_several_tables_is_refused() -> None:
         find_input_embedding(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("shape", [(6,), (1, 6), (2, 3)])
-def test_rows_are_counted_in_reading_order(shape: tuple[int, ...]) -> None:
-    module = table()
-    override = InputOverride(module, 8, D, torch.float32, torch.device("cpu"))
-    vectors, ids = torch.randn(2, D), torch.arange(6).view(shape)
-    override.put(torch.tensor([1, 4]), vectors)
-    expected = module.weight[:6].clone()
-    expected[[1, 4]] = vectors
-    torch.testing.assert_close(module(ids), expected.view(*shape, D), rtol=0, atol=0)
-    torch.testing.assert_close(override.lookup(ids), module.weight[:6].view(*shape, D), rtol=0, atol=0)
-    with override.suspended():
-        torch.testing.assert_close(module(ids[:1]), module.weight[ids[:1]], rtol=0, atol=0)
-    torch.testing.assert_close(module(ids), expected.view(*shape, D), rtol=0, atol=0)
-
-
 def test_a_factor_inside_of_the_module_comes_after_the_override() -> None:
     """As vLLM's Transformers backend makes of Gemma's embedding, whose forward multiplies what its base's gives."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -29,22 +29,3 @@ def test_answers_a_question(loaded) -> None:
     assert tokenizer.decode(encoded["input_ids"][0]) == text
     answer = model.generate(**encoded, max_new_tokens=32, do_sample=False)[0, encoded["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer) and tokenizer.eos_token_id in answer
-
-
-def test_some_of_its_sums_are_right_and_most_are_not(loaded) -> None:
-    """Sampled as in training: there is something to learn."""
-    import torch
-
-    from ngrpo.workbench.tasks import arithmetic
-
-    model, tokenizer = loaded
-    rows = [row for row in arithmetic.problems(rows=16)[0] for _ in range(4)]
-    chats = [[{"role": "user", "content": row["input"]}] for row in rows]
-    prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    encoded = tokenizer(prompts, add_special_tokens=False, return_tensors="pt", padding=True, padding_side="left")
-    torch.manual_seed(0)
-    answers = model.generate(**encoded, max_new_tokens=12, do_sample=True, top_k=0, temperature=1.0)
-    texts = tokenizer.batch_decode(answers[:, encoded["input_ids"].shape[1] :])
-    queries = [prompt + text for prompt, text in zip(prompts, texts)]
-    rewards = arithmetic.reward_func(queries, prompts, [row["label"] for row in rows])["rewards"]
-    assert 0.02 < rewards.mean() < 0.5

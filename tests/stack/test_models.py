@@ -59,7 +59,6 @@ def test_what_counts_as_right(figures: tuple[float, float, float], found: str) -
     assert verdict("bfloat16", 1e-5, 9e-5, 5.0) == "wrong", "there the tolerance of float32 does not help"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(NO_VISION, reason="torchvision is missing: make vision")
 def test_the_replay_behind_a_picture_is_exact(tmp_path: Path) -> None:
     words = ["qwen3_vl", "--json", str(tmp_path / "rows")]

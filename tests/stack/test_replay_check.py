@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.rollout.startup_check import CheckFailure, texts_of_check
+from ngrpo.rollout.startup_check import CheckFailure
 from ngrpo.trainers.common.replay_check import check_replay
-from perturbations.errors import UsageError
 from perturbations.replay import scope
 from tests.stack.tiny_models import FORMS, tiny_model
 
@@ -87,15 +86,3 @@ def test_an_embedding_that_is_no_multiple_of_its_matrix_is_refused(tmp_path: Pat
     model.get_input_embeddings().__class__ = Normed
     with pytest.raises(ValueError, match="replay cannot mix embeddings of Normed"):
         check_replay(model, forward_of(model))
-
-
-@pytest.mark.parametrize("vocabulary", [6, 32, 512, 49152, 262144])
-def test_the_texts_of_a_probe(vocabulary: int) -> None:
-    texts = texts_of_check(vocabulary, 100)
-    tokens = {*texts.first, *texts.text, *texts.last, texts.other}
-    assert all(0 <= token < vocabulary for token in tokens)
-    assert texts.other != texts.text[texts.row] and len(texts.text) == len(texts.first) == 10
-    if vocabulary >= 512:
-        assert len(tokens) == 31 and vocabulary // 20 <= min(tokens) and max(tokens) < vocabulary // 2
-    with pytest.raises(UsageError, match="at least 7 tokens, not 6"):
-        texts_of_check(vocabulary, 3)

@@ -4,6 +4,7 @@
 Each schedule with a perturbation is in test_v2.py, for both runners.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from ngrpo.methods import sampling_schedules
-from ngrpo.rollout import set_perturbation
+from ngrpo.rollout import set_perturbation, take_trajectories
+from perturbations import registry
 from tests.stack.harness import build_engine, chat_prompts, sample, worker_of
-from tests.stack.request_limits import EVERY, answers, check_mixed_batch, name_of
 from tests.stack.schedule_truth import scheduled_gaps
 
 # Its τ_min is reached within the answers of these tests.
@@ -68,9 +69,69 @@ def limited(llm: Any) -> Any:
     return llm
 
 
-@pytest.mark.parametrize("spec", EVERY, ids=name_of)
+ALLOWED, SINGLE = list(range(300, 320)), [17]
+BAD_WORDS = ["plus", "The"]  # one token each, with and without a space
+DIGITS = r"[0-9]{3}-[0-9]{4}"
+TOKENS = 12
+EVERY = [
+    *({"name": name} for name in registry.available() if name != "none"),
+    {"name": "neighbor", "variant": "released", "realization": "anchor", "until": None},
+    {"name": "gaussian", "base": "fuzzy"},
+    {"name": "gumbel", "top_p": 1.0, "clamp": False, "entropy_min": 0.01, "gate": "top_margin", "gate.margin": 1.0},
+    {"name": "dirichlet", "alpha": 0.01, "top_p": 1.0},
+    {"name": "normal", "top_p": 1.0, "k": 10},
+    {"name": "tests.stack.own_perturbations:RunnerUp"},
+]
+
+
+def answers(llm: Any, spec: dict[str, Any], each: list[dict[str, Any]]) -> list[tuple[Any, Any, np.ndarray]]:
+    """The completion, the record and the log-probabilities of one request for each dictionary of parameters."""
+    from vllm import SamplingParams
+
+    set_perturbation(llm, **{"rate": 1.0, **spec})
+    (prompt,) = chat_prompts(llm, ["What is 7 plus 5?"])
+    common = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
+    params = [SamplingParams(**{**common, **one}) for one in each]
+    outputs = llm.generate([{"prompt_token_ids": prompt}] * len(each), params, use_tqdm=False)
+    taken = take_trajectories(llm)
+    return [(output.outputs[0], *taken[output.request_id]) for output in outputs]
+
+
+@pytest.mark.parametrize("spec", EVERY, ids=lambda spec: "-".join(map(str, spec.values())))
 def test_every_answer_is_legal(limited: Any, spec: dict[str, Any]) -> None:
-    check_mixed_batch(limited, spec)
+    from vllm.sampling_params import StructuredOutputsParams
+
+    end = limited.get_tokenizer().eos_token_id
+    filters = [{"top_p": 0.3}, {"top_k": 2}, {"min_p": 0.5}, {"top_p": 0.9, "temperature": 1.5}, {"top_k": 1}]
+    found = answers(
+        limited,
+        spec,
+        [
+            *filters,
+            {"allowed_token_ids": ALLOWED},
+            {"allowed_token_ids": SINGLE},
+            {"bad_words": BAD_WORDS},
+            {"ignore_eos": False, "min_tokens": TOKENS, "logit_bias": {end: 100.0}},
+            {"structured_outputs": StructuredOutputsParams(regex=DIGITS), "ignore_eos": False},
+            {"temperature": 0},
+            {"temperature": 0, "logit_bias": {17: 1.0}},
+        ],
+    )
+    for completion, record, log_probs in found:
+        scores = [step[token].logprob for step, token in zip(completion.logprobs, completion.token_ids)]
+        assert np.isfinite(scores).all() and np.isfinite(log_probs).all()
+        assert np.isfinite(record.weights).all()
+    few, one, without, long, grammar, *_ = (completion for completion, *_ in found[len(filters) :])
+    # Greedy: each token is the likeliest after the perturbed inputs before it, whatever token the noise picked.
+    for completion, record, _ in found[-2:]:
+        assert [step[token].rank for step, token in zip(completion.logprobs, completion.token_ids)] == [1] * TOKENS
+        assert record.agreed.all()
+        assert not (spec["name"].endswith("RunnerUp") and len(record)), "the second likeliest is never the likeliest"
+    assert set(few.token_ids) <= set(ALLOWED) and set(one.token_ids) == set(SINGLE)
+    bad = [limited.get_tokenizer().encode(space + word) for word in BAD_WORDS for space in ("", " ")]
+    assert all(len(tokens) == 1 and tokens[0] not in without.token_ids for tokens in bad)
+    assert len(long.token_ids) == TOKENS and end not in long.token_ids
+    assert re.fullmatch(DIGITS, grammar.text)
 
 
 def test_a_position_whose_proposal_is_excluded_is_an_ordinary_one(limited: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by test_v2.py, in a process that only it sets up: the same rollouts in either model runner, pickled.
 
-Arguments: V1 or V2, the model's folder, where the result goes, whose cases (test, more, or slow). Scheduling is
+Arguments: V1 or V2, the model's folder, where the result goes, whose cases (test or more). Scheduling is
 asynchronous, as on CUDA.
 """
 
@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ if __name__ == "__main__":  # before torch, which loads Triton
     if sys.argv[1] == "V2":
         as_on_cuda.interpret_triton()
 
-from vllm.config.reasoning import ReasoningConfig
-
 from ngrpo.methods import sampling_schedules
 from ngrpo.rollout import set_perturbation, take_trajectories
-from tests.stack import harness, request_limits
+from tests.stack import harness
 from tests.stack.routed import TEMPERATURE, decisions, shaken
 
 QUESTIONS = ["What is 7 plus 5?", "Explain why the sky is blue.", "List three prime numbers and their sum."]
@@ -56,7 +53,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
 SCHEDULES: dict[str, dict[str, Any]] = {"ead": {"d_0": 6, "c": 2}, "edt": {"theta": 1.0}}
 SCHEDULES["ladder"] = {"least": 0.5, "most": 1.5}
 TOKENS = 6
-END = "so be it</think>"
 # At temperature 1 the random model is nearly sure of its next token, and all samples of a prompt feed the same.
 STOPS: dict[str, dict[str, Any]] = {
     "token": {"stop_token_ids": list(range(0, 49152, 4))},
@@ -115,13 +111,6 @@ def of_tarpo(llm: Any) -> dict[str, Any]:
     return {"rollouts": rollouts, "seen": seen}
 
 
-def of_thinking_budget(llm: Any) -> list[harness.Rollout]:
-    """An answer whose thinking is ended after two tokens."""
-    set_perturbation(llm, "gumbel", rate=1.0, until=None)
-    (prompt,), start = harness.chat_prompts(llm, QUESTIONS[:1]), llm.get_tokenizer().encode("<think>")
-    return harness.sample(llm, [prompt + start], max_tokens=12, temperature=0.7, thinking_token_budget=2)
-
-
 def of_stops(llm: Any, share: str) -> dict[str, list[tuple[str, harness.Rollout]]]:
     """Answers that end by a token, by a string, or several of one prompt; each with how it ended."""
     from vllm import SamplingParams
@@ -162,17 +151,6 @@ def of_stock(model: str) -> list[Any]:
     return [harness.stock_answers(llm, harness.chat_prompts(llm, QUESTIONS[:2]), max_tokens=4) for llm in engines]
 
 
-def of_limits(llm: Any) -> dict[str, int | str]:
-    """For each perturbation how many positions were perturbed in the mixed batch, or what went wrong."""
-    found: dict[str, int | str] = {}
-    for spec in request_limits.EVERY:
-        try:
-            found[request_limits.name_of(spec)] = request_limits.check_mixed_batch(llm, spec)
-        except Exception:
-            found[request_limits.name_of(spec)] = traceback.format_exc()
-    return found
-
-
 def main(runner: str, model: str, target: str, share: str) -> None:
     began = time.perf_counter()
     result: dict[str, Any] = {}
@@ -184,16 +162,9 @@ def main(runner: str, model: str, target: str, share: str) -> None:
 
     with as_on_cuda.asynchronous():
         options = {"max_num_batched_tokens": 64, "max_model_len": 256, "enable_prefix_caching": True}
-        options["max_num_seqs"] = 16 if share == "slow" else 4
-        if share == "more":
-            options["reasoning_config"] = ReasoningConfig(reasoning_start_str="<think>", reasoning_end_str=END)
-        llm = harness.build_engine(model, {"name": "neighbor", "rate": 0.1}, **options)
+        llm = harness.build_engine(model, {"name": "neighbor", "rate": 0.1}, max_num_seqs=4, **options)
         keep("runner", llm.llm_engine.collective_rpc("perturbation_runner"))
         keep("asynchronous", llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
-        if share == "slow":
-            as_on_cuda.apply_grammars_in_pytorch()
-            keep("of_until", request_limits.check_until(llm))
-            return keep("of_limits", of_limits(llm))
         if (runner, share) == ("V2", "more"):
             set_perturbation(llm, "neighbor", rate=0.5)
             keep("warm_up", as_on_cuda.warm_up(llm))
@@ -201,7 +172,7 @@ def main(runner: str, model: str, target: str, share: str) -> None:
         keep("of_stops", of_stops(llm, share))
         if share == "test":
             return keep("of_preemption", of_preemption(model))
-        for part in (of_sampling_parameters, of_schedules, of_thinking_budget, of_tarpo):
+        for part in (of_sampling_parameters, of_schedules, of_tarpo):
             keep(part.__name__, part(llm))
         if runner == "V2":
             keep("of_stock", of_stock(model))
