@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The perturber on a pretended GPU, whose copies arrive late, driven by a made-up scheduler; no GPU is needed."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -57,10 +58,32 @@ def test_entropy_protected_tokens_and_masks() -> None:
     run(made("gumbel", entropy_min=1.0, protect="digits"), PLANS[1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
+@pytest.mark.parametrize("options", [{"rate": 1.0}, {"rate": 0.3}, {"gate": "bursts"}, {"entropy_min": 1.0}], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration(name: str, options: dict[str, Any], plan: Plan) -> None:
+    run(made(name, **options), plan)
+
+
 # --- planted faults -----------------------------------------------------------------------------------------
 
 PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4, sampling="filtered")
-PROPOSE, DRAIN = Soft.propose, Notes.drain
+MASKED = dataclasses.replace(PLAN, masked=True)
+PROPOSE, DRAIN, DRAIN_EDITS = Soft.propose, Notes.drain, Notes._drain_edits
+
+
+def test_without_a_fault_nothing_is_seen() -> None:
+    run(made("soft"), PLAN)
+
+
+def test_a_tensor_of_the_host_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def propose(self: Soft, step: Any) -> Any:
+        return PROPOSE(self, dataclasses.replace(step, logits=step.logits + torch.zeros(len(step.logits), 1)))
+
+    monkeypatch.setattr(Soft, "propose", propose)
+    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+        run(made("soft"), PLAN)
 
 
 def test_a_value_asked_of_the_device_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +104,17 @@ def too_early(self: Notes, until: int = 0) -> None:
     self.written = self.taken
 
 
+def masks_too_early(self: Notes, until: int) -> None:
+    DRAIN_EDITS(self, until)
+    for i, note in enumerate(self._masked):  # what was asked for only now
+        self._masked[i] = dataclasses.replace(note, ready=None)
+
+
 FAULTS = {
     "notes-are-read-early": (RolloutPerturber, "_event", nothing, PLAN, None),
+    "masks-are-read-early": (Notes, "_drain_edits", masks_too_early, MASKED, None),
     "a-record-is-taken-early": (Notes, "drain", too_early, PLAN, None),
+    "a-record-with-masks-is-taken-early": (Notes, "drain", too_early, MASKED, None),
     "recomputation-does-not-wait": (Notes, "drain_slot", nothing, PLAN, "replaced False, on a CPU True"),
     "a-flag-is-left-standing": (InputOverride, "clear", nothing, PLAN, None),
 }

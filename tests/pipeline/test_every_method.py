@@ -7,6 +7,7 @@ What other tests of this folder train is left out: neighbor, gumbel, NGRPO, the 
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from ngrpo.machine.storage.parameters_file import FILE
 from ngrpo.methods import advantages, credits, policy_noises, sampling_schedules
 from ngrpo.methods.sampling_schedules.base import PastStep, Run
+from ngrpo.methods.second_rounds.lope import WORDS
 from perturbations import registry
 from tests.pipeline.harness import GAP, LOUD, steps_of
 
@@ -118,6 +120,18 @@ def test_a_corrected_mask_scores_what_the_rollout_drew_from(tmp_path: Path, smol
         assert math.isfinite(summary["scalars"]["train/policy_loss"][str(number)])
 
 
+# --- second rounds: rewards are such that the first round is always wrong, so that the method alone decides ---------
+
+AFTER_NONSENSE = f"""
+import torch
+
+WORDS = {set(WORDS)!r}
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    found = [len(WORDS & set(prompt.split())) > 5 for prompt in prompts]
+    return {{"rewards": torch.tensor(found).float(), "scores": torch.tensor(found).float()}}
+"""
 # The prompt of each call is counted where it is rewarded: in the engine's process, from 4 answers on it is right.
 AFTER_FOUR = """
 from collections import Counter
@@ -136,13 +150,36 @@ def reward_func(queries, prompts, labels, **kwargs):
 """
 
 
-def test_answers_of_a_second_round_to_the_same_prompt_have_a_ratio_of_one(tmp_path: Path, smollm2: str) -> None:
+def second_rounds(folder: Path, model: str, reward: str, words: str) -> list[dict[str, Any]]:
+    """The steps of a run with this reward function and these flags."""
+    (folder / "rewards.py").write_text(reward)
+    flags = [*LOUD, "--advantage", "group_norm", "--reward.remote_url", str(folder / "rewards.py"), *words.split()]
+    return steps_of(folder / "run", model, *flags)
+
+
+def test_answers_after_nonsense_are_trained(tmp_path: Path, smollm2: str) -> None:
+    """In a run with an evaluation, which has no second round: its score is 0."""
+    words = "--second_round lope --second_round.prompts 2 --second_round.answers 2 --eval.steps 1"
+    words += " --second_round.least 20 --second_round.most 40"
+    steps = second_rounds(tmp_path, smollm2, AFTER_NONSENSE, words)
+    for step in steps:
+        assert step["second_round_asked"] == step["second_round_right"] == step["second_round_solved"] == 1.0
+        assert step["second_round_trained"] == 0.75, "of four answers a wrong one stays"
+        assert step["reward"] == pytest.approx(0.75)
+        assert 0.3 < step["second_round_ratio"] < 3.0 and abs(step["second_round_ratio"] - 1.0) > 0.02
+        # Four of eight answers are right: deviation √(2/7), so ±0.935414.
+        assert step["advantage_mean"] == pytest.approx(0.935414 * 0.5, abs=1e-5)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["second_round"]["name"] == "lope"
+    assert summary["evaluation"]["eval/eval_default_pass1"] == {"1": 0.0, "2": 0.0}
+
+
+def test_answers_to_the_same_prompt_have_a_ratio_of_one(tmp_path: Path, smollm2: str) -> None:
     """So the engine's log-probabilities stand at the tokens that they are of, and temperature is in them."""
-    (tmp_path / "rewards.py").write_text(AFTER_FOUR)
-    flags = [*LOUD, "--advantage", "group_norm", "--reward.remote_url", str(tmp_path / "rewards.py")]
-    flags += ["--second_round", "repeat", "--second_round.answers", "4", "--second_round.group", "kept"]
-    flags += ["--rollout.temperature", "0.7", "--reproducible", "--report.groups", "1"]
-    for step in steps_of(tmp_path / "run", smollm2, *flags):
+    words = "--second_round repeat --second_round.answers 4 --second_round.group kept"
+    words += " --rollout.temperature 0.7 --reproducible --report.groups 1"
+    steps = second_rounds(tmp_path, smollm2, AFTER_FOUR, words)
+    for step in steps:
         assert step["second_round_asked"] == 1.0 and step["second_round_trained"] == 0.75
         assert step["second_round_ratio"] == pytest.approx(1.0, abs=0.03)
         assert step["advantage_max"] == pytest.approx(0.5, abs=1e-4), "of the four that are trained"

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,3 +49,18 @@ def test_two_steps_of_a_multimodal_model(model: Path, tmp_path: Path, monkeypatc
         assert step["rate"] == pytest.approx(0.5, abs=0.12) and step["shift"] > 0.0
         assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-2)
         assert max(step["gap_perturbed_mean"], step["gap_plain_mean"]) <= GAP
+
+
+def test_pictures_that_both_sides_read_differently_end_a_strict_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the axes of positions vLLM numbers a picture's places as those of text, and transformers does not."""
+    monkeypatch.delitem(SMALL, "--task")
+    folder = tmp_path / "without_axes"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    del config["text_config"]["rope_parameters"]["mrope_section"]
+    (folder / "config.json").write_text(json.dumps(config))
+    result = train(tmp_path / "run", str(folder), *flags_for(model), env=with_vision())
+    assert result.returncode != 0
+    assert "Engine and trainer read pictures differently" in result.stdout, result.stdout[-6000:]

@@ -135,13 +135,14 @@ def test_two_engines_of_two_tensor_parallel_ranks(tmp_path: Path, tiny: str) -> 
     assert len(list(tmp_path.glob("engine-*"))) == 2
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_an_agent_with_a_tool_between_its_turns(asynchronous: bool, tmp_path: Path, smollm2: str) -> None:
-    """Where asynchronous, a rollout may be a step older than the trainer's weights; that they stay as they are leaves
-    the gap to replay."""
-    flags = [*NEIGHBOR, *NO_REFERENCE, "--train.agent_func_path", str(USER_FILES / "three_turns.py")]
-    flags += ["--data.max_len", "256"]
-    flags += ["--train.async_enable", "--actor.adam.lr", "0", "--data.max_samples", "12"] if asynchronous else LOUD
-    summary = run(tmp_path, smollm2, *flags)
+@pytest.mark.parametrize("agent", ["three_turns", "rewriting"])
+def test_an_agent_with_a_tool_between_its_turns_and_one_that_rewrites_them(
+    agent: str, tmp_path: Path, smollm2: str
+) -> None:
+    """The second asynchronously: a rollout may be a step older than the trainer's weights; that they stay as they are
+    leaves the gap to replay."""
+    flags = [*NEIGHBOR, *NO_REFERENCE, "--train.agent_func_path", str(USER_FILES / f"{agent}.py")]
+    asynchronous = ["--train.async_enable", "--actor.adam.lr", "0", "--data.max_samples", "12"]
+    summary = run(tmp_path, smollm2, *flags, "--data.max_len", "256", *(asynchronous if agent == "rewriting" else LOUD))
     assert set(summary["scalars"]["train/turns"].values()) == {3.0}
-    assert not any(step.get("dropped_edits") for step in summary["steps"])
+    assert all(bool(step.get("dropped_edits", 0.0)) == (agent == "rewriting") for step in summary["steps"])

@@ -3,7 +3,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -256,3 +256,22 @@ def note_preemptions(llm: Any) -> list[str]:
 
     scheduler._preempt_request = preempt
     return preempted
+
+
+@contextlib.contextmanager
+def one_token_prefills(llm: Any) -> Iterator[list[int]]:
+    """Prompts are computed one token a step; yields how many tokens each request was given in each step."""
+    scheduler, given = scheduler_of(llm), []
+    config, schedule = scheduler.scheduler_config, scheduler.schedule
+    before = config.long_prefill_token_threshold
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        output = schedule(*args, **kwargs)
+        given.extend(output.num_scheduled_tokens.values())
+        return output
+
+    config.long_prefill_token_threshold, scheduler.schedule = 1, noted
+    try:
+        yield given
+    finally:
+        config.long_prefill_token_threshold, scheduler.schedule = before, schedule

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's perturbation and gate in real processes: from a deleted file, and from a package that pip installed.
-
-The engine is built by a process of its own, which runs this file in a folder with the user's.
-"""
+"""Perturbations and gates of a user in real processes: from a deleted file, and from a package that pip installed."""
 
 import os
 import pickle
@@ -13,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from tests.stack.harness import chat_prompts, gaps, sample
+from ngrpo.rollout import set_perturbation
+from perturbations import replaying
+from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-OWN = "theirs/custom_perturbation.py"
-OPTIONS = {"rate": 0.8, "share": 0.4, "gate": "theirs/custom_gate.py", "gate.half_life": 20.0}
 PROJECT = """
 [build-system]
 requires = ["setuptools"]
@@ -35,7 +33,7 @@ py-modules = ["their_package"]
 
 
 def run(folder: Path, model: str) -> dict[str, Any]:
-    """Runs this file in a folder with the examples' files and an installed package, in a fresh process."""
+    """Runs custom_rollout.py in a folder with the examples' files and an installed package, in a fresh process."""
     theirs, project = folder / "theirs", folder / "project"
     for path in (theirs, project):
         path.mkdir()
@@ -48,7 +46,7 @@ def run(folder: Path, model: str) -> dict[str, Any]:
     subprocess.run([*pip, "--no-build-isolation", "--target", "site", "./project"], cwd=folder, check=True)
     shutil.rmtree(project)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.stack.test_custom", model, "result"],
+        [sys.executable, "-m", "tests.stack.custom_rollout", model, "result"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
         capture_output=True,
@@ -74,31 +72,28 @@ def test_a_deleted_file_and_an_installed_package_reach_vllms_processes(
         assert all(np.allclose(r.record.weights, [0.6, 0.4]) for r in rollouts)
 
 
-def in_engine(model: str) -> dict[str, Any]:
-    """An engine core with its worker in a fresh process; then that of an installed package, in the same one."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    from vllm import LLM
-
-    from ngrpo.rollout import set_perturbation
-    from perturbations import create
-
-    spec = create(OWN, **OPTIONS).spec()
-    shutil.rmtree("theirs")
-    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
-    options |= {"kv_cache_memory_bytes": 1 << 26, "disable_log_stats": True, "distributed_executor_backend": "uni"}
-    llm = LLM(model, **options, additional_config={"perturbation": spec})
-    prompts = chat_prompts(llm)
-    result = {
-        "other process": type(llm.llm_engine.engine_core).__name__ == "SyncMPClient",
-        "expected": create(**spec).fingerprint(),
-        "seen": llm.llm_engine.collective_rpc("perturbation_fingerprint"),
-        "file": sample(llm, prompts, max_tokens=32),
-    }
-    set_perturbation(llm, "installed_runner_up", rate=0.5, share=0.4)
-    result["installed"] = sample(llm, prompts, max_tokens=32)
-    return result
+# --- gates in an engine -----------------------------------------------------------------------------------
 
 
-if __name__ == "__main__":
-    Path(sys.argv[2]).write_bytes(pickle.dumps(in_engine(sys.argv[1])))
+@torch.no_grad()
+def margins(model: Any, rollout: Rollout) -> np.ndarray:
+    """p(likeliest) - p(second) where each generated token was drawn, in a replay of the rollout, (generated,)."""
+    tokens = torch.tensor([rollout.sequence])
+    with replaying(model, [rollout.record], attention_mask=torch.ones_like(tokens)):
+        logits = model(tokens).logits[0, len(rollout.prompt) - 1 : -1].float()
+    best = torch.softmax(logits, dim=-1).topk(2, dim=-1).values
+    return (best[:, 0] - best[:, 1]).numpy()
+
+
+def test_top_margin_opens_exactly_where_the_policy_wavers(engine: Any, hf_model: Any) -> None:
+    set_perturbation(engine, "soft", rate=1.0, until=None, gate="top_margin", **{"gate.margin": 0.3})
+    rollouts = sample(engine, chat_prompts(engine), max_tokens=40)
+    assert gaps(hf_model, rollouts).max() <= 1e-4
+    counts = np.zeros(2, dtype=int)
+    for rollout in rollouts:
+        margin, places = margins(hf_model, rollout), np.arange(len(rollout.prompt), len(rollout.sequence))
+        open_ = np.isin(places, rollout.record.positions)
+        clear = np.abs(margin - 0.3) > 1e-3  # nearer than this, float rounding may decide
+        assert (open_ == (margin <= 0.3))[clear].all()
+        counts += [open_.sum(), (~open_).sum()]
+    assert counts.min() > 20

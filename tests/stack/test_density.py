@@ -111,3 +111,25 @@ def test_gumbel_density_is_that_of_the_rollout_s_noise(engine: Any, actor: Any) 
         torch.testing.assert_close(got[row, positions - 1][alone], want[alone], rtol=1e-4, atol=1e-4)
         compared += int(alone.sum())
     assert compared >= 8
+
+
+def test_density_with_gradient_checkpointing(engine: Any, actor: Any) -> None:
+    set_perturbation(engine, "gaussian", density="gaussian", base="soft")
+    perturbation = create("gaussian", density="gaussian", base="soft")
+    rollouts = sample(engine, chat_prompts(engine)[:2], max_tokens=12, temperature=TEMPERATURE)
+
+    def gradient() -> Tensor:
+        actor.model.zero_grad()
+        forward(actor, perturbation, rollouts)[0].sum().backward()
+        return actor.model.get_input_embeddings().weight.grad.clone()
+
+    plain = gradient()
+    actor.train()
+    actor.gradient_checkpointing_enable()
+    try:
+        checkpointed = gradient()
+    finally:
+        actor.gradient_checkpointing_disable()
+        actor.eval()
+        actor.model.zero_grad()
+    torch.testing.assert_close(checkpointed, plain, rtol=1e-3, atol=1e-3 * plain.abs().max().item())

@@ -11,7 +11,7 @@ import torch
 
 from ngrpo.config.arms import parse_arms
 from ngrpo.rollout import set_perturbation
-from ngrpo.workbench.diagnose import group_sampling
+from ngrpo.workbench.diagnose import embedding_map, group_sampling
 from ngrpo.workbench.diagnose.diagnosis import diagnose
 from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample, prompt_tokens
 from ngrpo.workbench.evaluate import load_task
@@ -19,6 +19,7 @@ from ngrpo.workbench.evaluate import load_task
 NAMES = "none,neighbor:rate=0,neighbor:rate=0.3,gaussian,gaussian:sigma=20,gumbel"
 WILD = "gaussian sigma=20"
 SAMPLING = GroupSampling(group=4, max_tokens=16)
+WORDS = "because,number,green"
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +27,22 @@ def made(engine: Any, model: str, tmp_path_factory: pytest.TempPathFactory) -> A
     """The diagnosis, and its folder."""
     out = tmp_path_factory.mktemp("diagnosis") / "out"
     problems = load_task("arithmetic", limit=4)
-    with pytest.MonkeyPatch.context() as patch:  # speed is not tested here
+    with pytest.MonkeyPatch.context() as patch:  # speed is not tested here, and three tokens need no long texts
         patch.setattr(group_sampling, "_WARM_UP_TOKENS", 1)
-        result = diagnose(
-            model, problems, parse_arms(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic", llm=engine
-        )
-    yield result, out
-    set_perturbation(engine, "neighbor", rate=0.1)
+        patch.setattr(embedding_map, "_LENGTH", 24)
+        # The random model writes none of the words: each represents a token that their requests (of more than forty
+        # tokens) make likeliest.
+        words = embedding_map.choose_tokens(engine.get_tokenizer(), WORDS)
+        embedding_map.LIKELIEST.update({token: [] for token in range(len(engine.get_tokenizer()))})
+        seen = embedding_map.contexts(engine, words, SAMPLING.seed, {})
+        often = sorted(seen, key=lambda token: -sum(position > 40 for _, position in seen[token]))
+        stand_ins = [(token, text) for token, (_, text) in zip(often, words)]
+        patch.setattr(embedding_map, "choose_tokens", lambda *_: stand_ins)
+        try:
+            yield diagnose(model, problems, parse_arms(NAMES), out=out, sampling=SAMPLING, dataset="arithmetic",
+                           with_map=True, map_words=WORDS, llm=engine), out  # fmt: skip
+        finally:
+            set_perturbation(engine, "neighbor", rate=0.1)
 
 
 def rows(made: Any) -> dict[str, Any]:
@@ -108,3 +118,19 @@ def test_the_same_seed_gives_the_same_samples(made: Any, engine: Any, model: str
     diagnose(model, problems, strategies, out=tmp_path / "again", sampling=SAMPLING, llm=engine)
     again, before = samples_of(tmp_path / "again")["neighbor rate=0.3"], samples_of(made[1])["neighbor rate=0.3"]
     assert [(s.tokens, s.record) for s in again] == [(s.tokens, s.record) for s in before]
+
+
+def test_embedding_map(made: Any) -> None:
+    found = made[0]["embedding_map"]
+    assert [token["text"].strip() for token in found["tokens"]] == WORDS.split(",")
+    assert 0.0 < sum(found["explained_variance"]) <= 1.0
+    perturbations = {perturbation["strategy"]: perturbation for perturbation in found["perturbations"]}
+    assert list(perturbations) == ["neighbor rate=0.3", "gaussian", WILD, "gumbel"]
+    for perturbation in perturbations.values():
+        points = perturbation["points"]
+        assert len(points) == 3 * found["copies"]
+        assert perturbation["unrelated_share"] == sum(not p["related"] for p in points) / len(points)
+        assert perturbation["changed_share"] == sum(p["changed"] for p in points) / len(points)
+    # A mixture with its own nearest neighbors stays among them; noise of twenty times the embedding does not.
+    assert perturbations["neighbor rate=0.3"]["unrelated_share"] == 0.0
+    assert perturbations["gaussian"]["unrelated_share"] < 0.1 < 0.9 < perturbations[WILD]["unrelated_share"]

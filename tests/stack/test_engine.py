@@ -195,6 +195,17 @@ def test_nothing_is_compiled_after_the_start(engine: Any) -> None:
         torch._dynamo.reset()
 
 
+def test_a_start_on_a_cpu_looks_for_no_neighbors(engine: Any) -> None:
+    """Its index could take minutes to build, and a neighbor of the start would count in the first drift."""
+    set_perturbation(engine, "neighbor", k=2)
+    attached = worker_of(engine).perturbation
+    attached.embeddings.refresh()
+    attached.drift()  # of other tests' queries
+    attached.warm_up()
+    attached.embeddings.refresh()
+    assert attached.drift() is None
+
+
 def test_a_dummy_run_does_the_work_of_a_step_and_leaves_nothing(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So vLLM measures its memory with what a step needs."""
     set_perturbation(engine, "gumbel")
@@ -217,3 +228,17 @@ def test_a_dummy_run_does_the_work_of_a_step_and_leaves_nothing(engine: Any, mon
     for one, other in zip(before, sample(engine, prompts, arguments, max_tokens=6)):
         assert one.tokens == other.tokens and one.record == other.record
         assert np.array_equal(one.log_probs, other.log_probs)
+
+
+def test_the_seed_is_no_part_of_the_key_of_compiled_graphs(smollm2: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    def key(**spec: Any) -> str:
+        config = EngineArgs(smollm2, additional_config={"perturbation": spec}).create_engine_config()
+        found = config.compute_hash()
+        assert config.additional_config == {"perturbation": spec}
+        return found
+
+    plain = EngineArgs(smollm2).create_engine_config().compute_hash()
+    assert key(name="gumbel", seed=1) == key(name="gumbel", seed=2) == key(name="gumbel")
+    assert len({plain, key(name="gumbel"), key(name="gumbel", k=7), key(name="soft")}) == 4

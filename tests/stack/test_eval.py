@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ngrpo.commands.eval import run
-from ngrpo.workbench.evaluate import Sampling, evaluate, load_task
+from ngrpo.workbench.evaluate import Sampling, evaluate, evaluation, load_task
+from perturbations.errors import UsageError
 from tests.stack.harness import build_engine
 
 N = 4
@@ -67,6 +68,13 @@ def test_command(
     assert not any("loading" in line for line in lines) and rows(tmp_path) == kept
 
 
+@pytest.mark.parametrize("option", ["--vllm.no_such_option=1", "--vllm.dtype=float3"])
+def test_options_that_vllm_refuses_are_the_users(model: str, tmp_path: Path, option: str) -> None:
+    words = f"--model {model} --task arithmetic --limit 1 --n 1 --max-tokens 4 --out {tmp_path} {option}"
+    with pytest.raises(UsageError, match=r"vLLM does not start with .*(no_such_option|float3)"):
+        run(words.split(), report=lambda line: None)
+
+
 def test_goes_on_where_it_stopped_with_the_same_samples(plain: Any, tmp_path: Path) -> None:
     problems = load_task("arithmetic", limit=8)
     whole = evaluate(plain, problems, out=tmp_path / "whole", **settings())
@@ -107,3 +115,20 @@ def test_perturbed_only_when_asked(engine: Any, plain: Any, tmp_path: Path) -> N
     assert texts(tmp_path / "on") != texts(tmp_path / "off")
     assert all(row["perturbed"] > 0 for row in rows(tmp_path / "on").values() if row["tokens"] > 1)
     assert on["perturbed_rate"] > 0.5 and on["perturbation"] == spec
+
+
+def test_an_interrupted_run_leaves_the_engine_idle(plain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = load_task("arithmetic", limit=8)  # twice as many samples as run at once
+
+    class Stop(Exception):
+        pass
+
+    def stop(line: str) -> None:
+        raise Stop
+
+    monkeypatch.setattr(evaluation, "_REPORT_SECONDS", 0.0)
+    with pytest.raises(Stop):
+        evaluate(plain, problems, out=tmp_path, report=stop, **settings())
+    assert not plain.llm_engine.has_unfinished_requests()
+    assert 1 <= len(rows(tmp_path)) < 32  # what had finished is kept
+    assert len(evaluate(plain, problems, out=tmp_path, **settings())["problems"]) == 8

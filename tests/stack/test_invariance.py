@@ -69,6 +69,29 @@ def test_preemption_with_recomputation(model: str, plain_engine: Any, hf_model: 
         assert harness.gaps(hf_model, disturbed).max() <= 1e-4
 
 
+@pytest.mark.more
+def test_compiled_model_gives_the_eager_records(model: str, plain_engine: Any, hf_model: Any) -> None:
+    set_perturbation(plain_engine, "neighbor", rate=0.5, mix_temperature=3.0)
+    spec = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
+    compiled = harness.build_engine(model, spec, enforce_eager=False, enable_prefix_caching=False)
+    prompts = harness.chat_prompts(compiled, QUESTIONS[:2], copies=4)
+    seeds = list(range(len(prompts)))
+    rollouts = seeded(compiled, prompts, seeds)
+    harness.assert_same(seeded(plain_engine, prompts, seeds), rollouts)
+    assert harness.gaps(hf_model, rollouts).max() <= 1e-4
+
+
+def test_members_of_a_group_differ_and_a_run_repeats(plain_engine: Any) -> None:
+    prompts = harness.chat_prompts(plain_engine, QUESTIONS[:1], copies=4)
+    runs = []
+    for _ in range(2):
+        set_perturbation(plain_engine, "neighbor", rate=0.3, seed=5)
+        runs.append(harness.sample(plain_engine, prompts, max_tokens=24))
+    assert len({tuple(r.tokens) for r in runs[0]}) == 4
+    assert len({r.record.seed for r in runs[0]}) == 4
+    assert [r.tokens for r in runs[0]] == [r.tokens for r in runs[1]]
+
+
 def test_three_turns_and_a_template_that_strips_the_first(plain_engine: Any, hf_model: Any) -> None:
     """Tool text stands between the turns; before the third, half of the first answer is taken out of the prompt.
 

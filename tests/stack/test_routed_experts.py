@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ngrpo.rollout import set_perturbation
+from ngrpo.trainers.common.sample_records import Conversation
 from perturbations import replaying
 from perturbations.replay.routing import RoutingScope
 from perturbations.replay.trajectory import FinishedTrajectory
@@ -77,6 +78,24 @@ def test_a_near_tie_is_replayed_exactly(engine: Any, trainer: Any, spec: dict[st
         assert trajectory.experts.shape == shape and trajectory.experts.dtype == np.uint8
 
 
+def test_further_turns(engine: Any, trainer: Any) -> None:
+    set_perturbation(engine, **NEIGHBOR)
+    (prompt,) = prompts(1, 40, seed=2)
+    conversation = Conversation({})
+    for turn in range(3):
+        conversation.go_on(prompt)
+        record = b"" if conversation.trajectory is None else conversation.trajectory.record.to_bytes()
+        ((_, drawn, trajectory),) = answers(engine, [prompt], 16, record)
+        before = conversation.trajectory
+        conversation.add(trajectory.pack(), prompt, drawn)
+        joined = conversation.trajectory
+        if before is not None:
+            assert (joined.experts[: len(before.experts)] == before.experts).all()
+        assert len(joined.experts) == len(prompt) + len(drawn) - 1
+        assert gap(trainer, (prompt, drawn, joined)) <= 1e-4
+        prompt = [*prompt, *drawn, 7, 8, 9 + turn]
+
+
 def test_a_weight_sync_reaches_the_experts(engine: Any, tied: str, tmp_path: Path) -> None:
     """vLLM 0.29 packs a CPU's experts when it first loads them, and reads them as packed ever after."""
     set_perturbation(engine, **NEIGHBOR)
@@ -105,3 +124,8 @@ def test_the_v2_runner(tied: str) -> None:
     """In a process of its own, with Triton's interpreter."""
     last = run_module("tests.stack.routed_v2", tied, timeout=600.0).splitlines()[-1].split()
     assert last[0] == "V2" and float(last[1]) <= 1e-4 and float(last[2]) > 0.1, last
+
+
+def test_a_dense_model_is_refused(model: str) -> None:
+    with pytest.raises(Exception, match="dense model"):
+        build_engine(model, None, additional_config={"routed_experts": True})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server with a perturbation: docs/integrations.md's client, exact records. Slow: `make test-all`."""
+"""A real server with a perturbation: docs/integrations.md's client, exact records, errors. Slow: `make test-all`."""
 
 import base64
 import contextlib
@@ -106,3 +106,26 @@ def test_records_replay(client: Any, model: str, hf_model: Any) -> None:
     assert gaps(hf_model, second).max() <= 1e-4
     plain = ask(prompts[:1], enabled=False)
     assert all(len(rollout.record) == 0 for rollout in plain) and gaps(hf_model, plain).max() <= 1e-4
+
+
+def test_a_record_ends_at_the_stop_string(client: Any, model: str) -> None:
+    extra = {"perturbation": {"return_record": True, "seed": 3}, "return_token_ids": True}
+    (choice,) = client.completions.create(
+        model=model, prompt="1, 2, 3,", max_tokens=64, temperature=0.0, stop=[" 8"], extra_body=extra
+    ).choices
+    record = ReplayRecord.from_bytes(base64.b64decode(choice.perturbation_record))
+    assert choice.finish_reason == "stop" and len(choice.token_ids) < 60
+    assert record.num_tokens == record.prompt_tokens + len(choice.token_ids)
+    assert len(choice.perturbation_log_probs) == len(choice.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"), [({"training_step": 1 << 63}, "must be an integer from 0 to"), ({"record": "AAAA"}, "record")]
+)
+def test_a_bad_request_is_refused_and_the_server_lives(client: Any, model: str, asked: Any, said: str) -> None:
+    import openai
+
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model=model, prompt="a", max_tokens=2, extra_body={"perturbation": asked})
+    assert said in str(error.value)
+    assert client.completions.create(model=model, prompt="a", max_tokens=2).choices

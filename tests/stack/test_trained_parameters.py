@@ -123,3 +123,17 @@ def test_a_trained_router_reaches_the_rollout(engine: Any, routed: Any, tmp_path
     assert all(p.grad.abs().max() > 0.0 for p in parameters.attached(routed).parameters())
     assert routed.model.layers[0].mlp.down_proj.weight.grad.abs().max() > 0.0, "the decision trains the policy too"
     routed.zero_grad()
+
+
+def test_preemption_asks_the_router_nothing_again(narrow: Any, routed: Any) -> None:
+    """What was decided before a preemption is in the record, and is fed from there."""
+    narrow.preempted.clear()
+    set_perturbation(narrow, "tarpo", bias=0.0)
+    for parameter in parameters.attached(routed).parameters():
+        if len(parameter.shape) == 1:
+            parameter.data.copy_(torch.tensor([-4.6, 0.0]))
+    with decisions() as seen:
+        rollouts = sample(narrow, chat_prompts(narrow), max_tokens=48, temperature=TEMPERATURE)
+    assert narrow.preempted, "the cache is not small enough for this test to show anything"
+    token_gap, gap, count, latent = compare(routed, rollouts, seen)
+    assert max(token_gap, gap) <= 1e-4 and count == len(seen) and 0.3 * count < latent < 0.7 * count

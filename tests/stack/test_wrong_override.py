@@ -75,11 +75,11 @@ _LIMIT = 10.0
 class Case:
     """Rollouts of one model in one dtype, and Transformers' side of it."""
 
-    def __init__(self, form: str, dtype: str, folder: Path) -> None:
+    def __init__(self, form: str, dtype: str, folder: Path, eager: bool = True) -> None:
         from transformers import AutoModelForCausalLM
 
         path, target = tiny_model(form, folder), folder / "rollouts.pickle"
-        run_module("tests.stack.test_wrong_override", form, path, dtype, str(target))
+        run_module("tests.stack.test_wrong_override", form, path, dtype, str(eager), str(target))
         self.found = pickle.loads(target.read_bytes())
         self.half = dtype != "float32"
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
@@ -142,8 +142,26 @@ def test_a_stale_weight_rings(case: Case, monkeypatch: pytest.MonkeyPatch) -> No
         case.judge("right")
 
 
-def main(form: str, model: str, dtype: str, target: str) -> None:
-    options = {**FORMS[form][2], "dtype": dtype, "max_model_len": 128}
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["plain", "transformers", "scaled"])
+def test_in_a_compiled_graph(form: str, tmp_path: Path) -> None:
+    case = Case(form, "float32", tmp_path, eager=False)
+    test_the_probe_tells_right_from_wrong(case)
+    case.judge("right")
+
+
+@pytest.mark.parametrize("form", [pytest.param("per_layer"), pytest.param("per_layer_3n", marks=pytest.mark.slow)])
+def test_tables_that_follow_the_token_in_the_text(form: str, tmp_path: Path) -> None:
+    """The main table is perturbed; the one for each layer is looked up with the text's token, on both sides."""
+    case = Case(form, "float32", tmp_path)
+    test_the_probe_tells_right_from_wrong(case)
+    rollouts = case.found["right"]["rollouts"]
+    assert gaps(case.model, rollouts).max() <= 1e-4
+    assert gaps(case.model, rollouts, replay=False).max() >= 1e-2
+
+
+def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
+    options = {**FORMS[form][2], "dtype": dtype, "enforce_eager": eager == "True", "max_model_len": 128}
     llm = build_engine(model, {"name": "neighbor", "variant": "released", "rate": 0.5, "k": 4}, **options)
     core = llm.llm_engine.engine_core.engine_core
     seeds: list[dict[str, Any]] = [{"seed": i} for i in range(len(PROMPTS))]
