@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ngrpo.methods import credits
-from ngrpo.methods.credits.base import LossTokens
 from ngrpo.trainers.common.log_probs import with_overrides
-from ngrpo.trainers.common.policy_loss import rows_of_tokens
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from tests.fast.gradient_problem import policy_loss
 from tests.fast.run import run_with
@@ -172,45 +169,8 @@ def test_the_gradient_is_the_loss_and_the_penalty(
     torch.testing.assert_close(logits.grad, other.grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("name", "options"), PENALTIES)
-def test_micro_batches_and_packing_change_nothing(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Marks ride through OpenRLHF's own split and padding of experiences; gradients of micro-batches add up."""
-    from openrlhf.trainer.ppo_utils import experience as upstream
-
-    run_with(monkeypatch, credit={"name": name, **options})
-    whole, made = experience(marks=MARKS)
-    fields = ("sequences", "attention_mask", "action_mask", "action_log_probs", "advantages", "kl")
-
-    def loss(*args: Tensor, **kwargs: Any) -> Any:
-        return policy_loss()(*args, batch_num_tokens=13.0, **kwargs)
-
-    def gradient(packed: bool, *batches: list[int]) -> Tensor:
-        items = upstream.split_experience_batch(
-            upstream.Experience(**{field: getattr(made, field).clone() for field in fields}, index=[0, 1, 2])
-        )
-        items = upstream.remove_padding_in_sequences(items)
-        logits = again(whole)
-        for batch in batches:
-            joined = upstream.make_experience_batch([items[row] for row in batch])
-            trainer = actor_trainer(Trainer)(logits[batch][:, : joined.sequences.shape[1]], packed, loss)
-            trainer.training_step(joined, 0.0, 0)
-        return logits.grad
-
-    expected = gradient(False, [0, 1, 2])
-    assert expected.abs().max() > 1e-2
-    for packed in (False, True):
-        for batches in ([[0, 1, 2]], [[1], [2, 0]], [[2], [1], [0]]):
-            torch.testing.assert_close(gradient(packed, *batches), expected, rtol=1e-9, atol=1e-12)
-
-
-def test_rows_that_are_no_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_does_not_ask_the_credit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     run_with(monkeypatch, credit={"name": "simko"})
-    with pytest.raises(
-        ValueError, match=r"given \(1, 5\) tokens, the attention mask is \(3, 7\).*no sequence-parallel"
-    ):
-        rows_of_tokens(ACTIONS, torch.ones(B, T), (1, 5))
 
     class Fused(Trainer):
         def training_step(self, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
@@ -222,35 +182,3 @@ def test_rows_that_are_no_tokens_of_the_batch(monkeypatch: pytest.MonkeyPatch) -
     for step in (0, 1):
         with pytest.raises(RuntimeError, match="--credit simko did not come into effect"):
             actor_trainer(Fused)(logits).training_step(made, 0.0, step)
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "answer", "message"),
-    [
-        ("simko", "in_loss", lambda self, t: (t.advantages[:1], t.log_probs), r"\(1,\) and \(13,\) for 13 tokens"),
-        ("kl_cov", "marked_loss", lambda self, t, marked, log_ratio: log_ratio[:1], r"\(1,\) for 5 tokens"),
-    ],
-)
-def test_the_shape_of_what_a_credit_returns_is_checked(
-    name: str, method: str, answer: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_with(monkeypatch, credit={"name": name})
-    monkeypatch.setattr(type(credits.create(name)), method, answer)
-    logits, made = experience(marks=MARKS)
-    with pytest.raises(RuntimeError, match=f"{method} returns {message}"):
-        actor_trainer(Trainer)(logits).training_step(made, 0.0, 0)
-
-
-def test_a_step_without_anything_to_say_is_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A credit that returns None for a batch, and a batch without a generated token."""
-    run_with(monkeypatch, credit={"name": "simko"})
-    made, none = credits.create("simko"), torch.zeros(0)
-    empty = LossTokens(torch.zeros(1, 2, V), none.long(), none.long(), none, none, none.long())
-    assert [part.tolist() for part in made.in_loss(empty)] == [[], []]
-    monkeypatch.setattr(type(made), "in_loss", lambda self, tokens: None)
-    gradients = []
-    for trainer in (Trainer, actor_trainer(Trainer)):
-        logits, batch = experience()
-        trainer(logits).training_step(batch, 0.0, 0)
-        gradients.append(logits.grad)
-    assert torch.equal(*gradients)

@@ -9,17 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngrpo.config import parse
 from ngrpo.config.run import Sampling
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.common.log_probs import corrected, densities, with_overrides
 from ngrpo.trainers.common.sample_records import Conversation
-from perturbations import FinishedTrajectory, ReplayRecord, UsageError, create
+from perturbations import FinishedTrajectory, ReplayRecord, create
 from perturbations.replay.scope import ReplayScope
 from perturbations.replay.trajectory import SamplingMask
 from tests.fast.density_model import Model, log_probs_of, record_of
 from tests.fast.density_steps import V, a_step, likely
-from tests.fast.run import check_flags, run_of
 
 hooked = with_overrides(log_probs_of)
 
@@ -104,32 +102,6 @@ def test_extreme_logits_stay_finite() -> None:
         assert hooked(logits, torch.tensor([[2, 1]]))[0, 0] == -6e4
 
 
-def policy_gradient(correct: bool, advantages: Tensor) -> tuple[Tensor, Tensor]:
-    """The estimator's expectation over all draws of a bandit with top-k 4, and the true gradient of its value."""
-    theta = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
-    among = theta.topk(4).indices.sort().values
-    share = torch.softmax(theta[among], dim=0)
-    (true,) = torch.autograd.grad((share * advantages[among]).sum(), theta, retain_graph=True)
-    total = torch.zeros(())
-    for x, p in zip(among.tolist(), share.detach()):
-        with corrected([carried({1: among.tolist()} if correct else {}, 2)], torch.ones(1, 2)):
-            log_prob = hooked(theta.expand(1, 2, V), torch.tensor([[x, 0]]))[0, 0]
-        total = total + p * advantages[x] * log_prob
-    return torch.autograd.grad(total, theta)[0], true
-
-
-def test_the_policy_gradient_of_a_truncated_bandit() -> None:
-    advantages = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    right, true = policy_gradient(True, advantages)
-    torch.testing.assert_close(right, true)
-    wrong, _ = policy_gradient(False, advantages)
-    assert (wrong - true).norm() > 0.1 * true.norm()
-    # The true gradient of a constant is zero; without the correction a baseline is not free.
-    constant, zero = policy_gradient(True, torch.ones(V, dtype=torch.float64))
-    assert constant.abs().max() < 1e-12 and zero.abs().max() < 1e-12
-    assert policy_gradient(False, torch.ones(V, dtype=torch.float64))[0].abs().max() > 0.01
-
-
 @pytest.mark.parametrize(("name", "options"), [("gumbel", {}), ("gaussian", {"base": "token"})])
 def test_together_with_a_density(name: str, options: dict[str, str]) -> None:
     """A density of the input stands as it is; where the token was drawn too, its log π is the one among those left."""
@@ -176,27 +148,9 @@ def test_the_turns_of_a_trajectory_are_joined() -> None:
     assert mask.positions.tolist() == [2, 3] and [ids.tolist() for ids in mask.left()] == [[3, 8], [4]]
 
 
-class TestFlags:
-    def test_on_by_the_flag_alone(self) -> None:
-        on = parse.run_config(["--sampling.correct_mask", "--sampling.top_k", "5"])
-        assert on.sampling.given() == {"top_k": 5, "correct_mask": True}
-        assert on.conditions == ("sampling", "sampling_mask")
-        off = parse.run_config(["--sampling.correct_mask", "false"])
-        assert off.sampling.given() == {} and off.conditions == ()
-
-    def test_a_warning_where_sampling_is_truncated(self) -> None:
-        for options, args, named in (
-            ({"top_k": 20}, [], "top_k 20"),
-            ({"min_p": 0.1}, [], "min_p 0.1"),
-            ({}, ["--rollout.top_p", "0.9"], "top_p 0.9"),
-        ):
-            (note,) = Sampling(**options).notes(Flags(args))
-            assert named in note
-            assert Sampling(**options, correct_mask=True).notes(Flags(args)) == []
-        assert Sampling().notes(Flags(["--rollout.top_p", "1.0"])) == []
-
-    def test_what_it_does_not_go_with(self) -> None:
-        model = ["--actor.model_name_or_path", "m"]
-        check_flags([*model, "--ds.ring_attn_size", "2"], run_of())
-        with pytest.raises(UsageError, match=r"ring_attn_size 2 cannot be used with --sampling\.correct_mask"):
-            check_flags([*model, "--ds.ring_attn_size", "2"], run_of(sampling={"correct_mask": True}))
+def test_a_warning_where_sampling_is_truncated() -> None:
+    for options, args, named in (({"top_k": 20}, [], "top_k 20"), ({}, ["--rollout.top_p", "0.9"], "top_p 0.9")):
+        (note,) = Sampling(**options).notes(Flags(args))
+        assert named in note
+        assert Sampling(**options, correct_mask=True).notes(Flags(args)) == []
+    assert Sampling().notes(Flags(["--rollout.top_p", "1.0"])) == []
