@@ -126,7 +126,7 @@ def test_ladder_by_hand() -> None:
         sampling_schedules.create("ladder", least=2.0)
 
 
-# --- the contract -----------------------------------------------------------------------------------------------
+# --- in a batch -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,7 +22,6 @@ MUTATIONS = {
         (" + self.n * mean.square()", "", "ngrpo: virtual answers are missing in the deviation"),
         ("(squares / (size - 1))", "(squares / size)", "ngrpo: the deviation of a population"),
         (".sqrt() + 1e-6)", ".sqrt() + 1e-9)", "ngrpo: another epsilon"),
-        ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
         ("+ self.beta / (1.0 + seen.to(rewards.dtype)", "+ 1.0 / (1.0 + seen.to(rewards.dtype)", "copo: β is ignored"),
         ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
         ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
@@ -62,6 +61,7 @@ MUTATIONS = {
         (".clamp(0.0, 1.0)", "", "s_grpo: the root of a negative number where errors explain the group"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", _FLAGS): [
+        ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
         ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
         ("torch.where(below > -self._rounding, 0.0, below)", "below.clamp(max=0.0)", "ngrpo: sums miss the maximum"),
