@@ -119,14 +119,15 @@ def test_without_hostile_lengths_it_is_a_record_of_its_version() -> None:
 
 
 def test_a_record_of_another_model_is_refused() -> None:
-    record = a_record(ids=np.full((4, 3), 5, np.int32), model=model_fingerprint(49152, 576))
+    unnamed = a_record(ids=np.full((4, 3), 5, np.int32))  # nobody said what it is of
+    record = dataclasses.replace(unnamed, model=model_fingerprint(49152, 576))
     again = ReplayRecord.from_bytes(record.to_bytes()).truncate(600)
     again.check_model(49152, 576)
     with pytest.raises(ValueError, match="of another model, and cannot be replayed"):
         again.check_model(49152, 577)
-    a_record().check_model(49152, 3)  # nobody said what it is of
-    with pytest.raises(ValueError, match="none of the model's: 0 to 99"):
-        a_record().check_model(100, 3)
+    unnamed.check_model(6, 3)
+    with pytest.raises(ValueError, match="none of the model's: 0 to 4"):
+        unnamed.check_model(5, 3)
 
 
 SHAPE = (10, 2)  # of the Embedder

@@ -130,6 +130,8 @@ def test_there_is_no_kl_term_unless_it_is_asked_for() -> None:
     words = [*MODEL, "--second_round", "lope", "--advantage", "group_norm"]
     assert resolve_flags(run_config(words)).value("--algo.kl.init_coef") == "0"
     assert resolve_flags(run_config([*words, "--algo.kl.init_coef", "0.01"])).value("--algo.kl.init_coef") == "0.01"
+    refined = run_config([*MODEL, "--second_round", "igrpo", "--rollout.max_new_tokens", "64"])
+    assert resolve_flags(refined).value("--algo.kl.init_coef") != "0"
     kept = run_config([*MODEL, "--second_round", "repeat", "--second_round.group", "kept"])
     assert resolve_flags(kept) and "second_round" in kept.conditions
 
