@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages against numbers derived by hand, and what a wrong reward or option says."""
 
-import json
 import math
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ import torch
 
 from ngrpo.config import parse
 from ngrpo.config.run import current_run
-from ngrpo.methods.advantages import available, compute, create
+from ngrpo.methods.advantages import compute, create
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
 from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
 from ngrpo.trainers.verl.overrides import estimator
@@ -75,17 +73,6 @@ class TestFormulas:
         found = compute(case.split()[0], rewards, further=counts and torch.tensor(counts), **options)
         close(found, expected, 0.0 if case in ("psr", "nsr") else 3e-6 if "ngrpo" in case else 2e-6)
 
-    def test_the_weight_of_s_grpo_fits_the_true_advantage_best(self) -> None:
-        """w E[Ã²] = E[A* Ã] for the true A* = (r − t) / σ_t and the observed Ã = (r′ − q) / σ_q, of unit variance.
-
-        t = 3/4 and errors of 1/5 give q = 3/4 · 4/5 + 1/4 · 1/5 = 13/20.
-        """
-        joint = {(1, 1): 0.6, (1, 0): 0.15, (0, 1): 0.05, (0, 0): 0.2}
-        scale = math.sqrt(0.75 * 0.25 * 0.65 * 0.35)
-        weight = sum(chance * (true - 0.75) * (seen - 0.65) for (true, seen), chance in joint.items()) / scale
-        rewards = torch.tensor([[1.0] * 13 + [0.0] * 7])
-        close(compute("s_grpo", rewards, p=0.2), (weight * compute("group_norm", rewards)).tolist())
-
     def test_overlong_answers_are_out_of_their_groups(self) -> None:
         """1 0 0 is left of the first row: mean 1/3, variance (4/9 + 1/9 + 1/9) / 2 = 1/3. One answer alone gets 0."""
         rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.5, 0.0], [0.0, 1.0, 1.0, 1.0], [1.0] * 4])
@@ -106,16 +93,6 @@ class TestFormulas:
         scale = 1e-4 / 3 / (math.sqrt(3 / 9 * 1e-8) + 1e-6)
         assert compute("ngrpo", rewards)[0].tolist() == pytest.approx([-2 * scale, scale], rel=1e-6)
 
-    @pytest.mark.parametrize("highest", [1.0, 0.9, 0.1, 7.3])
-    def test_ngrpo_leaves_the_all_correct_group_at_exactly_zero(self, highest: float) -> None:
-        """Also where the mean of the rewards, taken as such, would round (seven times 0.1 is not 0.7)."""
-        for size in range(1, 65):
-            assert not compute("ngrpo", torch.full((2, size), highest), max_reward=highest, n=3).any()
-
-    @pytest.mark.parametrize(("given", "kept"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
-    def test_computed_in_float32_or_wider(self, given: torch.dtype, kept: torch.dtype) -> None:
-        assert compute("ngrpo", REWARDS.to(given)).dtype == kept
-
 
 VALUES = [0.0, 1.0, 0.3, 0.1, 1e-3, 1e6, -0.3, -1.0, -1e6, 1 / 3, 7.3, 1e-30, 123456.789, 3e38]
 EQUAL = [
@@ -135,23 +112,15 @@ def test_equal_rewards_give_exactly_nothing(name: str, options: dict, values: li
         assert not compute(name, rewards, further=torch.full(rewards.shape, 6.0), **options).any(), size
 
 
-class TestRegistry:
-    @pytest.mark.parametrize("name", list(available()))
-    def test_a_spec_makes_it_again(self, name: str) -> None:
-        made = create(name)
-        assert create(**json.loads(json.dumps(made.spec()))) == made == pickle.loads(pickle.dumps(made))
-
-    def test_a_users_own_from_a_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The one of docs/exploration.md: (1 - 1/4) and (0 - 1/4), halved."""
-        text = (ROOT / "docs" / "exploration.md").read_text(encoding="utf-8").partition("```python\n")[2]
-        monkeypatch.chdir(tmp_path)
-        Path("centered.py").write_text(text.partition("```")[0], encoding="utf-8")
-        command = parse.run_config(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])
-        Path("centered.py").unlink()  # a Ray worker on another machine has no such file
-        run_with(monkeypatch, advantage=command.specs.get("advantage"))
-        close(current_run().advantage.compute(REWARDS[:1]), [[0.375, -0.125, -0.125, -0.125]])
-        with pytest.raises(UsageError, match="greater than 0"):
-            create(**{**command.specs.get("advantage"), "scale": 0})
+def test_a_users_own_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of docs/exploration.md: (1 - 1/4) and (0 - 1/4), halved."""
+    text = (ROOT / "docs" / "exploration.md").read_text(encoding="utf-8").partition("```python\n")[2]
+    monkeypatch.chdir(tmp_path)
+    Path("centered.py").write_text(text.partition("```")[0], encoding="utf-8")
+    command = parse.run_config(["--advantage", "./centered.py:Centered", "--advantage.scale", "0.5"])
+    Path("centered.py").unlink()  # a Ray worker on another machine has no such file
+    run_with(monkeypatch, advantage=command.specs.get("advantage"))
+    close(current_run().advantage.compute(REWARDS[:1]), [[0.375, -0.125, -0.125, -0.125]])
 
 
 class TestErrors:
@@ -184,7 +153,6 @@ class TestErrors:
             ("n-grpo", {}, "is --perturbation neighbor; NGRPO, .*, is --advantage ngrpo"),
             ("rloo", {}, "OpenRLHF computes that one itself; .* --algo.advantage.estimator rloo"),
             ("psr", {"lam": 1}, "'lam' belongs to advantage w_reinforce"),
-            ("psr", {"other": 1}, "It has no options"),
         ],
     )
     def test_bad_names_and_options(self, name: str, options: dict, said: str) -> None:
@@ -197,15 +165,9 @@ class TestErrors:
         with pytest.raises(ValueError, match=rf"a reward of {reward:g} is not in \[0, 1\]"):
             compute(name, torch.tensor([[reward, 0.0]]))
 
-    def test_rewards_and_counts_of_a_wrong_size(self) -> None:
-        with pytest.raises(ValueError, match=r"2 is above the maximum reward 1.*--advantage\.max_reward"):
-            compute("ngrpo", torch.tensor([[2.0, 0.0]]))
+    def test_a_wrong_shape(self) -> None:
         with pytest.raises(ValueError, match=r"shape \(4,\); \(P, G\)"):
             compute("ngrpo", torch.zeros(4))
-        with pytest.raises(ValueError, match=r"counts=None; .* \(3, 4\)"):
-            compute("copo", REWARDS)
-        with pytest.raises(ValueError, match=r"counts=\(4, 3\)"):
-            compute("copo", REWARDS, further=torch.zeros(4, 3))
 
 
 class TestVisits:
@@ -215,10 +177,8 @@ class TestVisits:
             ("7 + 5 = 12.", "12"),
             ("It is 1,234.5 in all", "1234.5"),
             ("so \\boxed{1} or rather \\boxed{\\frac{1}{ 2}}", "\\frac{1}{2}"),
-            ("an open \\boxed{3", "3"),
             ("<think>40</think> The answer: 41", "41"),
             ("  I do  NOT know ", "i do not know"),
-            ("", ""),
         ],
     )
     def test_answers(self, text: str, answer: str) -> None:

@@ -27,11 +27,6 @@ def test_ours_keep_the_contract(name: str, options: dict) -> None:
     assert len(found) == (7 if name == "pass_at_k" else 8) and [error for _, error in found if error is not None] == []
 
 
-def test_what_an_advantage_needs_is_one_of_a_few() -> None:
-    with pytest.raises(UsageError, match=r"Misspelt: needs='count'; must be one of counts, log_probs, hidden, values"):
-        type("Misspelt", (Advantage,), {"needs": "count"})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Centered(Advantage):
     """Rewards less their mean within the group."""
@@ -53,13 +48,8 @@ BROKEN = [
     ("formula", lambda self, r, c: r.mean(-1), "has shape (7,)"),
     ("formula", lambda self, r, c: r.sub_(r.mean(-1, keepdim=True)), "changes rewards in place"),
     ("formula", lambda self, r, c: r + torch.rand_like(r), "An advantage is a function of its rewards"),
-    ("formula", lambda self, r, c: r / c, "raises TypeError"),
-    ("formula", lambda self, r, c: r.long(), "is torch.int64"),
-    ("at_step", lambda self, step: None, "at_step(0) is a NoneType"),
     ("at_step", lambda self, step: (1 // (step - 100) and None) or self, "at_step(100) raises ZeroDivisionError"),
-    ("flags", lambda self, given: {"--algo.kl.init_coef": 0}, "flags() gives {'--algo.kl.init_coef': 0}"),
     ("flags", lambda self, given: {"algo.kl.init_coef": "0"}, "flags() gives {'algo.kl.init_coef': '0'}"),
-    ("flags", lambda self, given: given["model"], "flags() raises TypeError"),
     ("notes", lambda self, given: None, "notes() gives None"),
 ]
 
@@ -81,8 +71,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert cli.main(["check", "advantage", f"{__name__}:Centered"]) == 1
     said = capsys.readouterr()
     assert "WRONG  advantages of rewards between 0 and 1" in said.out and "the loss rests on" in said.err
-    assert cli.main(["check", "advantage", "grupo_norm"]) == 2
-    assert "Did you mean 'group_norm'" in capsys.readouterr().err
 
 
 def test_one_of_the_users_own_is_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

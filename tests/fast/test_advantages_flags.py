@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An advantage on the command line: presets, the flags that are added, and how a worker gets its options."""
-
-from pathlib import Path
+"""An advantage on the command line: presets, and the flags that are added."""
 
 import pytest
 import torch
 
-from ngrpo import patches
 from ngrpo.config import complete_flags, parse, run
-from ngrpo.config.run import current_run
-from ngrpo.machine.hardware.cpu import PROFILE as CPU
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.advantages import compute, create
-from ngrpo.trainers.openrlhf import launch
 from perturbations.errors import UsageError
-from tests.fast.run import run_of
 
 
 def added(line: str) -> str:
@@ -25,31 +18,19 @@ def added(line: str) -> str:
 
 
 class TestPresets:
-    @pytest.mark.parametrize(
-        "flag",
-        [
-            "--actor.eps_clip_low_high 0.2 0.28 ",
-            "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0 1 ",
-            "--actor.loss_agg_mode token-mean ",
-            "--reward.overlong_buffer_len 4096 ",
-            "--algo.kl.init_coef 0 ",
-        ],
-    )
-    def test_dapo_is_openrlhf_flags(self, flag: str) -> None:
-        assert flag in added("--preset dapo --rollout.max_new_tokens 20480")
+    def test_dapo_is_openrlhf_flags(self) -> None:
+        found = added("--preset dapo --rollout.max_new_tokens 20480")
+        assert "--actor.eps_clip_low_high 0.2 0.28 " in found
+        assert "--algo.dynamic_filtering_enable --algo.dynamic_filtering_range 0 1 " in found
+        assert "--actor.loss_agg_mode token-mean " in found
+        assert "--reward.overlong_buffer_len 4096 " in found
+        assert "--algo.kl.init_coef 0 " in found
 
     @pytest.mark.parametrize("given", [*(f"--preset {name}" for name in run.PRESETS), "--advantage ngrpo"])
     def test_openrlhf_takes_every_flag_and_choice(self, given: str) -> None:
         pytest.importorskip("openrlhf")
-        least = [
-            "--actor.model_name_or_path",
-            "m",
-            "--reward.remote_url",
-            "r.py",
-            "--rollout.n_samples_per_prompt",
-            "4",
-        ]
-        assert Flags([*least, *added(given).split()]).args
+        least = "--actor.model_name_or_path m --reward.remote_url r.py --rollout.n_samples_per_prompt 4"
+        assert Flags([*least.split(), *added(given).split()]).args
 
     def test_the_users_flags_win(self) -> None:
         found = added("--preset dapo --actor.eps_clip 0.1 --algo.kl.init_coef=0.01")
@@ -59,10 +40,6 @@ class TestPresets:
     def test_grpo_and_gspo_differ_in_ratio_and_clip_only(self) -> None:
         of_gspo = added("--preset grpo").replace("policy_loss_type ppo", "policy_loss_type gspo")
         assert added("--preset gspo") == f"{of_gspo}--actor.eps_clip_low_high 0.0003 0.0004 "
-
-    def test_unknown(self) -> None:
-        with pytest.raises(ValueError, match=r"--preset dpao: must be one of grpo, gspo, dapo\. Did you mean 'dapo'"):
-            parse.run_config(["--preset", "dpao"])
 
 
 class TestAddedFlags:
@@ -88,10 +65,6 @@ class TestAddedFlags:
         assert added("--advantage psr") == "--algo.advantage.estimator group_norm "
         assert added("--train.seed 1") == ""
 
-    def test_notes(self) -> None:
-        assert "drops them" in create("ngrpo").notes(Flags(["--algo.dynamic_filtering_range", "0", "1"]))[0]
-        assert create("ngrpo").notes(Flags(["--algo.dynamic_filtering_range", "-1", "1"])) == []
-
 
 class TestMaximumRewardInFloat32:
     @pytest.mark.parametrize("highest", [0.7, 1.0, 0.1, 3.3, 1000.3, 0.0, -0.3])
@@ -105,13 +78,10 @@ class TestMaximumRewardInFloat32:
         assert not low < sum(scores) / size < high
         assert low < (sum(scores[1:]) + highest - size * step) / size < high, "a wrong answer keeps it"
 
-    @pytest.mark.parametrize(
-        ("highest", "word"), [(0.0, "-0.00001"), (-0.5, "-0.50001"), (100.0, "99.999"), (8.0, "7.99992")]
-    )
-    def test_the_filter_s_range_is_no_flag_to_argparse(self, highest: float, word: str) -> None:
+    def test_the_filter_s_range_is_no_flag_to_argparse(self) -> None:
         """With an exponent a negative number would be one."""
-        flags = create("ngrpo", max_reward=highest).flags(Flags())
-        assert flags["--algo.dynamic_filtering_range"] == ("-1000000", word)
+        flags = create("ngrpo", max_reward=0.0).flags(Flags())
+        assert flags["--algo.dynamic_filtering_range"] == ("-1000000", "-0.00001")
 
     def test_ngrpo_takes_sums_of_float32_for_the_maximum(self) -> None:
         """Seven times 0.1 is 0.70000005 in float32, and 0.7 is 0.69999999: exactly nothing, as an all-correct group."""
@@ -121,22 +91,3 @@ class TestMaximumRewardInFloat32:
         assert not compute("ngrpo", torch.full((1, 4), 1000.3), max_reward=1000.3).any()  # 4e-5 above it in float32
         with pytest.raises(UsageError, match="is above the maximum reward"):
             compute("ngrpo", rewards + 1e-4, max_reward=0.7)
-
-
-def test_settings_reach_every_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cloudpickle = pytest.importorskip("ray.cloudpickle")
-    settings = run_of(advantage={"name": "ngrpo", "n": 2}, sampling={"top_k": 5})
-    conditions = launch.conditions_for(CPU, settings)
-    assert conditions == ("training", "cpu", "without_flash_attn", "advantage", "sampling")
-    assert launch.conditions_for(CPU, run_of()) == ("training", "cpu", "without_flash_attn")
-    monkeypatch.setattr(run, "_current", settings)  # put back after the test
-    monkeypatch.setattr(patches, "install", lambda conditions: None)
-    here, hook = Path.cwd(), cloudpickle.dumps(launch.setup_hook(conditions, settings))
-    monkeypatch.chdir(tmp_path)  # as a worker of a cluster that was started elsewhere
-    cloudpickle.loads(hook)()  # as Ray carries it
-    assert Path.cwd() == here
-    read = current_run()
-    assert read == settings and read is not settings
-    assert read.advantage.n == 2 and read.perturbation is None
-    targets = {row.attribute for row in patches.active(conditions)}
-    assert {"RemoteExperienceMaker", "compute_reward", "SamplesGenerator"} <= targets

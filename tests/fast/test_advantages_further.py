@@ -70,11 +70,6 @@ def test_lens_of_a_mixed_group(tokens: int, calibrated: list[float]) -> None:
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("size", [1, 3, 64])
-def test_lens_of_right_answers_is_exactly_nothing(size: int) -> None:
-    assert not lens([1.0] * size, [(-0.1 * i, 3 + i) for i in range(size)]).any()
-
-
 def test_lens_s_penalty_is_the_gradient_of_the_likelihood() -> None:
     """Theorem 1: −π / (D − π) ∇ log π is the gradient of log(1 − π / D), for one token an answer."""
     log_probs = torch.tensor([-0.3, -1.2, -2.5], dtype=torch.float64, requires_grad=True)
@@ -221,13 +216,6 @@ def test_a_step_takes_off_the_value_before_it_and_goes_on_after_a_resume() -> No
     # ½, ½, −1, 0, of mean 0 and variance ½.
     wanted = pytest.approx([0.5**0.5, 0.5**0.5, -(2**0.5), 0.0])
     assert step(second.experience_maker, [1, 1, 0, 1], [[1, 3, 2], [0]], "ppqq") == wanted
-
-
-def test_equal_differences_to_the_value_teach_nothing() -> None:
-    """Prompts of one response each, first seen and seen again."""
-    at = experience_maker(1)
-    assert step(at, [0.1] * 3, [[2, 0, 1]], "pqr") == [0.0] * 3
-    assert step(at, [0.3] * 3, [[0, 1, 2]], "pqr") == [0.0] * 3
 
 
 def test_openrlhf_s_estimator_needs_no_group_and_leaves_spo_s_numbers_alone() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``--sampling.correction_warmup``: weights by hand, in OpenRLHF's own loss, over the steps of a run, and refusals."""
+"""``--sampling.correction_warmup``: weights by hand, and over the steps of a run."""
 
 from math import log
 from types import SimpleNamespace
@@ -9,13 +9,10 @@ import torch
 
 from ngrpo.config import parse, rules
 from ngrpo.trainers.common.mismatch import with_strength
-from perturbations.errors import UsageError
-from tests.fast.gradient_problem import policy_loss
 from tests.fast.openrlhf_doubles import maker
 from tests.fast.run import run_with
 
 BOUNDS = (0.0, 10.0)
-WEIGHTS = ["--algo.advantage.is_correction_level", "token", "--algo.advantage.is_correction_mode", "clip"]
 
 
 @pytest.mark.parametrize(
@@ -32,29 +29,6 @@ def test_weights_by_hand(ratio: float, strength: float, weight: float) -> None:
     trainer = torch.tensor([[log(0.3)]])
     rollout = with_strength(trainer, trainer - log(ratio), strength, BOUNDS)
     assert (trainer - rollout).exp().item() == pytest.approx(weight, rel=1e-5)
-
-
-@pytest.mark.parametrize("strength", [0.0, 0.3, 0.9])
-def test_openrlhf_s_loss_is_interpolated(strength: float) -> None:
-    """Between the loss without weights and the one with all of them, in value and in gradient."""
-    generator = torch.Generator().manual_seed(3)
-    old, rollout = (-3.0 * torch.rand(4, 6, generator=generator) for _ in range(2))
-    advantages = torch.randn(4, 6, generator=generator)
-    mask = torch.ones(4, 6)
-
-    def loss(level: str, of_rollout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        policy = (old + 0.05).requires_grad_()
-        loss_fn = policy_loss(level, "clip", BOUNDS)
-        value = loss_fn(policy, old, advantages, action_mask=mask, rollout_log_probs=of_rollout)[0]
-        value.backward()
-        assert policy.grad is not None
-        return value.detach(), policy.grad
-
-    without, whole = loss("off", rollout), loss("token", rollout)
-    between = loss("token", with_strength(old, rollout, strength, BOUNDS))
-    assert not torch.allclose(without[1], whole[1], atol=1e-3)
-    for none, all_of_it, ours in zip(without, whole, between):
-        torch.testing.assert_close(ours, (1 - strength) * none + strength * all_of_it, atol=1e-6, rtol=1e-5)
 
 
 def test_the_strength_follows_the_steps_and_measures_are_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +58,3 @@ def test_a_schedule_s_own_weights_can_grow() -> None:
     assert rules.checked(run).value("--algo.advantage.is_correction_level") == "token"
     assert "correction_warmup" in run.conditions
     assert run.flags()["sampling.correction_warmup"] == 50
-
-
-@pytest.mark.parametrize("bounds", [[], ["ten"], ["0", "5", "10"]])
-def test_bounds_that_are_none_are_the_parser_s_to_refuse(bounds: list[str]) -> None:
-    words = ["--sampling.correction_warmup", "50", *WEIGHTS, "--algo.advantage.is_correction_threshold", *bounds]
-    with pytest.raises(UsageError, match="is_correction_threshold"):
-        rules.checked(parse.run_config(["--model", "m", "--task", "arithmetic", *words]))

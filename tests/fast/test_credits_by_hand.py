@@ -2,7 +2,7 @@
 """SimKO, Clip-Cov, KL-Cov and Lp-Reg: numbers by hand, and what they mark."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,20 +73,6 @@ STEP = StepTokens(
 
 def marked(tokens: StepTokens, name: str, share: float) -> list[int]:
     return credits.create(name, share=share).marks(tokens).nonzero().flatten().tolist()
-
-
-def test_marks_without_a_loss_are_refused_at_once() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Marking(credits.Credit):
-        name = "marking"
-
-        def formula(self, tokens: StepTokens) -> Tensor:
-            return tokens.advantages
-
-        marks = formula
-
-    with pytest.raises(UsageError, match=r"'marking': .*Marking has marks and no marked_loss\. Write marked_loss"):
-        Marking()
 
 
 def test_clip_cov_and_kl_cov_by_hand() -> None:

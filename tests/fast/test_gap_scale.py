@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.rules import flag_notes, gap_notes
-from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import sampling_schedules
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap
 from ngrpo.trainers.common.sample_records import unpack
 from ngrpo.trainers.openrlhf import experience_maker, rollout_actor, second_round
 from ngrpo.trainers.openrlhf.rollout_actor import CONTROLS
-from perturbations import create
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
 from tests.fast import openrlhf_doubles
 from tests.fast.replay_examples import a_record
-from tests.fast.run import run_of, run_with
+from tests.fast.run import run_with
 
 NAMES = ("unperturbed", "perturbed", "plain", "before")
 
@@ -74,14 +71,6 @@ def test_the_scale_is_that_of_the_start_unless_weights_drift_by_design() -> None
         fixed.check(older, 10.0, strict=True)
     with pytest.raises(ReplayGap):
         drifting.check(step(unperturbed=0.02, plain=0.3), 10.0, strict=True)
-
-
-def test_a_warning_by_default(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ngrpo.trainers.common.mismatch._warned", [])
-    GapScale(True).check(step(unperturbed=0.02, plain=0.67, perturbed=0.63, before=0.14), 10.0, strict=False)
-    printed = capsys.readouterr().out
-    assert printed.startswith("ngrpo warning:") and "--perturbation.strict" in printed
-    assert "right after perturbed inputs by 0.63 (at most 0.2), at plain positions by 0.67 (at most 0.1) on" in printed
 
 
 def test_the_first_responses_of_each_round_have_a_control(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,17 +164,3 @@ def test_rollouts_at_other_temperatures_are_not_judged(
         experience_maker.judge(maker, large)
     run_with(monkeypatch, strict=True, sampling_schedule=sampling_schedules.create("ladder").spec())
     experience_maker.judge(maker, large)
-
-
-def test_a_start_says_that_the_gap_is_not_judged() -> None:
-    ladder, neighbor = sampling_schedules.create("ladder").spec(), create("neighbor").spec()
-    assert [*gap_notes(Flags(), run_of(sampling_schedule=ladder))] == []
-    assert [*gap_notes(Flags(), run_of(perturbation=neighbor))] == []
-    (note,) = gap_notes(Flags(), run_of(perturbation=neighbor, sampling_schedule=ladder, strict=True))
-    assert note.endswith("their gap is logged and not judged, and --perturbation.strict does nothing.")
-
-
-def test_a_start_says_that_dynamic_filtering_does_not_repeat() -> None:
-    flags = Flags(["--algo.dynamic_filtering_enable"])
-    assert any("--reproducible does not repeat" in note for note in flag_notes(flags, run_of(reproducible=True)))
-    assert not any("does not repeat" in note for note in flag_notes(flags, run_of()))

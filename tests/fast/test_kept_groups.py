@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config import parse
 from ngrpo.trainers.openrlhf.kept_groups import STEP_BYTES, STEPS, KeptGroups, diversity, of_step, read
-from perturbations import FinishedTrajectory, UsageError
+from perturbations import FinishedTrajectory
 from tests.fast.openrlhf_doubles import maker
 from tests.fast.replay_examples import small
 from tests.fast.run import run_with
@@ -60,25 +59,6 @@ def test_a_step_by_hand() -> None:
     # The first token's log-probability was −1.5 at the rollout, the others' −1; position 3 is the second token.
     fed = [[1, {"candidates": [["a", 0.5], ["c", 0.5]]}]]
     assert mixed == {"reward": 1.0, "advantage": 3.0, "tokens": ["d"] * 3, "gaps": [0.5, 0.0, 0.0], "fed": fed}
-
-
-def test_prompts_are_drawn_by_the_seed() -> None:
-    def drawn(seed: int) -> tuple[str, ...]:
-        line = of_step(experiences(prompts=6), Tokenizer(), size=2, groups=2, seed=str(seed))
-        return tuple(group["prompt"] for group in line["groups"])
-
-    assert len(set(map(drawn, range(12)))) > 4 and drawn(3) == drawn(3)
-
-
-def test_tokens_with_advantages_of_their_own() -> None:
-    (batch,) = experiences(perturbed=False)
-    batch.advantages[0] = torch.tensor([0.0, 1.0, 2.0, 6.0])
-    batch.rollout_log_probs = torch.full((4, 4), -1.25)
-    last = of_step([batch], Tokenizer(), size=2, groups=2, seed="0")["groups"][1]["answers"][1]
-    assert last["advantage"] == 3.0 and last["advantages"] == [1.0, 2.0, 6.0]
-    assert last["gaps"] == [0.25] * 3 and "fed" not in last
-    without = of_step([batch], Tokenizer(), size=2, groups=2, seed="0", gaps=False)
-    assert "gaps" not in without["groups"][1]["answers"][1]
 
 
 def test_a_step_stays_small() -> None:
@@ -139,10 +119,3 @@ def test_the_experience_makers_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert made.make_experience_batch(batch) is batch and made.step_measures == {}
     (line,) = read(tmp_path)
     assert line["step"] == 1 and len(line["groups"]) == 1
-
-
-def test_the_flag() -> None:
-    settings = parse.run_config(["--model", "smollm2-135m", "--report.groups", "3"])
-    assert settings.report_groups == 3 and settings.conditions == ("report_groups",)
-    with pytest.raises(UsageError, match=r"--report\.groups 17: .*in \[0, 16\]"):
-        parse.run_config(["--report.groups", "17"])

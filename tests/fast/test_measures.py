@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measures of a training step, by hand, and the trajectory records they are taken from."""
+"""The measures of a training step, by hand, and which of them are judged."""
 
 import contextlib
 import io
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ngrpo.config import parse
 from ngrpo.machine.console import Reporter
 from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
-from ngrpo.trainers.common.sample_records import records, unpack
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
-from perturbations import FinishedTrajectory, Positions, ReplayRecord, UsageError, create
+from perturbations import FinishedTrajectory, ReplayRecord
 
 NAN = np.nan
 SHIFT_SUM, SHIFT_COUNT = MEAN_METRICS["perturbation/shift"]
@@ -78,36 +75,6 @@ def test_shift_is_the_quotient_of_the_sums() -> None:
     assert status == {}
 
 
-def test_records_round_trip() -> None:
-    one = kept([1], [True], [NAN, -1.5])
-    (back, nobody, image) = unpack([one.pack(), None, {"pixel_values": 3}])
-    assert back.record == one.record
-    np.testing.assert_array_equal(back.log_probs, one.log_probs)
-    assert nobody is None and image is None
-    assert records([one.pack(), one.pack()], 2) == [one.record, one.record]
-    for side_inputs in (None, [one.pack(), None], [one.pack()]):
-        with pytest.raises(RuntimeError, match="of 2 samples have no replay record"):
-            records(side_inputs, 2)
-
-
-@pytest.mark.parametrize(("burn_in", "planned"), [(0, 1.0), (3, 1 / 4)])
-def test_the_planned_rate_is_the_share_that_draw_and_schedule_select(burn_in: int, planned: float) -> None:
-    """Prompt of 2, four generated tokens; with a burn-in of 3 only the last of them is selected."""
-    rollout, gumbel = [NAN, NAN, -1.0, -2.0, -3.0, -4.0], create("gumbel", rate=1.0, burn_in=burn_in)
-    found = values(step_metrics([kept([4], [True], rollout)], [np.array(rollout)], gumbel))
-    assert (found["planned_rate"], found["rate"]) == (planned, 1 / 4)
-
-
-def test_the_planned_rate_follows_the_draws_of_the_rollout() -> None:
-    neighbor = create("neighbor", rate=0.3)
-    rollout = np.full(2000, -1.0)
-    rollout[:2] = NAN
-    record = kept([], [], rollout.tolist())
-    at = Positions(np.ones(1998, np.int64), np.full(1998, 2), np.arange(2, 2000))
-    measured = step_metrics([record], [rollout], neighbor)["perturbation/planned_rate"]
-    assert measured == neighbor.selects(at).mean() == pytest.approx(0.3, abs=0.04)
-
-
 def gaps(perturbed: float | None, plain: float | None, before: float | None = None) -> dict[str, float]:
     given = {"perturbed": perturbed, "plain": plain, "before": before}
     return {f"perturbation/gap_{name}_mean": value for name, value in given.items() if value is not None}
@@ -147,22 +114,3 @@ def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFix
     for line in printed.splitlines():
         Reporter(screen).line(f"(PPOTrainer pid=7) {line}")
     assert "warning: log-probabilities of rollout and trainer differ by 1" in screen.getvalue()
-
-
-def test_strictness_on_the_command_line_and_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "p.yaml"
-    file.write_text("name: gumbel\nstrict: true\ngap_limit: 4\n")
-    found = []
-    for words in ("", "--perturbation.strict", "--perturbation.strict false --perturbation.gap_limit 3"):
-        run = parse.run_config(["--perturbation", "gumbel", *words.split()])
-        found.append((run.strict, run.gap_limit))
-        assert not {"strict", "gap_limit"} & run.spec.keys()
-    run = parse.run_config(["--perturbation.config", str(file), "--perturbation.gap_limit", "5"])
-    assert [*found, (run.strict, run.gap_limit)] == [(False, 10.0), (True, 10.0), (False, 3.0), (True, 5.0)]
-
-
-@pytest.mark.parametrize("words", ["gap_limit 0.5", "gap_limit nan", "gap_limit ten", "gap_limit", "strict maybe"])
-def test_wrong_strictness_names_the_value(words: str) -> None:
-    flag, _, value = words.partition(" ")
-    with pytest.raises(UsageError, match=f"--perturbation.{flag} {value}.*(need|at least 1)"):
-        parse.run_config(["--perturbation", "gumbel", *f"--perturbation.{words}".split()])

@@ -138,10 +138,6 @@ def test_the_importance_weight_is_cut_at_ten() -> None:
     assert measured(-3.5, -2.0) == pytest.approx((-1.75, math.e / 2, 0.5))
     correction.is_correction_threshold = [0.5, 5.0]
     assert measured(0.0, -1.0) == (0.5, 0.5, 0.5), "of weights e^-1 and 1, the first is too small"
-    correction.is_correction_level = "seq"
-    assert measured(-3.5, -2.0) == (-1.75, None, None)
-    correction.is_correction_level = "off"
-    assert measured(-3.5, -2.0) == (None, None, None)
 
 
 # --- in OpenRLHF ----------------------------------------------------------------------------------------

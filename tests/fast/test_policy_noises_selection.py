@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which weights a policy noise is for, by the names that the installed transformers gives them."""
 
-import contextlib
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from ngrpo.config import model_check, rules
-from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
@@ -45,7 +43,6 @@ EXPERTS = {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}
         ("mixtral", {f"mlp.{name}" for name in EXPERTS}),
         # Its experts have biases as well, which are none of a linear layer's weights.
         ("gpt_oss", {"mlp.router.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}),
-        ("granitemoe", {f"block_sparse_moe.{name.replace('gate.', 'router.')}" for name in EXPERTS}),
         ("llama", {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}),
     ],
 )
@@ -57,15 +54,6 @@ def test_psn_noises_the_matrices_of_all_experts(model_type: str, expected: set[s
     assert all(len(shapes[name]) == (3 if ".experts." in name else 2) for name in found)
 
 
-def test_each_expert_has_noise_of_its_own() -> None:
-    name = "model.layers.0.mlp.experts.down_proj"
-    model = {name: nn.Parameter(torch.zeros(3, 40, 30))}
-    with policy_noises.create("psn").added(model, 0.5, 0):
-        experts = model[name].detach().clone().flatten(1)
-    assert experts.std(1).tolist() == pytest.approx([0.5] * 3, rel=0.1)
-    assert (torch.corrcoef(experts) - torch.eye(3)).abs().max() < 0.15
-
-
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
@@ -74,7 +62,6 @@ def test_each_expert_has_noise_of_its_own() -> None:
         ("glm4", {"input_layernorm", "post_attention_layernorm"}),
         # In these it is at the end of attention.
         ("gemma2", {"input_layernorm", "pre_feedforward_layernorm"}),
-        ("gemma4_text", {"input_layernorm", "pre_feedforward_layernorm"}),
         ("afmoe", {"input_layernorm", "pre_mlp_layernorm"}),
         ("apertus", {"attention_layernorm", "feedforward_layernorm"}),
         ("cohere", {"input_layernorm"}),  # one for both
@@ -98,16 +85,12 @@ def test_aqn_refuses_a_model_whose_norms_are_behind_attention_and_mlp(model_type
 AQN = policy_noises.create("aqn").spec()
 
 
-def folder_of(path: Path, config: str) -> str:
-    for name, text in (("config.json", config), ("model.safetensors", "weights"), ("tokenizer.json", "{}")):
-        path.joinpath(name).write_text(text)
-    return str(path)
-
-
 def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     """The first stage of aqn has no noise, so that the error came after the steps of it."""
     config = '{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 24, "n_head": 2}'
-    model = folder_of(tmp_path, config)
+    for name, text in (("config.json", config), ("model.safetensors", "weights"), ("tokenizer.json", "{}")):
+        (tmp_path / name).write_text(text)
+    model = str(tmp_path)
     flags, run = Flags(["--actor.model_name_or_path", model]), run_of(policy_noise=AQN)
     of_dry_run = dict(rules.outcomes(flags, run))[f"the options fit the model {model}"]
     for check in (partial(rules.check, "model", flags, run), of_dry_run):
@@ -117,22 +100,11 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     assert model_check.check_model(model, None, policy_noises.create("psn")) is None
 
 
-@pytest.mark.parametrize("config", ['{"model_type": "none_such"}', '{"model_type": "gpt2", "auto_map": {"A": "b.C"}}'])
-def test_a_model_that_cannot_be_made_is_not_checked(tmp_path: Path, config: str) -> None:
-    model = folder_of(tmp_path, config)
-    assert architecture.parameter_names(model) is None
-    assert "looks once the model has loaded" in str(model_check.check_model(model, None, policy_noises.create("aqn")))
-
-
-@pytest.mark.parametrize(("norm", "refused"), [("input_layernorm", False), ("ln_1", True)])
-def test_the_actor_looks_for_the_weights_once_it_has_loaded(
-    monkeypatch: pytest.MonkeyPatch, norm: str, refused: bool
-) -> None:
+def test_the_actor_looks_for_the_weights_once_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain:
         def init_model_from_pretrained(self, strategy: str, pretrain: str) -> None:
-            self.actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({norm: nn.LayerNorm(4)})))
+            self.actor = SimpleNamespace(model=SimpleNamespace(module=nn.ModuleDict({"ln_1": nn.LayerNorm(4)})))
 
     run_with(monkeypatch, policy_noise=AQN)
-    error = pytest.raises(UsageError, match=r"\(ln_1\.weight, ln_1\.bias, …\) are none of")
-    with error if refused else contextlib.nullcontext():
+    with pytest.raises(UsageError, match=r"\(ln_1\.weight, ln_1\.bias, …\) are none of"):
         policy_model_actor(Plain)().init_model_from_pretrained("strategy", pretrain="m")

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's part on a pretended GPU: each replay, density, credit and mask correction, forward and backward.
 
-Results are those of a CPU, no tensor of the host takes part in an operation of the device, and the host waits where a
-training step is known to, and nowhere else.
+Results are those of a CPU, and no tensor of the host takes part in an operation of the device.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_cuda
+from benchmarks.cuda_without_gpu.pretended import Pretended, pretended_cuda
 from benchmarks.cuda_without_gpu.simulated import HIDDEN, Plan, each_alone
 from benchmarks.exactness import in_tree
 from ngrpo.methods.credits import registry as credits
@@ -23,7 +22,6 @@ from ngrpo.trainers.common.log_probs import corrected, densities, override_log_p
 from ngrpo.trainers.common.policy_loss import CreditInLoss
 from perturbations import FinishedTrajectory, Perturbation, create
 from perturbations.compilation import Compiled
-from perturbations.methods.soft_grpo import Gumbel
 from perturbations.replay.scope import LastHidden, ReplayScope
 from tests.token_log_probs import log_probs_of
 
@@ -148,11 +146,6 @@ def replayed(batch: Batch, masked: bool) -> list[Tensor]:
         return batch.outcome(score, torch.cat(stats.shifts).detach(), stats.left_anchor[0])
 
 
-def lines(device: Device) -> set[str]:
-    """Where the host waited: kind and file of this project."""
-    return {f"{kind} {line.rpartition(':')[0].rpartition('/')[2]}" for kind, line in device.waits}
-
-
 def compare(found: list[Tensor], expected: list[Tensor]) -> None:
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
@@ -160,36 +153,14 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
 
 
-# The records arrive in one copy for each of their parts. A mask correction reads the batch's mask and its tokens on the
-# host, a packed batch is told from a padded one by its length, and both select rows (`HERE`: in their backward).
-HERE = "index by a mask test_pretended_trainer.py"
-RECORDS = {"copy to the device scope.py"}
-CORRECTION = {
-    "copy to the host log_probs.py",
-    "copy to the device log_probs.py",
-    "_local_scalar_dense log_probs.py",
-    "index by a mask log_probs.py",
-    HERE,
-}
-PACKED = {"_local_scalar_dense scope.py", "nonzero test_pretended_trainer.py", HERE}
-CREDITS = {"nonzero policy_loss.py", "index by a mask policy_loss.py"}  # which tokens were generated
-CREDIT = {
-    "clip_cov": {"nonzero covariance.py"},
-    "kl_cov": {HERE},
-    "first_token": {f"{what} token_credits.py" for what in ("nonzero", "bincount", "_unique2", "copy to the device")},
-    "simko": {"nonzero token_credits.py", "bincount token_credits.py", "tolist token_credits.py"},
-}
-
-
-def on_both(perturbation: Perturbation, packed: bool = False, masked: bool = False) -> set[str]:
-    """The same step on a CPU and on the pretended device; where the host waited."""
+def on_both(perturbation: Perturbation, packed: bool = False, masked: bool = False) -> None:
+    """The same step on a CPU and on the pretended device."""
     recorded = each_alone(perturbation, PLAN, count=3)
     expected = replayed(Batch(perturbation, recorded, False, packed), masked)
-    with pretended_cuda() as device:
+    with pretended_cuda():
         found = replayed(Batch(perturbation, recorded, True, packed), masked)
     compare(found, expected)
     assert any(part.any() for part in expected[1:3]), "nothing has a gradient"
-    return lines(device)
 
 
 @pytest.mark.parametrize(
@@ -198,18 +169,16 @@ def on_both(perturbation: Perturbation, packed: bool = False, masked: bool = Fal
     ids=str,
 )
 def test_replay_and_density(name: str, density: str | None) -> None:
-    perturbation = create(name, rate=0.7, **({} if density is None else {"density": density}))
-    assert on_both(perturbation) == RECORDS
+    on_both(create(name, rate=0.7, **({} if density is None else {"density": density})))
 
 
 def test_mask_correction() -> None:
-    assert on_both(create("gumbel", rate=0.7), masked=True) == RECORDS | CORRECTION
+    on_both(create("gumbel", rate=0.7), masked=True)
 
 
 @pytest.mark.more
 def test_packed_batch_with_mask_correction() -> None:
-    perturbation = create("latent", density="exact", rate=0.7)
-    assert on_both(perturbation, packed=True, masked=True) <= RECORDS | CORRECTION | PACKED
+    on_both(create("latent", density="exact", rate=0.7), packed=True, masked=True)
 
 
 @pytest.mark.parametrize("name", sorted(credits.available()))
@@ -240,17 +209,6 @@ def test_credits(name: str) -> None:
         return batch.outcome(score + sum(of_penalty[:1]), advantages, formula)
 
     expected = outcome(False)
-    with pretended_cuda() as device:
+    with pretended_cuda():
         found = outcome(True)
     compare(found, expected)
-    assert lines(device) == CREDITS | CREDIT.get(name, set())
-
-
-def test_a_tensor_of_the_host_and_a_value_asked_of_the_device_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    density = Gumbel.log_density
-    perturbation = create("gumbel", rate=0.7, density="gumbel")
-    monkeypatch.setattr(Gumbel, "log_density", lambda self, r: density(self, r) + torch.zeros(len(r.rows)))
-    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
-        on_both(perturbation)
-    monkeypatch.setattr(Gumbel, "log_density", lambda self, r: density(self, r) * (1.0 + 0.0 * r.rows.sum().item()))
-    assert {line.partition(" ")[0] for line in on_both(perturbation) - RECORDS} & {"item", "_local_scalar_dense"}

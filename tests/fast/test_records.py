@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ngrpo.rollout import records, take_trajectories
-from ngrpo.rollout.records import check_installed, confirm
+from ngrpo.rollout.records import check_installed
 from ngrpo.trainers.common.sample_records import PickUps
 from perturbations import FinishedTrajectory, ReplayRecord
 
@@ -54,32 +54,6 @@ def test_a_record_is_cut_to_the_answer() -> None:
     for name in ("1", "2"):  # one that computed no more, and one whose end nobody told of
         record, log_probs = found[name]
         assert (record.num_tokens, record.positions.tolist(), len(log_probs)) == (PROMPT + COMPUTED, [4, 8], COMPUTED)
-
-
-def test_lengths_that_nobody_asks_for_do_not_pile_up(monkeypatch: Any) -> None:
-    monkeypatch.setattr(records, "_LENGTHS_KEPT", 3)
-    front = FrontEnd()
-    for i in range(10):
-        front.finish(f"{i}-aaaaaaaa", i)
-    lengths = vars(front)[records.LENGTHS]
-    assert lengths == {f"{i}-aaaaaaaa": i for i in (7, 8, 9)}
-    take_trajectories(engine(front, {"9-aaaaaaaa": sent()}))
-    assert "9-aaaaaaaa" not in lengths
-
-
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        ("'Worker' object has no attribute 'perturbation_fingerprint'", "worker 0 runs unperturbed"),
-        ("EngineCore encountered an issue: out of memory", "^EngineCore encountered an issue: out of memory$"),
-    ],
-)
-def test_another_failure_is_not_told_as_an_engine_without_a_perturbation(message: str, said: str) -> None:
-    async def collective_rpc(method: str) -> list[Any]:
-        raise RuntimeError(message)
-
-    with pytest.raises(RuntimeError, match=said):
-        asyncio.run(confirm(SimpleNamespace(collective_rpc=collective_rpc), "any"))
 
 
 def test_one_node_without_the_plugin_is_named() -> None:
@@ -129,16 +103,6 @@ def test_what_is_asked_for_during_a_call_goes_with_the_next() -> None:
         assert (await pick_ups.take("c"))[0] == b"c" and len(engine.calls) == 3
 
     asyncio.run(run())
-
-
-def test_the_lengths_of_answers_go_with_their_records() -> None:
-    """vLLM's front end keeps them for callers that have no output at hand; one that has must leave none behind."""
-    engine, names = Engine(), ["a", "b", "of another caller"]
-    for name in names:
-        engine.output_processor.finish(f"{name}-12345678", 5)
-    asyncio.run(taken(engine, names[:2]))
-    left = [records.taken_length(engine.output_processor, f"{name}-12345678") for name in names]
-    assert left == [None, None, 5]
 
 
 def test_one_record_that_is_gone_does_not_take_the_others_with_it() -> None:

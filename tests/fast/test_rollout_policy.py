@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
+from benchmarks.models.tiny import random_model
 from ngrpo.commands import eval as command
 from ngrpo.config import parse
 from ngrpo.config.arms import parse_arms
 from ngrpo.methods import policy_noises
-from ngrpo.workbench.compare import results
-from ngrpo.workbench.compare.plan import _drawn_line
 from ngrpo.workbench.diagnose import policy_of
-from ngrpo.workbench.evaluate import engine, evaluation
+from ngrpo.workbench.evaluate import engine
 from ngrpo.workbench.evaluate.engine import RolloutPolicy, Sampling, noisy_folder, noisy_model
 from perturbations.errors import UsageError
 
@@ -60,8 +59,6 @@ def test_what_is_refused(words: list[str], step: int, steps: int | None, said: s
     [
         ("--sampling.schedule ead --temperature 0", "ead has no effect with --temperature 0"),
         ("--credit top_entropy", "--credit belongs to ngrpo train"),
-        ("--report.groups 1", "--report.groups belongs to ngrpo train"),
-        ("--eval.at_start", "--eval.at_start belongs to ngrpo train"),
     ],
 )
 def test_eval_refuses_what_would_have_no_effect(words: str, said: str) -> None:
@@ -72,11 +69,8 @@ def test_eval_refuses_what_would_have_no_effect(words: str, said: str) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("tiny")
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True, dtype="float32")
-    LlamaForCausalLM(config).save_pretrained(folder)
+    random_model("llama")[1].save_pretrained(folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -121,11 +115,8 @@ def test_the_engine_is_given_schedule_and_step(monkeypatch: pytest.MonkeyPatch) 
     hot = policy("--sampling.schedule", "ead")
     engine.build("m", None, 10, hardware="cpu", policy=hot)
     assert built["additional_config"]["sampling_schedule"] == hot.specs["sampling_schedule"]
-    engine.build("m", None, 10, hardware="cpu")
-    assert "sampling_schedule" not in built["additional_config"]
-    for step, told in ((9, {"training_step": 9}), (0, {})):
-        params = engine.parameters(Sampling(), False, True, ([1], 2, 3), step=step)
-        assert params.extra_args["perturbation"] == {"enabled": False, "seed": 2, "sample": 3, **told}
+    params = engine.parameters(Sampling(), False, True, ([1], 2, 3), step=9)
+    assert params.extra_args["perturbation"] == {"enabled": False, "seed": 2, "sample": 3, "training_step": 9}
 
 
 def test_strategies_of_a_diagnosis() -> None:
@@ -136,33 +127,5 @@ def test_strategies_of_a_diagnosis() -> None:
     assert plain.specs == {}
     assert hot.run.sampling_schedule.tau_max == 1.5 and hot.run.policy_noise is None
     assert noisy.run.policy_noise.name == "psn" and noisy.run.sampling_schedule is None
-    for line in ("none base=gspo", "none credit=top_entropy", "none --rollout.temperature=2"):
-        with pytest.raises(UsageError, match="is for a training"):
-            parse_arms(None, (), [line], rollouts=True)
-    (wrong,) = parse_arms(None, (), ["none sampling.schedule=e3"], rollouts=True)
-    with pytest.raises(UsageError, match=r"--strategy 'none sampling\.schedule=e3': --sampling\.schedule e3"):
-        policy_of(wrong)
-
-
-def test_a_comparison_diagnoses_its_arms_as_they_roll_out() -> None:
-    lines = ["none sampling.schedule=ead base=gspo", "none policy_noise=aqn", "none sampling.schedule=e3", "none"]
-    arms = parse_arms(None, (), lines, training=True)
-    drawn = [_drawn_line(arm) for arm in arms]
-    assert drawn == ["none sampling.schedule=ead", "none", "none", "none"]
-    rows = [{"name": "none sampling.schedule=ead"}, {"name": "none"}]
-    named = results._named({"strategies": rows, "samples": []}, arms)
-    assert [row["name"] for row in named["strategies"]] == ["none sampling.schedule=ead base=gspo", "none"]
-
-
-def test_a_result_says_what_its_answers_were_drawn_with() -> None:
-    problem = SimpleNamespace(id="p", scorer="exact")
-    settings = {"model": "m", "dataset": "d", "scorer": "exact", "n": 1, "perturbation": None}
-    settings["sampling"] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 4, "seed": 0}
-    sample = {"problem": "p", "correct": True, "tokens": 3, "reward": 1.0, "parsed": True, "finish": "stop"}
-    words = ["--sampling.schedule", "ead", "--policy_noise", "psn", "--policy_noise.sigma", "0.02"]
-    asked = policy(*words, step=7).described()
-    for told in (asked, {}):
-        result = evaluation.summarise({**settings, **told}, [problem], [sample], [1], 1.0, "V1")
-        assert told.items() <= result.items() and ("sigma" in result) == bool(told)
-        line = "drawn with    sampling schedule ead, policy noise psn, σ 0.02, of training step 7\n"
-        assert (line in evaluation.table(result, "f")) == bool(told)
+    with pytest.raises(UsageError, match="is for a training"):
+        parse_arms(None, (), ["none credit=top_entropy"], rollouts=True)

@@ -12,7 +12,6 @@ import torch
 from ngrpo.rollout import routed_experts
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.trajectories import TrajectoryStore
-from perturbations.errors import UsageError
 
 BLOCK = 2
 
@@ -133,18 +132,3 @@ def test_without_a_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.experts(one) == [10, 11, 12]
     worker.routed.clear(one)
     assert len(worker.routed.read(one)) == 0
-
-
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ([], "0 layers of experts: it is a dense model"),
-        ([Layer(chosen=1), Layer(chosen=2)], r"2 layers of experts with \[1, 2\] experts a token"),
-        ([Layer(is_monolithic=True)], "does not show them"),
-    ],
-)
-def test_engines_that_are_refused(monkeypatch: pytest.MonkeyPatch, layers: Any, message: str) -> None:
-    monkeypatch.setattr(routed_experts, "_layers", lambda model: layers)
-    runner = SimpleNamespace(get_model=lambda: None, max_num_tokens=4, device="cpu")
-    with pytest.raises(UsageError, match=message):
-        RoutedExperts(runner)

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens that sampling left, from logits on the device to the store: the same sets, little memory, and a bound."""
 
-import os
 import re
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.decode_step import Counts, _Operations
 from ngrpo.rollout import sampling_support
-from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport, pick
-from ngrpo.rollout.settings import read
-from perturbations.errors import UsageError
-from perturbations.replay.trajectory import SamplingMask, as_ids, as_words
+from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
+from perturbations.replay.trajectory import SamplingMask
 
 Dense = dict[int, dict[int, np.ndarray]]  # slot, position: which tokens were left, (V,) bool
 
@@ -85,17 +81,6 @@ def test_a_position_that_is_drawn_again_replaces_what_came_after_it() -> None:
     check(store, wanted, 1000)
 
 
-def test_words_skip_any_distance() -> None:
-    far = 3 * 0xFFFF
-    sets = [[], [0], [0xFFFE], [0xFFFF], [0xFFFF, 2 * 0xFFFF, 2 * 0xFFFF + 1], [7, far + 8], [far - 1, far, far + 1]]
-    ids = np.array([token for one in sets for token in one], dtype=np.int32)
-    words, lengths = as_words(ids, np.array([len(one) for one in sets]))
-    # 0xFFFF is 65,535 tokens skipped and then the one at once; from 7 to far + 8 lie 3 · 65,535.
-    assert lengths.tolist() == [0, 1, 1, 2, 4, 5, 5]
-    found, counts = as_ids(words, lengths)
-    assert found.tolist() == ids.tolist() and counts.tolist() == [len(one) for one in sets]
-
-
 def test_turns_and_truncation_keep_whole_positions() -> None:
     sets = {2: (False, np.array([1, 70_000])), 3: (True, np.array([5])), 5: (False, np.zeros(0, dtype=np.int64))}
     mask = SamplingMask.of(100_000, sets)
@@ -133,33 +118,3 @@ def test_the_memory_is_bounded_and_the_error_says_what_to_do() -> None:
         full.clear(slot)
     full.write([0], [0], np.array([1]), np.array([5], dtype=np.int32))  # what has ended makes room again
     assert full.read(0).left()[0].tolist() == [5]
-
-
-@pytest.mark.parametrize("value", [0, -1, True, "8", float("inf")])
-def test_a_bad_bound_is_refused(value: object) -> None:
-    with pytest.raises(UsageError, match="sampling_mask_gib"):
-        read({"perturbation": {"name": "gumbel"}, "sampling_masks": True, "sampling_mask_gib": value})
-
-
-def test_nothing_asks_the_device() -> None:
-    """Sizes come from the host: neither the bits nor the tokens picked out make it wait."""
-    counts, kept = Counts(), rows_of(1000, np.random.default_rng(2))
-    with _Operations(counts):
-        left = SamplingSupport(torch.where(torch.from_numpy(kept), 0.0, -torch.inf), torch.Tensor.clone)
-        left.ask()
-    assert counts.waits == () and counts.launches < 30
-    bits = torch.tensor([[0, 0b1000_0001, 0], [0b10, 0, 0]], dtype=torch.uint8)
-    assert pick(bits, 3).tolist() == [8, 15, 1] and pick(bits, 3).dtype == torch.int32
-
-
-def test_a_process_with_several_stores_can_fork() -> None:
-    """What they may take together is twice the machine's memory; what they do take is a few kilobytes."""
-    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    stores = [SamplingMaskStore(1000, 1, limit=half) for _ in range(4)]
-    for store in stores:
-        store.write(np.array([0]), np.array([1]), np.array([2]), np.array([5, 6], dtype=np.uint16))
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert all(store.read(0).left()[0].tolist() == [5, 6] for store in stores)

@@ -3,24 +3,19 @@
 
 import asyncio
 import math
-from collections import Counter, defaultdict
-from dataclasses import dataclass
+from collections import Counter
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ngrpo.methods import second_rounds
-from ngrpo.methods.second_rounds.base import SecondRound, closing, opening
+from ngrpo.methods.second_rounds.base import closing, opening
 from ngrpo.methods.second_rounds.lope import WORDS
 from ngrpo.trainers.common import sample_records
-from ngrpo.trainers.common.sample_records import TwoRounds
 from ngrpo.trainers.openrlhf import samples_generator, second_round
-from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
-from perturbations.errors import UsageError
 from tests.fast.run import run_with
 
 LOPE, IGRPO = second_rounds.create("lope"), second_rounds.create("igrpo")
@@ -38,10 +33,10 @@ class Tokenizer:
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": self.encode(text, add_special_tokens)}
 
-    def apply_chat_template(self, messages: list[dict[str, str]], manner: str = "kind", **how: Any) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
         assert not how["tokenize"]
         if messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": f"Be {manner}."}, *messages]
+            messages = [{"role": "system", "content": "Be kind."}, *messages]
         generation = "<assistant>" * how.get("add_generation_prompt", False)
         return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + generation
 
@@ -62,6 +57,7 @@ def test_nonsense_is_of_its_words_and_as_long_as_it_may_be() -> None:
     assert len(drawn) == 60 and min(map(len, drawn)) < 23 and max(map(len, drawn)) > 37
     assert method.prompt("What?", Tokenizer(), Random(1)) == method.prompt("What?", Tokenizer(), Random(1))
     assert len(set(WORDS)) == len(WORDS) == 63
+    assert second_rounds.create("repeat").prompt("What?", Tokenizer(), Random(0)) == "What?"
     only = second_rounds.create("lope", least=20, most=20)
     asked = [only.prompt("", SimpleNamespace(encode=Tokenizer().encode), Random(seed)) for seed in range(300)]
     assert max(map(len, asked)) == 20 + len("\n")
@@ -80,23 +76,6 @@ def test_nonsense_stands_before_the_first_message_of_the_data(prompt: str, befor
     asked = second_rounds.create("lope", least=9, most=9).prompt(prompt, Tokenizer(), Random(0))
     assert asked.startswith(before) and asked.endswith(prompt[len(before) :])
     assert asked[len(before) :].split("\n")[0].split(" ")[0] in WORDS
-
-
-def test_a_template_that_knows_no_system_message() -> None:
-    class NoSystem(Tokenizer):
-        def apply_chat_template(self, messages: list[dict[str, str]], **kwargs: Any) -> str:
-            if messages[0]["role"] == "system":
-                raise ValueError("System role not supported")
-            return f"<bos><user>{messages[0]['content']}</><model>"
-
-    assert opening("<bos><user>What?</><model>", NoSystem()) == len("<bos><user>")
-    assert opening("What?", SimpleNamespace(chat_template=None)) == 0
-
-
-def test_repeat_asks_the_same_prompt_as_often() -> None:
-    method = second_rounds.create("repeat")
-    assert method.prompt("What?", Tokenizer(), Random(0)) == "What?" and method.room == 0
-    assert method.prompts * method.answers == LOPE.prompts * LOPE.answers == 24
 
 
 def test_right_answers_take_places_and_a_wrong_one_stays() -> None:
@@ -157,35 +136,17 @@ def two_rounds(
     engine: Any,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    prompt: str = "What?",
-    template: str | None = None,
     method: Any = None,
-    size: int = 3,
     longest: int = 50,
-    logprobs: int | None = None,
     **options: Any,
 ) -> Any:
     """Responses to a prompt; the run leaves 10 tokens for each."""
     method = method or second_rounds.create("lope", **{"least": 30, "most": 40, **options})
-    run_with(monkeypatch, second_round=method.spec(), chat_template_kwargs=template)
-    asked = {"prompt": prompt, "label": "4", "num_samples": size, "images": None, "max_length": longest}
-    arguments = {"round": 7, "training_step": 0, "answers": size}
-    params = SimpleNamespace(logprobs=logprobs, max_tokens=10, extra_args={"perturbation": arguments})
+    run_with(monkeypatch, second_round=method.spec())
+    asked = {"prompt": "What?", "label": "4", "num_samples": 3, "images": None, "max_length": longest}
+    arguments = {"round": 7, "training_step": 0, "answers": 3}
+    params = SimpleNamespace(logprobs=None, max_tokens=10, extra_args={"perturbation": arguments})
     return asyncio.run(second_round.in_two_rounds(engine, **asked, sampling_params=params, hf_tokenizer=Tokenizer()))
-
-
-def test_the_opening_is_of_the_run_s_own_chat_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the template's arguments, which change what comes before the user's message."""
-    engine, before = Engine(), "<system>Be brief.</><user>"
-    two_rounds(engine, monkeypatch, prompt=f"{before}What?</><assistant>", template="manner=brief")
-    assert len(engine.asked) == 7 and all(asked["prompt"].startswith(before) for asked in engine.asked)
-    assert all(asked["prompt"].removeprefix(before).split(" ")[0] in WORDS for asked in engine.asked[1:])
-
-
-def test_one_right_answer_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(0)
-    group = two_rounds(engine, monkeypatch)
-    assert len(engine.asked) == 1 and [each["mm_train_inputs"] for each in group] == [None] * 3
 
 
 def test_right_answers_become_answers_to_the_prompt_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,62 +169,10 @@ def test_right_answers_become_answers_to_the_prompt_of_the_data(monkeypatch: pyt
     assert carried[2].log_probs is None and group[2]["observation_tokens"] == [ord(letter) for letter in "What?a"]
 
 
-def test_where_rollouts_hand_on_their_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = two_rounds(Engine(1), monkeypatch, logprobs=1, prompts=1, answers=1)
-    assert group[0]["rollout_log_probs"] == [0.0] * 5 + [-0.25] * 2
-    assert group[1]["rollout_log_probs"] == [0.0] * 6
-
-
 def test_a_second_round_of_wrong_answers_changes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     group = two_rounds(Engine(), monkeypatch, prompts=2, answers=2)
     assert [each["observation_tokens"][5:] for each in group] == [[ord("a")]] * 3
     assert [each.place for each in sample_records.two_rounds([r["mm_train_inputs"] for r in group], 3)] == [0, 1, 2]
-
-
-def test_a_prompt_that_was_cut_has_no_second_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine()
-    original = engine.generate_responses
-
-    async def cut(**asked: Any) -> list[dict[str, Any]]:
-        return await original(**{**asked, "prompt": asked["prompt"][2:]})
-
-    monkeypatch.setattr(engine, "generate_responses", cut)
-    two_rounds(engine, monkeypatch)
-    assert len(engine.asked) == 1
-
-
-@pytest.mark.parametrize("name", ["lope", "repeat"])
-@pytest.mark.parametrize(("group", "answers"), [(8, 4), (3, 4), (4, 4)])
-def test_each_prompt_of_a_second_round_has_a_ladder_of_its_own(
-    name: str, group: int, answers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a group of 8, its 4 answers had the first rungs of 8: none of them was hot."""
-    rungs: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-
-    class Executor:
-        async def execute(self, *, prompt: str, **asked: Any) -> dict[str, Any]:
-            arguments = _conversation.get().arguments
-            rungs[prompt].append((arguments["answer"], arguments["answers"]))
-            return response(prompt, "a", 0.0, 0.0)
-
-    async def generate_responses(*, num_samples: int, **asked: Any) -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(executor.execute(**asked) for _ in range(num_samples))))
-
-    executor = RecordingExecutor(Executor())
-    engine = SimpleNamespace(generate_responses=generate_responses, second_rounds_asked=Counter())
-    method = second_rounds.create(name, prompts=2, answers=answers)
-    two_rounds(engine, monkeypatch, method=method, size=group, longest=5000)
-    first, further = rungs.pop("What?"), [*rungs.values()]
-    assert first[:group] == [(answer, group) for answer in range(group)]
-    if name == "repeat":  # asks the same prompt, so that its answers are numbered on
-        further = [first[group : group + answers], first[group + answers :]]
-    assert [sorted(each) for each in further] == [[(answer, answers) for answer in range(answers)]] * 2
-
-
-def test_no_reward_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="came without a reward"):
-        second_round.reward_of({"reward": None})
-    assert second_round.reward_of({"reward": [0.5]}) == 0.5
 
 
 def test_prompts_of_an_evaluation_have_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,18 +194,6 @@ def test_prompts_of_an_evaluation_have_one_round(monkeypatch: pytest.MonkeyPatch
     generator.vllm_engines = [engine]
     assert generator.generate_eval_samples() == "one" and generator._dispatch_prompts_to_vllm([], []) == "two"
     assert generator.vllm_engines == [engine]
-
-
-def test_damaged_bytes_are_refused() -> None:
-    for kept in (TwoRounds(np.float32([0, 1]), 1, np.float32([-0.5, -1.5])), TwoRounds(np.float32([0]), 0)):
-        packed = kept.pack()
-        (again,) = sample_records.two_rounds([packed], 1)
-        assert again.place == kept.place and (again.rewards == kept.rewards).all()
-        assert (again.log_probs is None) == (kept.log_probs is None)
-        (key, data) = next(iter(packed.items()))
-        with pytest.raises(ValueError, match="two rounds is damaged"):
-            sample_records.two_rounds([{key: data[:-1]}], 1)
-    assert sample_records.two_rounds(None, 2) == [None, None] == sample_records.two_rounds([None, {}], 2)
 
 
 # ---- refinements of a draft ---------------------------------------------------------------------------------------
@@ -353,20 +250,6 @@ def test_refinements_are_trained_with_their_own_prompt_and_records(monkeypatch: 
     carried = sample_records.two_rounds([each["mm_train_inputs"] for each in group], 3)
     assert [each.rewards.tolist() for each in carried] == [[0.5, 1, 0, 1, 0, 1]] * 3
     assert [each.place for each in carried] == [3, 4, 5] and all(each.log_probs is None for each in carried)
-
-
-def test_a_second_round_that_refines_has_one_prompt_and_groups_of_its_own() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Refining(SecondRound):
-        name, refines = "refining", True
-
-        def prompt(self, text: str, tokenizer: Any, random: Random, drafts: Any = ()) -> str:
-            return text
-
-    told = "refines=True with prompts=6 and group='all'; must be 1 and 'kept'.* ClassVar.* into .*Refining"
-    with pytest.raises(UsageError, match=told):
-        Refining()
-    assert Refining(prompts=1, group="kept").refines
 
 
 def test_a_draft_without_room_leaves_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,34 +34,6 @@ def test_chunks_hold_what_was_written_whoever_had_them_before() -> None:
         assert [row for row in found["ids"].tolist()] == [ids for _, ids in rows] if rows else not found
 
 
-def test_arrays_grow_as_wide_as_what_arrives() -> None:
-    """An edit of two candidates beside one of three repeats its last one with weight 0; what is missing is 0."""
-    chunks, slot = Chunks(1), np.array([0])
-    chunks.write(slot, np.array([0]), {"ids": np.array([[5, 6]]), "weights": np.array([[0.4, 0.6]])})
-    three = {"ids": np.array([[1, 2, 3]]), "weights": np.array([[0.2, 0.3, 0.5]]), "sigma": np.array([0.1])}
-    chunks.write(slot, np.array([1]), three)
-    chunks.write(slot, np.array([2]), {"ids": np.array([[7]]), "weights": np.array([[1.0]])})
-    found = chunks.read(0)
-    assert found["ids"].tolist() == [[5, 6, 6], [1, 2, 3], [7, 7, 7]]
-    assert found["weights"].tolist() == [[0.4, 0.6, 0.0], [0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]
-    assert found["sigma"].tolist() == [0.0, 0.1, 0.0]
-
-
-def test_what_is_missing_is_0_in_chunks_that_are_made_later() -> None:
-    """A record that comes with a request has other optional parts than the edits of the engine."""
-    chunks, slot, at = Chunks(1), np.array([0]), np.arange(1, 5000)
-    chunks.write(slot, np.array([0]), {"weights": np.array([1.0]), "sigma": np.array([0.1])})
-    chunks.write(np.zeros_like(at), at, {"weights": np.ones(len(at)), "normalizer": np.full(len(at), 2.0)})
-    found = chunks.read(0)
-    assert found["weights"].tolist() == [1.0] * 5000
-    assert found["sigma"].tolist() == [0.1, *[0.0] * 4999]
-    assert found["normalizer"].tolist() == [0.0, *[2.0] * 4999]
-    chunks.clear(0)
-    chunks.write(slot, np.array([0]), {"weights": np.array([3.0])})
-    again = {name: part.tolist() for name, part in chunks.read(0).items()}
-    assert again == {"weights": [3.0], "sigma": [0.0], "normalizer": [0.0]}
-
-
 def test_a_large_engine_with_dense_edits_needs_memory_for_what_was_edited_only() -> None:
     """1,032 slots of 32,768 positions and 4,096 dimensions would be 567 TB; two edits take one pool of chunks."""
     store = TrajectoryStore(1032, 32_768)

@@ -15,7 +15,6 @@ MUTATIONS = {
     ],
     ("ngrpo/methods/advantages/groupwise.py", "test_advantages.py"): [
         (" + self.n * mean.square()", "", "ngrpo: virtual answers are missing in the deviation"),
-        ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
         ("(1.0 + seen.to", "(2.0 + seen.to", "copo: 2 + N in place of 1 + N"),
         ("(rewards.dtype)).sqrt()", "(rewards.dtype))", "copo: no square root"),
     ],
@@ -31,6 +30,7 @@ MUTATIONS = {
         ("return (1.0 - 2.0 * self.p) * (true", "return (true", "s_grpo: the factor 1 − 2p is missing"),
     ],
     ("ngrpo/methods/advantages/groupwise.py", _FLAGS): [
+        ("below = rewards - self.max_reward", "below = rewards - 1.0", "ngrpo: max_reward is ignored"),
         ('("0.16", "0.24")', '("0.24", "0.16")', "ngrpo: the clip range the wrong way round"),
         ("{self.max_reward - self._rounding:.7f}", "{self.max_reward:.7f}", "ngrpo: 0.7 is not 0.7 in float32"),
     ],

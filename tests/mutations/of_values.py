@@ -105,7 +105,7 @@ MUTATIONS = {
     ("ngrpo/workbench/evaluate/sample_comparison.py", "test_report_samples.py"): [
         ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
     ],
-    ("perturbations/replay/trajectory.py", "test_replay.py"): [
+    ("perturbations/replay/trajectory.py", "test_record_bytes.py"): [
         ("highest >= vocabulary", "highest > vocabulary", "replay: token V is one of V tokens"),
     ],
 }
