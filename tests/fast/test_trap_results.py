@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import publishing, trap_results
+from benchmarks import trap_results
 from ngrpo.workbench.compare import results
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -90,28 +90,6 @@ def test_only_whole_comparisons_are_published(
     assert "6 of 6 runs, 6 minutes" in text and "Before training: 0.250." in text
     assert "Rollouts of the untrained model, 64 groups of 8:" in text
     assert "| `away` | 0.500 | 0.750 | 0.400 | 0.200 | 0.300 | 2.500 | – |" in text
-
-
-def renamed(found: dict, name: str) -> dict:
-    """The same comparison with another name for the strategy beside the baseline."""
-    return json.loads(json.dumps(found).replace("away", name))
-
-
-def test_a_later_part_joins_what_was_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study, out = tmp_path / "runs", tmp_path / "out"
-    first = comparison({"none": 0.1, "away": 0.2})
-    more = renamed({**first, "machine": {"cpu": "Y"}}, "later")
-    publish(monkeypatch, left(study, first), out)
-    text = publish(monkeypatch, left(study, more), out, "--join")
-    whole = publishing.published(out)["shortcut"]
-    assert [row["strategy"] for row in whole["summary"]] == ["none", "away", "later"] and len(whole["runs"]) == 9
-    assert [row["name"] for row in whole["diagnosis"]["strategies"]] == ["away", "later"]
-    assert whole["diagnosis"]["warnings"] == ["away: a warning", "later: a warning"]
-    # One comparison of two strategies has one p of each: corrected for one there, for two here.
-    alone, together = (rows[1]["difference"]["mean_at_n"] for rows in (first["summary"], whole["summary"]))
-    assert together["p"] == alone["p"] and together["p_corrected"] == pytest.approx(2 * alone["p_corrected"])
-    assert "9 of 9 runs" in text and "of X; Y" in text
-    assert "`none` run again on Y, not counted above: 0.600 0.600 0.610 (mean 0.603)." in text
 
 
 def leaves(value: object, path: str = "") -> dict[str, object]:
