@@ -125,8 +125,6 @@ class Continued:
             sampling=sampling,
             dataset="task arithmetic",
             policies=[policy_of(strategy) for strategy in strategies],
-            with_map=args.embedding_map,
-            map_words=args.tokens,
             llm=self.llm,  # type: ignore[arg-type]
         )
         self.made += 1
@@ -141,8 +139,6 @@ class Continued:
 def continued(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Continued:
     comparison = Continued(llm, tmp_path)
     monkeypatch.setattr(runs, "command", comparison.command)
-    monkeypatch.setattr(diagnosis.embedding_map, "make", lambda *_: {"tokens": []})
-    monkeypatch.setattr(diagnosis.embedding_map, "choose_tokens", lambda tokenizer, words: [words])
     return comparison
 
 
@@ -155,24 +151,6 @@ def test_a_comparison_that_goes_on_diagnoses_what_is_new(continued: Continued) -
     assert continued.llm.asked == ["none", "gumbel", "none sampling.schedule=ead"]
     assert continued.rows(*ead) and continued.made == 3
     assert continued.rows("--perturbations", "gumbel") == ["gumbel"] and continued.made == 4
-
-
-MAPS = [(), ("--diagnose.embedding-map",), ("--diagnose.embedding-map", "--diagnose.tokens", "sum")]
-
-
-@pytest.mark.parametrize(("changes", "sampled"), [([(), ("--diagnose.seed", "3")], [1, 2]), (MAPS, [1, 1, 1])])
-def test_a_comparison_that_goes_on_with_other_settings_makes_what_is_missing(
-    changes: list[tuple[str, ...]], sampled: list[int], continued: Continued, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for times, (words, samples) in enumerate(zip(changes, sampled), start=1):
-        for _ in range(2):
-            continued.rows("--perturbations", "none", *words)
-            assert (continued.made, len(continued.llm.asked)) == (times, samples)
-    again = "diagnosing the strategies again: its settings are others than before\n"
-    assert (again in capsys.readouterr().out) == (changes is not MAPS)
-
-
-# --- the folder ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("finished", [1, 2], ids=["interrupted", "finished"])
@@ -192,11 +170,8 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (task, "no model"),
         ((*task, "--gruop", "4"), "Did you mean '--group'"),
-        ((*task, "--group", "1"), "at least 2"),
-        ((*task, "--prompts", "0"), "at least 1"),
         ((*task, "--top-p", "0"), "in (0, 1]"),
         ((*task, "--tokens", "sum"), "--embedding-map"),
-        ((*task, "--perturbations", "nieghbor"), "Did you mean 'neighbor'"),
         (("--model", "smollm2-135m", "--data", str(tmp_path / "empty.jsonl")), "empty"),
     ):
         assert main(["diagnose", *words]) == 2
@@ -207,9 +182,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "ids"),
     [
         (["--perturbations", "none,none,neighbor"], ["none", "neighbor"]),
-        (["--perturbations", "none,neighbor", "--strategy", "none"], ["none", "neighbor"]),
         (["--strategy", "none", "--strategy", "none sampling.schedule=none"], ["none"]),
-        (["--strategy", "neighbor k=3 rate=1", "--strategy", "neighbor rate=1 k=3"], ["neighbor k=3 rate=1"]),
         (
             ["--strategy", "none", "--strategy", "none sampling.schedule=ead", "--strategy", "neighbor rate=0"],
             ["none", "none sampling.schedule=ead", "neighbor rate=0"],
@@ -218,9 +191,3 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_a_strategy_that_is_given_twice_has_one_row(words: list[str], ids: list[str]) -> None:
     assert [strategy.id for strategy in command._read(words)[2]] == ids
-
-
-def test_a_comparison_s_diagnosis_has_one_row_of_the_baseline() -> None:
-    made = plan("--perturbations", "none,neighbor", "--diagnose.prompts", "2", "--diagnose.strategy", "none")
-    assert made.diagnosis is not None
-    assert [strategy.id for strategy in command._read(made.diagnosis)[2]] == ["none", "neighbor"]
