@@ -83,21 +83,6 @@ def test_the_baseline_has_no_schedule(llm: MadeUp, tmp_path: Path) -> None:
     assert [row["difference"] is None for row in result["strategies"]] == [False, True]
 
 
-def test_the_map_is_made_once(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-
-    def make(llm: Any, strategies: Any, tokens: Any, seed: int, template: Any) -> dict[str, Any]:
-        made.append(tokens)
-        return {"tokens": []}
-
-    monkeypatch.setattr(diagnosis.embedding_map, "make", make)
-    monkeypatch.setattr(diagnosis.embedding_map, "choose_tokens", lambda tokenizer, words: [words])
-    for words, times in (("sum", 1), ("sum", 1), ("sum,green", 2)):
-        assert run(llm, tmp_path, with_map=True, map_words=words)["embedding_map"] == {"tokens": []}
-        assert len(made) == times
-    assert run(llm, tmp_path)["embedding_map"] is None
-
-
 def test_other_settings_and_options_are_refused(llm: MadeUp, tmp_path: Path) -> None:
     run(llm, tmp_path)
     with pytest.raises(UsageError, match=r"other settings.*dataset was"):
