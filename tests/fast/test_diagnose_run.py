@@ -93,49 +93,34 @@ def test_other_settings_and_options_are_refused(llm: MadeUp, tmp_path: Path) -> 
         run(llm, tmp_path)
 
 
-class Continued:
+def test_a_comparison_that_goes_on_diagnoses_what_is_new(
+    llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A comparison before its training, again and again in one folder, its diagnoses made with made-up samples."""
+    folder, made = ComparisonFolder(tmp_path), []
 
-    def __init__(self, llm: MadeUp, path: Path) -> None:
-        self.llm, self.folder, self.made = llm, ComparisonFolder(path), 0
-
-    def command(self, words: list[str], *_: Any) -> None:
-        assert words[0] == "diagnose"
+    def diagnose(words: list[str], *_: Any) -> None:
         args, sampling, strategies = command._read(words[1:])
-        diagnosis.diagnose(
-            args.model,
-            load_task("arithmetic", limit=args.prompts),
-            strategies,
-            out=args.out,
-            sampling=sampling,
-            dataset="task arithmetic",
-            policies=[policy_of(strategy) for strategy in strategies],
-            llm=self.llm,  # type: ignore[arg-type]
-        )
-        self.made += 1
+        problems = load_task("arithmetic", limit=args.prompts)
+        settings = {"sampling": sampling, "policies": [policy_of(each) for each in strategies]}
+        settings |= {"out": args.out, "dataset": "task arithmetic", "llm": llm}
+        diagnosis.diagnose(args.model, problems, strategies, **settings)
+        made.append(words)
 
-    def rows(self, *words: str) -> list[str]:
-        made = plan("--eval.data", "none", "--diagnose.prompts", "2", "--diagnose.group", "2", *words)
-        compare._before(made, self.folder, "model")
-        return [row["name"] for row in self.folder.read("diagnosis/diagnosis.json")["strategies"]]
+    def rows(*words: str) -> list[str]:
+        asked = ("--eval.data", "none", "--diagnose.prompts", "2", "--diagnose.group", "2", *words)
+        compare._before(plan(*asked), folder, "model")
+        return [row["name"] for row in folder.read("diagnosis/diagnosis.json")["strategies"]]
 
-
-@pytest.fixture
-def continued(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Continued:
-    comparison = Continued(llm, tmp_path)
-    monkeypatch.setattr(runs, "command", comparison.command)
-    return comparison
-
-
-def test_a_comparison_that_goes_on_diagnoses_what_is_new(continued: Continued) -> None:
+    monkeypatch.setattr(runs, "command", diagnose)
     ead = ("--perturbations", "none,gumbel", "--strategy", "none sampling.schedule=ead")
-    assert continued.rows("--perturbations", "none") == ["none"] and continued.made == 1
-    assert continued.rows("--perturbations", "none", "--seeds", "0,1") == ["none"] and continued.made == 1
-    assert continued.rows("--perturbations", "none,gumbel") == ["none", "gumbel"]
-    assert continued.rows(*ead) == ["none", "gumbel", "none sampling.schedule=ead"] and continued.made == 3
-    assert continued.llm.asked == ["none", "gumbel", "none sampling.schedule=ead"]
-    assert continued.rows(*ead) and continued.made == 3
-    assert continued.rows("--perturbations", "gumbel") == ["gumbel"] and continued.made == 4
+    assert rows("--perturbations", "none") == ["none"] and len(made) == 1
+    assert rows("--perturbations", "none", "--seeds", "0,1") == ["none"] and len(made) == 1
+    assert rows("--perturbations", "none,gumbel") == ["none", "gumbel"]
+    assert rows(*ead) == ["none", "gumbel", "none sampling.schedule=ead"] and len(made) == 3
+    assert llm.asked == ["none", "gumbel", "none sampling.schedule=ead"]
+    assert rows(*ead) and len(made) == 3
+    assert rows("--perturbations", "gumbel") == ["gumbel"] and len(made) == 4
 
 
 @pytest.mark.parametrize("finished", [1, 2], ids=["interrupted", "finished"])
