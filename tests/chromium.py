@@ -58,15 +58,8 @@ class Chromium:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self.call("Browser.close")
-        except (OSError, TimeoutError):
-            self._process.kill()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
         os.close(self._commands)
         os.close(self._answers)
 
@@ -85,9 +78,7 @@ class Chromium:
                 return answer["result"]
             self.events.append(answer)
 
-    def open(
-        self, url: str, *, width: int, height: int, dark: bool = False, touch: bool = False, scripts: bool = True
-    ) -> None:
+    def open(self, url: str, window: tuple[int, int], *, dark: bool = False, touch: bool = False) -> None:
         """Opens an address in a fresh page of a size; events of the page before are forgotten."""
         if self._target:
             self.call("Target.closeTarget", targetId=self._target)
@@ -96,22 +87,18 @@ class Chromium:
         self.events.clear()
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2 if touch else 1,
-            mobile=touch,
-        )  # fmt: skip
+        metrics = {"width": window[0], "height": window[1], "deviceScaleFactor": 2 if touch else 1, "mobile": touch}
+        self.call("Emulation.setDeviceMetricsOverride", **metrics)
         self.call("Emulation.setTouchEmulationEnabled", enabled=touch)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.call("Page.navigate", url=url)
         until = time.monotonic() + self.timeout
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             if time.monotonic() > until:
                 raise TimeoutError(f"{url} did not load in {self.timeout:g} s")
             self.events.append(self._read())
-        if scripts:
-            self.settle()
+        self.settle()
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression in the page; a promise is awaited."""
@@ -126,7 +113,7 @@ class Chromium:
 
     def press(self, key: str) -> None:
         """Presses a key such as Tab, Escape or ArrowRight, and waits for what the page does then."""
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {"Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
         self.settle()
@@ -155,9 +142,8 @@ class Chromium:
 
     def requests(self) -> list[str]:
         """Every address that the page asked for, data: addresses aside."""
-        sent = [event["params"]["request"]["url"] for event in self.events if _is(event, "Network.requestWillBeSent")]
-        sent += [event["params"]["url"] for event in self.events if _is(event, "Network.webSocketCreated")]
-        return [url for url in sent if not url.startswith("data:")]
+        sent = [event["params"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
+        return [url for params in sent if not (url := params["request"]["url"]).startswith("data:")]
 
     def _read(self) -> dict[str, Any]:
         until = time.monotonic() + self.timeout
@@ -171,10 +157,6 @@ class Chromium:
             self._buffer += got
         line, _, self._buffer = self._buffer.partition(b"\0")
         return json.loads(line)
-
-
-def _is(event: dict[str, Any], method: str) -> bool:
-    return event.get("method") == method
 
 
 def _raised(descriptor: int) -> int:

@@ -2,8 +2,6 @@
 """Fixtures of all tests."""
 
 import os
-import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,25 +44,6 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real problems at {folder} (the folder ../shared/data from the project's root)")
     return folder
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Makes a folder on a disk of its own, of a size such as ``200m``."""
-    mounted: list[Path] = []
-
-    def mount(size: str) -> Path:
-        folder = tmp_path / f"disk-{size}"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            pytest.skip("mounting a small disk needs root")
-        mounted.append(folder)
-        return folder
-
-    yield mount
-    for folder in mounted:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,15 +10,6 @@ from tests.claims import CLAIMS, files_of
 from tests.conftest import ROOT
 
 
-def test_both_targets_leave_nothing_out() -> None:
-    lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
-    chosen = [line for line in lines if "not slow" in line]
-    for tests in ("tests/fast", "tests/pipeline"):
-        assert any(tests in line and '"more and not slow"' in line for line in chosen), tests
-    assert any("$(call files,more and not slow," in line and "tests.claims stack more" in line for line in chosen)
-    assert sum("not more and not slow" in line for line in chosen) == 3
-
-
 def collected(chosen: str, *folders: str) -> set[str]:
     """The files in which pytest finds such tests."""
     command = [sys.executable, "-m", "pytest", *folders, "--collect-only", "-qq", "-m", chosen]

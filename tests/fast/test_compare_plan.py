@@ -40,10 +40,6 @@ def test_strategies_times_seeds_with_whole_seeds_first() -> None:
 
 METRICS = "--perturbations none,neighbor --sweep perturbation.metric=cosine,l2,l1"
 BASES = "--perturbations none,gumbel --sweep rollout.temperature=0.8,1.2 --base grpo,gspo"
-LEVEL = "algo.advantage.is_correction_level"
-CORRECTION = f"--perturbations none,neighbor,soft --sweep {LEVEL}=off,token,seq"
-SCHEDULES = "--perturbations none,neighbor --sweep sampling.schedule=none,ead,e3"
-NGRPO = "neighbor rate=0.5 base=gspo advantage=ngrpo"
 NOISE = "none policy_noise=psn policy_noise.sigma=0.004 credit=top_entropy"
 SHARED = "--perturbations none --rollout.temperature 0.7 --advantage ngrpo --reproducible --strategy"
 OWN = "none --rollout.temperature=1.2 advantage=psr"
@@ -54,10 +50,7 @@ OWN = "none --rollout.temperature=1.2 advantage=psr"
     [
         (METRICS, 4, 2, "neighbor metric=l2", "--perturbation neighbor --perturbation.metric l2"),
         (BASES, 8, 3, "none rollout.temperature=1.2 base=gspo", "--rollout.temperature 1.2 --preset gspo"),
-        (CORRECTION, 9, 4, f"neighbor {LEVEL}=token", f"--{LEVEL} token"),
-        (SCHEDULES, 6, 5, "neighbor sampling.schedule=e3", "--perturbation neighbor --sampling.schedule e3"),
         (f"--strategy '{NOISE}'", 1, 0, NOISE, "--policy_noise psn --policy_noise.sigma 0.004 --credit top_entropy"),
-        (f"--strategy '{NGRPO}'", 1, 0, NGRPO, "--perturbation.rate 0.5 --preset gspo --advantage ngrpo"),
         # An arm's own flags replace the shared ones.
         (f"{SHARED} none", 2, 0, "none", "--rollout.temperature 0.7 --advantage ngrpo --reproducible true"),
         (
@@ -113,18 +106,6 @@ def test_evaluation_while_training_is_like_the_one_after() -> None:
     assert plan(*words, "--eval.steps", "5").shared == (*added, "--eval.steps", "5", *MODEL)
     fewer = plan(*words, "--eval.steps", "5", "--eval.n_samples_per_prompt", "2").shared
     assert fewer[:4] == ("--eval.temperature", "1", "--ckpt.best_metric_key", "none")
-
-
-@pytest.mark.parametrize("steps", [[], ["--eval.steps", "5"]])
-def test_an_evaluation_before_the_training_is_the_trainings_own(steps: list[str], tmp_path: Path) -> None:
-    """It begins the learning curve of each run, drawn as the evaluations that follow it."""
-    made = plan("--perturbations", "none", "--hardware", "cpu", *steps, "--eval.at_start")
-    assert made.evaluation == ("--task", "arithmetic", "--n", "8")
-    assert run_config(made, made.runs()[0], Path("folder")).eval_at_start
-    assert has(made, 0, "--eval.n_samples_per_prompt 8 --ckpt.best_metric_key none")
-    command.check(made, tmp_path, print)
-    off = plan("--perturbations", "none", "--eval.at_start", "false")
-    assert not run_config(off, off.runs()[0], Path("folder")).eval_at_start
 
 
 def test_evaluation_is_unperturbed_unless_the_perturbation_is_part_of_the_policy() -> None:
@@ -193,23 +174,16 @@ def test_the_identity_of_a_usual_run_stays(words: str, pinned: str, monkeypatch:
     ("given", "message"),
     [
         (["--perturbations", "none,neighbour"], "Did you mean 'neighbor'"),
-        (["--perturbations", "none", "--seeds", "0,x"], "'x' must be a whole number"),
         (["--perturbations", "none", "--seeds", "0,0"], "given twice"),
-        (["--perturbations", "none", "--seeds"], "--seeds needs a value"),
-        (["--perturbations", "none", "--base", "grop"], "Did you mean 'grpo'"),
         (["--perturbations", "none", "--baseline", "neighbor"], "none of the strategies"),
         (["--perturbations", "none", "--train.seed", "3"], "give --seeds"),
         (["--perturbations", "none", "--perturbation.rate", "0.2"], "--sweep perturbation.OPTION"),
         (["--perturbations", "none", "--ckpt.path", "x"], "give --out DIR"),
         (["--perturbation", "none"], "--perturbations, --strategy"),
-        (["--perturbations", "none", "neighbor"], "'neighbor' is one too many"),
         (["none"], "unexpected word 'none'"),
-        (["--perturbations", "none", "--stock", "yes"], "--stock yes: it takes no value"),
         (["--perturbatons", "none"], "Did you mean '--perturbations'"),
-        (["--perturbations", "none", "--sweep", "train.seed=1,2"], "give --seeds"),
         (["--perturbations", "none", "--eval.model", "x"], "set by ngrpo compare"),
         (["--perturbations", "none", "--threshold", "0.8", "--eval.data", "none"], "0.8 counts evaluated runs"),
-        *((["--perturbations", "none", "--threshold", bad], f"--threshold {bad}") for bad in ("1", "-0.1", "x", "nan")),
     ],
 )
 def test_bad_input_is_one_clear_error(given: list[str], message: str) -> None:
@@ -217,30 +191,18 @@ def test_bad_input_is_one_clear_error(given: list[str], message: str) -> None:
         plan(*given)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("perturbation: none", "Did you mean 'perturbations'"),
-        ("- none", "must hold lines"),
-        ("sweep: 3", "sweep must hold lines"),
-    ],
-)
-def test_bad_file(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_file(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
-    file.write_text(text)
-    with pytest.raises(UsageError, match=message):
+    file.write_text("perturbation: none")
+    with pytest.raises(UsageError, match="Did you mean 'perturbations'"):
         read_plan(["--config", str(file), *MODEL])
 
 
-UNANSWERED = '{"input": "1+1?", "label": "2"}\n{"input": "2+2?", "label": ""}\n'
-
-
-@pytest.mark.parametrize(("rows", "message"), [("", "empty"), (UNANSWERED, "row 2")])
-def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows: str, message: str) -> None:
+def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> None:
     file = tmp_path / "held_out.jsonl"
-    file.write_text(rows)
+    file.write_text('{"input": "1+1?", "label": "2"}\n{"input": "2+2?", "label": ""}\n')
     words = ["--perturbations", "none", "--out", str(tmp_path / "out"), "--eval.data", str(file), *MODEL]
-    with pytest.raises(UsageError, match=f"(?s)evaluation: .*({message})"):
+    with pytest.raises(UsageError, match=r"(?s)evaluation: .*row 2"):
         command.run(words, report=print)
     assert not (tmp_path / "out").exists()
 
@@ -249,11 +211,9 @@ def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path, rows:
     ("given", "message"),
     [
         (["--eval.n", "0"], "evaluation: n=0: must be at least 1"),
-        (["--eval.k", "9"], "evaluation: k=9"),
         (["--diagnose.group", "1"], "diagnosis: sampling option group=1"),
         (["--sweep", "nope=1,2"], "strategy 'none nope=1': unknown flag '--nope'"),
         (["--sweep", "rollout.top_p=0.5,abc"], "rollout.top_p=abc': --rollout.top_p abc: must be a number"),
-        (["--algo.advantage.estimator", "group_norm"], "requires n_samples_per_prompt > 1"),
     ],
 )
 def test_what_a_later_command_would_refuse_is_refused_at_once(given: list[str], message: str) -> None:

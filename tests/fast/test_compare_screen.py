@@ -47,8 +47,3 @@ def test_later_runs_take_as_long_as_the_finished_ones(
     clock.seconds += 60
     view.step(StepLine(1, 0.5, 30.0), prompts=64)
     assert said(capsys).endswith("step 1/8: reward 0.500, 30 s, about 9 min left")
-    clock.seconds += 600
-    view.step(StepLine(8, 0.5, 30.0), prompts=64)
-    assert said(capsys).endswith("about 5 min left"), "a slow run does not make the others slow"
-    view.step(StepLine(9, 0.5, None), prompts=None)
-    assert said(capsys) == "[3/4] none, seed 3: step 9: reward 0.500"

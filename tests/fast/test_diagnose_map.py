@@ -89,27 +89,6 @@ def test_tokens_without_a_context_are_left_out(made: Any) -> None:
     assert gumbel["changed_share"] > 0.5
 
 
-def test_its_sentences_have_the_chat_template_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the template's arguments."""
-    asked: list[str] = []
-
-    class Templated(Tokenizer):
-        chat_template = "{{ enable_thinking }}"
-
-        def apply_chat_template(self, messages: Any, enable_thinking: bool = True, **_: Any) -> str:
-            return messages[0]["content"] + ("" if enable_thinking else "<think></think>")
-
-        def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-            asked.append(text)
-            return [1]
-
-    monkeypatch.setattr("ngrpo.rollout.set_perturbation", lambda llm, name: None)
-    monkeypatch.setattr(embedding_map, "generate", lambda *_, **__: [])
-    llm: Any = SimpleNamespace(get_tokenizer=Templated)
-    embedding_map.contexts(llm, [(5, " sum")], 0, {"enable_thinking": False})
-    assert asked == ["Write a few sentences about anything. Use the word sum in every sentence.<think></think>"]
-
-
 def test_the_plane_by_hand() -> None:
     # A cross with arms 3 along the first axis and 1 along the third: variances 18 and 2 of 20.
     cross = torch.tensor([[3.0, 0, 0], [-3.0, 0, 0], [0, 0, 1.0], [0, 0, -1.0]]) + torch.tensor([5.0, 5.0, 5.0])
@@ -142,6 +121,3 @@ def test_the_probe_keeps_the_steps_that_were_asked_for(
     assert proposal.tokens.tolist() == sampled.tolist() and proposal.edit.ids.squeeze(-1).tolist() == sampled.tolist()
     kept = group_sampling.LIKELIEST
     assert [(float(row.max()), position) for row, position in kept[5]] == [(2.0, 10), (4.0, 12)] and list(kept) == [5]
-    kept.clear()
-    perturbation.propose(step)
-    assert kept == {}

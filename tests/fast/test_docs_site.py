@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation site: its navigation, the pages that are made of the code, its pictures; built where mkdocs is."""
+"""The documentation site: the pages that are made of the code, links, named files; built where mkdocs is."""
 
 import os
 import re
 import subprocess
 import sys
-import xml.dom.minidom
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from ngrpo.commands import extensions
 from ngrpo.config.kinds import FLAGS
@@ -24,30 +22,6 @@ sys.path.insert(0, str(DOCS / "_site"))
 import method_pages  # noqa: E402
 
 METHODS = [(kept, name) for kept in FLAGS for name in kept.in_tree()]
-
-
-class _Loader(yaml.SafeLoader):
-    """mkdocs.yml names functions of Python's."""
-
-
-_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
-
-
-def nav_pages(part: Any) -> list[str]:
-    """The pages of a part of the navigation."""
-    if isinstance(part, str):
-        return [part]
-    return [page for each in (part if isinstance(part, list) else part.values()) for page in nav_pages(each)]
-
-
-def test_every_page_is_in_the_navigation_once_or_hidden_there() -> None:
-    config = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), _Loader)
-    listed = nav_pages(config["nav"])
-    hidden = tuple(place.removeprefix("/") for place in config["not_in_nav"].split())
-    made = {"index.md", "contributing.md", "changelog.md", "recipes.md"}
-    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} | made
-    assert len(listed) == len(set(listed)) <= 16
-    assert set(listed) == {page for page in pages if not page.startswith(hidden)}, "mkdocs.yml, `nav`"
 
 
 @pytest.mark.parametrize(("kept", "name"), METHODS, ids=lambda each: getattr(each, "kind", each))
@@ -67,15 +41,6 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
     if kept is registry.perturbations and name != "none":
         assert "When to use it" in heads and "What it changes and costs" in heads, "rows of docs/methods.md"
         assert "https://arxiv.org/abs/" in page
-
-
-def test_pictures_are_whole_and_say_what_they_show() -> None:
-    pictures = list((DOCS / "pictures").glob("*.svg"))
-    assert len(pictures) >= 3
-    for picture in pictures:
-        svg = xml.dom.minidom.parse(str(picture)).documentElement
-        assert svg.getAttribute("role") == "img" and len(svg.getAttribute("aria-label")) > 40, picture.name
-        assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", ""), picture.name
 
 
 def test_the_readme_is_read_in_minutes() -> None:
@@ -103,6 +68,12 @@ def test_links_between_pages_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "llms.txt", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]:
         for link in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.relative_to(ROOT)}: {link}"
+
+
+def test_files_that_pages_name_exist() -> None:
+    for page in (ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"):
+        for name in re.findall(r"`((?:perturbations|ngrpo|tests|benchmarks)/[\w/]+\.py)`", page.read_text("utf-8")):
+            assert (ROOT / name).is_file(), f"{page.relative_to(ROOT)}: {name}"
 
 
 @pytest.mark.skipif(not all(map(find_spec, ("mkdocs", "material", "mkdocstrings"))), reason="needs the extra docs")

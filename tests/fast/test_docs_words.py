@@ -40,14 +40,6 @@ HARD = (
     r"|asked for|at hand|in place|comes with|made of|refused unless|nothing but|all that|those that|proves?|so-called"
     r"|gone round"
 )
-# *Answer* is what a scorer reads in a response: the pages of scorers, and these expressions elsewhere.
-SCORERS = ("evaluation.md", "decisions.md", "figures.md")
-READ_BY_A_SCORER = (
-    r"(?:final|different|distinct|math|canonical|reference|readable) answers?|answer checking|Answer briefly"
-    r"|questions? and answers?|column of answers|finds (?:the|an) answer|answer's form"
-)
-SCORER_CODE = ("workbench/scoring/", "workbench/tasks/", "commands/data.py", "commands/eval.py", "command_parser.py")
-SCORER_CODE += ("benchmarks/",)  # graders of answers, and processes that answer
 MOST_WORDS, MOST_IN_PARENTHESES, MOST_OF_ALL = 30, 8, 22_000
 
 
@@ -80,10 +72,6 @@ def words(text: str) -> int:
 
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def unscored(text: str) -> str:
-    return re.sub(READ_BY_A_SCORER, "", text, flags=re.IGNORECASE)
 
 
 def lines_with(words: str, texts: dict[str, str]) -> list[str]:
@@ -131,11 +119,6 @@ def test_sentences_are_short_and_plain(page: Path) -> None:
     assert not found
 
 
-def test_a_policy_writes_responses() -> None:
-    texts = {name_of(page): unscored(without_glossary(page)) for page in PAGES if page.name not in SCORERS}
-    assert not lines_with("answers?", texts), "response"
-
-
 FOLDERS = {"perturbations": "*.py", "ngrpo": "*.py", "ngrpo/commands/templates": "*.txt", "benchmarks": "*.py"}
 FOLDERS |= {"examples": "*.[pys]*", "ngrpo/workbench/report/templates": "*.html"}
 FILES = [path for folder, names in FOLDERS.items() for path in sorted((ROOT / folder).rglob(names)) if path.is_file()]
@@ -155,12 +138,6 @@ def written(path: Path) -> str:
 def test_messages_and_docstrings_are_plain_too() -> None:
     assert len(FILES) > 250
     assert not lines_with(HARD, {name_of(path): written(path) for path in FILES})
-
-
-def test_messages_call_a_response_so() -> None:
-    files = [path for path in FILES if not any(part in name_of(path) for part in SCORER_CODE)]
-    texts = {name_of(path): unscored(written(path)) for path in files}
-    assert not lines_with("answer(?:s|ed)?", texts), "response"
 
 
 def test_the_pages_are_read_in_two_hours() -> None:

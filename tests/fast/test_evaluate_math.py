@@ -25,16 +25,6 @@ def test_pairs() -> None:
     assert [case for case in MATH_CASES if check_math(case["gold"], case["response"]).correct != case["right"]] == []
 
 
-@pytest.mark.more
-def test_agrees_with_math_verify_where_it_is_right() -> None:
-    from math_verify import parse, verify
-
-    plain = [pair.right == verify(parse(f"\\boxed{{{pair.gold}}}"), parse(pair.response)) for pair in MATH]
-    assert sum(plain) > 250
-    disagreed = [p for p, right in zip(MATH, plain) if right and check_math(p.gold, p.response).correct != p.right]
-    assert disagreed == []
-
-
 @pytest.mark.parametrize(
     "forms",
     [

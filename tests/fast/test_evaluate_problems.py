@@ -10,7 +10,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.machine.models import packaged
-from ngrpo.workbench.evaluate import load_problems, load_task
+from ngrpo.workbench.evaluate import load_problems
 from ngrpo.workbench.scoring.problems import BENCHMARKS, BOXED, LETTER
 from perturbations.errors import UsageError
 
@@ -37,15 +37,6 @@ def test_verl_parquet(tmp_path: Path, truth: Any) -> None:
     assert [m["role"] for m in problem.messages] == ["system", "user"]
     assert problem.question == "2 + 2?"  # a prompt is left as it is
     assert problem.meta == {"data_source": "a/set"}
-
-
-def test_real_verl_parquet(shared_data: Path) -> None:
-    aime = load_problems(str(shared_data / "aime2025.parquet"))
-    assert len(aime) == 30 and {p.scorer for p in aime} == {"math"}
-    assert aime[0].answer == "70" and aime[0].question.startswith("Find the sum of all integer bases")
-    test = load_problems(str(shared_data / "math_test.parquet"))
-    # Row 3527 has lost its target; its solution has the answer in its box.
-    assert len(test) == 5000 and test[3526].answer == r"\mbox{Saturday}"
 
 
 def test_a_problem_without_an_answer_is_named(shared_data: Path) -> None:
@@ -78,7 +69,6 @@ def test_openrlhf_with_messages_and_own_keys(tmp_path: Path) -> None:
     ("row", "answer"),
     [
         ({"problem": "2 + 2?", "answer": "4", "solution": "long"}, "4"),
-        ({"Problem": "2 + 2?", "Answer": 4}, "4"),
         ({"question": "2 + 2?", "answer": "Add.\n#### 4"}, "4"),  # GSM8K
         ({"problem": "2 + 2?", "solution": r"Add: $\boxed{4}$."}, "4"),  # MATH
         ({"question": "2 + 2?", "final_answer": ["4"]}, "4"),  # OlympiadBench
@@ -133,19 +123,13 @@ def test_endings(tmp_path: Path, ending: str) -> None:
     ("name", "text", "says"),
     [
         ("empty.jsonl", "", r"is empty\. Give a file"),
-        ("empty.csv", "problem,answer\n", "is empty"),
         ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem"\n', "line 2 is not JSON"),
-        ("a.jsonl", "[1]\n", "line 1 is not a JSON object"),
-        ("a.json", "[1, 2]", "must be an array of JSON objects"),
         ("a.parquet", "nothing", "cannot be read as parquet"),
         ("a.jsonl", '{"text": "x", "result": "1"}\n', "unknown layout: the columns are text, result"),
         ("a.jsonl", '{"problem": "x", "answer": "1"}\n{"problem": "y", "answer": ""}\n', "row 2 has no answer"),
-        ("a.jsonl", '{"problem": "", "answer": "1"}\n', r"row 1 \(question and answer layout\): no question"),
         ("a.jsonl", '{"input": "x", "label": ["1", "2"]}\n', r"row 1 .*2 reference answers"),
         ("a.jsonl", f'{ASKED}{{"input": "x", "label": 1}}\n', "row 2 has the OpenRLHF layout, row 1 the question and"),
-        ("a.jsonl", f'{ASKED}{{"text": 1}}\n', "row 2 has an unknown layout"),
         ("a.jsonl", ASKED + CHOICES % '["3", "4"]', "row 2 .*the column 'choices' is not read .*A. first"),
-        ("a.jsonl", CHOICES % '{"text": ["3"]}', "row 1 .*the column 'choices' is not read"),
     ],
 )
 def test_bad_files(tmp_path: Path, name: str, text: str, says: str) -> None:
@@ -163,8 +147,6 @@ def test_missing_answers_and_files(tmp_path: Path) -> None:
         load_problems(str(tmp_path / "problem.jsonl"))
     with pytest.raises(UsageError, match=r"'aime2052' names no problems.*Did you mean 'aime2025'"):
         load_problems("aime2052")
-    with pytest.raises(UsageError, match="neither a benchmark nor a file"):
-        load_problems("notes.txt/x@y@z")
 
 
 def test_benchmarks_go_through_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,14 +200,13 @@ def test_a_hub_out_of_reach_is_one_message_within_seconds(
     assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
 
 
-@pytest.mark.parametrize("command", ["eval", "diagnose"])
-def test_the_model_is_looked_for_before_the_problems(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_looked_for_before_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise UsageError(f"model {name!r}: there is no such folder")
 
     monkeypatch.setattr(packaged, "check_on_hub", missing)
     monkeypatch.setattr("ngrpo.workbench.scoring.problems._rows", lambda *_: pytest.fail("the problems came first"))
-    assert cli.main([command, "--model", "no-such", "--data", "aime2025"]) == 2
+    assert cli.main(["eval", "--model", "no-such", "--data", "aime2025"]) == 2
 
 
 def test_scorers_by_name(tmp_path: Path) -> None:
@@ -234,12 +215,5 @@ def test_scorers_by_name(tmp_path: Path) -> None:
         load_problems(source, scorer="maths")
     with pytest.raises(UsageError, match="the answer '1' is not a letter"):
         load_problems(source, scorer="choice")
-    with pytest.raises(UsageError, match="was not made by reasoning-gym"):
-        load_problems(source, scorer="reasoning_gym")
     with pytest.raises(UsageError, match="there is no such file"):
         load_problems(source, scorer=str(tmp_path / "reward.py"))
-
-
-def test_a_tasks_problems() -> None:
-    assert [p.id for p in load_task("arithmetic", limit=2)] == ["arithmetic-0", "arithmetic-1"]
-    assert [p.scorer for p in load_task("arithmetic")] == ["task:arithmetic"] * 16

@@ -69,9 +69,6 @@ def test_answers_are_numbered_by_round_and_not_by_the_life_of_the_process() -> N
     assert [resumed.next(*one) for one in asked[8:]] == numbers[8:]
 
 
-# --- before the first step -----------------------------------------------------------------------------------------
-
-
 class Trainer:
     """OpenRLHF's trainer, as far as an evaluation needs it."""
 

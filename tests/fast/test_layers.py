@@ -89,12 +89,6 @@ def imports(module: str) -> tuple[set[str], set[str]]:
 GRAPH = {module: imports(module) for module in MODULES}
 
 
-def test_deferred_and_typed_imports_are_seen() -> None:
-    assert "ngrpo.machine.models.packaged" in GRAPH["ngrpo.commands.eval"][0], "an import inside a function"
-    runs, typed = GRAPH["ngrpo.workbench.diagnose.diagnosis"]
-    assert "ngrpo.config.arms" in typed and "ngrpo.config.arms" not in runs, "for type checkers only"
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_from_its_floor_and_below(module: str) -> None:
     runs, typed = GRAPH[module]

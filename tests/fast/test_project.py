@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What packaging, make and CI promise."""
+"""What packaging and make promise."""
 
 import ast
-import os
 import re
 import subprocess
 from importlib import import_module, metadata
@@ -47,9 +46,6 @@ def names(requirements: list[str]) -> set[str]:
 
 def test_no_extra_compiles_anything_but_for_those_who_ask() -> None:
     found = extras()
-    assert set(found) == {"cpu", "cuda", "hnsw", "trl", "verl", "test", "docs", "dist"}
-    of_docs = names(found["docs"] + found["dist"])
-    assert names(found["test"]).isdisjoint(of_docs), "make test sets up no more than it runs"
     for extra in ("cpu", "cuda"):
         # openrlhf requires flash-attn, which is built from source.
         assert names(found[extra]).isdisjoint({"openrlhf", "flash-attn", "faiss-cpu"}), extra
@@ -102,33 +98,6 @@ def test_the_range_of_python_is_the_same_wherever_it_is_written() -> None:
     assert f"(3, {low}) <= sys.version_info[:2] <= (3, {int(high) - 1})" in (ROOT / "Makefile").read_text()
 
 
-def test_what_make_calls_exists() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    scripts = re.findall(r"examples/[\w/]+\.\w+", makefile)
-    modules = re.findall(r"benchmarks\.\w+", makefile)
-    assert len(scripts) + len(modules) >= 3
-    assert not [script for script in scripts if not (ROOT / script).is_file()]
-    assert not [module for module in modules if find_spec(module) is None]
-
-
-MAKE = """#!/bin/sh
-echo "$1" >> "$CALLS"
-[ "$1" != "$FAILING" ] || exit 2
-"""
-
-
-@pytest.mark.parametrize("failing", ["", "lint", "test", "test-more"])
-def test_ci_runs_all_tests(failing: str, tmp_path: Path) -> None:
-    (tmp_path / "make").write_text(MAKE)
-    (tmp_path / "make").chmod(0o755)
-    log, path = tmp_path / "calls", os.pathsep.join([str(tmp_path), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "CALLS": str(log), "FAILING": failing}
-    done = subprocess.run([ROOT / ".ci" / "run"], env=env, capture_output=True, check=False)
-    assert done.returncode == (2 if failing else 0)
-    called = ["lint", "test", "test-more"]
-    assert log.read_text().split() == (called[: called.index(failing) + 1] if failing else called)
-
-
 def test_shell_scripts_parse() -> None:
     for script in [ROOT / ".ci" / "run", *(ROOT / "examples").rglob("*.s[hb]*")]:
         subprocess.run(["bash", "-n", str(script)], check=True)
@@ -140,12 +109,9 @@ def test_files_stay_small() -> None:
 
 
 def test_every_python_file_names_its_license() -> None:
-    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False)
-    files = [ROOT / name for name in listed.stdout.splitlines()]
-    files = files or [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]  # no git: an archive
-    assert len(files) > 100
-    bare = [str(file.relative_to(ROOT)) for file in files if file.is_file() and not file.read_text().startswith(SPDX)]
-    assert not bare, f"the first line of each is to be {SPDX!r}"
+    files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*.py")]
+    bare = [str(file.relative_to(ROOT)) for file in files if not file.read_text().startswith(SPDX)]
+    assert len(files) > 100 and not bare, f"the first line of each is to be {SPDX!r}"
 
 
 def test_the_cpu_image_is_what_make_sets_up() -> None:

@@ -114,27 +114,15 @@ def test_responses_that_say_little_are_counted_beside_each_score(tmp_path: Path)
     ]
 
 
-def test_the_clearest_difference_has_a_p_and_an_interval_of_shares(tmp_path: Path) -> None:
-    """30 problems, none right and all: Wilson's interval, and 2 of 2^30 patterns of signs."""
-    names = [f"problem {i}" for i in range(30)]
-    files = [of_eval(tmp_path / name, {one: [right] for one in names}) for name, right in (("no", 0), ("all", 1))]
-    none, every = [row.split() for row in lines(files) if row.startswith("mean")]
-    assert none[2:5] == ["0.000", "[0.000,", "0.114]"]
-    assert every[2:5] == ["1.000", "[0.886,", "1.000]"] and every[10:] == ["+1.000", "<0.001", "*", "–"]
-
-
-def test_a_damaged_line_is_refused_as_by_eval(tmp_path: Path) -> None:
+def test_an_evaluation_that_is_still_running_is_read_up_to_its_last_whole_line(tmp_path: Path) -> None:
     row = {"problem": "a", "sample": 0, "correct": False}
     ResultFolder(tmp_path).append("samples.jsonl", [row, {**row, "sample": 1}])
     file = tmp_path / "samples.jsonl"
-    whole = file.read_text()
-    file.write_text(whole.replace("false", "true", 1))
-    with pytest.raises(UsageError, match=r"samples\.jsonl: line 1 is damaged"):
-        read(str(file))
-    file.write_text(whole[:-20])  # of an evaluation that is still running
+    cut = file.read_text()[:-20]
+    file.write_text(cut)
     told: list[str] = []
     assert read(str(file), told.append).counts == {"a": (1, 0)}
-    assert "cut off half-way" in told[0] and file.read_text() == whole[:-20]
+    assert "cut off half-way" in told[0] and file.read_text() == cut
 
 
 def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
@@ -158,21 +146,12 @@ def test_several_files_are_corrected_for(tmp_path: Path) -> None:
     assert "+0.000" in table[1] and "*" not in table[1]
 
 
-@pytest.mark.parametrize("content", ["", "[1]\n", "{\n", '{"other": 1}\n', '{"problem": "a"}\n'])
+@pytest.mark.parametrize("content", ["", "[1]\n", '{"problem": "a"}\n'])
 def test_what_is_no_file_of_samples(tmp_path: Path, content: str) -> None:
     file = tmp_path / "samples_x.jsonl"
     file.write_text(content)
     with pytest.raises(UsageError, match="samples_x"):
         read(str(file))
-
-
-def test_a_file_of_samples_line_by_line(tmp_path: Path) -> None:
-    """U+2028 within a line, a sample written twice, and a name before the path."""
-    rows = [{"problem": "a\u2028", "sample": 0, "correct": right} for right in (True, False)]
-    file = tmp_path / "other.jsonl"
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    assert read(str(file))[:2] == ("other.jsonl", {"a\u2028": (1, 1)})
-    assert read(f"ours={file}").name == "ours"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,10 +56,8 @@ def test_equal_tables_are_equal_and_not_different() -> None:
     [
         # Five seeds, 16 problems, 1 instead of 0 in each: 2 of 2^16 patterns of signs are as far from 0.
         (np.ones((5, 16)), 2 / 2**16, "better: Mean@8 +1.000 against none with each of 5 seeds (p 3.1e-05 over"),
-        (np.full((3, 4), -0.25), 2 / 2**4, "within noise: Mean@8 -0.250 against none with each of 3 seeds (p 0.12"),
         # One problem: over seeds.
         (np.ones((6, 1)), 2 / 2**6, "better: Mean@8 +1.000 against none with each of 6 seeds (p 0.031)"),
-        (np.ones((5, 1)), 2 / 2**5, "within noise: Mean@8 +1.000 against none with each of 5 seeds (p 0.062)"),
         # Seeds differ by the same, problems do not: t of 0, 0.5, 0.5, 1 is 0.5 / (0.40825 / 2) = 2.4495, 3 degrees.
         (np.tile([0.0, 0.5, 0.5, 1.0], (3, 1)), 0.0917, "within noise: Mean@8 +0.500 against none with each of 3"),
     ],
@@ -83,7 +81,6 @@ def test_one_seed_whose_problems_all_gain(problems: int, noise: bool) -> None:
     [
         # Wilson: of 0 in 30 from 0 to z² / (30 + z²), z = 1.959964.
         (np.zeros((30, 1)), 0.0, 3.841459 / 33.841459),
-        (np.zeros((1, 30)), 0.0, 3.841459 / 33.841459),
         (np.ones((5, 16)), 16 / (16 + 3.841459), 1.0),
         # 1 in 3: (1 + z²/2 ± z √(2/3 + z²/4)) / (3 + z²).
         (np.array([[1.0], [0.0], [0.0]]), 0.0615, 0.7923),
@@ -161,14 +158,11 @@ def problems(value: float, low: float) -> dict[str, Any]:
             5,
             "within noise: Mean@8 +0.020 [-0.010, +0.050] against none over 5 seeds (p 0.1, 0.4 corr",
         ),
-        (of(0.02, 0.4, 4), 5, "below about 0.070 a difference would often have been missed"),
         (of(0.09, 0.01), 5, "better: Mean@8 +0.090 [+0.060, +0.120] against none over 5 seeds (p 0.01)"),
         (of(-0.09, 0.02, 2), 3, "worse: Mean@8 -0.090"),
         (of(0.09, 0.01, seeds=2), 2, "2 seeds are too few to tell a method from luck"),
         (problems(0.09, 0.04), 1, "Mean@8 +0.090 [+0.040, +0.120] over problems against none, the problems agree, but"),
         (problems(0.01, -0.04), 1, "one seed gives no interval over seeds"),
-        (statistics.paired(np.ones((1, 1)), np.full((1, 1), 0.5)), 1, "Mean@8 +0.500 against none, within noise"),
-        (None, 0, "could not be compared with none"),
         (None, 3, "was not compared with none: there is no evaluation, and rewards are of rollouts drawn otherwise"),
     ],
 )
@@ -179,8 +173,3 @@ def test_verdicts(difference: dict | None, seeds: int, expected: str) -> None:
 @pytest.mark.parametrize(("low", "high"), [(0.0, 0.2), (-0.2, 0.0)])
 def test_an_interval_that_ends_at_0_holds_it(low: float, high: float) -> None:
     assert statistics.with_noise({"low": low, "high": high})["within_noise"]
-
-
-def test_shapes_must_agree() -> None:
-    with pytest.raises(ValueError, match="same seeds and problems"):
-        statistics.paired(np.zeros((2, 3)), np.zeros((2, 4)))

@@ -1,30 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is published of a study, from results alone: contrasts pooled over tasks, tables; and how intervals cover."""
+"""What docs/ publishes of studies is what their results give; contrasts pooled over tasks; how intervals cover."""
 
-import copy
 import gzip
 import json
 import math
+import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks import coverage, pooled, study
+from benchmarks import coverage, pooled, publishing, study, trap_results
 from ngrpo.workbench import statistics
+from ngrpo.workbench.compare import results as comparison
+from tests.conftest import ROOT
 from tests.report_example import example
 
-PAIRS = {"neighbor helps": ["neighbor rate=0.1", "none"], "noise helps": ["gaussian rate=0.1", "none"]}
+DOCS = ROOT / "docs"
+PAIRS = {"neighbor helps": ["neighbor", "none"], "noise helps": ["gumbel", "none"]}
 
 
 def with_scores(ours: list[int], baseline: list[int]) -> dict[str, Any]:
     """A comparison in which each run has one problem, of which so many of 16 answers are right."""
     results = example(steps=2, seeds=len(ours))
     for run in results["runs"]:
-        right = {"neighbor rate=0.1": ours, "none": baseline}.get(run["strategy"], baseline)[run["seed"]]
+        right = {"neighbor": ours, "none": baseline}.get(run["strategy"], baseline)[run["seed"]]
         run |= {"status": "done", "evaluation": {"problems": [{"id": "a", "n": 16, "correct": right}]}}
     return results
 
@@ -53,52 +57,90 @@ def test_seeds_without_a_partner_are_left_out_and_too_few_are_said() -> None:
     assert (cell, whole, p, chance) == ("– (1 seeds)", "–", "–", "–")
 
 
-def test_a_study_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    for name in ("sums", "products"):
-        results = copy.deepcopy(example(steps=4, seeds=3))
-        for run in results["runs"]:
-            if run["strategy"] == "neighbor rate=0.1":
-                run["steps"][-1][study._DRIFT] = 0.25
-        (tmp_path / "runs" / name).mkdir(parents=True)
-        (tmp_path / "runs" / name / "results.json").write_text(json.dumps(results))
-    file = tmp_path / "contrasts.yaml"
-    file.write_text("neighbor helps: ['neighbor rate=0.1', none]\n")
-    words = ["study", str(tmp_path / "runs"), "--contrasts", str(file), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", words)
-    study.main()
-    text = (tmp_path / "out" / "tables.md").read_text()
-    published = json.loads(gzip.decompress((tmp_path / "out" / "sums" / "results.json.gz").read_bytes()))
-    assert published == json.loads((tmp_path / "runs" / "sums" / "results.json").read_text())
-    assert "11 of 12 runs finished" in text and "ngrpo compare --perturbations" in text
-    assert "## Contrasts in Mean@n" in text and "## Contrasts in Pass@8" in text
-    row = next(line for line in text.splitlines() if line.startswith("| neighbor rate=0.1 |"))
-    assert row.rstrip(" |").endswith("0.250")
-    file.write_text("nobody: [neighbour, none]\n")
-    with pytest.raises(SystemExit):
-        study.main()
-    assert "no strategy is called 'neighbour'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("program", "results", "page"),
+    [
+        (study, "", "study"),
+        *((trap_results, name, name) for name in ("study2", "study2_pilot", "study2_pilot_larger_rate")),
+    ],
+)
+def test_published_tables_are_those_of_the_results(
+    program: ModuleType, results: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = DOCS / "results" / results
+    monkeypatch.setattr(publishing, "write_report", lambda data, path: None)
+    monkeypatch.setattr(sys, "argv", [page, str(folder), "--out", str(tmp_path)])
+    program.main()
+    assert (tmp_path / "tables.md").read_text() == (DOCS / "studies" / "tables" / f"{page}.md").read_text()
+    assert publishing.published(tmp_path) == publishing.published(folder)
 
 
-# --- how often an interval over seeds covers, in a simulation small enough for a test ---------------------------------
+def test_what_cannot_be_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "sums").mkdir(parents=True)
+    results = example()
+    results["runs"][0]["status"] = "pending"
+    (tmp_path / "runs" / "sums" / "results.json").write_text(json.dumps(results))
+    (tmp_path / "contrasts.yaml").write_text("nobody: [neighbour, none]\n")
+    words = [str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    for program, more, said in (
+        (study, ["--contrasts", str(tmp_path / "contrasts.yaml")], "no strategy is called 'neighbour'"),
+        (trap_results, [], "2 runs are not finished: none-seed0"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["publish", *words, *more])
+        with pytest.raises(SystemExit):
+            program.main()
+        assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
-SPREAD = coverage.WORLDS[1]
+
+def leaves(value: object, path: str = "") -> dict[str, object]:
+    """The numbers and words of a result, each under its path."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if inner is None:
+        return {path: value}
+    return {place: leaf for key, each in inner for place, leaf in leaves(each, f"{path}/{key}").items()}
+
+
+def test_published_results_are_computed_again() -> None:
+    """From the runs that docs/ holds; docs/studies/study2.md has the ends of intervals that are others since."""
+    changed = []
+    for file in DOCS.glob("results/**/results.json.gz"):
+        found = json.loads(gzip.decompress(file.read_bytes()))
+        threshold = found["summary"][0].get("above", {}).get("threshold")
+        names = [strategy["id"] for strategy in found["strategies"]]
+        again = leaves(comparison.summarise(found["runs"], names, found["baseline"], threshold))
+        before = leaves(found["summary"])
+        changed += [(path, leaf, again[path]) for path, leaf in before.items() if again.get(path, ()) != leaf]
+    ends = [path for path, _, _ in changed if path.endswith(("/low", "/high"))]
+    words = [(was.partition(" [")[0], now.partition(" [")[0]) for path, was, now in changed if path.endswith("verdict")]
+    over = [now for path, _, now in changed if path.endswith("/over")]
+    none_detectable = [now for path, was, now in changed if path.endswith("detectable") and was == 0.0]
+    assert len(ends) == 76 and all(was == now for was, now in words) and set(none_detectable) == {None}
+    assert set(over) == {"problems"} and len(changed) == len(ends) + len(words) + len(none_detectable) + len(over)
+
+
+def test_methods_md_says_what_was_measured() -> None:
+    """The last column of the perturbations' table: of each that was run, the study's first arm, with its options."""
+    published = DOCS / "results" / "study2" / "shortcut-late" / "results.json.gz"
+    measured: dict[str, str] = {}
+    for strategy, _, above, mean, *_ in trap_results.ends(json.loads(gzip.decompress(published.read_bytes()))):
+        name, _, options = strategy.strip("`").partition(" ")
+        measured.setdefault(name, f"{above}, {mean}" + (f" (`{options}`)" if options else ""))
+    table = (DOCS / "methods.md").read_text(encoding="utf-8").partition("| method | what is fed |")[2]
+    rows = [line.split(" | ") for line in table.partition("\n\n")[0].splitlines()[2:]]
+    told = {tuple(re.findall(r"`(\w+)`", row[0])): row[-1].removesuffix(" |") for row in rows}
+    assert told == {names: "; ".join(measured.get(name, "–") for name in names) for names in told}
+    assert set(measured) <= {name for names in told for name in names}
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("seeds", [3, 5])
-def test_students_t_covers_and_the_bootstrap_does_not(seeds: int) -> None:
+def test_students_t_covers_and_the_bootstrap_does_not() -> None:
     """400 trials, standard error 0.011 at 0.95. With five seeds a percentile interval reaches 1.96 · sqrt(4/5) standard
-    errors where t reaches 2.776, which under a normal distribution is 85%; with three it is lower still."""
-    assert coverage.coverage(SPREAD, seeds, 400, coverage.student) == pytest.approx(0.95, abs=0.033)
-    assert coverage.coverage(SPREAD, seeds, 400, coverage.percentile) < 0.90
-
-
-@pytest.mark.more
-def test_holm_keeps_the_chance_of_any_false_finding() -> None:
-    """150 comparisons of eight equal strategies: without a correction far more than one in twenty calls one
-    different, with it at most that many; 0.05 plus 2.5 standard errors of 0.018."""
-    plain, corrected = coverage.false_findings(SPREAD, 5, 150)
-    assert plain > 0.15 and corrected < 0.095
+    errors where t reaches 2.776, which under a normal distribution is 85%."""
+    spread = coverage.WORLDS[1]
+    assert coverage.coverage(spread, 5, 400, coverage.student) == pytest.approx(0.95, abs=0.033)
+    assert coverage.coverage(spread, 5, 400, coverage.percentile) < 0.90
 
 
 def test_the_pooled_difference_by_hand() -> None:

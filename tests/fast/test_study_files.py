@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.machine.storage import datafiles
 from ngrpo.workbench.compare.plan import Plan, read_plan
 from perturbations import registry
 from tests.conftest import ROOT
@@ -41,16 +40,6 @@ def calls_of(script: Path, folder: Path, *words: str, **given: str) -> tuple[lis
     return [json.loads(line) for line in (folder / "calls").read_text().splitlines()], done.stderr
 
 
-# --- the first ------------------------------------------------------------------------------------------------------
-
-
-def test_the_contrasts_name_strategies_that_are_run() -> None:
-    made = plan(FIRST / "study.yaml", "arithmetic")
-    pairs = datafiles.read_yaml(str(FIRST / "contrasts.yaml"), flag="--contrasts", example="")
-    assert len(pairs) == 3 and {strategy for pair in pairs.values() for strategy in pair} <= {a.id for a in made.arms}
-    assert made.baseline == "none" and len(made.seeds) >= 5
-
-
 @pytest.mark.more
 def test_the_script_compares_both_tasks_and_publishes(tmp_path: Path) -> None:
     """The second task runs although the first one had a failed run."""
@@ -74,18 +63,6 @@ def test_problems_are_the_same_every_time_and_none_is_in_both_parts() -> None:
     assert not {row["input"] for row in train} & {row["input"] for row in held_out}
 
 
-# --- the second -----------------------------------------------------------------------------------------------------
-
-
-def test_no_seed_of_the_pilot_is_the_studys() -> None:
-    plans = {file.stem: plan(file) for file in SECOND.glob("*.yaml")}
-    pilots = {"pilot", "rate", "pilot_shortcut"}
-    piloted = {seed for name in pilots for seed in plans[name].seeds}
-    assert all(piloted.isdisjoint(plans[name].seeds) for name in plans.keys() - pilots)
-    assert all(one.baseline == "none" and not one.keep_models for one in plans.values())
-    assert {name: one.threshold for name, one in plans.items() if one.threshold != 0.8} == {"rate": 0.9}
-
-
 @pytest.mark.parametrize(
     ("task", "file"), [("shortcut:late", "study"), ("shortcut", "shortcut"), ("two_peaks", "two_peaks")]
 )
@@ -98,14 +75,6 @@ def test_groups_of_arms_are_taken_one_after_another(task: str, file: str, tmp_pa
     assert arms[-1] == [arm.id for arm in plan(SECOND / f"{file}.yaml", task).arms] and arms[0][0] == "none"
     assert all(shorter == longer[: len(shorter)] != longer for shorter, longer in itertools.pairwise(arms))
     assert all(call[call.index("--out") + 1] == str(tmp_path / "out" / task.replace(":", "-")) for call in calls)
-
-
-def test_the_first_task_is_finished_before_the_others_go_on(tmp_path: Path) -> None:
-    """The order of docs/studies/study2.md: the first group of every task, the rest of the first task, then the rest."""
-    calls, _ = calls_of(SECOND / "run.sh", tmp_path, TASKS="shortcut:late two_peaks star_graph")
-    order = [call[call.index("--task") + 1] + Path(call[call.index("--config") + 1]).stem[-1] for call in calls]
-    first = "shortcut:late1 two_peaks1 star_graph1 shortcut:late2 shortcut:late3 shortcut:late4 shortcut:late6"
-    assert order == [*first.split(), "two_peaks2", "star_graph2", "star_graph3", "star_graph4"]
 
 
 def test_every_perturbation_is_an_arm() -> None:

@@ -93,11 +93,3 @@ def test_no_steps(tmp_path: Path) -> None:
     assert "no training step was logged: are there fewer prompts" in text and found["steps"] == []
     text, _ = finish(tmp_path, 0.0, None, "--algo.dynamic_filtering_enable")
     assert "no training step was logged: all prompts were filtered out" in text
-
-
-def test_an_unperturbed_long_run_is_thinned_on_screen_only(tmp_path: Path) -> None:
-    write_log(tmp_path / "tb", [step / 100 for step in range(100)], {})
-    text, found = finish(tmp_path)
-    assert "stock vLLM rollouts" in text and "anchor" not in text and "records" not in text
-    assert found["perturbation"] is None and "rate" not in found["steps"][0]
-    assert len(found["steps"]) == 100 and len(text.splitlines()) < 40 and "\n 100 " in text

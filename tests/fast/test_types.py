@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from perturbations import density
-from perturbations.base import Proposal
 from perturbations.edit import InputEdit
 from tests.shapes import WrongShape
 
@@ -33,16 +31,3 @@ def test_an_edit_of_two_sizes_is_seen() -> None:
         InputEdit(ids, weights, torch.zeros(3))
     with pytest.raises(WrongShape, match=r"ids is torch\.int32"):
         InputEdit(ids.int(), weights)
-
-
-def test_a_proposal_with_a_column_too_many_is_seen() -> None:
-    edit = InputEdit(torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1))
-    with pytest.raises(WrongShape, match="tokens"):
-        Proposal(edit, torch.zeros(2, 1, dtype=torch.int64))
-
-
-def test_a_density_of_other_candidates_is_seen() -> None:
-    noise, scale, kept = torch.zeros(2, 3), torch.full((2, 3), 0.3), torch.ones(2, 3, dtype=torch.bool)
-    density.normal(noise, scale, kept)
-    with pytest.raises(WrongShape, match="kept"):
-        density.normal(noise, scale, kept[:, :1])
