@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
@@ -124,12 +123,10 @@ def span(seconds: float) -> str:
 def into_file(path: Path) -> Iterator[None]:
     """Appends this process's output, and its children's, to a file while the block runs.
 
-    Where the disk is full, the screen says so and the block continues. Where the block fails, the log's last lines are
-    shown.
+    Where the block fails, the log's last lines are shown.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept_streams = sys.stdout, sys.stderr
-    for stream in kept_streams:
+    for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # File descriptors, not sys.stdout: Ray and the engines write from C and from other processes.
     descriptors = [os.dup(1), os.dup(2)]
@@ -142,14 +139,12 @@ def into_file(path: Path) -> Iterator[None]:
         watcher = threading.Thread(target=lambda: [reporter.line(line) for line in new_lines], daemon=True)
         watcher.start()
         failed = True
-        sys.stdout, sys.stderr = (_LogStream(stream, reporter.warn_full) for stream in kept_streams)
         try:
             yield
             failed = False
         finally:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            sys.stdout, sys.stderr = kept_streams
             for number, descriptor in enumerate(descriptors, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
@@ -158,31 +153,6 @@ def into_file(path: Path) -> Iterator[None]:
             if failed:
                 last = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
                 print("\n".join(last) + f"\nngrpo: the whole log: {path}", file=sys.stderr)
-
-
-class _LogStream:
-    """A stream that drops its text on a full disk, where :func:`print` would end the run."""
-
-    def __init__(self, stream: TextIO, warn: Callable[[], None]) -> None:
-        self._stream, self._warn = stream, warn
-
-    def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def _attempt(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            self._warn()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def follow(path: Path, ended: Callable[[], bool], every: float = 0.5, start: int = 0) -> Iterator[str]:
@@ -211,7 +181,6 @@ class Reporter:
         self._began = self._spoke = time.monotonic()
         self._ahead = list(_MILESTONES)
         self._now = "starting Ray"
-        self._warned_full = False
 
     def line(self, line: str) -> None:
         """Takes the next line of the log, or an empty one where there is none yet."""
@@ -229,12 +198,6 @@ class Reporter:
                 self._say(self._now)
                 break
         self._now = next((activity for text, activity in _ACTIVITIES if text in line), self._now)
-
-    def warn_full(self) -> None:
-        """Says once that the log's disk is full."""
-        if not self._warned_full:
-            self._warned_full = True
-            self._say("warning: no space is left for the log: it ends here, the run continues")
 
     def _say(self, text: str) -> None:
         self._spoke = time.monotonic()

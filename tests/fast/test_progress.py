@@ -6,9 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from ngrpo.machine import console
 from ngrpo.machine.console import Reporter, follow
 
 STEP = (
@@ -64,13 +61,3 @@ finally:
     assert done.returncode == 2 and (out[0], out[-1]) == ("before", "after")
     assert "step 3: reward 0.219" in done.stdout and "child line" not in done.stdout
     assert "child line" in done.stderr and f"the whole log: {log}" in done.stderr
-
-
-def test_a_full_disk_ends_the_log_and_not_the_run() -> None:
-    """Each write to this device finds it full."""
-    screen = io.StringIO()
-    with pytest.raises(OSError, match="No space left"), open("/dev/full", "w") as full:  # as it is closed
-        stream = console._LogStream(full, Reporter(screen).warn_full)
-        for _ in range(2):
-            print("x" * 9000, file=stream, flush=True)
-    assert screen.getvalue().count("warning: no space is left for ") == 1 and "the run continues" in screen.getvalue()

@@ -11,7 +11,7 @@ import pytest
 
 from ngrpo.workbench.report import headline, responses
 from ngrpo.workbench.report.charts import _points
-from ngrpo.workbench.report.drawing import SMALL, Series, counted, spread
+from ngrpo.workbench.report.drawing import Series, spread
 from ngrpo.workbench.report.values import between, duration, format_number, shown, size, token
 from tests.report_example import example
 from tests.report_example import groups as kept_steps
@@ -41,9 +41,9 @@ def test_scales() -> None:
     assert scale(0.5) == 50.0 and scale(7.0) == 0.0
     assert spread([0.8, 0.81], (0, 1)).labels == ["0.800", "0.802", "0.804", "0.806", "0.808", "0.810"]
     assert spread([3.0, 3.0], (0.0, 1.0))(3.0) == 0.5
-    assert spread([0.0, 4e-8], (0, 1), count=4).labels == ["0", "1e−8", "2e−8", "3e−8", "4e−8"]
-    steps = counted(list(range(1, 41)), SMALL)
-    assert steps.labels == ["1", "10", "20", "30", "40"] and steps(1) == SMALL.across[0]
+    assert spread([0.0, 4e-8], (0, 1), count=4).labels == ["0", "1e−08", "2e−08", "3e−08", "4e−08"]
+    assert spread([1, 40], (0, 1), count=4, least=1.0).labels == ["0", "10", "20", "30", "40"]
+    assert spread([1, 3], (0, 1), count=7, least=1.0).labels == ["1", "2", "3"]
 
 
 def test_values() -> None:

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ngrpo.workbench.report import drawing
-from ngrpo.workbench.report.drawing import SQUARE, WIDE, Label, Scale, Series, Size, spread
+from ngrpo.workbench.report.drawing import SQUARE, WIDE, Scale, Series, Size, spread
 from ngrpo.workbench.report.values import dig, ends, format_number, number, rows, token, with_ends
 
-_MOST_MARKERS, _MOST_BINS, _MOST_COPIES = 12, 60, 1500
+_MOST_MARKERS, _MOST_BINS = 12, 60
 # Key in a step, title, decimals.
 _SMALL_CHARTS = (
     ("rate", "Perturbation rate", 3),
@@ -56,6 +56,8 @@ _DIAMOND = ("nearby", "M{:g} {:g}m-3 0l3 -3l3 3l-3 3Z", "a neighbor of a token")
 
 Point = tuple[float, float | None, float | None, float | None]
 """x; y, None in a gap; the ends of its band, None where there is none."""
+Label = tuple[str, float, float, str]
+"""Text, x, y and SVG's text-anchor."""
 Rows = Mapping[int, Mapping[str, Any]]
 """A run's rows by step."""
 
@@ -166,7 +168,7 @@ def learning(results: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
         lines = {one: _points(of[one.name], key, parts) for one in order}
         labels = [f"step {part[0]}" if len(part) == 1 else f"steps {part[0]}–{part[-1]}" for part in parts]
         titles = (f"{title or y_title} over training steps", "training step", y_title)
-        xs = drawing.counted(steps + at, size)
+        xs = spread(steps + at, size.across, count=size.x_ticks, least=1.0)
         return line_chart(f"learning-{key}", lines, xs, labels, titles, size=size, digits=digits)
 
     ids = [row.get("id") for row in rows(results, "strategies")]
@@ -231,28 +233,21 @@ def diversity_validity(diagnosis: Mapping[str, Any], series: Mapping[str, Series
     xs = spread([*right, *(end for pair in across for end in pair or ())], SQUARE.across)
     ys = spread([*up, *(end for pair in upward for end in pair or ())], SQUARE.upward)
     x_title, y_title = "validity → more valid is better", "↑ diversity: more diverse is better"
-    drawn, readings, boxes, values = [], [], [], []
+    groups, readings, values = [], [], []
     for (one, row), valid, diverse, wide, high in zip(placed, right, up, across, upward):
         x, y = xs(valid), ys(diverse)
-        boxes.append((x - 6, y - 6, x + 6, y + 6))  # labels keep off markers and whiskers
         whiskers = []
         if wide:
-            boxes.append((xs(wide[0]), y - 1, xs(wide[1]), y + 1))
             whiskers.append(("whisker", f"M{xs(wide[0]):g} {y:g}H{xs(wide[1]):g}"))
         if high:
-            boxes.append((x - 1, ys(high[1]), x + 1, ys(high[0])))
             whiskers.append(("whisker", f"M{x:g} {ys(high[0]):g}V{ys(high[1]):g}"))
-        drawn.append((one, x, y, whiskers))
+        groups.append(Group(f"{one.classes} big", whiskers, one, [(x, y)]))
         valued = zip(_AXES, (valid, diverse), (wide, high))
         notes = [f"{axis} {with_ends(value, *(interval or (None, None)))}" for axis, value, interval in valued]
         if number(row.get("reward")) is not None:
             notes.append(f"reward {format_number(row['reward'])}")
         readings.append([x, y, one.index, [one.name, *notes]])
         values.append(f"{one.name}: {x_title} {format_number(valid)}, {y_title} {format_number(diverse)}")
-    groups = [
-        Group(f"{one.classes} big", whiskers, one, [(x, y)], drawing.place_label(one.name, x, y, SQUARE, boxes))
-        for one, x, y, whiskers in drawn
-    ]
     title = "Diversity against validity, one point per strategy"
     data = {"kind": "points", "points": readings}
     desc = f"{'; '.join(values)}."
@@ -283,15 +278,13 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
         return mark[0], "".join(mark[1].format(x, y) for x, y in points) or "M0 0"
 
     anchors, nearby = pixels(tokens), pixels(neighbors)
-    boxes = [(x - 5, y - 5, x + 5, y + 5) for x, y in anchors]
-
-    def labels(named: Sequence[Mapping[str, Any]], at: Sequence[tuple[float, float]], force: bool) -> list[Label]:
-        texts = [token(row.get("text")).strip() for row in named]
-        return [
-            label for text, xy in zip(texts, at) for label in drawing.place_label(text, *xy, SQUARE, boxes, force=force)
-        ]
-
-    bold, faint = labels(tokens, anchors, True), labels(neighbors, nearby, False)
+    labels: list[Label] = []
+    for row, (x, y) in zip(tokens, anchors):  # towards the middle of the picture, where there is room
+        text = token(row.get("text")).strip()
+        labels.append((text, x + 9, y, "start") if x < SQUARE.width / 2 else (text, x - 9, y, "end"))
+    around = [
+        [x, y, -1, [f"“{token(row.get('text'))}”", "a neighbor of a token"]] for row, (x, y) in zip(neighbors, nearby)
+    ]
     variance = dig(found, "explained_variance") or (None, None)
     x_title, y_title = (
         f"component {i}" + ("" if v is None else f" ({100 * v:.0f}% of variance)") for i, v in enumerate(variance, 1)
@@ -299,14 +292,13 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
     panels = []
     for count, (perturbation, points) in enumerate(zip(perturbations, copies)):
         name = str(perturbation.get("strategy"))
-        stride = -(-len(points) // _MOST_COPIES) or 1
-        near, far = (pixels([p for p in points[::stride] if bool(p.get("related")) is kind]) for kind in (True, False))
+        near, far = (pixels([p for p in points if bool(p.get("related")) is kind]) for kind in (True, False))
         unrelated, other = (
             "–" if (part := number(perturbation.get(key))) is None else f"{format_number(100 * part, 1)}%"
             for key in ("unrelated_share", "changed_share")
         )
         share, changed = f"{unrelated} became an unrelated token", f"{other} changed their nearest token"
-        readings = []
+        readings = [*around]
         for row, (x, y) in zip(tokens, anchors):  # what the token's copies are read as, the most frequent first
             counts = Counter(token(point.get("nearest")) for point in points if point.get("token") == row["index"])
             ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
@@ -314,12 +306,12 @@ def embedding_map(diagnosis: Mapping[str, Any], series: Mapping[str, Series]) ->
             lines += [f"and {len(ordered) - 6} others"] if len(ordered) > 6 else []
             readings.append([x, y, -1, lines])
         marks = [path(_NEAR, near), path(_FAR, far), path(_DIAMOND, nearby), path(_DOT, anchors)]
-        groups = [Group("halo faint", marks, labels=faint), Group("halo", (), labels=bold)]
+        groups = [Group("halo", marks, labels=labels)]
         title = f"{name}: perturbed embeddings and their nearest tokens"
         data = {"kind": "points", "points": readings}
         chart = Chart(f"map-{count}", title, f"{share}, {changed}.", SQUARE, xs, ys, x_title, y_title, groups, data)
         panel = {"name": name, "series": series.get(name), "share": share, "changed": changed, "points": len(points)}
-        panels.append({**panel, "stride": stride, "chart": chart})
+        panels.append({**panel, "chart": chart})
     shapes = [_DOT, _NEAR, _FAR, *([_DIAMOND] if neighbors else [])]
     legend = [(kind, outline.format(6, 6), words) for kind, outline, words in shapes]
     return {"panels": panels, "legend": legend, "metric": dig(found, "metric")}

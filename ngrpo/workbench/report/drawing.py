@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of every chart: a strategy's look, axes with ticks at round numbers, labels next to points."""
+"""Parts of every chart: a strategy's look, and axes with ticks at round numbers."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,14 +20,6 @@ _SHAPES = (
     "M-1.2 -3.4H1.2V-1.2H3.4V1.2H1.2V3.4H-1.2V1.2H-3.4V-1.2H-1.2Z",
 )
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 14, 30, 46
-# Places of a label: right and down of its point, SVG's text-anchor.
-_SPOTS = (
-    *((9, 0, "start"), (-9, 0, "end"), (0, -14, "middle"), (0, 14, "middle")),
-    *((8, -12, "start"), (-8, -12, "end"), (8, 12, "start"), (-8, 12, "end")),
-)
-_BEFORE = {"start": 0.0, "middle": 0.5, "end": 1.0}  # the share of the text that is left of its point
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-Label = tuple[str, float, float, str]  # text, x, y, text-anchor
 
 
 @dataclass(frozen=True)
@@ -114,11 +105,13 @@ class Scale:
         return [(self(tick), label) for tick, label in zip(self.ticks, self.labels)]
 
 
-def spread(values: Sequence[float], edges: tuple[float, float], *, count: int = 5, share: bool = False) -> Scale:
+def spread(
+    values: Sequence[float], edges: tuple[float, float], *, count: int = 5, share: bool = False, least: float = 0.0
+) -> Scale:
     """A scale between two pixels over at least one value, with about ``count`` ticks, ending at round numbers.
 
     ``share``: values are mostly in [0, 1]; the scale then starts at 0 where that is near, and ends at 1 where no value
-    is larger.
+    is larger. ``least``: the smallest step between ticks.
     """
     low, high = min(values), max(values)
     if share and 0 <= low <= 0.35 * high:
@@ -126,26 +119,17 @@ def spread(values: Sequence[float], edges: tuple[float, float], *, count: int = 
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         room = abs(high) / 4 or 0.5
         low, high = (max(low - room, 0.0) if share and low >= 0 else low - room), high + room
-    step = _step(low, high, count)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = max(least, next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if share and max(values) <= 1 < last * step:
         last = max(first + 1, math.floor(1 / step + 1e-9))
     ticks = [float(f"{i * step:.9g}") for i in range(first, last + 1)]
     decimals = next((digits for digits in range(7) if math.isclose(round(step, digits), step)), None)
     form = ".3g" if decimals is None or high >= 1e6 else f",.{decimals}f"
-    labels = [re.sub(r"e\+?(-?)0*", r"e\1", f"{tick:{form}}").replace("-", "−") for tick in ticks]
+    labels = [f"{tick:{form}}".replace("-", "−") for tick in ticks]
     return Scale(ticks[0], max(ticks[-1], *values), *edges, ticks, labels)
-
-
-def counted(values: Sequence[float], size: Size) -> Scale:
-    """The scale across over training steps: whole numbers as ticks, the first and the last step among them."""
-    low, high = min(values), max(values)
-    if low == high:
-        return Scale(low - 1, high + 1, *size.across, (low,), (f"{low:,.0f}",))
-    step = max(1.0, _step(low, high, size.x_ticks))
-    inner = [i * step for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    ticks = [low, *(tick for tick in inner if tick - low > 0.6 * step and high - tick > 0.6 * step), high]
-    return Scale(low, high, *size.across, ticks, [f"{tick:,.0f}" for tick in ticks])
 
 
 def doubling(values: Sequence[int], size: Size) -> Scale:
@@ -153,26 +137,3 @@ def doubling(values: Sequence[int], size: Size) -> Scale:
     logs = [math.log2(value) for value in values]
     pad = 0.5 if len(logs) == 1 else 0.0
     return Scale(logs[0] - pad, logs[-1] + pad, *size.across, logs, [str(value) for value in values])
-
-
-def _step(low: float, high: float, count: int) -> float:
-    """1, 2, 2.5 or 5 times a power of ten, for about ``count`` steps."""
-    rough = (high - low) / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * 0.999)
-
-
-def place_label(text: str, x: float, y: float, size: Size, boxes: list[Box], *, force: bool = False) -> list[Label]:
-    """A label next to a point, clear of all boxes; without room none, unless forced."""
-    short = text if len(text) <= 28 else text[:27] + "…"
-    width = 7.6 * len(short)  # at the largest size of type; see style.css
-    for right, down, anchor in _SPOTS:
-        left, middle = x + right - _BEFORE[anchor] * width, y + down
-        box = (left, middle - 6.5, left + width, middle + 6.5)
-        inside = left >= 2 and box[2] <= size.width - 2 and box[1] >= _TOP - 10 and box[3] <= size.upward[0]
-        if inside and all(box[2] <= b[0] or b[2] <= left or box[3] <= b[1] or b[3] <= box[1] for b in boxes):
-            boxes.append(box)
-            return [(short, x + right, middle, anchor)]
-    if not force:
-        return []
-    return [(short, x + 9, y, "start") if x < size.width / 2 else (short, x - 9, y, "end")]
