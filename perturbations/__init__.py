@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the names below, for type checkers
-    from perturbations.base import Perturbation, Proposal
-    from perturbations.edit import InputEdit, dense_edit
+    from perturbations.base import Perturbation
+    from perturbations.edit import InputEdit, Proposal, dense_edit
     from perturbations.errors import UsageError
     from perturbations.gates import Gate
     from perturbations.neighbors import ExactIndex, NeighborIndex
@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # the names below, for type checkers
     from perturbations.testing import check_gate, check_perturbation
 
 _NAMES = {
-    "base": ("Perturbation", "Proposal"),
-    "edit": ("InputEdit", "dense_edit"),
+    "base": ("Perturbation",),
+    "edit": ("InputEdit", "Proposal", "dense_edit"),
     "errors": ("UsageError",),
     "gates": ("Gate",),
     "neighbors": ("ExactIndex", "NeighborIndex"),

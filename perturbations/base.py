@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from perturbations import InputEdit, Step, option, streams
+from perturbations import InputEdit, Proposal, Step, option, streams
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import require
 from perturbations.gates.default import GateOptions
@@ -34,21 +34,6 @@ def freeze_option(default: str, released: str = "") -> Any:
     """The option ``freeze``."""
     about = f"what of the model does not train; tied matrices are one{released}"
     return option(default, about, choices=("none", "embedding", "head", "both"))
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """What a perturbation feeds and writes at B positions.
-
-    Attributes:
-        edit: the inputs.
-        tokens: the tokens in the text: reward and PPO ratio read these.
-        acts: where the perturbation acts; None: everywhere. Elsewhere the edit is the token alone, and not recorded.
-    """
-
-    edit: InputEdit
-    tokens: Int64[Tensor, " rows"]
-    acts: Bool[Tensor, " rows"] | None = None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from perturbations import streams
@@ -36,6 +36,21 @@ class InputEdit:
     sigma: Float[Tensor, " rows"] | None = None
     vectors: Float[Tensor, "rows hidden"] | None = None
     normalizer: Float[Tensor, " rows"] | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a perturbation feeds and writes at B positions.
+
+    Attributes:
+        edit: the inputs.
+        tokens: the tokens in the text: reward and PPO ratio read these.
+        acts: where the perturbation acts; None: everywhere. Elsewhere the edit is the token alone, and not recorded.
+    """
+
+    edit: InputEdit
+    tokens: Int64[Tensor, " rows"]
+    acts: Bool[Tensor, " rows"] | None = None
 
 
 def mix(candidates: Tensor, edit: InputEdit, noise_keys: Tensor | None, module: Mixer | None = None) -> Tensor:

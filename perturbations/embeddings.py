@@ -4,8 +4,6 @@
 Within ``torch.compile`` scale and neighbors are two opaque operators: caches and refresh stay Python's.
 """
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ _VOCABULARY_BLOCK = 1 << 14
 _TIE = 1e-6
 
 _numbers = itertools.count()
-_known: weakref.WeakValueDictionary[int, ModelEmbeddings] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[int, "ModelEmbeddings"] = weakref.WeakValueDictionary()
 
 
 class ModelEmbeddings:

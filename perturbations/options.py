@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options: dataclass fields that know their range, and the base of everything that has them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -10,12 +8,9 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
+from typing import Any, ClassVar, SupportsFloat
 
 from perturbations.errors import UsageError, nearest
-
-if TYPE_CHECKING:
-    from perturbations.registry import Registry
 
 
 def option(
@@ -26,7 +21,7 @@ def option(
     high: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
-    registry: Registry | None = None,
+    registry: object = None,
 ) -> Any:
     """A dataclass field of an :class:`Options` class.
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registries: classes of one kind by name, from the tree, from installed packages, from a module or a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import os
@@ -30,7 +28,7 @@ class Registry:
     tree; entry points of installed packages.
     """
 
-    instances: ClassVar[list[Registry]] = []
+    instances: ClassVar[list["Registry"]] = []
 
     def __init__(
         self, kind: str, base: str, tree: str, group: str, families: Mapping[str, tuple[str, ...]] | None = None

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The input of perturbations and gates: the positions of one rollout step, with draws of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -147,7 +145,7 @@ class GateStep(Step):
     stream = streams.Stream.GATE_OPEN
 
     @classmethod
-    def of(cls, step: Step, generated: Tensor, state: Mapping[str, Tensor] | None = None) -> GateStep:
+    def of(cls, step: Step, generated: Tensor, state: Mapping[str, Tensor] | None = None) -> "GateStep":
         """A gate's view of a perturbation's step."""
         return cls(**{f.name: getattr(step, f.name) for f in fields(step)}, generated=generated, state=state or {})
 
@@ -176,7 +174,7 @@ class Positions:
         """The number of earlier tokens of the response, (N,) int64."""
         return self.positions - self.first
 
-    def where(self, mask: np.ndarray) -> Positions:
+    def where(self, mask: np.ndarray) -> "Positions":
         """The positions where ``mask`` (N,) is True."""
         return Positions(self.seeds[mask], self.first[mask], self.positions[mask])
 

@@ -15,8 +15,6 @@ examples
   ngrpo doctor --model Qwen/Qwen3.5-0.8B --no-self-test
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -29,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
@@ -40,9 +38,6 @@ from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300
@@ -257,7 +252,7 @@ def self_test(model: str) -> dict[str, Any]:
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if cuda else "cpu").eval()
 
     @torch.no_grad()
-    def of_texts(texts: Tensor, action_mask: Tensor, attention_mask: Tensor) -> Tensor:
+    def of_texts(texts: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         texts = texts.to(reference.device)
         log_probs = reference(texts, attention_mask=attention_mask.to(reference.device)).logits.float().log_softmax(-1)
         return log_probs[:, :-1].gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, -action_mask.shape[1] :]

@@ -116,7 +116,6 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json, reserved_folder
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags, parsed
-from ngrpo.rollout import plugin
 from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench.report import summary, write_report
 from perturbations.errors import UsageError
@@ -159,7 +158,6 @@ def run(argv: Sequence[str], *, report: console.Report) -> int:
 def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     """Launches a complete run. One that was stopped or failed leaves its summary and report too."""
     began, ended = time.time(), None
-    plugin.watch_runners(folder / summary.RUNNERS)
     try:
         with console.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():
             launch.launch(run)

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a local model before a run: its files, its context, its chat template, and the options of the methods."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo.config.dataset_check import IMAGES, TEMPLATE, prompts
 from ngrpo.config.features import MODEL
@@ -16,12 +14,10 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods.policy_noises.base import PolicyNoise
+from perturbations.base import Perturbation
 from perturbations.errors import UsageError
 from perturbations.gates.default import protected_ids
-
-if TYPE_CHECKING:
-    from ngrpo.methods.policy_noises.base import PolicyNoise
-    from perturbations.base import Perturbation
 
 _LENGTH = "--data.max_len"
 # Where a config.json has the longest context, by vLLM 0.26 to 0.31.

@@ -7,8 +7,6 @@
   string. Only the front end knows how long a response is; `records.py` cuts a worker's trajectory to that.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -5,18 +5,16 @@ The embedding's override is there before anything is compiled. Requests, inputs 
 :mod:`ngrpo.rollout.runners`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ngrpo.machine.storage.parameters_file import load_saved
-from ngrpo.rollout import runners
+from ngrpo.machine.upstream.types import ModelConfig, VocabParallelEmbedding
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
@@ -28,13 +26,8 @@ from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import Perturbation, ReplayBuffer, UsageError, parameters
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
+from perturbations.neighbors import Drift
 from perturbations.neighbors.base import Shard, over_ranks
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    from perturbations.neighbors import Drift
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of this many columns.
 _VOCABULARY_PADDING = 64
@@ -69,7 +62,6 @@ class AttachedPerturbation:
         self.schedule = read_schedule(runner.vllm_config.additional_config)
         self._routed = RoutedExperts(runner) if runner.vllm_config.additional_config.get(ROUTED_EXPERTS) else None
         self.replace(perturbation)
-        (runners.attach_v2 if self.runner_version == "V2" else runners.attach_v1)(runner, self)
         # An encoder of pictures or sound runs between the layout of a step and its forward.
         encoders = (runner, "_execute_mm_encoder"), (getattr(runner, "model_state", None), "execute_mm_encoder")
         for owner, name in encoders:
@@ -191,31 +183,6 @@ def follow_weights(runner: Any, attached: AttachedPerturbation) -> None:
     model.load_weights, runner.reload_weights = load_weights, reload_weights
 
 
-def _embeddings(
-    model: nn.Module, embedding: VocabParallelEmbedding, override: InputOverride, vocabulary: int, texts: _LazyTokenizer
-) -> ModelEmbeddings:
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    def shard(module: Any) -> Shard:
-        weight = module.weight.data
-        if module.tp_size == 1:
-            return Shard(weight[:vocabulary], vocabulary)
-        from vllm.distributed import get_tp_group
-
-        start = module.shard_indices.org_vocab_start_index
-        return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
-
-    owner = language_model(model)
-    heads = [m for m in owner.modules() if isinstance(m, ParallelLMHead)]
-    heads = heads or [m for m in model.modules() if isinstance(m, ParallelLMHead)]
-    head = heads[0] if len(heads) == 1 else getattr(owner, "lm_head", None)
-    # The output layer of the model's text, where it has a matrix of its own.
-    separate = head is not None and head is not embedding and head.weight is not embedding.weight
-    of_output = partial(shard, head) if separate else None
-    special = partial(texts.special_ids, vocabulary)
-    return ModelEmbeddings(override.lookup, partial(shard, embedding), of_output, special, texts.vocabulary)
-
-
 class _LazyTokenizer:
     """The engine's tokenizer, loaded only if an option needs it."""
 
@@ -244,6 +211,31 @@ class _LazyTokenizer:
     def special_ids(self, size: int) -> list[int]:
         """Special tokens, and rows of the embedding that no token uses."""
         return sorted({*self._tokenizer.all_special_ids, *range(len(self._tokenizer), size)})
+
+
+def _embeddings(
+    model: nn.Module, embedding: VocabParallelEmbedding, override: InputOverride, vocabulary: int, texts: _LazyTokenizer
+) -> ModelEmbeddings:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    def shard(module: Any) -> Shard:
+        weight = module.weight.data
+        if module.tp_size == 1:
+            return Shard(weight[:vocabulary], vocabulary)
+        from vllm.distributed import get_tp_group
+
+        start = module.shard_indices.org_vocab_start_index
+        return Shard(weight, vocabulary, start, over_ranks(get_tp_group().device_group))
+
+    owner = language_model(model)
+    heads = [m for m in owner.modules() if isinstance(m, ParallelLMHead)]
+    heads = heads or [m for m in model.modules() if isinstance(m, ParallelLMHead)]
+    head = heads[0] if len(heads) == 1 else getattr(owner, "lm_head", None)
+    # The output layer of the model's text, where it has a matrix of its own.
+    separate = head is not None and head is not embedding and head.weight is not embedding.weight
+    of_output = partial(shard, head) if separate else None
+    special = partial(texts.special_ids, vocabulary)
+    return ModelEmbeddings(override.lookup, partial(shard, embedding), of_output, special, texts.vocabulary)
 
 
 def _follow_output_layer(model: nn.Module, take: Callable[[Tensor], None]) -> list[RemovableHandle]:

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The input embedding of a vLLM model, with an override that is part of the compiled graph."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ngrpo.machine.upstream.types import VocabParallelEmbedding
 from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 _NONE = np.zeros(0, dtype=np.int64)
 

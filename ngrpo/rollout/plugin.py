@@ -5,32 +5,21 @@
 ``additional_config={"perturbation": {...}}``. Little is imported at the top: vLLM logs an error there and continues.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import dataclasses
 import logging
-import os
-import shutil
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo import patches
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.patch import around
-
-if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
+from ngrpo.machine.upstream.types import ParallelConfig
 
 Worker = Any  # of vLLM
 
 logger = logging.getLogger("ngrpo.rollout")
-
-RUNNERS = "NGRPO_MODEL_RUNNERS"
-"""Environment variable: a folder in which each worker of a run leaves its model runner as the name of an empty file."""
 
 
 def register() -> None:
@@ -96,13 +85,15 @@ def attached(original: Callable[..., None], self: Worker, *args: object, **kwarg
     from ngrpo.rollout import settings
 
     original(self, *args, **kwargs)
-    note_runner(runner_version(self))
     config = self.vllm_config.additional_config
     perturbation = settings.read(config)
     if perturbation is not None:
+        from ngrpo.rollout import runners
         from ngrpo.rollout.attach import AttachedPerturbation
 
         self.perturbation = AttachedPerturbation(self.model_runner, perturbation, settings.read_buffer(config))
+        attach = runners.attach_v2 if self.use_v2_model_runner else runners.attach_v1
+        attach(self.model_runner, self.perturbation)
         # Of this instance: a worker for CPUs has a method of its own, in a module that must not be imported here.
         self.compile_or_warm_up_model = warmed_up(self.compile_or_warm_up_model, self.perturbation)
         runner, fingerprint = runner_version(self), self.perturbation.fingerprint()
@@ -183,30 +174,6 @@ after_sleep = _then(lambda attached, *_, **__: setattr(attached, "asleep", True)
 after_wake_up = _then(lambda attached, tags=None: attached.wake(tags))
 
 
-# ---- which of vLLM's model runners (V1, V2) the engines of a training run have -------------------------------------
-
-
 def runner_version(worker: Worker) -> str:
     """Which of vLLM's model runners a worker has."""
     return "V2" if worker.use_v2_model_runner else "V1"
-
-
-def watch_runners(folder: Path) -> None:
-    """From here on, engines that processes of this one start leave their runners' names in a folder, emptied now."""
-    shutil.rmtree(folder, ignore_errors=True)
-    os.environ[RUNNERS] = str(folder.absolute())
-
-
-def note_runner(runner: str) -> None:
-    """In a worker: what it has."""
-    folder = os.environ.get(RUNNERS)
-    if folder:
-        # On another machine of a cluster the folder need not exist; a name is missing then, and nothing else.
-        with suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
-            Path(folder, runner).touch()
-
-
-def runners_of(folder: Path) -> str | None:
-    """``V1`` or ``V2``, ``V1, V2`` where engines differ, None where none has written."""
-    return ", ".join(sorted(path.name for path in folder.glob("V?"))) or None

@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine's front end: records of finished requests are picked up, and those of aborted ones are dropped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ngrpo.machine.upstream.patch import around
+from ngrpo.machine.upstream.types import LLM, AsyncLLM, LLMEngine
 from ngrpo.rollout.requests import external_id
 from ngrpo.rollout.settings import read
 from perturbations import FinishedTrajectory, ReplayRecord, registry
 from perturbations.neighbors import Drift
-
-if TYPE_CHECKING:
-    from vllm import LLM
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 # Where vLLM's front end keeps the number of tokens of each finished response, until its record is taken.
 LENGTHS = "perturbation_lengths"

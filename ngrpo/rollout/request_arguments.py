@@ -5,24 +5,17 @@ They are checked in the caller's process, because a worker that fails takes its 
 an ``original`` are rows of `ngrpo.patches`.
 """
 
-from __future__ import annotations
-
 import base64
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo.machine.upstream.patch import around
+from ngrpo.machine.upstream.types import InputProcessor, ModelConfig, Request, SamplingParams
 from ngrpo.rollout.settings import KEY, read, request_arguments
 from perturbations import ReplayRecord, UsageError
 from perturbations.errors import nearest
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.config import ModelConfig
-    from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.request import Request
 
 _WHERE = f"SamplingParams.extra_args[{KEY!r}]"
 # What travels to a worker with int64 arrays.

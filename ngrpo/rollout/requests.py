@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of a worker: their names, their seeds and slots while they run, and their records afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
+from ngrpo.machine.upstream.types import NewRequestData, SchedulerOutput
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.settings import request_arguments
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import FinishedTrajectory, Perturbation, ReplayBuffer, ReplayRecord, seeds
 from perturbations.errors import require
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 
 class RequestNames:

@@ -6,24 +6,18 @@ the prefix cache has the experts of the request that computed it, by the places 
 `enable_return_routed_experts` does not run with the CPU kernels of 0.29.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ngrpo.machine.upstream.types import MoERunner, RunnerV1, SchedulerOutput
 from ngrpo.rollout.trajectories import Chunks, TrajectoryStore, grown
 from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _MOST_IN_A_BYTE = 256
 
@@ -43,7 +37,7 @@ class RoutedStep:
 class RoutedExperts:
     """Experts of the running step, and of live trajectories by slot."""
 
-    def __init__(self, runner: GPUModelRunner) -> None:
+    def __init__(self, runner: RunnerV1) -> None:
         """runner: of vLLM, V1 or V2, its model loaded.
 
         Raises:

@@ -6,28 +6,18 @@ a request's parameters in persistent slots, on the device and on the host, so th
 Which perturber acts is looked up at each step, since it can be replaced.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ngrpo.machine.upstream.types import RunnerV1, RunnerV2, SamplerV1, SamplerV2, SamplingMetadata, SchedulerOutput
+from ngrpo.rollout.attach import AttachedPerturbation
 from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from perturbations.errors import UsageError, require
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.sampler import Sampler as SamplerV1
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-    from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
-
-    from ngrpo.rollout.attach import AttachedPerturbation
 
 
 def _with_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:

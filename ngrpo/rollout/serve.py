@@ -13,26 +13,22 @@ vLLM passes on no objects, so the field travels to the workers as JSON text. Wha
 JSON object. Everything else goes by untouched.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import reprlib
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ngrpo.machine.upstream.types import AsyncLLM
 from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
 from ngrpo.rollout.request_arguments import checked_fields, with_record_read
 from ngrpo.rollout.settings import KEY
 from perturbations import UsageError
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 JsonObject = dict[str, Any]
 _PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -103,6 +99,19 @@ def _read(body: bytes) -> tuple[JsonObject, bool] | None:
     return request, with_record
 
 
+class _Held:
+    """Receives a response instead of the client."""
+
+    def __init__(self) -> None:
+        self.status, self.headers, self.body = 500, Headers(), b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], Headers(raw=list(message.get("headers", ())))
+        elif message["type"] == "http.response.body":
+            self.body += message.get("body", b"")
+
+
 async def _answer(held: _Held, engine: AsyncLLM, added: str) -> Response:
     """The server's response with a record in each of its choices, and with the client's own id, without ``added``."""
     headers = {name: value for name, value in held.headers.items() if name != "content-length"}
@@ -141,19 +150,6 @@ def _request_ids(answer: JsonObject, choices: int) -> list[tuple[str, ...]]:
         each = [(i // n, i % n, n) for n in range(1, choices + 1) if choices % n == 0]
         ids.append(tuple(f"{name}-{prompt}" if n == 1 else f"{sample}_{name}-{prompt}" for prompt, sample, n in each))
     return ids
-
-
-class _Held:
-    """Receives a response instead of the client."""
-
-    def __init__(self) -> None:
-        self.status, self.headers, self.body = 500, Headers(), b""
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.status, self.headers = message["status"], Headers(raw=list(message.get("headers", ())))
-        elif message["type"] == "http.response.body":
-            self.body += message.get("body", b"")
 
 
 def _once(body: bytes, receive: Receive) -> Receive:

@@ -4,20 +4,16 @@
 The functions raise ``UsageError`` for invalid entries.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
+from ngrpo.machine.upstream.types import VllmConfig
 from ngrpo.methods import sampling_schedules
 from ngrpo.methods.sampling_schedules.base import SamplingSchedule
 from perturbations import Perturbation, ReplayBuffer, UsageError, registry
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 # Keys of ``additional_config``.
 KEY = "perturbation"

@@ -6,27 +6,21 @@ rows, and one fed with its own token's, those of the untouched text. An engine's
 Functions that take an ``original`` are rows of `ngrpo.patches`.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import nn
 
 from ngrpo import patches
 from ngrpo.machine.upstream.patch import around
+from ngrpo.machine.upstream.types import EngineCore, VllmConfig, VocabParallelEmbedding
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY, read
 from perturbations import ReplayRecord, UsageError
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-    from vllm.v1.engine.core import EngineCore
 
 _LENGTH = 10
 # By half precision or not: the fraction of the other token's effect that rounding may reach, and the least effect, in

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default gate and its verdict: which rows of a step are perturbed; where a text ends the perturbation."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from perturbations import Gate, GateStep, Positions, Step, UsageError, option, streams
+from perturbations import Gate, GateStep, Positions, Proposal, Step, UsageError, option, streams
 from perturbations.options import Options
 from perturbations.registry import gates
-
-if TYPE_CHECKING:
-    from perturbations.base import Proposal
 
 _NEVER = torch.iinfo(torch.int64).max
 # Tokens of a prompt's end that are read, beyond one for each byte of the text: whitespace after it.

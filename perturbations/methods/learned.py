@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Perturbations with learned parameters: HRPO's gate (arXiv 2505.18454) and TARPO's router (arXiv 2606.05859)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -70,7 +68,7 @@ class HybridGate(nn.Module):
         # A plain attribute and not a buffer: it stays in float32 when the model is cast.
         self.lambda_start = softplus.expm1().log().float()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HybridGate:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "HybridGate":
         """Moves the start of Λ to its parameters' device; the dtype stays."""
         super()._apply(fn, recurse)
         if self.lambda_shift.device.type != "meta":

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a neighbor index, its table of rows, and the embedding matrix, perhaps in shards."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _SCRATCH_CPU, _SCRATCH_DEVICE = 64 << 20, 512 << 20  # bytes of temporary values held at once
 _BYTES = 16  # of them for each pair of tokens that is compared: three numbers and a few flags
@@ -24,7 +18,7 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def over_ranks(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
+def over_ranks(group: "torch.distributed.ProcessGroup") -> Callable[[Tensor], Tensor]:
     """:attr:`Shard.gather` over a process group of `torch.distributed`."""
 
     def gather(tensor: Tensor) -> Tensor:
@@ -50,7 +44,7 @@ class Shard:
     gather: Callable[[Tensor], Tensor] = _alone
 
     @classmethod
-    def of(cls, matrix: Tensor | Shard) -> Shard:
+    def of(cls, matrix: "Tensor | Shard") -> "Shard":
         """A whole matrix (V, D) as the shard of a single rank; a shard as it is."""
         return matrix if isinstance(matrix, Shard) else cls(matrix.detach(), len(matrix))
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A neighbor index over the weight syncs of a run: its refreshes, and the drift of its sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
@@ -38,7 +36,7 @@ class Drift:
     compared: int  # with a known set right before the sync
     changed: int  # of these, with another set now
 
-    def __add__(self, other: Drift) -> Drift:
+    def __add__(self, other: "Drift") -> "Drift":
         return Drift(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def shares(self) -> dict[str, float]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers as bytes with a checksum, and back; names of the parts of a trajectory on their way between processes."""
 
-from __future__ import annotations
-
 import math
 import struct
 import zlib
@@ -28,7 +26,7 @@ def sealed(parts: Sequence[bytes], version: int) -> bytes:
     return joined + _CHECKSUM.pack(zlib.crc32(joined, version))
 
 
-def unsealed(data: bytes, version: int, what: str) -> Reader:
+def unsealed(data: bytes, version: int, what: str) -> "Reader":
     """Checks the checksum of :func:`sealed`; ``ValueError`` with ``what`` for altered bytes or another version."""
     data = bytes(data)
     end = len(data) - _CHECKSUM.size

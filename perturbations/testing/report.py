@@ -4,17 +4,14 @@
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 _Answer = TypeVar("_Answer")
-_Asked = TypeVar("_Asked", bound="DataclassInstance")
+_Asked = TypeVar("_Asked")
 
 CLOSE = 1e-5
 _ORDER = (4, 0, 6, 2, 1, 5, 3)

@@ -93,8 +93,6 @@ def test_evaluation_costs_and_diagnosis_are_there(compared: Compared) -> None:
     assert cost["memory_bytes"]["value"] > 1 << 30
     assert [s["name"] for s in results["diagnosis"]["strategies"]][:2] == ["none", "neighbor rate=0"]
     assert results["versions"]["vllm"] and results["machine"]["cores"]
-    summaries = [json.loads(path.read_text()) for path in folder.glob("runs/*/summary.json")]
-    assert [each["versions"]["model runner"] for each in (*summaries, results)] == ["V1"] * 3
     assert (folder / "results.csv").read_text().count("\n") == 1 + 2 + 2 + 1
 
 

@@ -5,23 +5,18 @@ OpenRLHF's loss is changed in two places. ``log_probs_from_logits`` gives the ol
 which densities and sampling masks override. ``actor_loss_fn`` is the policy loss alone, which others wrap.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.upstream.types import Experience
 from ngrpo.trainers.common import log_probs, sample_records, weights_file
 from ngrpo.trainers.common.policy_loss import CreditInLoss, RatioMeasure, TwoRoundsLoss
 from ngrpo.trainers.openrlhf import model_actors
 from perturbations import UsageError, seeds
-
-if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_utils.experience import Experience
-
-    from perturbations.replay.scope import ReplayStats
+from perturbations.replay.scope import ReplayStats
 
 _LOOK_UP = 32  # inputs with a look-up of the nearest token: of 20 steps the share is known to 0.02
 # Metrics that travel as a sum and a count per sample.

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's ``RemoteExperienceMaker``: rollouts become experiences with our advantages, measured and judged."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ngrpo.config.run import GROUP_BASELINES, current_run
+from ngrpo.machine.upstream.types import Experience
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.trainers.common import mismatch, policy_loss, sample_records
 from ngrpo.trainers.openrlhf import model_actors, rewards, rollout_actor, step_advantages
 from ngrpo.trainers.openrlhf.kept_groups import KeptGroups, keep
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory
-
-if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_utils.experience import Experience
 
 _CUT = {
     "cut_prompts": "{cut} prompts have more than {longest} tokens (--data.max_len less --rollout.max_new_tokens), and"

@@ -5,27 +5,21 @@ At most :data:`STEPS` steps are kept: every step, and each time that there are t
 So they are spread evenly over a run of any length.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console import fed_texts, token_texts
 from ngrpo.machine.storage.result_folder import CannotWrite, write_text
+from ngrpo.machine.upstream.types import Experience, TokenizerLike
 from ngrpo.trainers.common.sample_records import unpack
 from perturbations.errors import require
-
-if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_utils.experience import Experience
-    from vllm.tokenizers import TokenizerLike
-
-    from perturbations.replay.trajectory import FinishedTrajectory
+from perturbations.replay.trajectory import FinishedTrajectory
 
 FILE = "groups.jsonl"
 STEPS = 12

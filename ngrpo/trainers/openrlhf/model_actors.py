@@ -4,12 +4,10 @@
 Also the parameters that a perturbation adds to a model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from ngrpo.config.run import current_run
 from ngrpo.machine.storage.parameters_file import attach
 from ngrpo.machine.upstream.patch import around
+from ngrpo.machine.upstream.types import DeepspeedStrategy
 from ngrpo.trainers.common import policy_loss, sample_records
 from ngrpo.trainers.common.log_probs import Densities, corrected, densities, no_overrides
 from ngrpo.trainers.common.replay_check import check_replay
@@ -26,9 +25,6 @@ from perturbations.errors import require
 from perturbations.parameters import attached, freeze
 from perturbations.replay.routing import RoutingScope, routers
 from perturbations.replay.scope import LastHidden, ReplayScope, ReplayStats
-
-if TYPE_CHECKING:
-    from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
 
 
 def policy_model_actor(plain: type) -> type:

@@ -5,19 +5,14 @@ OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward
 waits.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ngrpo.machine.upstream.types import Experience, PreTrainedTokenizerBase
 from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_utils.experience import Experience
-    from transformers import PreTrainedTokenizerBase
 
 _SHOWN = 200
 # A verifier may run a program, or ask a judge; beyond this it hangs.

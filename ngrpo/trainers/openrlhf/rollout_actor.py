@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's ``RolloutRayActor``: a vLLM engine that perturbs, and hands each response's record over with it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import numpy as np
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.hardware import cpu, processes
+from ngrpo.machine.upstream.types import SamplingParams
 from ngrpo.rollout import records, settings
 from ngrpo.trainers.common import sample_records, weights_file
 from ngrpo.trainers.openrlhf import rewards, second_round
 from perturbations import registry, seeds
 from perturbations.errors import require
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
 
 CONTROLS, _CONTROL_TOKENS = 4, 16
 """Unperturbed responses, the controls, of each engine in each round and of the trainer's forward; tokens of each."""

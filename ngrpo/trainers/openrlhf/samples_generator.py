@@ -5,20 +5,16 @@ Under ``--reproducible`` the same seed gives the same rollouts. Stock OpenRLHF 0
 is already running, so that its first batches are smaller and round otherwise, and trains on responses as they finish.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.upstream.types import SamplingParams
 from ngrpo.rollout.settings import KEY
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
 
 logger = logging.getLogger("ngrpo.trainers.openrlhf")
 

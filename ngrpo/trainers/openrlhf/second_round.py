@@ -6,30 +6,24 @@ Its right responses become responses to the prompt of the data, each with its pa
 take the first round's place, with their own prompt, records and log-probabilities.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from copy import copy, deepcopy
 from functools import partial
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.models import conversation
+from ngrpo.machine.upstream.types import PreTrainedTokenizerBase, SamplingParams
 from ngrpo.methods.second_rounds.base import SecondRound
 from ngrpo.rollout.settings import KEY, request_arguments
 from ngrpo.trainers.common.sample_records import TwoRounds
 from perturbations.errors import require
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from vllm import SamplingParams
-
 
 Responses = Sequence[dict[str, Any]]
 drafting: ContextVar[bool] = ContextVar("drafting", default=False)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's advantages: the run's own replace OpenRLHF's, and a credit shares them among tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ngrpo.config.run import current_run
+from ngrpo.machine.upstream.types import Experience
 from ngrpo.methods.advantages.base import Advantage, normalised
+from ngrpo.methods.advantages.verified import NovelRepresentation, SingleStream
 from ngrpo.methods.credits.base import StepTokens, check_shapes
 from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
@@ -22,11 +22,6 @@ from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
 from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import require
 from perturbations.seeds import trajectory_seed
-
-if TYPE_CHECKING:
-    from openrlhf.trainer.ppo_utils.experience import Experience
-
-    from ngrpo.methods.advantages.verified import NovelRepresentation, SingleStream
 
 
 class Visits:

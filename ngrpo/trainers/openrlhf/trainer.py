@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenRLHF's ``PPOTrainer``, the loop over steps, and its two halves where training is asynchronous."""
 
-from __future__ import annotations
-
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from functools import lru_cache
 from math import ceil
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.patch import around
+from ngrpo.machine.upstream.types import DeepspeedStrategy, Experience, PreTrainedTokenizerBase
 from ngrpo.methods.sampling_schedules.base import PastStep, Run, SamplingSchedule
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from perturbations.errors import UsageError, require
-
-if TYPE_CHECKING:
-    import argparse
-
-    from openrlhf.trainer.ppo_utils.experience import Experience
-    from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
-    from transformers import PreTrainedTokenizerBase
 
 NO_UPDATE = (
     "ngrpo warning: step {step} made no optimizer step: {responses} responses do not fill --train.batch_size, as where"

@@ -43,7 +43,6 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
     runs = [_run(plan, run, folder) for run in plan.runs()]
     summaries = [folder.read(f"runs/{run['id']}/summary.json") for run in runs]
     untrained = folder.read("untrained/evaluation.json")
-    runners = [(s or {}).get("versions", {}).get("model runner") for s in summaries]
     result = {
         "format": 1,
         "created": created,
@@ -53,7 +52,7 @@ def collect(plan: Plan, folder: ComparisonFolder, command: Sequence[str], create
         "task": plan.task,
         "hardware": next((s["hardware"] for s in summaries if s), None),
         "machine": machine(),
-        "versions": versions(", ".join(sorted(set(filter(None, runners))))),
+        "versions": versions(),
         "openrlhf_args": list(plan.shared),
         "strategies": [
             {

@@ -15,7 +15,6 @@ from ngrpo.machine.storage.datafiles import Series, read_scalars
 from ngrpo.machine.storage.result_folder import write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.versions import machine, versions
-from ngrpo.rollout import plugin
 from ngrpo.trainers.openrlhf import kept_groups
 from ngrpo.workbench.report.values import first_and_last
 from perturbations import registry
@@ -25,8 +24,6 @@ ALL_FILTERED = (
     "no training step was logged: all prompts were filtered out, because the mean score of every group was outside"
     " --algo.dynamic_filtering_range."
 )
-RUNNERS = "model_runner"
-"""Folder next to the summary in which the engines name their model runner."""
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
@@ -79,7 +76,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False)
         "seed": int(flags.or_default("--train.seed")),
         "hardware": run.hardware,
         "machine": machine(),
-        "versions": versions(plugin.runners_of(folder / RUNNERS)),
+        "versions": versions(),
         "places": {
             "checkpoint": flags.value("--ckpt.output_dir"),
             "tensorboard": str(log),

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401
+"""Classes of OpenRLHF, transformers and vLLM that annotations name: a type checker sees them, a run imports none."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+    from transformers import PreTrainedTokenizerBase
+    from vllm import LLM, SamplingParams
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.tokenizers import TokenizerLike
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.request import Request
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler as SamplerV1
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+else:
+
+    def __getattr__(name: str) -> Any:
+        return Any
