@@ -27,7 +27,7 @@ examples
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.console import Report
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
-from ngrpo.machine.storage.result_folder import SETTINGS, folder_for, read_json
+from ngrpo.machine.storage.result_folder import folder_for
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import evaluate
 from perturbations.errors import UsageError
@@ -56,7 +56,10 @@ def run(argv: list[str], *, report: Report) -> int:
         report(f"warning: {note}")
     if args.rescore is not None:
         folder = Path(args.rescore).expanduser()
-        _check_rescore_flags(argv, args, asked, engine_options)
+        for flag in Flags(argv):
+            if flag.name not in ("--rescore", "--scorer", "--k"):
+                what = "has no effect on --rescore, which scores the samples that are there"
+                raise UsageError(f"{' '.join(flag.argv)} {what}. Leave it out, or evaluate into another folder.")
         result = evaluate.rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
@@ -171,54 +174,3 @@ def _engine_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         else:
             rest += flag.argv
     return rest, options
-
-
-def _check_rescore_flags(
-    argv: Sequence[str], args: argparse.Namespace, asked: RunConfig, engine_options: Mapping[str, object]
-) -> None:
-    """Checks that the sampling flags of ``ngrpo eval --rescore`` have the values of the samples that are there.
-
-    ``argv`` is everything after ``ngrpo eval``; our own options, the run and vLLM's options come from it.
-
-    Raises:
-        UsageError: for a flag with another value, or without an effect on scores.
-    """
-    from ngrpo.workbench.evaluate import engine, evaluation
-
-    folder = Path(args.rescore).expanduser()
-    settings = read_json(folder / SETTINGS)
-    if not (isinstance(settings, dict) and (folder / evaluation.PROBLEMS).is_file()):
-        return  # no evaluation: `rescore` raises
-    model = str(packaged.folder_of(args.model)) if args.model in packaged.PACKAGED else args.model
-    policy = engine.RolloutPolicy(asked, args.at_step, args.of_steps)
-    # By flag: the setting of the samples, and of the command line.
-    pairs: dict[str, tuple[object, object]] = {
-        "--model": (settings["model"], str(Path(model).expanduser()) if (model or "").startswith("~") else model),
-        "--data": (settings["dataset"], args.data),
-        "--task": (settings["dataset"], f"task {args.task}"),
-        "--limit": (settings["problems"], args.limit),
-        "--n": (settings["n"], args.n),
-        "--perturbation": (settings["perturbation"], asked.spec),
-        "rollouts": ({name: settings[name] for name in engine.DESCRIBED if name in settings}, policy.described()),
-        **{f"--{key.replace('_', '-')}": (value, getattr(args, key)) for key, value in settings["sampling"].items()},
-        **{f"--vllm.{key}": (value, engine_options.get(key)) for key, value in settings["engine"].items()},
-    }
-    for flag in Flags(argv):
-        name = flag.name
-        if name in ("--rescore", "--scorer", "--k"):
-            continue
-        if name == "--actor.model_name_or_path":
-            name = "--model"
-        elif name in ("--at-step", "--of-steps") or name.startswith(("--sampling.schedule", "--policy_noise")):
-            name = "rollouts"
-        elif name.startswith("--vllm."):
-            name = "--" + name[2:].replace("-", "_")
-        elif name.startswith("--perturbation"):
-            name = "--perturbation"
-        before, now = pairs.get(name, (None, flag.name))
-        if before != now:
-            kept = f" The samples there were drawn with {before}." if before not in (None, {}) else ""
-            raise UsageError(
-                f"{' '.join(flag.argv)} has no effect on --rescore {args.rescore}, which scores the samples that are"
-                f" there.{kept} Leave it out, or evaluate into another folder without --rescore."
-            )

@@ -149,27 +149,11 @@ def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert llm.asked == 6
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--n 4", r"--n 4 has no effect on --rescore .* The samples there were drawn with 3\. Leave it out"),
-        ("--perturbation neighbor", r"that are there\. Leave it out"),
-        ("--vllm.dtype float32", "were drawn with bfloat16"),
-        ("--limit 1", "were drawn with 2"),
-        ("--out elsewhere", "--out elsewhere has no effect"),
-    ],
-)
-def test_rescore_refuses_what_only_matters_for_generating(llm: MadeUp, tmp_path: Path, words: str, says: str) -> None:
-    evaluate(llm, PROBLEMS, out=tmp_path, n=3, engine_options={"dtype": "bfloat16"})
-    with pytest.raises(UsageError, match=says):
+@pytest.mark.parametrize("words", ["--n 4", "--sampling.schedule ead", "--out elsewhere"])
+def test_rescore_refuses_what_only_matters_for_generating(llm: MadeUp, tmp_path: Path, words: str) -> None:
+    evaluate(llm, PROBLEMS, out=tmp_path, n=3)
+    with pytest.raises(UsageError, match=f"{words} has no effect on --rescore"):
         run(["--rescore", str(tmp_path), *words.split()], report=print)
-
-
-def test_rescore_takes_what_the_samples_were_drawn_with(llm: MadeUp, tmp_path: Path) -> None:
-    evaluate(llm, PROBLEMS, out=tmp_path, n=3, dataset="task arithmetic", engine_options={"enforce_eager": True})
-    words = "--model made-up --task arithmetic --limit 2 --n 3 --temperature 0.6 --top-p 0.950 --seed 0"
-    more = "--vllm.enforce-eager true --perturbation none --at-step 0"
-    assert run(["--rescore", str(tmp_path), *words.split(), *more.split()], report=print) == 0
 
 
 def test_rescore_of_what_is_not_finished(llm: MadeUp, tmp_path: Path) -> None:
