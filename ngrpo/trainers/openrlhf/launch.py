@@ -37,13 +37,15 @@ RUN_ID = "NGRPO_RUN_ID"
 """Environment variable that every process of a run inherits, so that those left over can be found."""
 
 _GRACE_SECONDS = 5.0
-_MOST_SHOWN = 5
-# Ray 2.55, raylet: the memory monitor's message, and a row of its table of processes (id, GB, command).
-_MEMORY = re.compile(r"Memory on the node .*? was ([\d.]+)\s?GB / ([\d.]+)\s?GB", re.DOTALL)
-_PROCESS = re.compile(r"^(\d+)\t([\d.]+)\t(.+)$", re.MULTILINE)
 _ROOM = "is still there. Make room (--ckpt.max_num keeps fewer) and go on with --ckpt.load_enable. The writer said:"
 # What an error's text means; the line that fits the pattern, or the last one, is appended.
 _KNOWN = {
+    # The memory monitor of Ray 2.55.
+    "Memory on the node": (
+        "the machine ran out of memory, and Ray ended a process of this run. End other programs, or reduce"
+        " --train.micro_batch_size, --rollout.batch_size, --rollout.max_new_tokens, vLLM's memory"
+        " (--vllm.gpu_memory_utilization; on a CPU VLLM_CPU_KVCACHE_SPACE) or the model. Ray said:"
+    ),
     # Python's message on a node without this project, or with an older one.
     r"No module named '(ngrpo|perturbations)(\.\w+)*'": (
         "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
@@ -243,19 +245,6 @@ def root_cause(error: BaseException) -> str:
 def explanation(error: BaseException) -> str | None:
     """A known error's meaning for the user, in one paragraph; None for any other error."""
     texts = [str(each).strip() for each in _chain(error)]
-    if match := _MEMORY.search("\n".join(texts)):
-        held: dict[str, str] = {}
-        for process, gigabytes, command in _PROCESS.findall("\n".join(texts)):
-            first = command.strip().split()[0] if command.strip() else "?"
-            short = first if first.startswith("ray::") else Path(first).name  # Ray names its own ray::Actor.method
-            held.setdefault(process, f"{short} {float(gigabytes):.1f} GB")
-        most = f" Most was held by {', '.join(list(held.values())[:_MOST_SHOWN])}." if held else ""
-        return (
-            f"the machine ran out of memory: {float(match[1]):.1f} of {float(match[2]):.1f} GB were in use, and Ray"
-            f" ended a process of this run.{most} End other programs, or reduce --train.micro_batch_size,"
-            " --rollout.batch_size, --rollout.max_new_tokens, vLLM's memory (--vllm.gpu_memory_utilization; on a CPU"
-            " VLLM_CPU_KVCACHE_SPACE) or the model."
-        )
     for pattern, meaning in _KNOWN.items():
         said = next((text.splitlines() for text in texts if re.search(pattern, text)), None)
         if said is not None:
