@@ -17,7 +17,6 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
-from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench import tasks
 from perturbations.errors import UsageError, require
 
@@ -53,7 +52,7 @@ def with_hardware(flags: Flags, run: RunConfig) -> Flags:
 
     Raises ``UsageError`` for a placement that is given by half.
     """
-    without = stand_ins.WITHOUT_FLASH_ATTN in conditions_for(run.profile, run)
+    without = stand_ins.WITHOUT_FLASH_ATTN in run.training_conditions
     flags = flags.with_defaults({**run.profile.default_flags, **(stand_ins.DEFAULT_FLAGS if without else {})})
     if (machine := machine_of(run)) is None:
         return flags

@@ -17,7 +17,6 @@ from ngrpo.machine.hardware import gpu_plan, stand_ins
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.trainers.openrlhf.launch import conditions_for
 from ngrpo.workbench.scoring import reward_files
 from perturbations.errors import UsageError
 
@@ -63,7 +62,7 @@ def about_gpus(flags: Flags, run: RunConfig) -> str:
 
 def check_patches(flags: Flags, run: RunConfig) -> None:
     """The patches of the training, and vLLM's where the run needs what OpenRLHF lacks."""
-    conditions = conditions_for(run.profile, run)
+    conditions = run.training_conditions
     patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
 
 

@@ -14,8 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngrpo import patches
 from ngrpo.config.kinds import KINDS, of_a_run
-from ngrpo.machine.hardware import Profile, profile_for
+from ngrpo.machine.hardware import Profile, profile_for, stand_ins
 from ngrpo.machine.storage.result_folder import write_text, writing
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
@@ -253,6 +254,13 @@ class RunConfig:
             "engine_limits": bool(self.engine_limits),
         }
         return tuple(name for name, holds in conditions.items() if holds)
+
+    @property
+    def training_conditions(self) -> tuple[str, ...]:
+        """:attr:`conditions`, with those of a training and of its hardware."""
+        cpu = self.profile.name == "cpu"
+        held = {"cpu": cpu, stand_ins.WITHOUT_FLASH_ATTN: cpu or not stand_ins.has_flash_attn()}
+        return (patches.TRAINING, *(name for name, holds in held.items() if holds), *self.conditions)
 
     def flags(self) -> dict[str, Any]:
         """The run as flags without dashes, as a file of ``--config`` has them; its folder and its log stay out."""

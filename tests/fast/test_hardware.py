@@ -16,7 +16,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import profile_for, stand_ins
 from ngrpo.machine.upstream.openrlhf_flags import Flags, actions
 from ngrpo.trainers.openrlhf import launch
-from ngrpo.trainers.openrlhf.launch import conditions_for, worker_env
+from ngrpo.trainers.openrlhf.launch import worker_env
 from perturbations.errors import UsageError
 from tests.fast.run import check_pairs, run_of
 
@@ -92,9 +92,8 @@ def test_cuda_without_flash_attn_refuses_what_needs_it(
 @pytest.mark.parametrize("there", [True, False])
 def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, here: bool, there: bool) -> None:
     monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: here)
-    settings = run_of(perturbation={"name": "neighbor"})
-    profile = profile_for("cuda")
-    hook = launch.setup_hook(conditions_for(profile, settings), settings)
+    settings = run_of(perturbation={"name": "neighbor"}, hardware="cuda")
+    hook = launch.setup_hook(settings.training_conditions, settings)
     monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: there)
     held: set[str] = set()
     monkeypatch.setattr(patches, "install", held.update)

@@ -82,7 +82,7 @@ def launch(run: RunConfig) -> None:
         SystemExit: from OpenRLHF's parser, which refused a flag or printed its help.
     """
     profile, flags = run.profile, Flags(run.openrlhf)
-    conditions = conditions_for(profile, run)
+    conditions = run.training_conditions
     for name, value in profile.env.items():
         os.environ.setdefault(name, value)
     processes.add_programs_to_path()
@@ -94,13 +94,6 @@ def launch(run: RunConfig) -> None:
     begin(run)
     patches.install(conditions)
     _run(flags.argv)
-
-
-def conditions_for(profile: Profile, run: RunConfig) -> tuple[str, ...]:
-    """The conditions of `patches.py` that hold."""
-    cpu = profile.name == "cpu"
-    held = {"cpu": cpu, stand_ins.WITHOUT_FLASH_ATTN: cpu or not stand_ins.has_flash_attn()}
-    return (patches.TRAINING, *(name for name, holds in held.items() if holds), *run.conditions)
 
 
 def worker_env(profile: Profile) -> dict[str, str]:
