@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray clusters on this machine: a job with a user's own file; nodes without the project, its plugin, GPUs or life.
+"""Ray clusters on this machine: a job with a user's own file; nodes without a path, the plugin, GPUs or life.
 
 Slow: `make test-all`. Each node has one counted GPU, so trainer and engine stand on different ones.
 """
