@@ -27,13 +27,6 @@ def test_engines_answer_by_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert plugin.runners_of(folder) is None, "what an earlier run left does not count"
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(plugin.RUNNERS, str(tmp_path / "file" / "model_runner"))
-    plugin.note_runner("V1")
-    assert plugin.runners_of(tmp_path / "file" / "model_runner") is None
-
-
 def test_the_summary_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plugin.RUNNERS, "")
     plugin.watch_runners(tmp_path / summary.RUNNERS)
