@@ -7,24 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.cuda_without_gpu.simulated import Plan, simulate
-from ngrpo.rollout.perturber import RolloutPerturber
-from ngrpo.rollout.trajectories import TrajectoryStore
+from benchmarks.decode_step import Decoding
 from perturbations import Gate, GateStep, create, create_gate, option
-from perturbations.embeddings import matrix_embeddings
 from perturbations.errors import require
-from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import entropy, summary
 from perturbations.testing import check_gate
 from tests.fast.gate_steps import F, T, step_with
-
-V = 16
-FIRST = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,142 +93,31 @@ def test_confidence_by_hand() -> None:
 # --- in a rollout ------------------------------------------------------------------------------------------
 
 
-class NoModel:
-    """Stands for the embedding layer of an engine."""
-
-    def __init__(self) -> None:
-        self.lookup = matrix_embeddings(torch.eye(16)).lookup
-
-    def clear(self, rewritten: object = None) -> None:
-        pass
-
-    def put(self, *_: torch.Tensor) -> None:
-        pass
-
-
-class Rollout:
-    """A perturber whose logits are a function of request and position."""
-
-    def __init__(self, gate: Gate, slots: int = 2, **options: Any) -> None:
-        perturbation = create("soft", **{"rate": 1.0, "until": None, **options}, gate=gate)
-        self.store, embeddings = TrajectoryStore(slots, 256), matrix_embeddings(torch.eye(V))
-        self.gate = BoundGate(perturbation, lambda: [b""] * V, V, self.store.slots, "cpu")
-        device = torch.device("cpu")
-        self.perturber = RolloutPerturber(perturbation, self.store, self.gate, embeddings, NoModel(), device)
-
-    def open(self, *names: str, prompt: int = FIRST, perturbed: bool = True) -> None:
-        for name in names:
-            self.store.open(name, 100 + ord(name[0]), prompt, perturbed)
-            self.perturber.opened(name)
-
-    def step(self, discard: bool = False, **computed: tuple[int, int]) -> list[int]:
-        """Draws the token after each request's first position and number of positions; ``discard``: it is not kept."""
-        names, spans = list(computed), np.array([*computed.values()])
-        self.perturber.begin(names, spans[:, 0], spans[:, 1], np.full(len(names), discard))
-        seeds = (1000 * ord(name[0]) + int(at) for name, at in zip(names, spans.sum(axis=1)))
-        logits = torch.stack([torch.randn(V, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
-        return self.perturber.finish(logits, torch.ones(len(names)), logits, None).tolist()
-
-    def decode(self, positions: range, *names: str) -> None:
-        """Draws the tokens of these positions; a prompt is computed with the first."""
-        for at in positions:
-            self.step(**{name: (0, at) if at == FIRST else (at - 1, 1) for name in names})
-
-    def state(self, name: str, at: int) -> list[float]:
-        """The state before a position."""
-        return self.gate._own_states[self.store.live[name], (at - 1) % 8].tolist()
-
-    def perturbed(self, name: str) -> list[int]:
-        self.perturber.notes.drain(until=self.perturber.notes.taken)
-        return self.store.record(name)[0].positions.tolist()
-
-
 @dataclass(frozen=True, kw_only=True)
-class EveryThird(Gate):
-    """Open at generated positions 0, 3, 6, …"""
+class EveryThird(Budget):
+    """Open at generated positions 0, 3, 6, … until the budget is spent."""
 
     name = "every third"
 
-    def open(self, step: GateStep) -> torch.Tensor:
-        return step.generated % 3 == 0
+    def open(self, step: GateStep) -> Tensor:
+        return super().open(step) & (step.generated % 3 == 0)
 
 
-def test_the_rollout_records_only_what_the_gate_left_open() -> None:
-    """The gate counts from each answer's own start."""
-    rollout = Rollout(EveryThird())
-    prompts = {"a": FIRST, "b": FIRST + 3}
-    for name, prompt in prompts.items():
-        rollout.open(name, prompt=prompt)
-    rollout.step(**{name: (0, prompt) for name, prompt in prompts.items()})
-    for generated in range(8):
-        rollout.step(**{name: (prompt + generated, 1) for name, prompt in prompts.items()})
-    for name, prompt in prompts.items():
-        assert [position - prompt for position in rollout.perturbed(name)] == [0, 3, 6]
-
-
-def undisturbed(gate: Gate, upto: int, **options: Any) -> Rollout:
-    rollout = Rollout(gate, **options)
-    rollout.open("a", "b")
-    rollout.decode(range(FIRST, upto), "a", "b")
-    return rollout
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_a_budget_is_spent_by_what_is_fed_alone(rate: float) -> None:
+    """Generated positions count from the answer's own start; those that the rate leaves out spend nothing."""
+    decoding = Decoding(create("soft", rate=rate, until=None, gate=EveryThird(most=6)), 2)
+    first = decoding._position + 1
+    for _ in range(100):
+        decoding.step()
+    for request in decoding.requests:
+        record, _ = decoding.perturber._store.record(request)
+        generated = record.positions - first
+        assert len(generated) == 6 and not (generated % 3).any()
+        assert (generated.tolist() == [0, 3, 6, 9, 12, 15]) == (rate == 1.0)
 
 
 GATES = [Budget(most=6), create_gate("swi", window=1), create_gate("swi", window=0, max_switches=3)]
-END = 45
-
-
-@pytest.mark.parametrize("gate", GATES, ids=str)
-def test_a_preempted_trajectory_reaches_the_state_of_an_undisturbed_one(gate: Gate) -> None:
-    """Kept tokens are computed in chunks without draws of theirs; the last ones may have to be drawn again."""
-    plain = undisturbed(gate, END)
-    assert 2 < len(plain.perturbed("a")) < END - FIRST
-    for stop, back in ((7, 0), (7, 2), (20, 1), (33, 0), (33, 6)):
-        rollout = undisturbed(gate, stop)
-        rollout.decode(range(stop, stop + 9), "b")  # a was preempted
-        rollout.step(discard=True, a=(0, 3), b=(stop + 8, 1))
-        rollout.decode(range(stop + 9, END), "b")
-        rollout.step(a=(3, stop - back - 3))
-        rollout.decode(range(stop - back + 1, END), "a")
-        for name in "ab":
-            assert rollout.state(name, END) == plain.state(name, END), (stop, back)
-            assert rollout.perturbed(name) == plain.perturbed(name), (stop, back)
-
-
-def test_a_draw_that_is_thrown_away_changes_no_state() -> None:
-    plain, rollout = undisturbed(GATES[1], 20), undisturbed(GATES[1], 12)
-    before = rollout.gate._own_states.clone()
-    rollout.step(discard=True, a=(0, 8), b=(0, 9))
-    assert rollout.gate._own_states.equal(before)
-    rollout.step(a=(8, 4), b=(9, 3))
-    rollout.decode(range(13, 20), "a", "b")
-    assert rollout.state("a", 20) == plain.state("a", 20)
-
-
-def test_further_slots_and_a_slot_that_is_used_again() -> None:
-    gate = Budget(most=3)
-    rollout = undisturbed(gate, 15)
-    before = rollout.state("a", 15)
-    names = [f"c{i}" for i in range(20)]  # beyond the store's slots
-    rollout.open(*names)
-    assert rollout.state("a", 15) == before and before[0] == 3
-    assert rollout.state("c9", FIRST) == [0, -1]
-    rollout.store.close("a")
-    rollout.open("d")
-    assert rollout.state("d", FIRST) == [0, -1]
-    rollout.decode(range(FIRST, 15), "d")
-    assert rollout.state("d", 15)[0] == 3
-
-
-def test_what_was_fed_is_told_and_every_position_counts() -> None:
-    """A budget is spent by what is fed alone, at a rate of 0.3 and with a protected token."""
-    rollout = Rollout(Budget(most=1000), rate=0.3, protect="2")
-    rollout.open("a")
-    rollout.open("b", perturbed=False)
-    rollout.decode(range(FIRST, 60), "a", "b")
-    spent, last = rollout.state("a", 60)
-    assert spent == len(rollout.perturbed("a")) and 5 < spent < 30
-    assert rollout.state("b", 60)[0] == 0 and rollout.state("b", 60)[1] >= 0
-    assert last >= 0
 
 
 @pytest.mark.parametrize("gate", GATES, ids=str)
