@@ -107,11 +107,14 @@ class EveryThird(Budget):
 def test_a_budget_is_spent_by_what_is_fed_alone(rate: float) -> None:
     """Generated positions count from the answer's own start; those that the rate leaves out spend nothing."""
     decoding = Decoding(create("soft", rate=rate, until=None, gate=EveryThird(most=6)), 2)
-    first = decoding._position + 1
-    for _ in range(100):
+    first, perturber = decoding._position + 1, decoding.perturber
+    for step in range(100):
         decoding.step()
+        if step < 20:  # further requests, beyond the slots there are
+            perturber._store.open(f"further-{step}", step, first, True)
+            perturber.opened(f"further-{step}")
     for request in decoding.requests:
-        record, _ = decoding.perturber._store.record(request)
+        record, _ = perturber._store.record(request)
         generated = record.positions - first
         assert len(generated) == 6 and not (generated % 3).any()
         assert (generated.tolist() == [0, 3, 6, 9, 12, 15]) == (rate == 1.0)
