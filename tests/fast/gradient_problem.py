@@ -80,15 +80,8 @@ def plain_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 log_probs_from_logits = with_overrides(plain_log_probs)
 
 
-def in_bfloat16(logits: Tensor) -> Tensor:
-    """Logits as an engine in bfloat16 has them: rounded where a language model's are, at 8 to 16, in steps of 1/16."""
-    return (logits + 12.0).bfloat16().float() - 12.0
-
-
 @torch.no_grad()
-def rollout(
-    model: Model, perturbation: Perturbation, steps: int, seed: int, rounded: bool = False
-) -> tuple[Tensor, ReplayRecord, Tensor]:
+def rollout(model: Model, perturbation: Perturbation, steps: int, seed: int) -> tuple[Tensor, ReplayRecord, Tensor]:
     """One sequence of EPISODES × (prompt, token, …), its record, and each action's advantage, (1, T − 1)."""
     drawn = torch.Generator().manual_seed(seed)
     embeddings = matrix_embeddings(model.embedding.weight.detach(), model.head.detach())
@@ -98,7 +91,7 @@ def rollout(
     inputs, edits, agreed = model.embedding(tokens[:, 0]), [], []
     seeds = torch.full((EPISODES,), seed)
     for step in range(1, steps + 1):
-        logits = in_bfloat16(model.logits(inputs)) if rounded else model.logits(inputs)
+        logits = model.logits(inputs)
         sampled = torch.multinomial(torch.softmax(logits, dim=-1), 1, generator=drawn).squeeze(-1)
         positions, temperature = start + step, torch.full((EPISODES,), TEMPERATURE)
         seen = Step(logits, sampled, temperature, seeds, positions, embeddings)
@@ -133,13 +126,12 @@ def rollout(
 
 
 @cache
-def estimate(perturbation: Perturbation, steps: int, rounded: bool = False) -> dict[str, Tensor]:
+def estimate(perturbation: Perturbation, steps: int) -> dict[str, Tensor]:
     """Gradients of J by name, (BATCHES, …): of independent batches.
 
     Args:
         perturbation: any.
         steps: 1 for the bandit, 2 for the problem of two steps.
-        rounded: whether the rollout's logits, and not the trainer's, are rounded to bfloat16.
     """
     model, found = Model(perturbation), {}
     mask = torch.ones(1, EPISODES * (steps + 1), dtype=torch.int64)
@@ -153,7 +145,7 @@ def estimate(perturbation: Perturbation, steps: int, rounded: bool = False) -> d
             return found if ours is None else ours.for_policy_loss(found)
 
     for batch in range(BATCHES):
-        tokens, record, advantages = rollout(model, perturbation, steps, SEED + 1000 * steps + batch, rounded)
+        tokens, record, advantages = rollout(model, perturbation, steps, SEED + 1000 * steps + batch)
         with torch.no_grad():
             old = log_probs(tokens, record)
         loss = policy_loss()(

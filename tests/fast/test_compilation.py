@@ -22,14 +22,6 @@ def wrong(x: torch.Tensor) -> torch.Tensor:
     raise ValueError("k is too large")
 
 
-class Scale:
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    def by(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
-
-
 def test_what_does_not_compile_runs_as_it_stands_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     part = Compiled(waiting, "the steps of perturbation mine")
     with caplog.at_level(logging.WARNING, "ngrpo.rollout"):
@@ -43,14 +35,6 @@ def test_what_does_not_compile_runs_as_it_stands_and_is_said_once(caplog: pytest
 def test_a_mistake_in_a_perturbation_stays_its_own_error() -> None:
     with pytest.raises(ValueError, match="k is too large"):
         Compiled(wrong, "mine")(torch.ones(2))
-
-
-def test_two_functions_of_one_text_do_not_share_their_versions() -> None:
-    """PyTorch stops compiling a function's code after some versions: two engines of a process are two functions."""
-    torch._dynamo.utils.counters.clear()
-    for factor in (2, 3, 4):
-        assert Compiled(Scale(factor).by, "a part")(torch.ones(3)).tolist() == [factor] * 3
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
 
 
 @pytest.fixture

@@ -3,10 +3,9 @@
 
 import dataclasses
 import itertools
-import logging
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from perturbations import create, registry
 from perturbations.base import Perturbation, Proposal, Step
 from perturbations.edit import InputEdit
 from perturbations.errors import UsageError
-from perturbations.methods.soft import Soft
 from perturbations.options import option
 from perturbations.testing import PerturbationError, check_perturbation
 from tests import shapes
@@ -56,23 +54,9 @@ IN_TREE_AND_INSTALLED = sorted(registry.available())
 CASES = [(name, options) for name in IN_TREE_AND_INSTALLED for options in settings(name) if accepted(name, options)]
 
 
-def test_the_perturbations_are_found() -> None:
-    assert {"none", "neighbor", "gaussian", "gumbel", "soft"} <= set(IN_TREE_AND_INSTALLED)
-
-
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_every_perturbation_conforms(name: str, options: dict[str, Any]) -> None:
     check_perturbation(name, **options)
-
-
-def test_randomness_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="perturbations.testing"):
-        check_perturbation("gumbel")
-        check_perturbation("soft")
-    assert [r.message for r in caplog.records] == [
-        "gumbel draws weights or tokens from the seed",
-        "soft draws no weights or tokens of its own",
-    ]
 
 
 # --- a good perturbation of a third party, and broken ones that each spoil one thing ------------------
@@ -138,23 +122,16 @@ CALLS = itertools.count()
 PROPOSALS = [
     (lambda s, i, w, t: (i, w, t), ["returns tuple", "Return Proposal"]),
     (lambda s, i, w, t: proposal(i[:, :1], w, t), ["edit.weights", "(7, 2)", "(7, 1)"]),
-    (lambda s, i, w, t: proposal(i, w, t.unsqueeze(-1)), ["tokens", "(7, 1)", "(7,)"]),
     (lambda s, i, w, t: proposal(i.int(), w, t), ["edit.ids is torch.int32", "torch.int64"]),
-    (lambda s, i, w, t: proposal(i, w.double(), t), ["edit.weights is torch.float64", "torch.float32"]),
-    (lambda s, i, w, t: proposal(i, w, t.float()), ["tokens is torch.float32", "torch.int64"]),
     (lambda s, i, w, t: proposal(i, w.tolist(), t), ["edit.weights is a list", "tensor"]),
     (lambda s, i, w, t: Proposal(InputEdit(i, w), t, t < 0), ["acts is False", "Give the token weight 1"]),
-    (lambda s, i, w, t: Proposal(InputEdit(i, w), t, torch.ones_like(t)), ["acts is torch.int64", "bool"]),
     (lambda s, i, w, t: proposal(i.to("meta"), w, t), ["edit.ids is on meta", "device, cpu"]),
     (lambda s, i, w, t: proposal(i + 64, w, t), ["edit.ids holds", "[0, 63]"]),
-    (lambda s, i, w, t: proposal(i, w, t - 64), ["tokens holds -", "[0, 63]"]),
     (lambda s, i, w, t: proposal(i, 2 * w, t), ["sum to 2", "normalise"]),
     (lambda s, i, w, t: proposal(i, w + w.new_tensor([1e-4, 0.0]), t), ["sum to 1.0001"]),
     (lambda s, i, w, t: proposal(i, w - w.new_tensor([2.0, -2.0]), t), ["-", "must not be negative"]),
     (nan_where_masked, ["logits with -inf", "edit.weights holds nan", "must be finite"]),
     (lambda s, i, w, t: proposal(i, w, 0 * t + 1), ["logits with -inf", "tokens holds 1", "-inf", "possible token"]),
-    (lambda s, i, w, t: proposal(i[:, :0], w[:, :0], t), ["edit.ids", "(7, 0)", "(7, 1)"]),
-    (lambda s, i, w, t: proposal(i, w, t, w), ["edit.sigma has shape (7, 2)", "(7,)"]),
     (lambda s, i, w, t: proposal(i, w, t, -torch.ones(len(t))), ["edit.sigma holds -1", "not negative"]),
     (lambda s, i, w, t: proposal(i, torch.rand(w.shape).softmax(-1), t), ["global random generator", "step.uniform"]),
     (lambda s, i, w, t: proposal(i, w * (np.random.rand() < 2), t), ["global random generator", "step.uniform"]),
@@ -163,7 +140,6 @@ PROPOSALS = [
     (lambda s, i, w, t: proposal(i, w.roll(next(CALLS) % 2, -1), t), ["two results for the same step"]),
     (lambda s, i, w, t: proposal(i, 0 * w + w.mean(0), t), ["row 0 alone", "edit.weights is", "that row alone"]),
     (by_row_number, ["in another batch order", "edit.weights is"]),
-    (lambda s, i, w, t: proposal(i, w if len(t) > 1 else w.flip(-1), t), ["row 0 alone", "edit.weights is"]),
     (breaks_down_when_peaked, ["very peaked logits", "RuntimeError: overflow", "any logits"]),
 ]
 
@@ -195,12 +171,10 @@ RESERVED = {"config": option("", "a file"), "__annotations__": {"config": str}}
 DECLARATIONS = [
     (dict(check_model=refuses_models), ["check_model refuses a vocabulary of 262,144", "too small"]),
     (an_option(1.0), ["'strength'", "no help text", "option(default, help)"]),
-    (an_option(field()), ["'strength'", "no default"]),
     (OUT_OF_RANGE, ["'strength'", "its own default 2.0", "in [0, 1]"]),
     (RESERVED, ["'config'", "reserved", "rename"]),
     (dict(__post_init__=lambda self: None), ["rate=-1.0", "is accepted", "super().__post_init__()"]),
     (dict(__post_init__=refuses(ValueError("no"))), ["most=2.0", "without naming the value", "message"]),
-    (dict(__post_init__=refuses(TypeError("no"))), ["most=2.0", "TypeError", "ValueError"]),
     (dict(__post_init__=drifting), ["create(**spec()) gives", "survive"]),
     (dict(fingerprint=lambda self: f"{Good.fingerprint(self)}{id(self)}"), ["fingerprint() is not stable"]),
     (dict(spec=lambda self: {**Good.spec(self), "most": torch.ones(1)}), ["spec() is not plain data", "scalars"]),
@@ -227,21 +201,11 @@ def test_classes_that_are_not_perturbations() -> None:
     class Local(Good):
         name = "local"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Nameless(Soft):
-        pass
-
-    @dataclass(frozen=True, kw_only=True)
-    class Half(Perturbation):
-        name = "half"
-
     class Plain(Good):
         name = "plain"
 
     for cls, words in [
         (Local, ["inside a function", "<locals>", "top of a module"]),
-        (Nameless, ["Nameless has no name of its own", "@register"]),
-        (Half, ["half", "propose must be implemented"]),
         (Plain, ["Plain is not a dataclass", "@dataclass(frozen=True, kw_only=True)"]),
         (Step, ["Step", "derive it from perturbations.Perturbation"]),
     ]:

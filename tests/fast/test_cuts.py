@@ -4,14 +4,12 @@
 from collections import Counter
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from perturbations.base import Step
 from perturbations.embeddings import matrix_embeddings
 from perturbations.registry import create
-from tests.fast.gate_steps import of_one
 
 ROWS = 4000
 # At temperature 1: four tokens have at least 0.03, one of them is not among the three likeliest.
@@ -60,12 +58,3 @@ def test_what_the_request_excludes_is_not_drawn() -> None:
     assert shares(step_of(P, drawable=allowed)).keys() == {0, 3, 4}
     allowed[:, [0, 3, 4, 5]] = -torch.inf  # none of the five likeliest but token 1 is left
     assert shares(step_of(P, drawable=allowed)).keys() == {1}, "the ordinarily sampled token"
-
-
-def test_an_answer_begins_as_usual_and_half_of_the_answers_are_plain() -> None:
-    mixed = create("cuts", gate="bursts", **{"gate.length": 1_000_000, "gate.share": 0.5})
-    places = np.arange(10, 50)
-    selected = np.stack([mixed.selects(of_one(seed, 10, places)) for seed in range(600)])
-    by_cuts = selected.any(axis=1)
-    assert 0.4 < by_cuts.mean() < 0.6
-    assert selected[by_cuts, 5:].all() and not selected[:, :5].any()

@@ -2,16 +2,15 @@
 """What a decode step costs beside the model: no waiting, no loops over requests, few copies and launches."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks import decode_step
-from benchmarks.decode_step import Decoding, count, counting, loops
+from benchmarks.decode_step import Decoding, counting, loops
 from ngrpo.rollout.perturber import RolloutPerturber
-from ngrpo.rollout.requests import RunningRequests
-from perturbations import FinishedTrajectory, available, create, registry
+from ngrpo.rollout.trajectories import Chunks
+from perturbations import available, create
 
 NAMES = sorted(name for name in available() if name != "none")
 
@@ -41,77 +40,51 @@ def test_a_decode_step_does_not_loop_over_requests(name: str) -> None:
     assert loops(create(name, rate=1.0, burn_in=0)) == 0
 
 
-def test_the_count_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that waits in four ways, loops over its requests, and copies once more."""
-    begin = RolloutPerturber.begin
-
-    def slow(self, names, starts, counts, discard) -> None:
-        begin(self, names, starts, counts, discard)
-        some = torch.arange(len(names))
-        some.max().item(), some.nonzero(), some[some > 1]
-        some[some > 1] = 0
-        self._upload(np.zeros(1))
-        _wasted(names)
-
-    monkeypatch.setattr(RolloutPerturber, "begin", slow)
-    monkeypatch.setattr(decode_step, "_OURS", (*decode_step._OURS, "test_decode_step"))
-    seen = count(create("soft"), batch=4, steps=3)
-    assert len(seen.waits) == 3 * 4 and set(seen.waits) == {"_local_scalar_dense", "nonzero", "index", "index_put_"}
-    assert seen.uploads == 3 * 3
-    assert loops(create("soft")) == 2  # two lines for each request
+# --- rows that are computed again: which copies they wait for, and which edits they read ------------------------------
 
 
-def _wasted(names: list[str]) -> None:
-    for name in names:
-        str(name)
+def decode(decoding: Decoding, steps: int, *requests: str) -> None:
+    decoding.requests = list(requests)
+    for _ in range(steps):
+        decoding.step()
 
 
-# --- requests that finish ---------------------------------------------------------------------------------------------
+def test_a_row_computed_again_waits_for_its_own_newest_note_and_for_none_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[int] = []
+    made: list[int] = []
 
-
-class _Copies:
-    """Stands for CUDA's event of copies on their way."""
-
-    def __init__(self) -> None:
-        self.arrived = False
-        self.waited = 0
-
-    def query(self) -> bool:
-        return self.arrived
-
-    def synchronize(self) -> None:
-        self.waited += 1
-        self.arrived = True
-
-
-def test_a_finished_request_waits_for_its_own_notes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of three steps are on their way: nothing waits until a record is asked for, then up to the last of it."""
-    copies: list[_Copies] = []
-
-    def event(_: RolloutPerturber) -> _Copies:
-        copies.append(_Copies())
-        return copies[-1]
+    def event(_: RolloutPerturber) -> Any:
+        number = len(made)
+        made.append(number)
+        return SimpleNamespace(query=lambda: number in waited, synchronize=lambda: waited.append(number))
 
     monkeypatch.setattr(RolloutPerturber, "_event", event)
-    decoding = Decoding(create("gumbel"), 2)
-    perturber, buffer = decoding.perturber, registry.buffers.create("memory")
-    requests = RunningRequests(create("gumbel"), perturber._store, perturber, buffer)
+    decoding = Decoding(create("gumbel", rate=0.6), 64)
+    decode(decoding, 40, "request-0", "request-1")
+    decode(decoding, 20, "request-1")  # the other one was preempted
+    assert waited == [], "no step waits"
+    starts, counts = np.array([0, decoding._position]), np.array([50, 1])
+    decoding.perturber.begin(["request-0", "request-1"], starts, counts, np.array([True, False]))
+    assert waited == [*range(40)] and decoding.perturber.notes.written == 40, "the other twenty are on their way"
 
-    def told(*finished: str) -> None:
-        requests.update(SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=[]))
 
-    decoding.step(), decoding.step()
-    told("request-0")
-    decoding.requests = ["request-1"]
-    decoding.step()
-    told()
-    assert [one.waited for one in copies] == [0, 0, 0] and requests.running == 1
-    (taken,) = requests.take(["request-0"]).values()
-    taken = FinishedTrajectory.unpack(taken)
-    assert len(taken.record) == 2 and len(taken.log_probs) == 2
-    assert [one.waited for one in copies] == [1, 1, 0]
-    copies[2].arrived = True
-    told("request-1")
-    assert requests.running == 0 and len(decoding.perturber._store.live) == 0
-    (taken,) = requests.take(None).values()
-    assert len(FinishedTrajectory.unpack(taken).log_probs) == 3 and copies[2].waited == 0
+def test_a_chunk_copies_the_range_that_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding, read, spans = Decoding(create("gumbel", rate=0.6), 64), Chunks.read, []
+    decode(decoding, 380, "request-0")
+    store, overridden = decoding.perturber._store, decoding.perturber._override._module.overridden
+    positions = store._edits.read(store.live["request-0"])["positions"]
+    assert len(positions) > 200
+
+    def logged(self: Chunks, slot: int, first: int = 0, last: int | None = None) -> dict[str, np.ndarray]:
+        found = read(self, slot, first, last)
+        spans.append(len(next(iter(found.values()), ())))
+        return found
+
+    monkeypatch.setattr(Chunks, "read", logged)
+    for first in range(0, 400, 50):
+        decoding.perturber.begin(["request-0"], np.array([first]), np.array([50]), np.array([True]))
+        inside = positions[(positions >= first) & (positions < first + 50)]
+        assert spans.pop() == len(inside) and not spans
+        assert overridden[:50, 0].nonzero()[:, 0].tolist() == (inside - first).tolist()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Densities on their way into a forward's log-probabilities: the right rows, the ratio, the record, the errors."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +11,10 @@ from torch import Tensor, nn
 from ngrpo.trainers.common.log_probs import densities
 from perturbations.base import Perturbation, Replayed
 from perturbations.methods.soft_grpo import Gumbel
-from perturbations.registry import create
 from perturbations.replay.scope import ReplayScope
 from perturbations.testing.proposal import replayed
-from tests.fast.density_model import EVERY, STEPS, Model, batch, hooked, name_of, perturbed, run
+from tests.fast.density_model import EVERY, STEPS, Model, batch, name_of, perturbed, run
 from tests.fast.density_steps import PERTURBATIONS, D, V, generator
-from tests.fast.run import check_flags, run_of
 from tests.token_log_probs import log_probs_of
 
 
@@ -85,17 +82,6 @@ def test_the_ratio_before_an_update_is_exactly_1_and_moves_with_the_policy(pertu
         assert ((moved - old)[at].abs() > 1e-3).sum() >= 5
 
 
-def test_left_padding_and_cut_trajectories() -> None:
-    perturbation, model = PERTURBATIONS[0], Model()
-    tokens, mask, records = batch(perturbation)
-    got, _ = run(model, perturbation, tokens, mask, records)
-    left = torch.roll(tokens[2], 5), torch.roll(mask[2], 5)
-    padded, _ = run(model, perturbation, left[0][None], left[1][None], [records[2]])
-    torch.testing.assert_close(padded[0, 5:-1], got[2, :6])
-    cut, _ = run(model, perturbation, tokens[:1, :7], mask[:1, :7], records[:1])
-    torch.testing.assert_close(cut[0, :6], got[0, :6])
-
-
 @pytest.mark.parametrize("perturbation", EVERY, ids=name_of)
 def test_a_batch_without_a_perturbed_position_is_left_alone(perturbation: Perturbation) -> None:
     """The density is computed all the same, on no rows, and stays in the graph: other ranks wait for its gathers."""
@@ -157,30 +143,10 @@ def test_the_fed_vector_has_a_gradient_where_it_is_asked_for(perturbation: Pertu
     assert model.embedding.weight.grad.any() == wanted
 
 
-@pytest.mark.parametrize(
-    ("ask", "words"),
-    [
-        (log_probs_of, r"was not computed.*--perturbation\.density token"),
-        (
-            lambda logits, tokens: hooked(logits[:, :-1], tokens[:, :-1]),
-            "33 rows of logits for a replayed forward of 36 tokens",
-        ),
-    ],
-    ids=["never asked for log-probabilities", "logits of other rows"],
-)
-def test_a_forward_without_the_densitys_logits_is_an_error(ask: Callable[..., Any], words: str) -> None:
+def test_a_forward_that_was_not_asked_for_log_probabilities_is_an_error() -> None:
     perturbation, model = PERTURBATIONS[0], Model()
     tokens, mask, records = batch(perturbation)
     scope = ReplayScope(model.embedding, perturbation=perturbation)
+    words = r"was not computed.*--perturbation\.density token"
     with pytest.raises(RuntimeError, match=words), scope(records, mask), densities(scope, 1.0):
-        ask(model(tokens), tokens)
-
-
-def test_importance_correction_does_not_go_with_a_density() -> None:
-    """It compares with the rollout's log-probabilities, which are the tokens'."""
-    flags = ["--actor.model_name_or_path", "m", "--algo.advantage.is_correction_level"]
-    check_flags([*flags, "token"], run_of(perturbation=create("gumbel").spec()))
-    with_density = run_of(perturbation=create("gumbel", density="gumbel").spec())
-    check_flags([*flags, "off"], with_density)
-    with pytest.raises(ValueError, match="is_correction_level token cannot be used with the density"):
-        check_flags([*flags, "token"], with_density)
+        log_probs_of(model(tokens), tokens)

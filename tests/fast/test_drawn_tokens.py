@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a step of a rollout draws, what the gate hears of them, and draws with chosen hashes."""
+"""Which tokens a step of a rollout draws, and what the gate hears of them."""
 
 from typing import Any
 
@@ -73,60 +73,19 @@ def test_the_gate_hears_nothing_of_a_token_that_is_thrown_away() -> None:
 # --- the draw itself -----------------------------------------------------------------------------------------------
 
 
-_WORD = (1 << 32) - 1
-
-
-def _inverted(x: int) -> int:
-    """The number whose hash, lowbias32, is x: each of its steps undone."""
-    x ^= x >> 16
-    x = x * pow(0x846CA68B, -1, 1 << 32) & _WORD
-    x ^= x >> 15 ^ x >> 30
-    x = x * pow(0x7FEB352D, -1, 1 << 32) & _WORD
-    return x ^ x >> 16
-
-
-def key_of(token: int, hashed: int, first: int = 0) -> int:
-    """A key, as int64, under which ``token``'s hash is ``hashed``: mix(mix(token ^ first) + second)."""
-
-    def mixed(x: int) -> int:
-        x = (x ^ x >> 16) * 0x7FEB352D & _WORD
-        x = (x ^ x >> 15) * 0x846CA68B & _WORD
-        return x ^ x >> 16
-
-    second = (_inverted(hashed) - mixed(token ^ first)) & _WORD
-    assert mixed((mixed(token ^ first) + second) & _WORD) == hashed
-    key = second << 32 | first
-    return key - (1 << 64) if key >> 63 else key
-
-
-@pytest.mark.parametrize("hashed", [_WORD, _WORD - 127, _WORD - 128, _WORD - 300, 1 << 31, 1, 0])
-@pytest.mark.parametrize("token", [0, 3, 41_000])
-def test_the_only_allowed_token_is_drawn_with_the_very_key(
-    monkeypatch: pytest.MonkeyPatch, token: int, hashed: int
+@pytest.mark.parametrize(("bits", "draw"), [(-1, 16.635532), (0, 2.0**-33)])
+def test_the_largest_and_the_smallest_draw_are_finite_and_rule_no_token_out(
+    monkeypatch: pytest.MonkeyPatch, bits: int, draw: float
 ) -> None:
-    """Of the 2^32 hashes the 128 largest round to a share of 1, whose exponential would be infinite."""
-    keys = torch.tensor([key_of(token, hashed), key_of(token, hashed, first=77), 12345])
-    draws = exponentials(keys, 49_152)
-    assert draws.isfinite().all() and (draws > 0.0).all()
-    expected = min(hashed + 0.5, (1 << 32) - 256) * 2.0**-32
-    assert draws[:2, token].tolist() == pytest.approx([-torch.tensor(-expected).double().log1p().item()] * 2, rel=1e-4)
-    drawable = torch.full((3, 49_152), -torch.inf)
-    drawable[:, token] = -4.0
-    monkeypatch.setattr(module, "_COMPILED_FROM", 1 << 20)
+    """Of the 2^32 hashes the 128 largest round to a share of 1, taken as 1 - 2^-24: −ln 2^-24 = 16.6."""
+    monkeypatch.setattr(module, "_mix32", lambda x: torch.full_like(x, bits))
+    key = torch.zeros(1, dtype=torch.int64)
+    assert exponentials(key, 8).tolist() == [pytest.approx([draw] * 8, rel=1e-6)]
+    drawable = torch.full((1, 155), -torch.inf)
+    drawable[0, 3] = -4.0
     for sample in (sample_tokens, sample_by_blocks):
-        tokens, known = sample(drawable, None, keys)
-        assert tokens.tolist() == [token] * 3 and known.log_total.tolist() == [-4.0] * 3
-
-
-def test_the_largest_draw_is_the_least_likely_one_and_no_more() -> None:
-    """−ln 2^-24 = 16.6: such a token loses against one that is as likely, and is not ruled out."""
-    token, rival = 3, 4
-    key = torch.tensor([key_of(token, _WORD)])
-    draws = exponentials(key, 8)[0]
-    assert draws[token].item() == pytest.approx(16.635532, abs=1e-5) and draws.argmax() == token
-    drawable = torch.full((1, 8), -torch.inf)
-    drawable[0, token], drawable[0, rival] = 40.0, 0.0
-    assert sample_tokens(drawable, None, key)[0] == token
+        tokens, known = sample(drawable, None, key)
+        assert tokens.tolist() == [3] and known.log_total.tolist() == [-4.0]
 
 
 def test_a_row_is_the_same_in_any_batch() -> None:

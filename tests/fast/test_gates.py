@@ -101,26 +101,6 @@ def test_until_ends_at_the_token_that_completes_it(until: list[int], tokens: lis
     assert admitted(Conditions(until), tokens) == want
 
 
-def test_the_gate_stays_open_until_the_end_was_produced() -> None:
-    """The token that completes the end stands in the text but is fed as it is; only then does the gate close."""
-    state = Conditions([4])
-    rows, end = torch.tensor([0]), torch.tensor([4])
-    assert state.opened(rows, torch.zeros(1, 10))
-    assert not state.feeds(rows, end)
-    state.observe(rows, torch.tensor([3]))  # proposed, but not produced
-    assert state.opened(rows, torch.zeros(1, 10))
-    state.observe(rows, end)
-    assert not state.opened(rows, torch.zeros(1, 10))
-
-
-def test_rows_are_independent_whatever_their_order() -> None:
-    state = Conditions([7, 8], rows=3)
-    state.observe(torch.tensor([2, 0, 1]), torch.tensor([7, 5, 7]))
-    state.observe(torch.tensor([0, 1]), torch.tensor([8, 3]))
-    passed = state.passes(torch.tensor([1, 2, 0, 2]), torch.tensor([8, 8, 8, 7]), torch.zeros(4, 10))
-    assert passed.tolist() == [T, F, T, T]
-
-
 def test_reset_starts_afresh() -> None:
     state = Conditions([7, 8], rows=2)
     assert admitted(state, [7, 8, 1]) == [T, F, F]
@@ -137,15 +117,6 @@ def test_a_prompt_that_ends_with_the_end_of_thinking_is_not_perturbed() -> None:
     assert admitted(state, [1, 2]) == [F, F]
     state.gate.reset(0, [7, 8, 1])  # an earlier turn's
     assert admitted(state, [1, 2]) == [T, T]
-
-
-def test_grow_keeps_the_state() -> None:
-    state = Conditions([7, 8], rows=2)
-    state.observe(torch.tensor([0, 1]), torch.tensor([7, 7]))
-    state.observe(torch.tensor([1]), torch.tensor([8]))
-    state.gate.grow(4)
-    rows = torch.tensor([0, 1, 2, 3])
-    assert state.passes(rows, torch.tensor([8, 1, 8, 8]), torch.zeros(4, 10)).tolist() == [F, F, T, T]
 
 
 @pytest.mark.parametrize("back", [1, 2, 3])
@@ -212,7 +183,6 @@ def test_protect_ids_and_digits() -> None:
     ("protect", "says"),
     [
         ("digit", "protect='digit'.*'digits'.*separated by commas"),
-        ("", "protect=''"),
         ("1,6", r"id 6.*\[0, 5\]"),
         ("-1", "'-1' is no token id"),
     ],

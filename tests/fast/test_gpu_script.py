@@ -3,8 +3,11 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 from benchmarks.gpu import decode_steps, exactness, run, throughput, trainer_step, training
 from benchmarks.gpu.stages import Stage, stages
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from tests.own_process import ends
 
 MACHINE = {"gpu": None, "processor": "a processor", "cores": 2, "python": "3.11", "versions": {"torch": "2"}}
 HERE = "no GPU, a processor"
@@ -94,6 +98,24 @@ def test_a_later_call_leaves_what_is_done_and_puts_failures_last(
     assert "done before" not in go(path, stage("good"), machine={**MACHINE, "processor": "another"})[1][0]
     monkeypatch.setattr(run, "_sources", lambda: "0")
     assert "done before" not in go(path, stage("good"))[1][0], "figures of other sources are replaced"
+
+
+@pytest.mark.more
+def test_a_killed_run_ends_its_stage_and_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "gpu.json"
+    code = "from pathlib import Path; from tests.fast.test_gpu_script import go, stage;"
+    code += f"go(Path({str(path)!r}), stage('good'), stage('slow', 20.0))"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=run.ROOT) as process:
+        while not (path.exists() and "test-slow" in path.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.kill()
+    found = json.loads(path.read_text())
+    assert ends(found["test-slow"]["rows"][0]["pid"]), "the stage continues without its parent"
+    quick = replace(stage("slow"), arguments={"kind": "good"})
+    _, told, found = go(path, stage("good"), quick)
+    assert told[0] == f"{HERE}  test-good: done before: 1 rows"
+    assert found["test-slow"]["state"] == "done"
 
 
 def test_stages_have_names_of_their_own_and_the_rehearsal_runs_every_module() -> None:

@@ -4,7 +4,6 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from perturbations import InputEdit, Perturbation, Proposal, check_perturbation,
 from perturbations.base import Step
 from perturbations.edit import realise
 from perturbations.embeddings import matrix_embeddings
-from perturbations.methods.learned import HRPO, HybridGate
+from perturbations.methods.learned import HybridGate
 from perturbations.testing import PerturbationError
 from tests.fast.replay_examples import Embedder, small
 from tests.fast.strategy_steps import step_of
@@ -148,14 +147,6 @@ def test_split_keeps_the_models_tensors_in_order() -> None:
     assert list(own) == ["w_r"]
 
 
-def test_a_model_takes_one_module() -> None:
-    model = Embedder()
-    assert parameters.attach(model, create("soft")) is None
-    parameters.attach(model, create("hrpo"))
-    with pytest.raises(ValueError, match="already has a submodule 'perturbation'"):
-        parameters.attach(model, create("hrpo"))
-
-
 def test_learning_rates_make_groups() -> None:
     from ngrpo.trainers.openrlhf.model_actors import separate
 
@@ -194,32 +185,15 @@ def test_a_third_partys_perturbation_with_parameters_conforms() -> None:
     check_perturbation(Scaled)
 
 
-def module_of(kind: str) -> Any:
-    class Bad(nn.Module):
-        def __init__(self, size: int) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(size) if kind == "random" else torch.ones(size))
-
-        def forward(self, token: torch.Tensor, mixture: torch.Tensor) -> torch.Tensor:
-            if kind == "rounds":
-                return token.to(self.w.dtype) * self.w
-            if kind == "mixes":
-                return token * self.w.float() + mixture.sum(0)
-            return token * self.w.float() if kind != "detached" else token + 0.0 * self.w.detach().float()
-
-    return Bad
-
-
-BAD_MODULES = {
-    "random": "starts differently",
-    "rounds": "compute in float32",
-    "mixes": "each row",
-    "detached": "no finite gradient reaches w",
+BAD_FORWARDS = {
+    "compute in float32": lambda self, token, mixture: self.scale * mixture.to(self.scale.dtype),
+    "each row": lambda self, token, mixture: self.scale.float() * mixture.sum(0),
+    "no finite gradient reaches scale": lambda self, token, mixture: mixture + 0.0 * self.scale.detach().float(),
 }
 
 
-@pytest.mark.parametrize(("kind", "words"), BAD_MODULES.items())
-def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, kind: str, words: str) -> None:
-    monkeypatch.setattr(HRPO, "module", lambda self, size: module_of(kind)(size))
+@pytest.mark.parametrize("words", BAD_FORWARDS)
+def test_a_bad_module_is_explained(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setattr(Scale, "forward", BAD_FORWARDS[words])
     with pytest.raises(PerturbationError, match=words):
-        check_perturbation("hrpo")
+        check_perturbation(Scaled)

@@ -49,25 +49,6 @@ def test_drift_by_hand() -> None:
     assert drift.shares() == {"neighbors_changed": pytest.approx(2 / 3), "neighbors_changed_since_start": 0.0}
 
 
-def test_sets_are_compared_and_not_their_order() -> None:
-    """Token 1's two nearest: 0 at distance 1 and 2 at 2; with token 0 at −2 they are the same two, 2 first."""
-    line = Line()
-    assert line.ask([1], k=2) == [[0, 2]]
-    line.sync(-2.0, token=0)
-    assert line.ask([1], k=2) == [[2, 0]]
-    assert line.drift() == Drift(1, 0, 1, 0)
-
-
-def test_a_token_used_later_is_followed_from_then_on() -> None:
-    line = Line()
-    line.ask([0])
-    line.sync(AWAY)
-    line.ask([2])  # its first set is {0}
-    line.sync(1.0)
-    # 0: first {1}, last {2}, now {1}. 2: first and last {0}, now {1}.
-    assert line.drift() == Drift(tokens=2, changed_since_start=1, compared=2, changed=2)
-
-
 def test_never_keeps_the_first_sets_and_says_what_would_have_changed() -> None:
     line = Line()
     assert line.ask([0], "never") == [[1]]
@@ -126,24 +107,6 @@ def test_the_scale_is_always_refreshed_and_mixtures_are_of_the_current_embedding
     assert [rms, line.embeddings.rms().item()] == pytest.approx([50.8**0.5, 130.6**0.5])
 
 
-def test_policies_and_indices_are_kept_apart() -> None:
-    line = Line()
-    line.ask([0]), line.ask([0], "never")
-    line.sync(AWAY)
-    assert (line.ask([0]), line.ask([0], "never")) == ([[2]], [[1]])
-    assert line.drift() == Drift(2, 2, 2, 2), "the sum over both"
-
-
-def test_an_index_that_is_out_of_use_costs_nothing_and_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = Line()
-    line.ask([0])
-    line.sync(1.0)
-    assert line.drift() == Drift(1, 0, 1, 0)
-    line.sync(AWAY)  # nothing was asked since
-    monkeypatch.setattr(Neighborhood, "weights_changed", None)
-    assert line.drift() is None
-
-
 def test_the_hot_path_does_not_look_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of CUDA, taken on CPU."""
     watched = Neighborhood(lambda e, probe: ExactIndex(e, lazy=False), lambda: START, None)
@@ -153,12 +116,6 @@ def test_the_hot_path_does_not_look_at_values(monkeypatch: pytest.MonkeyPatch) -
     watched.query(torch.tensor([2, 3]), 1)
     monkeypatch.undo()
     assert watched._asked.tolist() == [True, False, True, True, False]
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "2.5", "always", "", 0])
-def test_a_bad_policy_is_refused(value: object) -> None:
-    with pytest.raises(ValueError, match=r"refresh=.*every_sync, never, or a positive whole number"):
-        create("neighbor", refresh=value)
 
 
 def test_policies_are_read() -> None:

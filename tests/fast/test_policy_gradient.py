@@ -131,33 +131,3 @@ def test_the_gradient_is_the_true_one(case: str, steps: int) -> None:
         length = goal.mean(0)[0] / error[0]
         assert nothing or length > 10, f"{name}: too few samples to tell"
         assert away.abs().max() < 3.0, f"{name}: {away.tolist()} standard errors away"
-
-
-# --- a rollout whose logits are rounded to bfloat16, as the trainer's are not ----------------------------
-
-LEAST = 0.99
-# One of each kind of density; the others, and the tokens, which compare nothing with the rollout, now and then.
-_ALWAYS = ("gaussian-soft", "gumbel", "dirichlet", "normal", "multiplex", "lepo", "latent")
-_SLOW = [name for name in CASES if name not in [f"{each}-density" for each in _ALWAYS]]
-_PARAMETERS = [pytest.param(name, marks=pytest.mark.slow) if name in _SLOW else name for name in CASES]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["bandit", "two-steps"])
-@pytest.mark.parametrize("case", _PARAMETERS)
-def test_rounded_logits_leave_the_gradient_its_direction(case: str, steps: int) -> None:
-    """Rounding moves what rollouts with the same random numbers differ by, with it and without; added to the truth."""
-    perturbation = CASES[case]
-    exact, rounded = estimate(perturbation, steps), estimate(perturbation, steps, True)
-    true = truth(perturbation, steps)
-    for name in exact:
-        moved = (rounded[name] - exact[name]).flatten(1)
-        away, error = moved.mean(0), (moved.var(0).sum() / len(moved)).sqrt()
-        goal = true[name].mean(0).flatten()
-        if case in NO_GRADIENT.get((steps, name), ()):
-            size = truth(perturbation, 2)[name].mean(0).norm() or truth(perturbation, 1)[name].mean(0).norm()
-            assert away.norm() <= 0.1 * size + 4.0 * error, f"{name}: {away.norm()} away from 0; with a goal {size}"
-            continue
-        cosine = torch.nn.functional.cosine_similarity(goal + away, goal, dim=0).item()
-        assert cosine >= LEAST, f"{name}: a cosine of {cosine:.4f}"
-        assert error < 0.1 * goal.norm(), f"{name}: too few samples to tell"

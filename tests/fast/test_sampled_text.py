@@ -112,33 +112,12 @@ def test_the_conformance_suite_sees_a_text_that_is_not_sampled() -> None:
 # --- the rules -------------------------------------------------------------------------------------------------
 
 
-def check(schedule: str, spec: dict[str, Any], *words: str) -> None:
-    asked = sampling_schedules.create(schedule)
+def check(spec: dict[str, Any]) -> None:
+    asked = sampling_schedules.create("ead")
     settings = run_of(sampling_schedule=asked.spec(), perturbation=made(spec).spec())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        check_pairs(Flags(list(words)).with_defaults(asked.flags(Flags())).argv, settings)
-
-
-OFF = ("--algo.advantage.is_correction_level", "off")
-
-
-@pytest.mark.parametrize("schedule", sorted(sampling_schedules.available()))
-@pytest.mark.parametrize(("spec", "sampled"), CASES, ids=IDS)
-def test_a_schedule_goes_with_sampled_text_or_without_weights(
-    spec: dict[str, Any], sampled: bool, schedule: str
-) -> None:
-    if sampled:
-        check(schedule, spec)
-        return
-    weights = f"--sampling.schedule {schedule} with --algo.advantage.is_correction_level token cannot be used with"
-    with pytest.raises(UsageError, match=f"{weights} --perturbation {spec['name']}.*another distribution"):
-        check(schedule, spec)
-    if sampling_schedules.create(schedule).follows_training:  # reads the entropy from the same log-probabilities
-        with pytest.raises(UsageError, match="it follows the rollouts' log-probabilities"):
-            check(schedule, spec, *OFF)
-    else:
-        check(schedule, spec, *OFF)
+        check_pairs(Flags().with_defaults(asked.flags(Flags())).argv, settings)
 
 
 def test_the_refusal_names_the_option_under_which_the_text_is_sampled() -> None:
@@ -148,7 +127,7 @@ def test_the_refusal_names_the_option_under_which_the_text_is_sampled() -> None:
         ({"name": "gaussian", "base": "fuzzy"}, "base soft"),
     ):
         with pytest.raises(UsageError, match=rf"\(its text is sampled with .*--perturbation\.{option}"):
-            check("ead", spec)
+            check(spec)
     with pytest.raises(UsageError, match=r"^((?!its text is sampled).)*sample the text, leave one of them out"):
-        check("ead", {"name": "latent"})
-    check("ead", {"name": "latent", "rate": 0.0})
+        check({"name": "latent"})
+    check({"name": "latent", "rate": 0.0})

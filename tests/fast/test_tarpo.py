@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cuda_without_gpu.simulated import Plan, simulate
-from ngrpo.config import compatibility
-from ngrpo.config.compatibility import TRL
-from ngrpo.config.features import Combination
 from ngrpo.trainers.common.log_probs import densities, with_overrides
 from perturbations import ReplayRecord, create, parameters, streams
 from perturbations.base import Replayed, Step
@@ -200,24 +196,9 @@ def test_what_is_missing_or_does_not_fit_is_said() -> None:
         perturbation.log_density(dataclasses.replace(given, hidden=None))
 
 
-def test_a_rank_that_asked_nothing_has_a_gradient_of_zero() -> None:
-    """Ranks reduce their gradients together: one without any would wait for ever."""
-    router = a_router([[1.0, 2.0], [3.0, 4.0]])
-    none = torch.zeros(0, 2)
-    router(none, none).sum().backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in router.parameters())
-
-
 @pytest.mark.more
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
 def test_the_gated_rows_are_routed_by_their_own_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the positions of a batch on a pretended GPU, with a router that the hidden state moves: each as alone."""
     monkeypatch.setattr(learned, "_SPREAD", 0.3)
     simulate(create("tarpo", bias=0.0, rate=0.5), Plan(seed=2, lag=3, preempted=0.1, chunk=5, batch=5), count=5)
-
-
-@pytest.mark.parametrize("name", ["hrpo", "tarpo"])
-def test_trl_has_no_place_for_parameters(name: str) -> None:
-    config = SimpleNamespace(use_vllm=True, vllm_mode="colocate")
-    with pytest.raises(UsageError, match="cannot be used with TRL: TRL would neither train nor send"):
-        compatibility.check(TRL, Combination(parts={"perturbation": create(name)}, settings=config, arguments={}))

@@ -8,7 +8,7 @@ import pytest
 
 from ngrpo.trainers.common.mismatch import step_metrics
 from ngrpo.trainers.common.sample_records import Conversation, unpack
-from perturbations import FinishedTrajectory, ReplayRecord, registry
+from perturbations import FinishedTrajectory, ReplayRecord
 
 FIRST, ANSWER, TOOL = [1, 2, 3], [10, 11, 12, 13], [7, 7]
 
@@ -101,13 +101,3 @@ def test_the_response_carries_what_fits_its_tokens_and_the_log_counts_the_rest()
     trainer = [np.full(7, -0.1)] * 2
     assert step_metrics([kept, fewer], trainer)["perturbation/dropped_edits"] == 2.0
     assert "perturbation/dropped_edits" not in step_metrics([kept], trainer[:1])
-
-
-@pytest.mark.parametrize(("burn_in", "planned"), [(0, 6 / 6), (3, 1 / 6)])
-def test_the_planned_rate_counts_from_the_beginning_of_each_turn(burn_in: int, planned: float) -> None:
-    conversation, prompt = first_turn(), FIRST + ANSWER + TOOL
-    conversation.go_on(prompt)
-    conversation.add(taken([3, 4, 6, 9], 9, [-0.5, -0.6]), prompt, [14, 15])
-    noise = registry.create("gaussian", rate=1.0, burn_in=burn_in)
-    measured = step_metrics([conversation.trajectory], [np.full(11, -0.1)], noise)
-    assert measured["perturbation/planned_rate"] == pytest.approx(planned)

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -277,9 +278,11 @@ def sleeping_worker(plain: type) -> type:
 
         def sleep(self, level: int = 1) -> None:
             model, asleep = self.model_runner.get_model(), self.pools.addresses()
+            weights = {part.untyped_storage().data_ptr() for part in _tensors_of(model)}
+            ours = {part.untyped_storage().data_ptr() for part in _tensors_of(self.perturbation)} - weights
             parts = model.named_parameters()
             awake = [name for name, part in parts if part.untyped_storage().data_ptr() not in asleep]
-            note("sleep", awake=awake)
+            note("sleep", ours=len(ours), lost=len(ours & asleep), awake=awake)
             with patch("torch.accelerator.get_memory_info", lambda: (0, 0)):  # of which it must not use more
                 super(plain, self).sleep(level)
 
@@ -288,6 +291,27 @@ def sleeping_worker(plain: type) -> type:
             super(plain, self).wake_up(tags)
 
     return SleepingWorker
+
+
+def _tensors_of(root: object) -> list[Any]:
+    """The tensors of an object and of what it is made of, as far as the project and torch's modules reach."""
+    found, seen, left = [], set(), [root]
+    while left:
+        part = left.pop()
+        if id(part) in seen or isinstance(part, str | bytes | int | float | np.ndarray | type):
+            continue
+        seen.add(id(part))
+        if isinstance(part, torch.Tensor):
+            if part.numel():
+                found.append(part)
+        elif isinstance(part, Mapping):
+            left += part.values()
+        elif isinstance(part, list | tuple | set):
+            left += part
+        elif isinstance(part, torch.nn.Module) or type(part).__module__.startswith(("ngrpo", "perturbations")):
+            slots = (name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ()))
+            left += [*getattr(part, "__dict__", {}).values(), *(getattr(part, name, None) for name in slots)]
+    return found
 
 
 # --- what happens ----------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ SIZE = 4
 REWARDS = [1.0, 0.0, 0.0, 0.0] + [0.0] * 4 + [1.0] * 4
 # Micro batches as dynamic batching makes them: neither in order nor of one prompt.
 MICRO_BATCHES = [[7, 0, 11, 3, 4], [1, 2, 5, 6], [8, 9, 10]]
+# What the answers say: two of prompt a's agree, three of b's, all of c's.
+ANSWERS = ["12", "7", "7", "9", "1", "2", "2", "2", "5", "5", "5", "5"]
 GROUPS = torch.tensor(REWARDS).reshape(-1, SIZE)
 
 
@@ -46,21 +48,43 @@ def check_tokens(answers: list[list[float]], expected: torch.Tensor) -> None:
 def test_each_answer_gets_our_advantage(found: dict[str, Any]) -> None:
     """Which for `group_norm` is OpenRLHF's own, to the bit, where rewards are 0 and 1."""
     assert found["group_norm"] == found["stock"]
-    for name in ("group_norm", "ngrpo"):
+    for name in ("group_norm", "ngrpo", "nsr"):
         check_tokens(found[name], compute(name, GROUPS))
+    assert "12 responses are not a whole number of groups of 5" in found["incomplete"]
 
 
 def test_answers_that_were_cut_off_are_out_of_their_groups(found: dict[str, Any]) -> None:
     """Places 2, 5, 8, 11, of three tokens."""
     overlong = torch.tensor([place % 3 == 2 for place in range(len(REWARDS))]).reshape(-1, SIZE)
     check_tokens(found["exclude"], create("group_norm", overlong="exclude").compute(GROUPS, overlong=overlong))
-    assert found["exclude"] != found["group_norm"]
+    assert found["exclude"] != found["group_norm"] and found["excluded"] == pytest.approx(1 / 3)
+
+
+def test_copo_counts_over_steps(found: dict[str, Any]) -> None:
+    """With β = 1. First step: N is how many others say the same, 0 1 1 0 for prompt a, so 1 + 1, 1/√2, 1/√2, 1; with
+    the mean 1.1035534 and the deviation 0.6133731. Second step: 1 3 3 1 (each was seen once more by every visit of the
+    first step), so 1 + 1/√2, 1/2, 1/2, 1/√2; mean 0.8535534, deviation 1/√3. In prompt b one answer differs from three
+    equal ones (as in group_norm of 1 0 0 0), in c none does."""
+    rest = [1.5, -0.5, -0.5, -0.5, 0.0, 0.0, 0.0, 0.0]
+    first, second = found["copo"]
+    check_tokens(first, torch.tensor([1.4615030, -0.6463384, -0.6463384, -0.1688261, *rest]))
+    check_tokens(second, torch.tensor([1.4783978, -0.6123724, -0.6123724, -0.2536530, *rest]))
+    assert found["copo_metrics"]["advantage/count_mean"] == pytest.approx((8 + 16 + 28) / 12)
+    assert found["copo_metrics"]["advantage/outcomes"] == 3 + 2 + 1
+
+
+def test_k_follows_the_step(found: dict[str, Any]) -> None:
+    first, later = found["pass_at_k"]
+    check_tokens(first, compute("pass_at_k", GROUPS, k=2))
+    check_tokens(later, compute("pass_at_k", GROUPS, k=1))
 
 
 def test_openrlhfs_length_penalty_comes_first(found: dict[str, Any]) -> None:
     """Places 2, 5, 8, 11 have three tokens, of which one lies in the buffer of two: they lose 1/2."""
     rewards = torch.tensor([reward - 0.5 * (place % 3 == 2) for place, reward in enumerate(REWARDS)])
     check_tokens(found["ngrpo_overlong"], compute("ngrpo", rewards.reshape(-1, SIZE)))
+    assert found["metrics"]["advantage/uniform_groups"] == pytest.approx(2 / 3)
+    assert found["metrics"]["advantage/uniform_mean"] == pytest.approx(-0.2 / math.sqrt(0.2) / 2, abs=1e-5)
 
 
 def test_masks_are_on_in_rollouts_and_off_in_evaluation(found: dict[str, Any]) -> None:
@@ -76,6 +100,7 @@ def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, random_mode
     steps = steps_of(tmp_path, random_model, *flags, "--algo.kl.init_coef", "0")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
+    assert summary["versions"]["model runner"] == "V1"
     assert summary["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "min_p": 0.1, "correct_mask": False}
     assert "--actor.eps_clip_low_high 0.16 0.24" in " ".join(summary["openrlhf_args"])
     all_wrong = [step["advantage_uniform_mean"] for step in steps if "advantage_uniform_mean" in step]
@@ -87,10 +112,18 @@ def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, random_mode
         assert step["gap_plain_mean"] <= GAP  # log-probabilities are those before the masks, on both sides
 
 
+class Tokenizer:
+    def decode(self, tokens: Any, skip_special_tokens: bool) -> str:
+        place = int(tokens[0])
+        assert {int(token) for token in tokens} == {place}, "tokens of the prompt, or padding, were decoded"
+        return f"It is {ANSWERS[place]}."
+
+
 def main() -> None:
     patches.install(["cpu", "without_flash_attn"])
     from openrlhf.trainer.ppo_utils import experience_maker, samples_generator
     from openrlhf.trainer.ppo_utils.experience import Experience
+    from ray import cloudpickle
 
     def experiences() -> list[Any]:
         made = []
@@ -117,7 +150,7 @@ def main() -> None:
             reward=SimpleNamespace(clip_range=(-10, 10), **reward),
         )
         made.strategy, made.kl_ctl = SimpleNamespace(args=made.args), SimpleNamespace(value=0.0)
-        made.advantage_estimator, made.tokenizer, made.training_step = "group_norm", None, 0
+        made.advantage_estimator, made.tokenizer, made.training_step = "group_norm", Tokenizer(), 0
         return made
 
     def run(made: Any) -> list[list[float]]:
@@ -137,12 +170,29 @@ def main() -> None:
         begin(RunConfig(specs={"advantage": spec}))
         return run(made)
 
-    for name in ("group_norm", "ngrpo"):
+    for name in ("group_norm", "ngrpo", "nsr"):
         result[name] = ours(maker(), name=name)
-    result["exclude"] = ours(maker(), name="group_norm", overlong="exclude")
+    excluding, annealed, counting, measured, incomplete = (maker() for _ in range(5))
+    result["exclude"] = ours(excluding, name="group_norm", overlong="exclude")
+    result["excluded"] = excluding.step_measures["advantage/overlong"]
+    result["pass_at_k"] = []
+    for annealed.training_step in (0, 7):
+        result["pass_at_k"].append(ours(annealed, name="pass_at_k", k=2, k_end=1, k_steps=7))
+    result["copo"] = [ours(counting, name="copo", beta=1.0), ours(counting, name="copo", beta=1.0)]
+    result["copo_metrics"] = counting.step_measures
     # DAPO's penalty on the answers of more than 2 tokens: 1 of a buffer of 2 beyond them costs a half.
     result["ngrpo_overlong"] = ours(maker(overlong_buffer_len=2, overlong_penalty_factor=1.0), name="ngrpo")
+    ours(measured, name="ngrpo")
+    result["metrics"] = measured.step_measures
+    incomplete.args.rollout.n_samples_per_prompt = 5
+    try:
+        ours(incomplete, name="ngrpo")
+    except RuntimeError as error:
+        result["incomplete"] = str(error)
     result["sampling"] = sampled(samples_generator)
+    # Ray pickles the trainer by value from the driver, and with it what its methods name.
+    cloudpickle.dumps([samples_generator.SamplesGenerator, experience_maker.RemoteExperienceMaker])
+    cloudpickle.dumps([samples_generator.SamplingParams, experience_maker.compute_reward])
     print(json.dumps(result))
 
 

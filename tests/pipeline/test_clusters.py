@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray clusters on this machine: a job with a user's own file; nodes without a path, the plugin, GPUs or life.
+"""Ray clusters on this machine: a job with a user's own file; nodes without the project, its plugin, GPUs or life.
 
 Slow: `make test-all`. Each node has one counted GPU, so trainer and engine stand on different ones.
 """
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,6 +136,21 @@ def test_a_path_that_a_node_lacks(tmp_path: Path, smollm2: str) -> None:
             assert done.returncode == 2, (done.stdout + done.stderr)[-6000:]
             said, flag = done.stderr.strip().splitlines()[-1], flag.replace("--model", "--actor.model_name_or_path")
             assert f"{flag} {folder / name}: the cluster's node " in said and "that all nodes share" in said
+
+
+def test_a_node_without_the_project(tmp_path: Path, smollm2: str) -> None:
+    found = "import ngrpo; print(ngrpo.__file__)"
+    installed = subprocess.run([sys.executable, "-I", "-c", found], capture_output=True, text=True, check=False)
+    folders = {ROOT, *(Path(line).parents[1] for line in installed.stdout.split())}
+    within = hiding(*(folder / name for folder in folders for name in ("ngrpo", "perturbations")))
+    began = time.monotonic()
+    with head() as address, second(address, within):
+        env = {"RAY_ADDRESS": address}
+        result = train(tmp_path, smollm2, *NEIGHBOR, env=env)
+    assert result.returncode == 1 and time.monotonic() - began < 300, result.stdout[-6000:]
+    said = re.search(r"training failed: a node of the cluster is without ngrpo.*", result.stdout)
+    assert said is not None and "on every node (docs/install.md)" in said[0], result.stdout[-3000:]
+    assert "Traceback" not in result.stdout[said.start() :]
 
 
 def test_a_plugin_that_is_missing_on_one_of_two_nodes(tmp_path: Path, smollm2: str) -> None:

@@ -1,67 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What neighbors and scales take of the memory, and when: in blocks, at load and at the end of a weight sync."""
+"""Neighbor sets at a weight sync of OpenRLHF: when a GPU computes them again, and their drift in the run's log."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ngrpo.rollout.attach import AttachedPerturbation, follow_weights
 from ngrpo.trainers.common.sample_records import EngineCheck
 from ngrpo.trainers.openrlhf.rollout_actor import rollout_actor
+from ngrpo.trainers.openrlhf.trainer import trainer
 from perturbations import ExactIndex, create
 from perturbations.embeddings import matrix_embeddings
 from tests.fast.run import run_with
-
-
-class Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation gives without its being a view of what it was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return result
-
-
-@contextmanager
-def at_most(limit: int) -> Iterator[None]:
-    with Largest() as seen:
-        yield
-    assert 0 < seen.bytes <= limit
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_scale_takes_a_block(dtype: torch.dtype) -> None:
-    embedding = torch.randn(20_000, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    embeddings = matrix_embeddings(embedding)
-    with at_most(1024 * 64 * 8):  # 10 MB would be the whole in float64
-        rms = embeddings.rms()
-    assert rms.dtype == torch.float32
-    assert rms.item() == pytest.approx(embedding.double().square().mean().sqrt().item(), rel=1e-7)
-
-
-@pytest.mark.parametrize("metric", ["cosine", "l2", "l1", "dot"])
-def test_the_table_is_filled_in_blocks_of_bounded_memory(metric: str) -> None:
-    """4,000² pairs are 61 MiB in float32; each of the four tensors over a block's pairs stays within a quarter."""
-    embedding = torch.randn(4000, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    index = ExactIndex(embedding, metric)
-    index._scratch = 4 << 20
-    with at_most(1 << 20):
-        index.precompute(2)
-    assert index._filled.all()
 
 
 class Attached(AttachedPerturbation):
@@ -131,3 +85,25 @@ def test_openrlhf_s_last_parameter_ends_a_sync(method: str, monkeypatch: pytest.
     for name, last in (("a", False), ("b", True)):
         asyncio.run(getattr(actor, method)(name, torch.float32, empty_cache=last))
     assert sent == [("a", torch.float32, False), ("b", torch.float32, True), "perturbation_prepare"]
+
+
+def test_the_drift_of_all_engines_joins_the_status_of_the_step_after_its_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(2 + 1) of (4 + 6) tokens changed by the sync, (3 + 3) of (5 + 7) since the start; the third reports nothing."""
+    run_with(monkeypatch, perturbation={"name": "neighbor"})
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda found: found))
+    counts = ((5, 3, 4, 2), (7, 3, 6, 1), None)
+    remote = [SimpleNamespace(remote=lambda found=found: found) for found in counts]
+
+    class Plain:
+        experience_maker = SimpleNamespace(step_measures={"perturbation/rate": 0.1})
+        vllm_engines = ()
+
+        def train_step(self, samples: Any, global_step: int) -> tuple[dict[str, float], int]:
+            self.vllm_engines = [SimpleNamespace(perturbation_drift=call) for call in remote]  # after update and sync
+            return {"reward": 1.0}, global_step + 1
+
+    drift = {
+        "perturbation/neighbors_changed": pytest.approx(0.3),
+        "perturbation/neighbors_changed_since_start": pytest.approx(0.5),
+    }
+    assert trainer(Plain)().train_step(None, 4) == ({"reward": 1.0, "perturbation/rate": 0.1} | drift, 5)
