@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-if TYPE_CHECKING:
-    from vllm.tokenizers import TokenizerLike
+from ngrpo.machine.upstream.types import TokenizerLike
 
+if TYPE_CHECKING:
     from perturbations import ReplayRecord
 
 Report = Callable[[str], None]

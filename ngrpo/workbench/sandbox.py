@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.machine.upstream.types import PreTrainedTokenizerFast
+
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast
 
 # --- settings ---------------------------------------------------------------------------------------
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hardware profiles: what differs between a CPU and a CUDA cluster. Trainer and rollout engine are the same on both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.machine.hardware import Profile
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.patch import around
+from ngrpo.machine.upstream.types import NaiveReplayBuffer
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
-    from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
 
 _ROLES = ("actor", "ref", "reward", "critic")
 # Above the ports of Ray's workers (10002 to 19999), below Linux' ports for outgoing connections.

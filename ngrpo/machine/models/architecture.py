@@ -4,8 +4,6 @@
 No weights are loaded. vLLM's table of classes is read from its source, without importing vLLM.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Mapping
@@ -13,14 +11,12 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo.machine.models import packaged
 from ngrpo.machine.upstream.patch import definition, source_of
+from ngrpo.machine.upstream.types import PreTrainedModel
 from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _BACKEND = "vLLM's Transformers backend"
 # Tables of vLLM's registry.

@@ -11,12 +11,12 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.machine.upstream.types import PreTrainedModel
 from perturbations import parameters
 from perturbations.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PreTrainedModel
 
     from perturbations.base import Perturbation
 

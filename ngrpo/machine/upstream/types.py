@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: F401
-"""Classes of OpenRLHF, transformers and vLLM that annotations name: a type checker sees them, a run imports none."""
+"""Classes of other packages that annotations name: a type checker sees them, and a run imports none of them."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from openrlhf.trainer.ppo_utils.experience import Experience
+    from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
     from vllm import LLM, SamplingParams
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a credit."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a second round."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
 from ngrpo.methods.second_rounds import registry as _registry
 from perturbations.errors import UsageError
 from perturbations.options import Options, option
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _TEXT = "ngrpo-text"
 

@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """iGRPO, Iterative Group Relative Policy Optimization: the best of several drafts is refined (arXiv 2602.09000)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
+from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
 from ngrpo.methods.second_rounds import register
 from ngrpo.methods.second_rounds.base import SecondRound, closing
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _BEFORE = "An earlier attempt:"
 _AFTER = "The attempt may be wrong. Solve the problem again, and better where you can."

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoPE, Lorem Perturbation for Exploration: nonsense before the prompt, and its paper's baseline (arXiv 2605.05566)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
 
+from ngrpo.machine.upstream.types import PreTrainedTokenizerBase
 from ngrpo.methods.second_rounds import register
 from ngrpo.methods.second_rounds.base import SecondRound, opening
 from perturbations import UsageError, option
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # The words of the printers' dummy text, which is cut out of Cicero's De finibus (45 BC).
 _TEXT = (

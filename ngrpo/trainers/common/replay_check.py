@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start-up check of a trainer's model: does a replayed row land where it belongs?"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngrpo.machine.upstream.types import PreTrainedModel
 from ngrpo.rollout import startup_check
 from perturbations.replay.scope import ReplayScope
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _LONGEST = 32
 

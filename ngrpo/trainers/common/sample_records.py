@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records on their way from an asynchronous vLLM engine with joined turns to a training batch, as bytes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ngrpo.machine.upstream.types import AsyncLLM
 from ngrpo.rollout.records import cut_to_answer, of_all_workers, taken_length
 from ngrpo.rollout.requests import external_id
 from perturbations import seeds
 from perturbations.errors import require
 from perturbations.replay import ReplayRecord, packing
 from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswer
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class EngineCheck:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ngrpo.machine.upstream.types import RunnerV1
+
 if TYPE_CHECKING:
     from torch import Tensor
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -60,7 +61,7 @@ def load_weights_file(worker: Any, path: str) -> int:
     return len(names)
 
 
-def reload_weights(runner: GPUModelRunner, weights: Iterable[tuple[str, Tensor]]) -> None:
+def reload_weights(runner: RunnerV1, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Loads a checkpoint's weights into a model runner of vLLM, where CPU kernels multiply with packed copies.
 
     `reload_weights` and not `load_weights`, since only the former restores the checkpoint's layout first. Of two that

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A perturbation and an advantage in verl's configuration: read, checked, and handed to the engine and to verl."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,13 +10,11 @@ from torch import Tensor
 from ngrpo.config import compatibility
 from ngrpo.config.features import Combination
 from ngrpo.config.verl_lines import MODE
+from ngrpo.machine.upstream.types import DictConfig
 from ngrpo.methods import advantages
 from ngrpo.methods.advantages.base import Advantage, AnnealedK
 from ngrpo.rollout.settings import DEFERRED_CHECK, KEY
 from perturbations import Perturbation, UsageError, registry
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 MANAGER = "ngrpo.trainers.verl.rollout_server.PerturbedAgentLoopManager"
 _ADDITIONAL = "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config"

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole diagnosis: samples of the missing strategies, then every result from the samples of all."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from ngrpo.config.arms import Arm
 from ngrpo.machine.console import Report, fed_texts, text_table, token_texts
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
+from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
 from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
@@ -26,12 +26,6 @@ from ngrpo.workbench.report.values import dig, format_number
 from ngrpo.workbench.scoring import Problem, digest
 from ngrpo.workbench.tasks import check_problems
 from perturbations.errors import UsageError, require
-
-if TYPE_CHECKING:
-    from vllm import LLM
-    from vllm.tokenizers import TokenizerLike
-
-    from ngrpo.config.arms import Arm
 
 SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"
 DIAGNOSIS, REPORT = "diagnosis.json", "diagnosis.html"

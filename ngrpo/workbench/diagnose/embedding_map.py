@@ -6,30 +6,24 @@ with their logits. At such a step, with that token as the sampled one, the pertu
 with another seed; its gate is ignored.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ngrpo.config.arms import Arm
 from ngrpo.machine.models import conversation
+from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.workbench.diagnose.group_sampling import COPIES, LIKELIEST, PROBE, GroupSampling, attached, put
 from ngrpo.workbench.evaluate.engine import generate
 from perturbations import Perturbation, Step, registry, seeds, streams
 from perturbations.edit import realise
 from perturbations.embeddings import nearest_tokens
 from perturbations.errors import UsageError
-
-if TYPE_CHECKING:
-    from vllm import LLM
-    from vllm.tokenizers import TokenizerLike
-
-    from ngrpo.config.arms import Arm
 
 WORDS = (
     *("therefore", "sum", "because", "number", "green", "water", "first", "music", "happy", "house"),

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.workbench.evaluate.engine import Generated, RolloutPolicy, Sampling, generate, noisy_engine, render
 from ngrpo.workbench.evaluate.engine import build as build_engine
 from ngrpo.workbench.tasks import score
@@ -28,9 +29,6 @@ from perturbations.replay.scope import ReplayScope
 from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
-    from vllm import LLM
-    from vllm.tokenizers import TokenizerLike
-
     from ngrpo.config.arms import Arm
     from ngrpo.methods.sampling_schedules.base import SamplingSchedule
     from ngrpo.rollout.attach import AttachedPerturbation

@@ -20,16 +20,13 @@ from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import processes, profile_for
 from ngrpo.machine.models import conversation
+from ngrpo.machine.upstream.types import LLM, PreTrainedModel, SamplingParams, TokenizerLike
 from ngrpo.workbench.scoring import Problem
 from perturbations.errors import UsageError, require
 from perturbations.options import Options, option
 from perturbations.seeds import trajectory_seed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-    from vllm import LLM, SamplingParams
-    from vllm.tokenizers import TokenizerLike
-
     from perturbations.replay import ReplayRecord
 
 # Requests that wait inside the engine; more than any engine runs at once, few enough to be cheap.

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation of a model: sampling, checking and Mean@n with Pass@k; and another check of kept samples."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
@@ -10,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ngrpo.machine.console import Report, span
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
+from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import DESCRIBED, Job, RolloutPolicy, Sampling
@@ -25,10 +24,6 @@ from ngrpo.workbench.statistics import mean_at_n, pass_at_k
 from ngrpo.workbench.tasks import check_problems, check_scorer, score
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
-
-if TYPE_CHECKING:
-    from vllm import LLM
-    from vllm.tokenizers import TokenizerLike
 
 PROBLEMS, SAMPLES, RESULT = "problems.jsonl", "samples.jsonl", "evaluation.json"
 DEFAULT_KS = (1, 4, 8, 16, 32)
