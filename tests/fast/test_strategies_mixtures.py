@@ -124,6 +124,21 @@ def test_further_draws_are_among_those_that_the_request_allows() -> None:
     assert (draws == 1).float().mean().item() == pytest.approx(2 / 3, abs=0.03)  # 4/16 : 2/16
 
 
+@pytest.mark.more
+def test_further_draws_over_several_blocks_of_tokens() -> None:
+    """Of 150 tokens, all but two of the middle ones excluded: chi-squared with 87 degrees, 0.999 quantile 133."""
+    n, size = 100_000, 150
+    z = torch.randn(size, generator=torch.Generator().manual_seed(3))
+    z[64:128] = -torch.inf
+    z[100:102] = 1.0
+    draws = Step(**{**vars(repeated(n, PROBABILITIES)), "logits": z.expand(n, -1)}).draws(2)
+    expected = n * torch.softmax(z.double(), dim=-1)
+    for counts in (torch.bincount(draws[:, j], minlength=size).double() for j in (0, 1)):
+        assert len(counts) == size and (counts[expected == 0.0] == 0.0).all()
+        found = ((counts - expected).square() / expected)[expected > 0.0]
+        assert found.sum() < 133 and len(found) == 88
+
+
 def test_a_long_tail_is_drawn_as_often_as_it_should_be() -> None:
     """Half of the probability on one token, half on 50,000 others of which none may be left out."""
     n, size = 400, 50_001

@@ -196,6 +196,14 @@ def test_what_is_missing_or_does_not_fit_is_said() -> None:
         perturbation.log_density(dataclasses.replace(given, hidden=None))
 
 
+def test_a_rank_that_asked_nothing_has_a_gradient_of_zero() -> None:
+    """Ranks reduce their gradients together: one without any would wait for ever."""
+    router = a_router([[1.0, 2.0], [3.0, 4.0]])
+    none = torch.zeros(0, 2)
+    router(none, none).sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in router.parameters())
+
+
 @pytest.mark.more
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
 def test_the_gated_rows_are_routed_by_their_own_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
