@@ -12,7 +12,7 @@ from ngrpo.machine.console import Reporter
 from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
-from perturbations import FinishedTrajectory, ReplayRecord
+from perturbations import FinishedTrajectory, Positions, ReplayRecord, create
 
 NAN = np.nan
 SHIFT_SUM, SHIFT_COUNT = MEAN_METRICS["perturbation/shift"]
@@ -73,6 +73,24 @@ def test_shift_is_the_quotient_of_the_sums() -> None:
     status = {SHIFT_SUM: 0.0, SHIFT_COUNT: 0.0}
     add_measures(status, {})
     assert status == {}
+
+
+@pytest.mark.parametrize(("burn_in", "planned"), [(0, 1.0), (3, 1 / 4)])
+def test_the_planned_rate_is_the_share_that_draw_and_schedule_select(burn_in: int, planned: float) -> None:
+    """Prompt of 2, four generated tokens; with a burn-in of 3 only the last of them is selected."""
+    rollout, gumbel = [NAN, NAN, -1.0, -2.0, -3.0, -4.0], create("gumbel", rate=1.0, burn_in=burn_in)
+    found = values(step_metrics([kept([4], [True], rollout)], [np.array(rollout)], gumbel))
+    assert (found["planned_rate"], found["rate"]) == (planned, 1 / 4)
+
+
+def test_the_planned_rate_follows_the_draws_of_the_rollout() -> None:
+    neighbor = create("neighbor", rate=0.3)
+    rollout = np.full(2000, -1.0)
+    rollout[:2] = NAN
+    record = kept([], [], rollout.tolist())
+    at = Positions(np.ones(1998, np.int64), np.full(1998, 2), np.arange(2, 2000))
+    measured = step_metrics([record], [rollout], neighbor)["perturbation/planned_rate"]
+    assert measured == neighbor.selects(at).mean() == pytest.approx(0.3, abs=0.04)
 
 
 def gaps(perturbed: float | None, plain: float | None, before: float | None = None) -> dict[str, float]:

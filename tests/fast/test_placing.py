@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
+from ngrpo.commands import doctor
 from ngrpo.config import batch_check, complete_flags, parse, rules
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan
@@ -172,6 +173,16 @@ def test_what_was_not_looked_at_is_open(capsys: pytest.CaptureFixture[str]) -> N
     for label in ("hardware cuda can do it", "GPUs: 8 needed", "model some/model", "dataset and reward"):
         assert f"  open   {label}" in text, label
     assert "assumed; --dry-run 1x80 plans for one GPU" in " ".join(text.split())
+
+
+def test_doctor_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--dry-run 1x80" in doctor._placement("cpu").state
+    planned = placement.planned("1x80", "--dry-run")
+    monkeypatch.setattr(placement, "here", lambda: planned)
+    state = doctor._placement("cuda").state
+    fitting, offloaded = state.split("with --ds.adam_offload: ")
+    assert state.startswith("hybrid on 1 GPU of 79.2 GiB")
+    assert "Qwen/Qwen3-1.7B" in fitting and SEVEN not in fitting and SEVEN in offloaded
 
 
 HEAD = """
