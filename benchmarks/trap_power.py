@@ -15,8 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ngrpo.machine.models import sandbox
 from ngrpo.methods import advantages
-from ngrpo.workbench import sandbox, statistics
+from ngrpo.workbench import statistics
 from ngrpo.workbench.tasks import two_peaks as task
 
 PROMPTS, ANSWERS = 8, 8

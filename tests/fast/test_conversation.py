@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ngrpo.config import complete_flags, dataset_check, model_check, verl_lines
+from ngrpo.machine.models import sandbox
 from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf import trainer
-from ngrpo.workbench import sandbox
 from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.compare.runs import eval_argv, run_config
 from ngrpo.workbench.evaluate import load_problems

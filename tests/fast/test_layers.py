@@ -29,7 +29,6 @@ FLOORS = (
         "ngrpo.methods",  # what several kinds share
         "ngrpo.patches",
         "ngrpo.workbench.statistics",
-        "ngrpo.workbench.sandbox",
     ),
     ("ngrpo.machine.models",),
     (

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ngrpo.config import rules
 from ngrpo.config.parse import run_config
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import packaged, sandbox
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench import sandbox, tasks
+from ngrpo.workbench import tasks
 from ngrpo.workbench.compare.plan import read_plan
 from ngrpo.workbench.scoring import Problem
 from ngrpo.workbench.scoring.answers import generated

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.machine.console import Report
-from ngrpo.workbench import sandbox
+from ngrpo.machine.models import sandbox
 from perturbations.errors import UsageError, nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.

@@ -7,7 +7,7 @@ Each of four numbers gets a sign; their sum should be as small as possible witho
 import itertools
 import random
 
-from ngrpo.workbench import sandbox
+from ngrpo.machine.models import sandbox
 from ngrpo.workbench.scoring.answers import last_number
 from ngrpo.workbench.tasks import Split, distinct_rows, number_reward, number_score
 

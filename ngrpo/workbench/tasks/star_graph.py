@@ -4,7 +4,7 @@
 import random
 import re
 
-from ngrpo.workbench import sandbox
+from ngrpo.machine.models import sandbox
 from ngrpo.workbench.scoring.answers import numbers
 from ngrpo.workbench.tasks import Split, reward_function
 

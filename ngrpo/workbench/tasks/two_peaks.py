@@ -6,7 +6,7 @@ A bandit of 100 arms: the sandbox model starts near the lower peak.
 
 import math
 
-from ngrpo.workbench.sandbox import HIGH_PEAK, LOW_PEAK, NUMBERS, PEAK_QUESTION
+from ngrpo.machine.models.sandbox import HIGH_PEAK, LOW_PEAK, NUMBERS, PEAK_QUESTION
 from ngrpo.workbench.scoring.answers import last_number
 from ngrpo.workbench.tasks import Split, reward_function
 
