@@ -100,7 +100,6 @@ def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, random_mode
     steps = steps_of(tmp_path, random_model, *flags, "--algo.kl.init_coef", "0")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
-    assert summary["versions"]["model runner"] == "V1"
     assert summary["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "min_p": 0.1, "correct_mask": False}
     assert "--actor.eps_clip_low_high 0.16 0.24" in " ".join(summary["openrlhf_args"])
     all_wrong = [step["advantage_uniform_mean"] for step in steps if "advantage_uniform_mean" in step]
