@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
+from ngrpo.workbench import report
 from ngrpo.workbench.report import write_report
 from tests.report_example import ERROR, STRATEGIES, diagnosis, example
 from tests.report_page import check_numbers, written
@@ -189,3 +190,11 @@ def test_command_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ):
         assert cli.main(["report", *words]) == 2 and said in capsys.readouterr().err
         file.write_text(json.dumps(example(steps=1)))
+
+
+def test_every_class_of_the_page_has_a_rule() -> None:
+    ours = Path(report.__file__).parent
+    rules = "".join((ours / name).read_text() for name in ("style.css", "script.js"))
+    pages = "".join(path.read_text() for path in (ours / "templates").glob("*.html"))
+    named = {name for names in re.findall('class="([^"{}]+)"', pages) for name in names.split()} - {"tick"}
+    assert len(named) > 30 and not [name for name in named if not re.search(rf"\.{name}\b", rules)]
