@@ -44,8 +44,6 @@ class AttachedPerturbation:
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
         self._runner, self._buffer = runner, buffer
-        # The state that only V2 keeps; its class cannot be imported where Triton is missing.
-        self.runner_version = "V2" if hasattr(runner, "req_states") else "V1"
         config, model = runner.model_config, runner.get_model()
         embedding: Any = find_input_embedding(model)
         # The matrix's own dtype: a row must be what the model would have looked up.

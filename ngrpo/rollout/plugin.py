@@ -92,12 +92,12 @@ def attached(original: Callable[..., None], self: Worker, *args: object, **kwarg
         from ngrpo.rollout.attach import AttachedPerturbation
 
         self.perturbation = AttachedPerturbation(self.model_runner, perturbation, settings.read_buffer(config))
-        attach = runners.attach_v2 if self.use_v2_model_runner else runners.attach_v1
-        attach(self.model_runner, self.perturbation)
+        version = runner_version(self)
+        (runners.attach_v2 if version == "V2" else runners.attach_v1)(self.model_runner, self.perturbation)
         # Of this instance: a worker for CPUs has a method of its own, in a module that must not be imported here.
         self.compile_or_warm_up_model = warmed_up(self.compile_or_warm_up_model, self.perturbation)
-        runner, fingerprint = runner_version(self), self.perturbation.fingerprint()
-        logger.info("perturbation %s is on, in the %s model runner: %s", perturbation.name, runner, fingerprint)
+        fingerprint = self.perturbation.fingerprint()
+        logger.info("perturbation %s is on, in the %s model runner: %s", perturbation.name, version, fingerprint)
 
 
 def warmed_up(original: Callable[[], Any], attached: Any) -> Callable[[], Any]:

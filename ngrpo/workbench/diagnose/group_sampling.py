@@ -178,6 +178,8 @@ def sample_strategy(
     Returns:
         P × G samples, and ``tokens_per_second``, ``model_runner`` and :func:`fed_inputs`.
     """
+    from ngrpo.rollout import model_runner
+
     put(llm, strategy, policy.run.sampling_schedule)
     tokenizer, group = llm.get_tokenizer(), sampling.group
     texts = [render(tokenizer, problem) for problem in problems]
@@ -207,7 +209,7 @@ def sample_strategy(
         judged = (verdict.reward, verdict.correct, verdict.extracted, verdict.parsed)
         samples.append(Sample(*place, *said, *judged, loss, None if strategy.spec is None else output.record))
     speed = sum(map(len, tokens)) / seconds
-    return samples, {"tokens_per_second": speed, **fed, "model_runner": here.runner_version}
+    return samples, {"tokens_per_second": speed, **fed, "model_runner": model_runner(llm)}
 
 
 def losses_of(llm: LLM, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[float]:
