@@ -8,9 +8,12 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, SupportsFloat
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsFloat
 
 from perturbations.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from perturbations.registry import Registry
 
 
 def option(
@@ -21,7 +24,7 @@ def option(
     high: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] | None = None,
-    registry: object = None,
+    registry: "Registry | None" = None,
 ) -> Any:
     """A dataclass field of an :class:`Options` class.
 

@@ -56,10 +56,9 @@ def run(argv: list[str], *, report: Report) -> int:
         report(f"warning: {note}")
     if args.rescore is not None:
         folder = Path(args.rescore).expanduser()
-        for flag in Flags(argv):
-            if flag.name not in ("--rescore", "--scorer", "--k"):
-                what = "has no effect on --rescore, which scores the samples that are there"
-                raise UsageError(f"{' '.join(flag.argv)} {what}. Leave it out, or evaluate into another folder.")
+        for flag in Flags(argv).without("--rescore", "--scorer", "--k"):
+            what = "has no effect on --rescore, which scores the samples that are there"
+            raise UsageError(f"{' '.join(flag.argv)} {what}. Leave it out, or evaluate into another folder.")
         result = evaluate.rescore(folder, scorer=args.scorer, k=args.k, report=report)
         if result is None:
             return 1
