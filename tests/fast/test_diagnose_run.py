@@ -93,7 +93,7 @@ def test_other_settings_and_options_are_refused(llm: MadeUp, tmp_path: Path) -> 
         run(llm, tmp_path)
 
 
-def test_a_comparison_that_goes_on_diagnoses_what_is_new(
+def test_a_comparison_that_continues_diagnoses_what_is_new(
     llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A comparison before its training, again and again in one folder, its diagnoses made with made-up samples."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation site: the pages that are made of the code, links, named files; built where mkdocs is."""
+"""The documentation site: the pages generated from the code, links, named files; built where mkdocs is."""
 
 import os
 import re
