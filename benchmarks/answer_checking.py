@@ -13,8 +13,8 @@ from decimal import Decimal
 from fractions import Fraction
 
 from benchmarks.machine import describe
+from ngrpo.methods.scoring.answers import check_math
 from ngrpo.workbench.evaluate import load_problems
-from ngrpo.workbench.scoring.answers import check_math
 
 _FRACTION = re.compile(r"(-?)\\frac\{(\d+)\}\{(\d+)\}")
 _INTEGER = re.compile(r"-?\d+|-?\d{1,3}(,\d{3})+")

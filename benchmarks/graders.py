@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.machine import describe
-from ngrpo.workbench.scoring.answers import check_choice, check_math, last_boxed
+from ngrpo.methods.scoring.answers import check_choice, check_math, last_boxed
 from tests.fast.scorer_pairs import CHOICE, MATH, Pair
 
 Grader = Callable[[Pair], bool]

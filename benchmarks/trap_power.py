@@ -17,8 +17,8 @@ import torch
 
 from ngrpo.machine.models import sandbox
 from ngrpo.methods import advantages
+from ngrpo.methods.tasks import two_peaks as task
 from ngrpo.workbench import statistics
-from ngrpo.workbench.tasks import two_peaks as task
 
 PROMPTS, ANSWERS = 8, 8
 EASY, COUNTED, SKILL = 0.6, 0.2, 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ngrpo.workbench.tasks.math import reward_func
+from ngrpo.methods.tasks.math import reward_func
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:

@@ -138,7 +138,7 @@ def _work(plan: Plan, folder: runs.ComparisonFolder, command: list[str], report:
     records = _statuses(plan, folder)
     waiting = [one for one, record in zip(everything, records) if record["status"] != "done"]
     took = [record["seconds"] for record in records if record["status"] == "done"]
-    view = runs.Screen(len(everything), int(Flags(plan.shared).or_default("--rollout.batch_size")), took)
+    view = runs.Screen(len(everything), took)
     if took:
         print(f"{len(took)} of {len(everything)} runs are finished and kept", flush=True)
     model = packaged.resolve(plan.model, report=report)

@@ -17,7 +17,7 @@ from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
-from ngrpo.workbench import tasks
+from ngrpo.methods import tasks
 from perturbations.errors import UsageError, require
 
 _OUTPUTS = {"--ckpt.output_dir": "model", "--ckpt.path": "checkpoints", "--logger.tensorboard_dir": "tensorboard"}

@@ -17,7 +17,7 @@ from ngrpo.machine.hardware import gpu_plan, stand_ins
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench.scoring import reward_files
+from ngrpo.methods.scoring import reward_files
 from perturbations.errors import UsageError
 
 Stage = Literal["start", "data", "model"]

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 FILE = "run.yaml"
 """Name of the file in a run's folder that repeats it: ``ngrpo train --config runs/x/run.yaml``."""
+PROGRESS = "progress.jsonl"
+"""Name of the file with a line for each training step, written after it."""
 
 
 def _setting(flag: str, default: object, about: str, **limits: Any) -> Any:

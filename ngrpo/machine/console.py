@@ -9,9 +9,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,25 +23,7 @@ Report = Callable[[str], None]
 """Takes a further line for the user."""
 
 _DIGITS = 4
-# Text in the log, and the activity that begins there. From OpenRLHF 0.11.2, Ray 2.55 and vLLM 0.29; a release that
-# words it otherwise only loses the line.
-_MILESTONES = (
-    ("Started a local Ray instance", "importing OpenRLHF and vLLM in Ray's workers"),
-    ("RolloutRayActor", "starting the vLLM engine"),
-    ("PolicyModelActor", "loading the model into the trainer"),
-    ("Episode [", "loading the model into vLLM, then sampling the first responses"),
-)
-# Recurring activities are reported only where they last.
-_ACTIVITIES = (
-    ("Generate samples:", "sampling responses"),
-    ("forward: ", "computing log-probabilities"),
-    ("Train epoch [", "updating the weights"),
-    ("Evaluation start time", "evaluating"),
-)
-_STEP = re.compile(r"Global step (\d+): .*?'rollout/reward_mean': ([-+.\deE]+)")
-_WARNING = re.compile(r"ngrpo (warning: .*)")
-_SECONDS = re.compile(r"'timing/step_total': ([-+.\deE]+)")
-_TOTAL = re.compile(r"Episode \[\d+/(\d+)\]:[^\r\n]*?\| *\d+/(\d+) ")
+_OURS = re.compile(r"\bngrpo: (.*)")  # a line for the user, of whichever process of a run
 _HEARTBEAT = 30.0
 _TAIL_LINES = 40
 
@@ -87,30 +68,6 @@ def fed_texts(record: ReplayRecord, row: int, tokenizer: TokenizerLike) -> dict[
 # ---- the progress of a run ----
 
 
-@dataclass(frozen=True)
-class StepLine:
-    """A training step in OpenRLHF's log: its number, mean reward, and seconds (None where not logged)."""
-
-    step: int
-    reward: float
-    seconds: float | None
-
-
-def read_step(line: str) -> StepLine | None:
-    """The training step that a line of the log reports, if it does."""
-    match = _STEP.search(line)
-    if match is None:
-        return None
-    seconds = _SECONDS.search(line)
-    return StepLine(int(match[1]), float(match[2]), float(seconds[1]) if seconds else None)
-
-
-def read_total(line: str) -> int | None:
-    """The number of prompts of all episodes, from OpenRLHF's progress bar."""
-    match = _TOTAL.search(line)
-    return int(match[1]) * int(match[2]) if match else None
-
-
 def span(seconds: float) -> str:
     """A span of time for people: ``48 s``, ``12 min``, ``3 h 05 min``."""
     if seconds < 100:
@@ -134,9 +91,8 @@ def into_file(path: Path) -> Iterator[None]:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         done = threading.Event()
-        reporter = Reporter(screen)
         new_lines = follow(path, done.is_set, start=log.tell())
-        watcher = threading.Thread(target=lambda: [reporter.line(line) for line in new_lines], daemon=True)
+        watcher = threading.Thread(target=show_progress, args=(new_lines, screen), daemon=True)
         watcher.start()
         failed = True
         try:
@@ -156,49 +112,28 @@ def into_file(path: Path) -> Iterator[None]:
 
 
 def follow(path: Path, ended: Callable[[], bool], every: float = 0.5, start: int = 0) -> Iterator[str]:
-    """The lines of a growing log from byte ``start``, until ``ended`` returns True and all lines have been read.
+    """The lines of a growing file from byte ``start``, until ``ended`` returns True and all lines have been read.
 
     A progress bar's updates are lines too. An empty line follows each look at the file, so that the caller has a turn
     while nothing is written.
     """
-    with path.open(errors="replace", newline="") as log:
+    with path.open(errors="replace") as log:
         log.seek(start)
         rest = ""
         while True:
             last = ended()
-            *lines, rest = (rest + log.read()).replace("\r", "\n").split("\n")
+            *lines, rest = (rest + log.read()).split("\n")
             yield from [*lines, ""]
             if last:
                 return
             time.sleep(every)
 
 
-class Reporter:
-    """Turns log text into lines of progress on a screen."""
-
-    def __init__(self, screen: TextIO) -> None:
-        self._screen = screen
-        self._began = self._spoke = time.monotonic()
-        self._ahead = list(_MILESTONES)
-        self._now = "starting Ray"
-
-    def line(self, line: str) -> None:
-        """Takes the next line of the log, or an empty one where there is none yet."""
-        if time.monotonic() - self._spoke > _HEARTBEAT:
-            self._say(f"still {self._now}")
-        if (step := read_step(line)) is not None:
-            took = "" if step.seconds is None else f", {step.seconds:.0f} s"
-            self._say(f"step {step.step}: reward {step.reward:.3f}{took}")
-        if (warning := _WARNING.search(line)) is not None:
-            self._say(f"{warning[1]} (more in the log)")
-        for milestone in self._ahead:
-            if milestone[0] in line:
-                self._ahead.remove(milestone)
-                self._now = milestone[1]
-                self._say(self._now)
-                break
-        self._now = next((activity for text, activity in _ACTIVITIES if text in line), self._now)
-
-    def _say(self, text: str) -> None:
-        self._spoke = time.monotonic()
-        print(f"  {self._spoke - self._began:5.0f} s  {text}", file=self._screen, flush=True)
+def show_progress(lines: Iterable[str], screen: TextIO) -> None:
+    """Shows the lines of a run's log that are for the user; now and then, while there is none, that it is at work."""
+    began = spoke = time.monotonic()
+    for line in lines:
+        ours, now = _OURS.search(line), time.monotonic()
+        if ours or now - spoke > _HEARTBEAT:
+            spoke = now
+            print(f"  {now - began:5.0f} s  {ours[1] if ours else 'still at work'}", file=screen, flush=True)

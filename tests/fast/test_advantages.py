@@ -12,10 +12,10 @@ import torch
 from ngrpo.config import parse
 from ngrpo.config.run import current_run
 from ngrpo.methods.advantages import compute, create
+from ngrpo.methods.scoring.answers import outcome
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
 from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
 from ngrpo.trainers.verl.overrides import estimator
-from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
 from tests.fast.run import run_with

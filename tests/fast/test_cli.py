@@ -14,7 +14,7 @@ from ngrpo.config import parse
 from ngrpo.config.kinds import FLAGS
 from ngrpo.config.run import PRESETS, RunConfig
 from ngrpo.machine.models import packaged
-from ngrpo.workbench import tasks
+from ngrpo.methods import tasks
 from perturbations import create, registry
 from perturbations.errors import UsageError
 from tests.fast.run import refused

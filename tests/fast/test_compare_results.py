@@ -208,7 +208,7 @@ def test_a_trained_model_is_discarded_once_it_is_evaluated(
 
     made, folder.lock = plan("--perturbations", "none", *switch), 0
     monkeypatch.setattr(runs, "command", command)
-    record = runs.execute(made, made.runs()[0], folder, lambda step, prompts: None)
+    record = runs.execute(made, made.runs()[0], folder, lambda step: None)
     assert record["status"] == "done" and seen == {"train": True, "eval": True}
     assert (folder.run_folder(made.runs()[0]) / "model").is_dir() == (not switch)
     assert made.common() == plan("--perturbations", "none").common()

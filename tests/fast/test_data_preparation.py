@@ -10,8 +10,8 @@ import pytest
 from ngrpo import cli
 from ngrpo.config.dataset_check import check_files
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.methods.scoring.problems import BOXED, LETTER
 from ngrpo.workbench.evaluate import load_problems
-from ngrpo.workbench.scoring.problems import BOXED, LETTER
 
 AIME = {"ID": "2024-I-1", "problem": "Find 1 + 1.", "solution": r"It is \boxed{002}.", "answer": "002", "year": "2024"}
 GPQA = {"Question": "Which is a noble gas?", "Correct Answer": "Neon", "Subdomain": "Chemistry"}

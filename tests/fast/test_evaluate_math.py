@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ngrpo.methods.scoring import answers
+from ngrpo.methods.scoring.answers import check_math
 from ngrpo.workbench.evaluate import Verdict
-from ngrpo.workbench.scoring import answers
-from ngrpo.workbench.scoring.answers import check_math
 from tests.fast.scorer_pairs import MATH, MATH_CASES
 
 pytest.importorskip("math_verify")

@@ -10,8 +10,8 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.machine.models import packaged
+from ngrpo.methods.scoring.problems import BENCHMARKS, BOXED, LETTER
 from ngrpo.workbench.evaluate import load_problems
-from ngrpo.workbench.scoring.problems import BENCHMARKS, BOXED, LETTER
 from perturbations.errors import UsageError
 
 GPQA = {"Question": "Which of these is a noble gas?", "Correct Answer": "Neon\n"}
@@ -205,7 +205,7 @@ def test_the_model_is_looked_for_before_the_problems(monkeypatch: pytest.MonkeyP
         raise UsageError(f"model {name!r}: there is no such folder")
 
     monkeypatch.setattr(packaged, "check_on_hub", missing)
-    monkeypatch.setattr("ngrpo.workbench.scoring.problems._rows", lambda *_: pytest.fail("the problems came first"))
+    monkeypatch.setattr("ngrpo.methods.scoring.problems._rows", lambda *_: pytest.fail("the problems came first"))
     assert cli.main(["eval", "--model", "no-such", "--data", "aime2025"]) == 2
 
 

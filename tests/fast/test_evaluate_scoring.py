@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.workbench import tasks
-from ngrpo.workbench.evaluate import Problem, load_task, score
-from ngrpo.workbench.scoring.answers import (
+from ngrpo.methods import tasks
+from ngrpo.methods.scoring.answers import (
     chosen_letter,
     generated,
     last_boxed,
@@ -17,7 +16,8 @@ from ngrpo.workbench.scoring.answers import (
     stated,
     visible,
 )
-from ngrpo.workbench.tasks import arithmetic
+from ngrpo.methods.tasks import arithmetic
+from ngrpo.workbench.evaluate import Problem, load_task, score
 from perturbations.errors import UsageError
 from tests.fast.scorer_pairs import CHOICE, LETTER_CASES
 

@@ -18,33 +18,19 @@ MODULES = {
     for top in ("perturbations", "ngrpo")
     for path in (ROOT / top).rglob("*.py")
 }
-# From the ground up; a module stands where the longest part of its name stands.
+# From the ground up, a folder above the other; a module stands where the longest part of its name stands.
 FLOORS = (
     ("perturbations",),
-    (
-        "ngrpo",
-        "ngrpo.machine.upstream",
-        "ngrpo.machine.console",
-        "ngrpo.machine.storage",
-        "ngrpo.methods",  # what several kinds share
-        "ngrpo.patches",
-        "ngrpo.workbench.statistics",
-    ),
+    ("ngrpo",),
+    ("ngrpo.machine.upstream", "ngrpo.machine.console", "ngrpo.machine.storage"),
     ("ngrpo.machine.models",),
-    (
-        "ngrpo.machine.hardware",
-        "ngrpo.methods.advantages",
-        "ngrpo.methods.credits",
-        "ngrpo.methods.policy_noises",
-        "ngrpo.methods.sampling_schedules",
-        "ngrpo.methods.second_rounds",
-    ),
+    ("ngrpo.machine.hardware",),
+    ("ngrpo.patches", "ngrpo.methods"),
+    ("ngrpo.methods.tasks",),
     ("ngrpo.config",),
-    ("ngrpo.rollout", "ngrpo.workbench.scoring"),
-    ("ngrpo.trainers", "ngrpo.workbench.tasks"),
-    # of OpenRLHF, of the hardware and of tasks
-    ("ngrpo.config.rules", "ngrpo.config.model_check", "ngrpo.config.complete_flags"),
-    ("ngrpo.workbench.evaluate", "ngrpo.workbench.report"),
+    ("ngrpo.rollout",),
+    ("ngrpo.trainers",),
+    ("ngrpo.workbench.statistics", "ngrpo.workbench.evaluate", "ngrpo.workbench.report"),
     ("ngrpo.workbench.diagnose",),
     ("ngrpo.workbench.compare",),
     ("ngrpo.commands",),

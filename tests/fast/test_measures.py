@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngrpo.machine.console import Reporter
+from ngrpo.machine.console import show_progress
 from ngrpo.trainers.common.mismatch import ReplayGap, check_gap, step_metrics
 from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from ngrpo.trainers.openrlhf.trainer import add_measures
@@ -129,6 +129,5 @@ def test_the_warning_comes_once_and_reaches_the_screen(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert printed.count("differ by 1 on average") == 1 and "--perturbation.strict" in printed
     screen = io.StringIO()
-    for line in printed.splitlines():
-        Reporter(screen).line(f"(PPOTrainer pid=7) {line}")
+    show_progress([f"(PPOTrainer pid=7) {line}" for line in printed.splitlines()], screen)
     assert "warning: log-probabilities of rollout and trainer differ by 1" in screen.getvalue()

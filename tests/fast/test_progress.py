@@ -2,20 +2,46 @@
 """`--log-file`: the log holds everything, the screen a few lines."""
 
 import io
+import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from ngrpo.machine.console import Reporter, follow
+import pytest
 
-STEP = (
-    "(PPOTrainer pid=1) INFO ✨ Global step 3: {'act_loss': -0.1, 'rollout/reward_mean': 0.21875,"
-    " 'timing/step_total': 17.4}\n"
-)
+from ngrpo.config import run as runs
+from ngrpo.machine.console import follow, show_progress
+from ngrpo.trainers.openrlhf.trainer import trainer
+
+STEP = "ngrpo: step 3: reward 0.219, 17 s\n"
 
 
-def test_steps_and_milestones(tmp_path: Path) -> None:
-    text = "noise\n2026 INFO Started a local Ray instance.\rbar 1/2\n" + STEP
+class Trainer:
+    """As OpenRLHF's PPOTrainer after a step of 8 of its 20 prompts, two episodes long."""
+
+    args = Namespace(train=Namespace(num_episodes=2), rollout=Namespace(batch_size=8))
+    experience_maker = SimpleNamespace(visits=None)
+    tensorboard_logger = None
+    prompts_dataloader = range(20)
+
+    def save_logs_and_checkpoints(self, *_: Any) -> None: ...
+
+
+def test_a_step_is_a_line_for_people_and_one_for_a_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs, "_current", runs.RunConfig(run_dir=str(tmp_path)))
+    trainer(Trainer)().save_logs_and_checkpoints(3, {"rollout/reward_mean": 0.21875, "timing/step_total": 17.4}, {})
+    assert capsys.readouterr().out == STEP
+    written = json.loads((tmp_path / runs.PROGRESS).read_text())
+    assert written == {"step": 3, "steps": 6, "reward": 0.21875, "seconds": 17.4}
+
+
+def test_the_screen_shows_what_is_for_the_user(tmp_path: Path) -> None:
+    text = f"noise of ngrpo/x.py\nngrpo: starting\rbar 1/2\n\x1b[36m(PPOTrainer pid=1)\x1b[0m {STEP}"
     log = tmp_path / "log"
     log.write_text("")
     pieces = [text[i : i + 7] for i in range(0, len(text), 7)]  # a line arrives in pieces
@@ -25,19 +51,16 @@ def test_steps_and_milestones(tmp_path: Path) -> None:
             file.write(pieces.pop(0))
         return not pieces
 
-    screen = io.StringIO()
-    reporter, seen = Reporter(screen), list(follow(log, ended, every=0.0))
+    screen, seen = io.StringIO(), list(follow(log, ended, every=0.0))
     assert [line for line in seen if line] == text.replace("\r", "\n").splitlines()
-    for line in seen:
-        reporter.line(line)
-    lines = [line.split("s  ", 1)[1] for line in screen.getvalue().splitlines()]
-    assert lines == ["importing OpenRLHF and vLLM in Ray's workers", "step 3: reward 0.219, 17 s"]
+    show_progress(seen, screen)
+    assert [line.split("s  ", 1)[1] for line in screen.getvalue().splitlines()] == ["starting", STEP[7:-1]]
 
 
 def test_file_gets_everything_and_the_screen_comes_back(tmp_path: Path) -> None:
     """Where the block fails, the screen has the log's last lines too."""
     log = tmp_path / "train.log"
-    log.write_text("Global step 1: {'rollout/reward_mean': 0.7}\n")
+    log.write_text("ngrpo: step 1: reward 0.700, 9 s\n")
     code = f"""
 import os, subprocess
 from pathlib import Path
@@ -55,8 +78,8 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     written = log.read_text()
-    assert written.startswith("Global step 1") and "step 1" not in done.stdout, "the log of an earlier run goes on"
-    assert all(line in written for line in ("python line", "child line", "raw error line", "Global step 3"))
+    assert written.startswith("ngrpo: step 1") and "step 1" not in done.stdout, "the log of an earlier run goes on"
+    assert all(line in written for line in ("python line", "child line", "raw error line", STEP))
     out = done.stdout.splitlines()
     assert done.returncode == 2 and (out[0], out[-1]) == ("before", "after")
     assert "step 3: reward 0.219" in done.stdout and "child line" not in done.stdout

@@ -14,7 +14,7 @@ from ngrpo.config import complete_flags, model_check, rules
 from ngrpo.config.dataset_check import check_files
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench.scoring import reward_files
+from ngrpo.methods.scoring import reward_files
 from perturbations import create
 from perturbations.errors import UsageError
 from tests.conftest import ROOT

@@ -158,7 +158,7 @@ def test_a_comparison_starts_each_run_with_such_a_file(monkeypatch: pytest.Monke
     monkeypatch.setattr(runs, "command", lambda words, *rest: started.append(words))
     with runs.ComparisonFolder.opened(tmp_path / "out", print) as folder:
         for one in plan.runs():
-            runs.execute(plan, one, folder, lambda step, prompts: None)
+            runs.execute(plan, one, folder, lambda step: None)
     for one, (train_word, *rest) in zip(plan.runs(), started):
         assert train_word == "train"
         read = parse.run_config(parse.with_files(rest))

@@ -15,11 +15,11 @@ from ngrpo.config import rules
 from ngrpo.config.parse import run_config
 from ngrpo.machine.models import packaged, sandbox
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench import tasks
+from ngrpo.methods import tasks
+from ngrpo.methods.scoring import Problem
+from ngrpo.methods.scoring.answers import generated
+from ngrpo.methods.tasks import minimum_sum, shortcut, star_graph, two_peaks
 from ngrpo.workbench.compare.plan import read_plan
-from ngrpo.workbench.scoring import Problem
-from ngrpo.workbench.scoring.answers import generated
-from ngrpo.workbench.tasks import minimum_sum, shortcut, star_graph, two_peaks
 from tests.conftest import ROOT
 
 NAMES = ("minimum_sum", "shortcut", "shortcut:late", "shortcut:first-plain", "star_graph", "two_peaks")

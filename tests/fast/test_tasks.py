@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.workbench import tasks
-from ngrpo.workbench.scoring import answers
-from ngrpo.workbench.tasks import arithmetic, reasoning_gym
+from ngrpo.methods import tasks
+from ngrpo.methods.scoring import answers
+from ngrpo.methods.tasks import arithmetic, reasoning_gym
 from perturbations.errors import UsageError
 
 CHAT = "<|im_start|>user\nWhat is 7 + 5?<|im_end|>\n<|im_start|>assistant\n"

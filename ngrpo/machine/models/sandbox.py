@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sandbox model: a Qwen3 of 0.11 million parameters, trained from scratch on demonstrations of the sandbox's tasks.
 
-The first word of a question names the task. The rewards are in ``ngrpo/workbench/tasks``.
+The first word of a question names the task. The rewards are in ``ngrpo/methods/tasks``.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def _report(message: str, strict: bool, causes: Sequence[str] = ()) -> None:
         raise ReplayGap(message)
     if not _warned:
         _warned.append(message)
-        print(f"ngrpo warning: {message}\n  --perturbation.strict makes this an error.", flush=True)
+        print(f"ngrpo: warning: {message}\n  --perturbation.strict makes this an error.", flush=True)
 
 
 def importance_measures(log_ratio: Tensor, bounds: tuple[float, float] | None, clip: bool) -> dict[str, float]:

@@ -59,7 +59,7 @@ def experience_maker(plain: Any) -> type:
             for name, (cut, longest) in counted.items():
                 if cut:
                     message = _CUT[name].format(cut=cut, longest=longest)
-                    print(f"ngrpo warning: step {self.training_step + 1}: {message}", flush=True)
+                    print(f"ngrpo: warning: step {self.training_step + 1}: {message}", flush=True)
                     self.note({name: float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.has_side_records:

@@ -64,7 +64,7 @@ class KeptGroups:
             write_text(self._path, text)
         except (OSError, CannotWrite) as error:  # a look into the run is no reason to end it
             if not self._has_warned:
-                print(f"ngrpo warning: groups for the report are not kept: {error}", flush=True)
+                print(f"ngrpo: warning: groups for the report are not kept: {error}", flush=True)
             self._has_warned = True
 
 

@@ -93,6 +93,7 @@ def launch(run: RunConfig) -> None:
         signal.signal(signal.SIGTERM, handler)  # ray.init installs one that aborts the process
     begin(run)
     patches.install(conditions)
+    print("ngrpo: starting OpenRLHF, its engines and its models", flush=True)
     _run(flags.argv)
 
 

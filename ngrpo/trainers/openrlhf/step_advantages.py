@@ -16,10 +16,10 @@ from ngrpo.machine.upstream.types import Experience
 from ngrpo.methods.advantages.base import Advantage, normalised
 from ngrpo.methods.advantages.verified import NovelRepresentation, SingleStream
 from ngrpo.methods.credits.base import StepTokens, check_shapes
+from ngrpo.methods.scoring.answers import outcome
 from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
 from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
-from ngrpo.workbench.scoring.answers import outcome
 from perturbations.errors import require
 from perturbations.seeds import trajectory_seed
 

@@ -2,14 +2,16 @@
 """OpenRLHF's ``PPOTrainer``, the loop over steps, and its two halves where training is asynchronous."""
 
 import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from functools import lru_cache
 from math import ceil
 from types import MethodType
 from typing import Any
 
-from ngrpo.config.run import current_run
+from ngrpo.config.run import PROGRESS, current_run
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy, Experience, PreTrainedTokenizerBase
@@ -18,7 +20,7 @@ from ngrpo.trainers.openrlhf.actor_trainer import MEAN_METRICS
 from perturbations.errors import UsageError, require
 
 NO_UPDATE = (
-    "ngrpo warning: step {step} made no optimizer step: {responses} responses do not fill --train.batch_size, as where"
+    "ngrpo: warning: step {step} made no optimizer step: {responses} responses do not fill --train.batch_size, as where"
     " prompts were filtered out or the last batch is a short one. The weights are those of the step before."
 )
 _STATE, _ROUND = "ngrpo", "ngrpo_round"
@@ -112,9 +114,7 @@ def trainer(plain: Any) -> type:
             ray.get(group.async_run_method(method_name="set_policy_noise", scale=scale, sync=self.noise_step))
             super().broadcast_to_vllm()
 
-        def save_logs_and_checkpoints(
-            self, global_step: int, logs_dict: object = None, client_states: dict[str, Any] | None = None
-        ) -> None:
+        def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
             if client_states is not None:  # the best checkpoint is then saved with the same ones
                 client_states[_STATE] = {
                     "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
@@ -125,6 +125,17 @@ def trainer(plain: Any) -> type:
             super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
             if self.tensorboard_logger:  # which flushes every two minutes: a run that is killed keeps its steps
                 self.tensorboard_logger.writer.flush()
+            if logs_dict:
+                self.report_step(global_step, logs_dict)
+
+        def report_step(self, step: int, status: Mapping[str, Any]) -> None:
+            """Prints a line on a step, and adds one to the file that `ngrpo compare` follows."""
+            loader = getattr(self, "prompts_dataloader", None)  # in an asynchronous run the generator has it
+            line = {"step": step, "steps": loader and steps_of_run(self.args, len(loader))}
+            line |= {"reward": status["rollout/reward_mean"], "seconds": status["timing/step_total"]}
+            print("ngrpo: step {step}: reward {reward:.3f}, {seconds:.0f} s".format(**line), flush=True)
+            with suppress(OSError), open(f"{current_run().run_dir}/{PROGRESS}", "a") as file:
+                file.write(json.dumps(line) + "\n")
 
     return PerturbedTrainer
 

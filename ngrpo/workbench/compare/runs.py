@@ -19,8 +19,8 @@ from typing import Any
 
 from ngrpo.config import parse
 from ngrpo.config.arms import Arm
-from ngrpo.config.run import FILE, RunConfig
-from ngrpo.machine.console import StepLine, follow, read_step, read_total, span
+from ngrpo.config.run import FILE, PROGRESS, RunConfig
+from ngrpo.machine.console import follow, span
 from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import CannotWrite, ResultFolder, writing
@@ -33,7 +33,8 @@ _MEMORY_EVERY_SECONDS = 5.0  # a reading takes a fifth of a second, most of it i
 _GRACE_SECONDS = 20.0
 _ERROR_LINES = 12
 
-OnStep = Callable[[StepLine, "int | None"], None]
+OnStep = Callable[[Mapping[str, Any]], None]
+"""Takes a line of a run's :data:`PROGRESS`."""
 
 
 class ComparisonFolder(ResultFolder):
@@ -44,11 +45,12 @@ class ComparisonFolder(ResultFolder):
         return self.path / "runs" / run.id
 
     def fresh(self, run: Run) -> Path:
-        """An empty folder for a run, without the files of an interrupted one."""
+        """A folder for a run, without the files of an interrupted one."""
         folder = self.run_folder(run)
         shutil.rmtree(folder, ignore_errors=True)
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / PROGRESS).touch()
         return folder
 
     def need(self, size: int) -> None:
@@ -118,8 +120,7 @@ def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
 def execute(plan: Plan, run: Run, folder: ComparisonFolder, on_step: OnStep) -> dict[str, Any]:
     """Trains and evaluates; returns the content of ``run.json``, or raises :class:`CannotWrite` where the disk is full.
 
-    ``on_step`` gets each training step and the number of prompts of the whole run, if known. The child processes keep
-    the folder's lock while they live.
+    ``on_step`` gets each training step. The child processes keep the folder's lock while they live.
     """
     run_folder, began = folder.fresh(run), time.time()
     log = run_folder / "train.log"
@@ -147,8 +148,8 @@ class CommandFailed(RuntimeError):
     """A command of a run failed; the message is the end of its log."""
 
 
-def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda step, prompts: None) -> int | None:
-    """Runs an ``ngrpo`` command with its output in a file.
+def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep | None = None) -> int | None:
+    """Runs an ``ngrpo`` command with its output in a file; ``on_step`` gets the lines of :data:`PROGRESS` next to it.
 
     Returns:
         The most memory that it and its processes held, in bytes; None where it is unknown, as on a Ray cluster.
@@ -169,15 +170,13 @@ def command(argv: Sequence[str], log: Path, lock: int, on_step: OnStep = lambda 
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    prompts: int | None = None
     peak, measured = 0, time.monotonic()
     try:
-        for line in follow(log, lambda: process.poll() is not None):
+        for line in follow(log.with_name(PROGRESS) if on_step else log, lambda: process.poll() is not None):
             if time.monotonic() - measured > _MEMORY_EVERY_SECONDS:
                 peak, measured = max(peak, _memory(process.pid)), time.monotonic()
-            prompts = read_total(line + " ") or prompts
-            if (step := read_step(line)) is not None:
-                on_step(step, prompts)
+            if on_step and line:
+                on_step(json.loads(line))
     finally:
         # The user interrupted: end the process and its children, politely first.
         for sign, patience in ((signal.SIGINT, _GRACE_SECONDS), (signal.SIGKILL, None)):
@@ -223,9 +222,9 @@ def _memory(pid: int) -> int:
 class Screen:
     """Prints one line per event; a comparison may run for hours in a log file, so nothing is overwritten."""
 
-    def __init__(self, total: int, batch: int, took: Sequence[float] = ()) -> None:
-        """For ``total`` runs, of which the finished ones ``took`` seconds each, with ``batch`` prompts per step."""
-        self._total, self._batch, self._took = total, batch, list(took)
+    def __init__(self, total: int, took: Sequence[float] = ()) -> None:
+        """For ``total`` runs, of which the finished ones ``took`` seconds each."""
+        self._total, self._took = total, list(took)
 
     def begin(self, number: int, run: Run) -> None:
         """A run starts; ``number`` counts from 1."""
@@ -233,19 +232,18 @@ class Screen:
         self._head = f"[{number}/{self._total}] {run.arm.id}, seed {run.seed}"
         self._say("starts")
 
-    def step(self, line: StepLine, prompts: int | None) -> None:
-        """A training step of the current run, with the number of prompts of the whole run."""
-        took = "" if line.seconds is None else f", {line.seconds:.0f} s"
+    def step(self, line: Mapping[str, Any]) -> None:
+        """A training step of the current run."""
+        step, steps, seconds = line["step"], line["steps"], line["seconds"]
         of, left = "", ""
-        if prompts is not None:
-            steps = max(line.step, -(-prompts // self._batch))
+        if steps is not None:
             passed = time.monotonic() - self._began
-            training = (steps - line.step) * (passed / line.step if line.seconds is None else line.seconds)
+            training = (steps - step) * seconds
             # Each run takes as long as the finished ones did; the first one goes by its own steps.
             run = sum(self._took) / len(self._took) if self._took else passed + training
-            seconds = max(training, run - passed) + (self._total - len(self._took) - 1) * run
-            of, left = f"/{steps}", f", about {span(seconds)} left"
-        self._say(f"step {line.step}{of}: reward {line.reward:.3f}{took}{left}")
+            more = max(training, run - passed) + (self._total - len(self._took) - 1) * run
+            of, left = f"/{steps}", f", about {span(more)} left"
+        self._say(f"step {step}{of}: reward {line['reward']:.3f}, {seconds:.0f} s{left}")
 
     def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
         """The current run has ended."""

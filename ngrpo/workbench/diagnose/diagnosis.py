@@ -16,6 +16,8 @@ from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.machine.upstream.versions import machine, versions
+from ngrpo.methods.scoring import Problem, digest
+from ngrpo.methods.tasks import check_problems
 from ngrpo.workbench.diagnose import embedding_map, group_sampling
 from ngrpo.workbench.diagnose.group_sampling import GroupSampling, Sample
 from ngrpo.workbench.diagnose.measures import groups_of, strategy_rows
@@ -23,8 +25,6 @@ from ngrpo.workbench.evaluate.engine import RolloutPolicy
 from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.charts import MEASURES
 from ngrpo.workbench.report.values import dig, format_number
-from ngrpo.workbench.scoring import Problem, digest
-from ngrpo.workbench.tasks import check_problems
 from perturbations.errors import UsageError, require
 
 SAMPLES, FINISHED, MAP = "samples.jsonl", "finished.jsonl", "embedding_map.json"

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
+from ngrpo.methods.tasks import score
 from ngrpo.workbench.evaluate.engine import Generated, RolloutPolicy, Sampling, generate, noisy_engine, render
 from ngrpo.workbench.evaluate.engine import build as build_engine
-from ngrpo.workbench.tasks import score
 from perturbations import Perturbation, Proposal, Step, option
 from perturbations.edit import one_hot
 from perturbations.embeddings import ModelEmbeddings, nearest_tokens

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ngrpo.methods.scoring.answers import numbers
 from ngrpo.workbench.diagnose.group_sampling import Sample
-from ngrpo.workbench.scoring.answers import numbers
 from ngrpo.workbench.statistics import bounds, mean_of_known, pass_at_k, resamples, with_noise
 
 if TYPE_CHECKING:

@@ -5,16 +5,16 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "Problem": "ngrpo.workbench.scoring",
+    "Problem": "ngrpo.methods.scoring",
     "Sampling": "ngrpo.workbench.evaluate.engine",
-    "Verdict": "ngrpo.workbench.scoring",
+    "Verdict": "ngrpo.methods.scoring",
     "evaluate": "ngrpo.workbench.evaluate.evaluation",
-    "load_problems": "ngrpo.workbench.scoring.problems",
-    "load_task": "ngrpo.workbench.tasks",
+    "load_problems": "ngrpo.methods.scoring.problems",
+    "load_task": "ngrpo.methods.tasks",
     "mean_at_n": "ngrpo.workbench.statistics",
     "pass_at_k": "ngrpo.workbench.statistics",
     "rescore": "ngrpo.workbench.evaluate.evaluation",
-    "score": "ngrpo.workbench.tasks",
+    "score": "ngrpo.methods.tasks",
 }
 __all__ = list(_HOMES)
 

@@ -21,7 +21,7 @@ from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import processes, profile_for
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.types import LLM, PreTrainedModel, SamplingParams, TokenizerLike
-from ngrpo.workbench.scoring import Problem
+from ngrpo.methods.scoring import Problem
 from perturbations.errors import UsageError, require
 from perturbations.options import Options, option
 from perturbations.seeds import trajectory_seed

@@ -17,11 +17,11 @@ from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.machine.upstream.versions import machine, versions
+from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
+from ngrpo.methods.tasks import check_problems, check_scorer, score
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import DESCRIBED, Job, RolloutPolicy, Sampling
-from ngrpo.workbench.scoring import TIMED_OUT, Problem, digest
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
-from ngrpo.workbench.tasks import check_problems, check_scorer, score
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
 

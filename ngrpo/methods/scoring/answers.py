@@ -14,7 +14,7 @@ from decimal import Decimal
 from importlib.util import find_spec
 from typing import Any
 
-from ngrpo.workbench.scoring import TIMED_OUT, Verdict
+from ngrpo.methods.scoring import TIMED_OUT, Verdict
 from perturbations.errors import UsageError
 
 _THOUGHT = re.compile(r"<(think|thinking)>.*?</\1>", re.DOTALL)
@@ -150,7 +150,7 @@ def _ask(answer: str, text: str) -> Verdict:
             raise UsageError(
                 "math answers are checked by math-verify, which is not installed. Run: pip install math-verify"
             )
-        command = [sys.executable, "-m", "ngrpo.workbench.scoring.math_equality"]
+        command = [sys.executable, "-m", "ngrpo.methods.scoring.math_equality"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         _child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=environment, text=True)

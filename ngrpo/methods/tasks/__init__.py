@@ -22,10 +22,10 @@ import numpy as np
 
 from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Default
-from ngrpo.workbench.scoring import Problem, Verdict
-from ngrpo.workbench.scoring.answers import check_choice, check_math, generated, last_number, last_statement
-from ngrpo.workbench.scoring.problems import load_problems
-from ngrpo.workbench.scoring.reward_files import OF_TASK, check_scorer_name
+from ngrpo.methods.scoring import Problem, Verdict
+from ngrpo.methods.scoring.answers import check_choice, check_math, generated, last_number, last_statement
+from ngrpo.methods.scoring.problems import load_problems
+from ngrpo.methods.scoring.reward_files import OF_TASK, check_scorer_name
 from perturbations.errors import UsageError, nearest
 
 Rows = list[dict[str, str]]

@@ -8,8 +8,8 @@ import itertools
 import random
 
 from ngrpo.machine.models import sandbox
-from ngrpo.workbench.scoring.answers import last_number
-from ngrpo.workbench.tasks import Split, distinct_rows, number_reward, number_score
+from ngrpo.methods.scoring.answers import last_number
+from ngrpo.methods.tasks import Split, distinct_rows, number_reward, number_score
 
 TRAIN_ROWS = 4096
 EVAL_ROWS = 256

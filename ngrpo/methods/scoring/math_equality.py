@@ -17,9 +17,9 @@ from math_verify import parse, verify
 from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
 
-from ngrpo.workbench.scoring import UNREADABLE, Verdict
-from ngrpo.workbench.scoring.answers import last_boxed
-from ngrpo.workbench.scoring.math_reading import (
+from ngrpo.methods.scoring import UNREADABLE, Verdict
+from ngrpo.methods.scoring.answers import last_boxed
+from ngrpo.methods.scoring.math_reading import (
     Answer,
     Value,
     canonical,

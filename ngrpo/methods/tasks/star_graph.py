@@ -5,8 +5,8 @@ import random
 import re
 
 from ngrpo.machine.models import sandbox
-from ngrpo.workbench.scoring.answers import numbers
-from ngrpo.workbench.tasks import Split, reward_function
+from ngrpo.methods.scoring.answers import numbers
+from ngrpo.methods.tasks import Split, reward_function
 
 TRAIN_ROWS = 4096
 EVAL_ROWS = 64

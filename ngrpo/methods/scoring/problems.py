@@ -16,9 +16,9 @@ from ngrpo.machine.console import Report
 from ngrpo.machine.models import conversation
 from ngrpo.machine.models.packaged import HUB_SECONDS
 from ngrpo.machine.storage.datafiles import ENDINGS, Row, read_rows
-from ngrpo.workbench.scoring import Problem
-from ngrpo.workbench.scoring.answers import last_boxed
-from ngrpo.workbench.scoring.reward_files import check_scorer_name
+from ngrpo.methods.scoring import Problem
+from ngrpo.methods.scoring.answers import last_boxed
+from ngrpo.methods.scoring.reward_files import check_scorer_name
 from perturbations.errors import UsageError, nearest
 
 BENCHMARKS = {

@@ -7,8 +7,8 @@ The log has the fraction of responses that count, the way that plain GRPO seldom
 import random
 
 from ngrpo.machine.models import sandbox
-from ngrpo.workbench.scoring.answers import last_number
-from ngrpo.workbench.tasks import Rows, Split, distinct_rows, number_score, reward_function
+from ngrpo.methods.scoring.answers import last_number
+from ngrpo.methods.tasks import Rows, Split, distinct_rows, number_score, reward_function
 from perturbations.errors import UsageError, nearest
 
 ARGUMENT = "[:FORM]"

@@ -60,7 +60,7 @@ def label_note(flags: Flags) -> str | None:
 def check_scorer_name(name: str) -> None:
     """Raises ``UsageError`` for an unknown scorer or a missing file, with the nearest match.
 
-    A task's scorer is accepted here; :func:`ngrpo.workbench.tasks.check_scorer` looks at its name too.
+    A task's scorer is accepted here; :func:`ngrpo.methods.tasks.check_scorer` looks at its name too.
     """
     if name.endswith(".py"):
         path = Path(name).expanduser()

@@ -8,9 +8,9 @@ import sys
 from functools import partial
 from typing import Any
 
-from ngrpo.workbench.scoring.answers import check_math, last_statement
-from ngrpo.workbench.scoring.problems import load_problems
-from ngrpo.workbench.tasks import reward_function
+from ngrpo.methods.scoring.answers import check_math, last_statement
+from ngrpo.methods.scoring.problems import load_problems
+from ngrpo.methods.tasks import reward_function
 
 ARGUMENT = ":FILE"
 EXAMPLE = "such as --task math:problems.parquet"

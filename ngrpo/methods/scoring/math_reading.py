@@ -17,7 +17,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
 
-from ngrpo.workbench.scoring.answers import last_boxes, visible
+from ngrpo.methods.scoring.answers import last_boxes, visible
 
 # --- from a response to LaTeX -----------------------------------------------------------------------
 

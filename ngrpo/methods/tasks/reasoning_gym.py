@@ -9,8 +9,8 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from ngrpo.workbench.scoring.answers import last_boxed, visible
-from ngrpo.workbench.tasks import Split, reward_function
+from ngrpo.methods.scoring.answers import last_boxed, visible
+from ngrpo.methods.tasks import Split, reward_function
 from perturbations.errors import UsageError, nearest
 
 ARGUMENT = ":DATASET"
@@ -42,7 +42,7 @@ def problems(name: str) -> Split:
     # Some generators (of 0.1.25: word_ladder, ransom_note, ...) iterate over sets of strings; their order changes
     # from process to process unless this variable is set before Python starts.
     done = subprocess.run(
-        [sys.executable, "-m", "ngrpo.workbench.tasks.reasoning_gym", name],
+        [sys.executable, "-m", "ngrpo.methods.tasks.reasoning_gym", name],
         env={**os.environ, "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,

@@ -4,8 +4,8 @@
 import itertools
 import random
 
-from ngrpo.workbench.scoring.answers import last_number
-from ngrpo.workbench.tasks import Split, number_reward, number_score
+from ngrpo.methods.scoring.answers import last_number
+from ngrpo.methods.tasks import Split, number_reward, number_score
 
 # Of nine wordings the one with the most right responses at the start: 0.16 at temperature 1 and 12 new tokens
 # (SmolLM2-135M-Instruct, 128 samples); the others lay between 0.00 and 0.12.

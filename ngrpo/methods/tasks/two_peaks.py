@@ -7,8 +7,8 @@ A bandit of 100 arms: the sandbox model starts near the lower peak.
 import math
 
 from ngrpo.machine.models.sandbox import HIGH_PEAK, LOW_PEAK, NUMBERS, PEAK_QUESTION
-from ngrpo.workbench.scoring.answers import last_number
-from ngrpo.workbench.tasks import Split, reward_function
+from ngrpo.methods.scoring.answers import last_number
+from ngrpo.methods.tasks import Split, reward_function
 
 TRAIN_ROWS = 4096
 EVAL_ROWS = 16
