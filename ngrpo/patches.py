@@ -74,7 +74,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "torch_dist_barrier_and_cuda_sync waits for the device", "torch 2.13.0"),
     _row(_DEEPSPEED, "init_device_mesh", "hardware.cpu:device_mesh", "cpu", "import", 'asks for a mesh on "cuda"'),
     _row(_DEEPSPEED, "DeepspeedStrategy.moving_average", "model_actors:moving_average", "cpu",
-        "(self, model, model_ema, beta, device)", 'the actor passes the device "cuda" by name (--train.enable_ema)'),
+        "(self, model, model_ema, beta, device)", 'the actor passes the device "cuda" (--train.enable_ema)'),
     _row("openrlhf.trainer.ppo_utils.replay_buffer", "NaiveReplayBuffer.__init__", "hardware.cpu:replay_buffer_init",
         "cpu", "sha:ee37108b4b5d", 'its target device is "cuda:{index}"'),
     _row("deepspeed.comm.torch", "build_shm_op", "hardware.cpu:do_nothing", "cpu", "()",

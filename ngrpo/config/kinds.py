@@ -101,7 +101,6 @@ class Kind:
 
 
 _SUITE, _PAGE = "perturbations.testing:inspect", "docs/own_perturbation.md"
-_ADVANTAGE_SUITE = "ngrpo.config.advantage_check:inspect"
 
 ROWS = (
     Kind(registry.perturbations, "--perturbation", "what the model is fed for a sampled token", _PAGE, suite=_SUITE),
@@ -111,7 +110,7 @@ ROWS = (
         advantages.registry,
         "--advantage",
         "what the rewards of one prompt's responses become",
-        suite=_ADVANTAGE_SUITE,
+        suite="ngrpo.config.advantage_check:inspect",
         error_context="the loss rests",
         make=advantages.create,
     ),

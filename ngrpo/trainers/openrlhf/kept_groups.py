@@ -15,7 +15,7 @@ from typing import Any
 
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console import fed_texts, token_texts
-from ngrpo.machine.storage.result_folder import CannotWrite, write_text
+from ngrpo.machine.storage.result_folder import CannotWrite, json_lines, write_text
 from ngrpo.machine.upstream.types import Experience, TokenizerLike
 from ngrpo.trainers.common.sample_records import unpack
 from perturbations.errors import require
@@ -58,11 +58,9 @@ class KeptGroups:
         if len(self._lines) > STEPS:
             self._stride *= 2
             self._lines = [line for line in self._lines if (line["step"] - 1) % self._stride == 0]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self._lines)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, text)
-        except (OSError, CannotWrite) as error:  # a look into the run is no reason to end it
+            write_text(self._path, json_lines(self._lines))
+        except CannotWrite as error:  # a look into the run is no reason to end it
             if not self._has_warned:
                 print(f"ngrpo: warning: groups for the report are not kept: {error}", flush=True)
             self._has_warned = True

@@ -271,13 +271,6 @@ def separate(groups: list[dict[str, Any]], rates: dict[int, float | None]) -> li
 
 
 @around
-def moving_average(
-    original: Callable[..., None],
-    self: DeepspeedStrategy,
-    model: nn.Module,
-    model_ema: nn.Module,
-    beta: float = 0.992,
-    device: str = "",
-) -> None:
-    """`DeepspeedStrategy.moving_average` on a CPU: the actor asks for "cuda" by name (`--train.enable_ema`)."""
-    original(self, model, model_ema, beta, "cpu")
+def moving_average(original: Callable[..., None], *args: object) -> None:
+    """`DeepspeedStrategy.moving_average` on a CPU: the actor's last argument is "cuda" (`--train.enable_ema`)."""
+    original(*args[:-1], "cpu")

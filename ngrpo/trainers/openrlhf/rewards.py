@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ngrpo.config.flag_values import number
 from ngrpo.machine.upstream.types import Experience, PreTrainedTokenizerBase
 from perturbations.errors import UsageError
 
@@ -32,10 +33,7 @@ class CheckedReward:
 
     def __init__(self, reward_func: Callable[..., Any]) -> None:
         text = os.environ.get(SECONDS, str(_DEFAULT_SECONDS))
-        try:
-            self._seconds = float(text)
-        except ValueError:
-            self._seconds = 0.0
+        self._seconds = number(text, float)
         if not self._seconds > 0.0:
             raise UsageError(f"{SECONDS}={text}: a positive number of seconds is needed.")
         self._reward_func = reward_func
