@@ -8,6 +8,9 @@ from typing import Any
 from ngrpo.trainers.openrlhf.actor_trainer import actor_trainer
 from ngrpo.trainers.openrlhf.experience_maker import experience_maker
 
+LOGGED = {"rollout/reward_mean": 0.5, "timing/step_total": 1.0}
+"""What a trainer logs of a step at least."""
+
 
 class _ActorPPOTrainer:
     def __init__(self, actor: Any, loss: Any, step: Callable[..., Any]) -> None:

@@ -48,7 +48,7 @@ def stage(kind: str, seconds: float = 5.0, **more: Any) -> Stage:
 
 
 def go(
-    path: Path, *chosen: Stage, limit: float = 60.0, machine: dict[str, Any] = MACHINE
+    path: Path, *chosen: Stage, limit: float = 300.0, machine: dict[str, Any] = MACHINE
 ) -> tuple[bool, list[str], dict]:
     """Runs stages: whether all were good, the lines, the file of figures."""
     told: list[str] = []

@@ -10,7 +10,7 @@ from ngrpo.workbench.report import summary
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-SOURCES = [*(ROOT / "ngrpo" / "trainers").rglob("*.py"), *(ROOT / "ngrpo" / "workbench" / "tasks").glob("*.py")]
+SOURCES = [*(ROOT / "ngrpo" / "trainers").rglob("*.py"), *(ROOT / "ngrpo" / "methods" / "tasks").glob("*.py")]
 LOGGED = r"(perturbation|importance|advantage|credit|policy_noise|sampling|second_round|task)/(\w*)"
 
 

@@ -20,7 +20,7 @@ from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from ngrpo.trainers.openrlhf.trainer import steps_of_run, trainer
 from perturbations.errors import UsageError
 from tests.fast.gradient_problem import policy_loss
-from tests.fast.openrlhf_doubles import makers_state
+from tests.fast.openrlhf_doubles import LOGGED, makers_state
 from tests.fast.run import run_with
 
 NAMES = (
@@ -200,7 +200,7 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
     whole, states = trainer(PlainTrainer)(global_step=0), {"global_step": 1}
     whole.init_checkpoint_states()
     whole.train_step([], 0)
-    whole.save_logs_and_checkpoints(1, None, states)
+    whole.save_logs_and_checkpoints(1, LOGGED, states)
     whole.evaluate(1)
     status, _ = whole.train_step([], 1)
     clean, first, again, evaluation, back, second = whole.sent

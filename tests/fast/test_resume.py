@@ -14,7 +14,7 @@ from ngrpo.trainers.openrlhf.step_advantages import Visits
 from ngrpo.trainers.openrlhf.trainer import generate_samples_actor
 from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
 from perturbations.errors import UsageError
-from tests.fast.openrlhf_doubles import makers_state
+from tests.fast.openrlhf_doubles import LOGGED, makers_state
 from tests.fast.run import run_of
 
 
@@ -39,7 +39,7 @@ def test_round_and_counts_go_on() -> None:
     first.samples_generator.rollout_round = 7
     first.experience_maker.visits = Visits()
     first.experience_maker.visits.visit(["p", "p"], ["1", "2"])
-    first.save_logs_and_checkpoints(7, {}, {"global_step": 7})
+    first.save_logs_and_checkpoints(7, LOGGED, {"global_step": 7})
     states = second.init_checkpoint_states()
     assert states["global_step"] == 7 and second.samples_generator.rollout_round == 7
     assert second.experience_maker.visits.visit(["p"], ["1"]) == [1]

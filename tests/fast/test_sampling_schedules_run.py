@@ -22,7 +22,7 @@ from ngrpo.trainers.openrlhf import samples_generator, trainer
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor, _conversation
 from perturbations import create, registry
 from perturbations.errors import UsageError
-from tests.fast.openrlhf_doubles import maker, makers_state
+from tests.fast.openrlhf_doubles import LOGGED, maker, makers_state
 from tests.fast.run import run_with
 
 NAMES = sorted(sampling_schedules.available())
@@ -227,7 +227,7 @@ class Trainer:
             status, step = self.train_step([], step)
             self.temperatures.append(status["sampling/temperature"])
             states = {"global_step": step}
-            self.save_logs_and_checkpoints(step, None, states)
+            self.save_logs_and_checkpoints(step, LOGGED, states)
             self.saved.append(states)
 
     def train_step(self, samples: Any, step: int) -> tuple[dict, int]:

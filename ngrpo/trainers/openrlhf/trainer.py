@@ -114,19 +114,17 @@ def trainer(plain: Any) -> type:
             ray.get(group.async_run_method(method_name="set_policy_noise", scale=scale, sync=self.noise_step))
             super().broadcast_to_vllm()
 
-        def save_logs_and_checkpoints(self, global_step: int, logs_dict: Any = None, client_states: Any = None) -> None:
-            if client_states is not None:  # the best checkpoint is then saved with the same ones
-                client_states[_STATE] = {
-                    "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
-                    "visits": self.experience_maker.visits,
-                    "noise": self.noise,
-                    "past_steps": [astuple(step) for step in self.past_steps],
-                }
-            super().save_logs_and_checkpoints(global_step, logs_dict, client_states)
+        def save_logs_and_checkpoints(self, step: int, status: Mapping[str, Any], states: dict[str, Any]) -> None:
+            states[_STATE] = {  # the best checkpoint is then saved with the same ones
+                "rollout_round": getattr(getattr(self, "samples_generator", None), "rollout_round", 0),
+                "visits": self.experience_maker.visits,
+                "noise": self.noise,
+                "past_steps": [astuple(step) for step in self.past_steps],
+            }
+            super().save_logs_and_checkpoints(step, status, states)
             if self.tensorboard_logger:  # which flushes every two minutes: a run that is killed keeps its steps
                 self.tensorboard_logger.writer.flush()
-            if logs_dict:
-                self.report_step(global_step, logs_dict)
+            self.report_step(step, status)
 
         def report_step(self, step: int, status: Mapping[str, Any]) -> None:
             """Prints a line on a step, and adds one to the file that `ngrpo compare` follows."""
