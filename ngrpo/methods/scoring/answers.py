@@ -180,7 +180,7 @@ _CUE = re.compile(
     r"|\bans(?:wer)?\b[.:,]?|<answer>|####"
     r"|\b(?:choose|select|pick|take|go(?:ing)?\s+with)\b"
     r"|\b(?:it|that|this)(?:[’']s|\s+(?:is|must\s+be|has\s+to\s+be|should\s+be))"
-    r"|\b(?:wait|actually|correction|sorry|on\s+second\s+thought|i\s+(?:mean|would\s+say)|no|so|hence|thus|therefore)\b",
+    r"|\b(?:wait|actually|correction|sorry|on\s+second\s+thought|i\s+(?:mean|would\s+say)|no(?=[,.:;])|so|hence|thus|therefore)\b",
     re.I,
 )
 _FILLER = re.compile(
@@ -190,7 +190,7 @@ _FILLER = re.compile(
 )
 _LETTER = re.compile(r"(?P<open>[\[(\"']?)(?P<letter>[A-Za-z])(?P<close>[\])\"']?)(?![\w’'])(?P<rest>[^\n]*)")
 _ENDS = re.compile(
-    r"\s*(?:$|[.,;:!?)<–—-]|\b(?:because|since|as|which|for|with|by|rather|instead)\b"
+    r"\s*(?:$|[.,;:!?)–—-]|</|\b(?:because|since|as|which|for|with|by(?!-)|rather|instead)\b"
     r"|is\s+(?:the\s+)?(?:correct|right|best))"
 )
 _TEXT_ENDS = re.compile(
@@ -201,6 +201,7 @@ _SEVERAL = re.compile(r"\s*(?:,|/|&|,?\s*\bor\b|,?\s*\band\b)\s*\(?[A-Za-z]\)?(?
 _NAMED = re.compile(
     r"(?<![\w’'])(?<![A-Za-z], )(?<!\bor )(?<!\band )\(?(?P<letter>[A-Z])\)?"
     r"\s+is\s+(?:(?:definitely|clearly|the|my)\s+)*(?:correct|right|best|(?:final\s+)?answer)\b"
+    r"(?!\s+(?:only|if|when|in|for|under|but|about|sign|form|unit|order|magnitude|idea|to\b))"
 )
 _ALONE = re.compile(r"^\W*(?:(?:option|choice)\s+)?(?:\(([A-Za-z])\)|([A-Z]))\W*$", re.MULTILINE | re.I)
 _LISTED = re.compile(r"^\W*([A-Z])\s*[.):]\s*\S|\(([A-Z])\)", re.MULTILINE)
@@ -253,11 +254,11 @@ def _claims(text: str, names: dict[str, str]) -> list[str]:
 
 def _claim(text: str, names: dict[str, str]) -> str | None:
     """The letter that a text begins with, itself or by its option's text; empty for several, else None."""
-    text = _FILLER.sub("", text, count=1).strip()
-    for name, letter in names.items():
-        rest = text[len(name) :]
-        if name and text.lower().startswith(name) and _TEXT_ENDS.match(rest):
-            return letter
+    whole, text = text.strip(' :="\n'), _FILLER.sub("", text, count=1).strip()
+    for said in (whole, text):  # an option may begin with a word that is skipped otherwise: "No increase"
+        for name, letter in names.items():
+            if name and said.lower().startswith(name) and _TEXT_ENDS.match(said[len(name) :]):
+                return letter
     found = _LETTER.match(text)
     if not found:
         return None

@@ -27,7 +27,7 @@ _LONGEST = 120
 _MARKUP = re.compile(
     r"<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]|(?P<mark>\*\*|__|`)(?=\S)(?P<inside>.*?\S)(?P=mark)", re.MULTILINE
 )
-_NUMBER = r"(?:\$[^$\n]+\$|\\\(.+?\\\)|[€£$]?-?\d(?:[\d.,/]*\d)?)"
+_NUMBER = r"(?:\$[^$\n]+\$|\\boxed\{[^{}]*\}|\\\(.+?\\\)|[€£$]?-?\d(?:[\d.,/]*\d)?)"
 _DENIED = re.compile(
     rf"(?:\bnot|n[’']t|\bnever|\bcannot)(?:\s+(?:be|equal|equal to))?\s+{_NUMBER}"
     rf"|{_NUMBER}\s+(?:is\s+not|isn[’']t|cannot\s+be)\s+(?:the\s+)?(?:\w+\s+)?answer\b"
@@ -76,11 +76,16 @@ _REWRITTEN = [
         (rf"{TEXT}\{{\s*(-?[\d.,/]+)\s*\}}", r"\1"),
         (rf"^{TEXT}\{{[^{{}}]*(?:\bis|\bare|\bbe|[=:])\s*\}}", ""),
         (rf"{TEXT}\{{\s*([€£¥])\s*\}}", r"\1"),
+        (rf"{TEXT}\{{([ei])\}}", r" \1"),
+        (rf"(?:{TEXT})?\{{\s*([-−–])\s*\}}", "-"),
+        (r"\((\w+)\)_", r"\1_"),
+        (rf"^{TEXT}\{{\s*(-?(?:\\?\$)?[\d.,/]+)\s+([A-Za-z][A-Za-z. /]*)\}}$", r"\1\\text{\2}"),
         (r"(?<=\d)\{([A-Za-z]{2,})\}", r"\\text{\1}"),
         (r"^\{([A-Za-z(][A-Za-z0-9 ().,]*)\}$", r"\\text{\1}"),
         (r"\\varnothing", r"\\emptyset"),
         (r"\\(?:triangle|angle)\s*(?=[A-Z])", ""),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\\frac\s*(\\(?:pi|alpha|beta|theta))(?![A-Za-z])", r"\\frac{\1}"),
         *((sign, rf"\\{name} ") for sign, name in zip("×÷·⋅π∞≤≥≠∪∈±", _SIGNS.split())),
         ("[−–]", "-"),
         ("²", "^2"),
@@ -96,6 +101,7 @@ _REWRITTEN = [
         (r"\{([:,])\}", r"\1"),
         (rf"(?<![\d.])(\d{{1,3}})((?:(?:,?\\!|{SPACE})+\d{{3}})+)(?!\d)", lambda m: m[1] + re.sub(r"\D", "", m[2])),
         (r"(?<![\w.\\,(\[])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[1].replace(",", "")),
+        (r"(?<!\\)\\[,;:!]|(?<!\\)~", " "),
         (rf"(?<![\w.}}])(\d+){SPACE}+(\d+)\s*/\s*(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
         (r"(?<=\d)(?:\\mathrm\{e\}|[eE])([+-]?\d+)(?!\w)", r"\\times 10^{\1}"),
         (r"(\\begin\{\w*matrix\}.*?\\end\{\w*matrix\})", lambda m: re.sub(r"(?<!\\)\\(?=[-\d\s])", r"\\\\", m[1])),
@@ -128,7 +134,10 @@ def prepared(text: str) -> tuple[str, bool]:
         tagged = _TAGGED.findall(part)
         if tagged:
             inner = list(_STATED.finditer(tagged[-1]))
-            return rewritten(inner[-1]["rest"] or inner[-1]["below"] if inner else tagged[-1]), True
+            answer = tail = (inner[-1]["rest"] or inner[-1]["below"] if inner else tagged[-1]).strip()
+            if "\n" in answer:
+                return rewritten(answer), True
+            break
         corrected = _CORRECTED.fullmatch(text[start:]) if start else None
         stated = corrected or next(reversed(list(_STATED.finditer(part[-_TAIL:]))), None)
         if stated:
@@ -245,8 +254,8 @@ def read(text: str, finished: bool = False) -> Answer | None:
         return Answer(clock=time, form=f"{time[0]}:{clock[2]}")
     if _is_words(text, plain):
         parts = re.split(r"[,;&]|\band\b|\bor\b", re.sub(r"\\[{}]", "", plain.lower()))
-        words = sorted(re.sub(r"^(?:the|an?)\s|[^a-z0-9]", "", part.strip()) for part in parts)
-        return Answer(words=tuple(words), label=label, form=", ".join(words)) if any(words) else None
+        words = sorted(filter(None, (re.sub(r"^(?:the|an?)\s|[^a-z0-9]", "", part.strip()) for part in parts)))
+        return Answer(words=tuple(words), label=label, form=", ".join(words)) if words else None
     text, unit = _without_unit(text, unit)
     items = _items(text)
     if finished and unfinished(items):
@@ -289,6 +298,8 @@ def _items(text: str) -> tuple[str, ...]:
     """The values of a list, which a comma, "and" or "or" separates; a tuple is one value, a ± b two."""
     text = re.sub(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", text.strip())
     text = re.sub(rf"{TEXT}\{{\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b", ",", text)
+    # sympy would add the 21 and 49 of 21 \quad 49, as if it were a mixed number.
+    text = re.sub(rf"(?<![\w.])(?<![A-Za-z] )(\d+(?:\.\d+)?){SPACE}+(?=\d)", r"\1,", text)
     if re.fullmatch(r"\\\{.*\\\}", text) and text.count(r"\{") == 1:
         text = text[2:-2]
     parts, depth = [""], 0
@@ -332,7 +343,8 @@ def _value(item: str) -> Value:
     if value in (sympy.true, sympy.false) or value.has(sympy.zoo, sympy.nan):
         return None
     if isinstance(value, Relational) and value.lhs == value.rhs:
-        return None
+        said = len({*map(letters, item.split("="))}) > 1  # 6/8 = 3/4 says something, 1 = 1 does not
+        return value.rhs if said and isinstance(value, sympy.Eq) and value.rhs.is_number else None
     return value
 
 

@@ -284,6 +284,8 @@ def _reference(value: object) -> str:
         value = value[0] if value else ""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
+    if value != value:  # NaN, as a table has it where nothing is
+        return ""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return "" if value is None else str(value).strip()
