@@ -80,8 +80,6 @@ from ngrpo.workbench.compare import results, runs
 from ngrpo.workbench.compare.plan import Plan, read_plan
 from perturbations.errors import UsageError
 
-_SPARE = 1 << 29
-
 
 def run(argv: list[str], *, report: Report) -> int:
     """Compares."""
@@ -146,7 +144,7 @@ def _work(plan: Plan, folder: runs.ComparisonFolder, command: list[str], report:
     _before(plan, folder, model)
     for one in waiting:
         _statuses(plan, folder)
-        folder.need(int(1.5 * size) + _SPARE)
+        folder.need(int(1.5 * size) + (1 << 29))
         view.begin(everything.index(one) + 1, one)
         record = runs.execute(plan, one, folder, view.step)
         evaluated = folder.read(f"runs/{one.id}/evaluation/evaluation.json") if record["status"] == "done" else None
@@ -182,7 +180,7 @@ def _statuses(plan: Plan, folder: runs.ComparisonFolder) -> list[dict[str, Any]]
 def _before(plan: Plan, folder: runs.ComparisonFolder, model: str) -> None:
     """The untrained model's evaluation and the diagnosis; their failures are printed and stop nothing."""
     untrained, drawn = folder.path / "untrained", folder.path / "diagnosis"
-    if plan.evaluation is not None and folder.read("untrained/evaluation.json") is None:
+    if plan.evaluation is not None and not runs.is_evaluated(plan, model, folder, untrained):
         print("before training: evaluating the untrained model", flush=True)
         _tried(["eval", *runs.eval_argv(plan, model, untrained)], folder, untrained.name)
     if plan.diagnosis is None:

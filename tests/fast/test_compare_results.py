@@ -230,9 +230,23 @@ def test_costs_are_of_the_same_seed_and_without_the_first_step() -> None:
     assert found["tokens_per_second"] == {"value": 95.0, "ratio": None}
 
 
+def test_an_evaluation_before_training_of_other_problems_is_made_again(
+    folder: ComparisonFolder, tmp_path: Path
+) -> None:
+    data, path = tmp_path / "problems.jsonl", folder.path / "untrained"
+    made = plan("--perturbations", "none", "--eval.data", str(data))
+    for content in ("1", "2"):
+        data.write_text(content)
+        assert not runs.is_evaluated(made, "model", folder, path)
+        folder.write("untrained/evaluation.json", {})
+        assert runs.is_evaluated(made, "model", folder, path)
+
+
 def _run(strategy: str, seed: int, correct: int, status: str = "done") -> dict:
     problems = [{"id": "a", "n": 10, "correct": correct}]
-    evaluation = {"problems": problems, "mean_at_n": correct / 10, "pass_at_k": {}} if status == "done" else None
+    evaluation = (
+        {"problems": problems, "mean_at_n": correct / 10 + 2e-16, "pass_at_k": {}} if status == "done" else None
+    )
     run = {"strategy": strategy, "seed": seed, "status": status, "evaluation": evaluation}
     return run | {"steps": [], "peak_memory_bytes": None}
 

@@ -83,8 +83,11 @@ def test_the_baseline_has_no_schedule(llm: MadeUp, tmp_path: Path) -> None:
     assert [row["difference"] is None for row in result["strategies"]] == [False, True]
 
 
-def test_other_settings_and_options_are_refused(llm: MadeUp, tmp_path: Path) -> None:
+def test_other_settings_and_options_are_refused(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(llm, tmp_path)
+    with pytest.raises(UsageError, match=r"other settings.*weights was"), monkeypatch.context() as trained:
+        trained.setattr(diagnosis.packaged, "fingerprint", lambda model: "1")
+        run(llm, tmp_path)
     with pytest.raises(UsageError, match=r"other settings.*dataset was"):
         run(llm, tmp_path, dataset="others")
     finished = tmp_path / "finished.jsonl"

@@ -174,7 +174,9 @@ def summarise(
         said = verdict(main, f"Mean@{row['n']}", baseline, len(done[name].keys() & done[baseline].keys()))
         row["verdict"] = "the baseline" if name == baseline else said
         if threshold is not None:
-            scores = [run["evaluation"]["mean_at_n"] for run in done[name].values() if run["evaluation"]]
+            ended = [run["evaluation"]["problems"] for run in done[name].values() if run["evaluation"]]
+            # A mean of fractions is rounded: 0.8 may be 0.8 + 2e-16, which is not above 0.8.
+            scores = [sum(p["correct"] for p in of_run) / sum(p["n"] for p in of_run) for of_run in ended]
             above = sum(score > threshold for score in scores)
             row["above"] = {"threshold": threshold, "runs": above, "of": len(scores)}
             row["verdict"] += f"; {above} of {len(scores)} runs end above {threshold:g}"

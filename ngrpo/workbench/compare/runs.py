@@ -103,6 +103,16 @@ def identity(plan: Plan, run: Run) -> str:
     return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
 
+def is_evaluated(plan: Plan, model: str, folder: ComparisonFolder, path: Path) -> bool:
+    """Whether the untrained model's evaluation is there; one of other problems, weights or versions is removed."""
+    argv = eval_argv(plan, model, path)
+    causes = [argv, contents(argv), packaged.fingerprint(model), versions()]
+    if folder.read(f"{path.name}.json") != causes:
+        shutil.rmtree(path, ignore_errors=True)
+        folder.write(f"{path.name}.json", causes)
+    return (path / "evaluation.json").is_file()
+
+
 def status(plan: Plan, run: Run, folder: ComparisonFolder) -> dict[str, Any]:
     """The content of a run's ``run.json``; only ``status`` for a run that is ``pending``: it is unfinished or lacks
     a file, or ``other``: one with another identity has finished under the same name.

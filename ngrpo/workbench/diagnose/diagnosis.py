@@ -13,6 +13,7 @@ from ngrpo.config.arms import Arm
 from ngrpo.machine.console import Report, fed_texts, text_table, token_texts
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.models import conversation, packaged
+from ngrpo.machine.storage.datafiles import contents
 from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.machine.upstream.versions import machine, versions
@@ -141,7 +142,8 @@ def settings_of(
     model: str, dataset: str, problems: Sequence[Problem], sampling: GroupSampling, dtype: str
 ) -> dict[str, object]:
     """The settings that all strategies of a folder share."""
-    drawn_from = {"model": model, "dataset": dataset, "problems": digest(problems)}
+    drawn_from: dict[str, object] = {"model": model, "weights": packaged.fingerprint(model), "dataset": dataset}
+    drawn_from |= {"problems": digest(problems), "scorer_files": contents(p.scorer for p in problems)}
     return {**drawn_from, "sampling": asdict(sampling), "dtype": dtype}
 
 
