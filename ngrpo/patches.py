@@ -116,7 +116,7 @@ OPENRLHF: tuple[Patch, ...] = (
     _row(_EXPERIENCE, "compute_reward", "step_advantages:compute_reward", TRAINING, "import",
         "takes each micro batch's values of the estimator"),
     _row(_ACTOR, "PolicyModelActor", "model_actors:policy_model_actor",
-        "perturbation or credit or policy_noise or sampling_mask or routing", "sha:8d664f8c8592",
+        "perturbation or advantage or credit or policy_noise or sampling_mask or routing", "sha:8d664f8c8592",
         "its log-probabilities are of the replayed history, and among the tokens that sampling left"),
     _row(_LAUNCHER, "ReferenceModelActor", "model_actors:reference_model_actor",
         "perturbation or sampling_mask or routing", "sha:871e4cda19c1", "the same, through its own embedding"),
@@ -132,7 +132,7 @@ OPENRLHF: tuple[Patch, ...] = (
         "log-probabilities are among the tokens that sampling left; a density overrides the token's; a credit sees the"
         " logits"),
     _row("openrlhf.utils.vlm_utils", "merge_mm_train_inputs", "model_actors:merge_mm_train_inputs",
-        "perturbation or sampling_mask or routing", "sha:adfa2c8a4cd8",
+        "perturbation or sampling_mask or routing or second_round", "sha:adfa2c8a4cd8",
         "a multimodal model's forward gets its pictures, and not our records"),
     # ---- relied upon, not replaced ----------------------------------------------------------------
     _row(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",

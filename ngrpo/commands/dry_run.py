@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ngrpo.config import complete_flags, kinds, parse, rules
-from ngrpo.config.run import RunConfig
+from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.console import text_table
 from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.models import architecture
@@ -79,9 +79,7 @@ def _configuration(args: placement.Args, run: RunConfig) -> list[str]:
     ours = {
         **{kind.flag: run.specs.get(kind.name) for kind in kinds.KINDS.values()},
         "--sampling": run.sampling.given() or None,
-        "--replay.routing": run.replay_routing or None,
-        "--reproducible": run.reproducible or None,
-        "--eval.at_start": run.eval_at_start or None,
+        **{flag: True for flag, entry in SETTINGS.items() if getattr(run, entry.name) is True},
         "--report": {"groups": run.report_groups} if run.report_groups else None,
     }
     lines = []

@@ -74,8 +74,8 @@ the run
   --config FILE             YAML with any of these flags as keys, without dashes
                             (examples/recipes); repeatable; a later one
                             overrides an earlier one, and a flag both; 'false'
-                            takes a flag of OpenRLHF out. Each run leaves such a
-                            file, run.yaml, which repeats it
+                            takes a flag of OpenRLHF out, a preset's too. Each
+                            run leaves such a file, run.yaml, which repeats it
   --report.groups N         keep all responses to N prompts of a few steps, for
                             a look into groups in report.html [0]
   --dry-run [[[NODES x] GPUS x] GB]

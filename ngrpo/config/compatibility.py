@@ -226,6 +226,7 @@ ENGINE = (
         (engine("kv_transfer_config", name="KV transfer between engines"), "perturbed blocks must not be shared"),
     ),
     Row(engine("model_config.enable_return_routed_experts"), given.ROUTED_ENGINE, "a router hands them to one of both"),
+    Row(engine("cache_config.prefix_match_unit"), given.ROUTED_ENGINE, "blocks of a prompt are copied without experts"),
 )
 
 _WITHOUT, _TURNS = "use the variant without them, or OpenRLHF", "records cover one turn"

@@ -29,7 +29,7 @@ UNPREPARED = dict.fromkeys(("--data.prompt_dataset", "--reward.remote_url"), "of
 
 def completed(run: RunConfig) -> Flags:
     """OpenRLHF's flags with those of folder, methods and preset; ``UsageError`` for flags that make no run."""
-    flags = Flags(run.openrlhf)
+    flags = Flags(run.openrlhf).without_false()
     versions.check_stack()
     flag_values.check(flags)
     flags = flags.replaced(MODEL_NAMES, packaged.check_name)
@@ -143,5 +143,6 @@ def in_run_folder(flags: Flags, run: RunConfig) -> Flags:
     if run.task is not None:
         with suppress(UsageError):  # the rule of the dataset says it
             folder, there = prepared(run.task)[0].name, f"{run.run_dir}/task"
-            flags = Flags(*([word.replace(folder, there) for word in words] for words in (flags.given, flags.added)))
+            given, added = ([word.replace(folder, there) for word in words] for words in (flags.given, flags.added))
+            flags = Flags(given, added)
     return flags

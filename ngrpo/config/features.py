@@ -258,13 +258,13 @@ DRAWN_AHEAD = when(
 )
 
 
-@partial(Feature, "--train.batch_size below the samples of a rollout")
+@partial(Feature, "--train.batch_size that is no multiple of a rollout's samples")
 def small_batch(asked: Combination) -> str:
     prompts, responses, batch, _ = (int(asked.value(name)) for name in SIZES)
-    if batch >= prompts * responses:
+    if batch % (prompts * responses) == 0:
         return ""
     samples = f"the {prompts * responses} samples of a rollout ({SIZES[0]} {prompts} × {SIZES[1]} {responses})"
-    return f"--train.batch_size {batch}, fewer than {samples},"
+    return f"--train.batch_size {batch}, no multiple of {samples},"
 
 
 @partial(Feature, f"{LONGEST} of at most twice {GENERATED}")

@@ -137,6 +137,8 @@ def check_checkpoint(flags: Flags, run: RunConfig) -> None:
         subject = f"{LOAD}: {latest} names the checkpoint {step!r}"
         fix = f"Write the name of a complete one into that file. {fix}"
         raise UsageError(f"{subject}, and there is no such folder with files. {fix}")
+    if flags.has("--train.enable_ema"):
+        raise UsageError(f"{LOAD}: a checkpoint lacks the moving average. Leave --train.enable_ema out. {fix}")
 
 
 def first_step(flags: Flags) -> str:

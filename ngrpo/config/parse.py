@@ -98,8 +98,7 @@ def sampling_of(options: Mapping[str, Any]) -> Sampling:
 def with_files(argv: Sequence[str]) -> list[str]:
     """The words with those of each ``--config FILE`` in front: any flags of ``ngrpo train``, one per line.
 
-    A flag of a later file overrides an earlier one's, and a flag of the command line overrides all. In a file,
-    ``false`` takes a flag of OpenRLHF out.
+    A flag of a later file overrides an earlier one's, and a flag of the command line overrides all.
 
     Raises:
         UsageError: for a file that cannot be read.
@@ -118,9 +117,7 @@ def with_files(argv: Sequence[str]) -> list[str]:
         if CONFIG_FILE in words:
             raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give both as flags.")
         of_files = override(of_files, Flags(words))
-    rest = flags.without(CONFIG_FILE)
-    off = {flag.name for flag in of_files if flag.values == ("false",) and not _is_ours(flag.name)}
-    return [*override(of_files, rest).without(*off - {flag.name for flag in rest}).argv]
+    return override(of_files, flags.without(CONFIG_FILE)).argv
 
 
 def override(earlier: Flags, later: Flags) -> Flags:
@@ -133,7 +130,9 @@ def override(earlier: Flags, later: Flags) -> Flags:
         names |= set(_MODEL)
     for root in FLAGS.values():
         if root in names and later.value(root) != earlier.value(root):
-            of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")} - SETTINGS.keys()
+            of_it = (
+                {flag.name for flag in earlier if flag.name.startswith(f"{root}.")} - SETTINGS.keys() - ALIASES.keys()
+            )
             names |= {name for name in of_it if root == REPLAY_BUFFER or not name.startswith(REPLAY_BUFFER)}
     return Flags([*earlier.without(*names).argv, *later.argv])
 

@@ -166,9 +166,10 @@ def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
 def batch_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning about responses of a step that fill no batch."""
     prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
-    trained = prompts * responses * epochs
-    if trained % batch and not flags.has("--train.dynamic_batch_enable"):
-        rest = "what is left goes into the next step's first update"
+    dynamic = flags.has("--train.dynamic_batch_enable")
+    trained = prompts * responses * (1 if dynamic else epochs)
+    if trained % batch:
+        rest = "what is left " + ("is never trained" if dynamic else "goes into the next step's first update")
         yield f"--train.batch_size {batch} does not divide the {trained} responses that a step trains: {rest}."
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -166,7 +167,9 @@ class RunConfig:
     def part(self, kind: str) -> Any:
         """The object of a kind, made at its first use; None where the run has none."""
         if kind in self.specs and kind not in self._made:
-            self._made[kind] = KINDS[kind].create(**self.specs[kind])
+            with warnings.catch_warnings():  # which the parsing has noted
+                warnings.simplefilter("ignore", UserWarning)
+                self._made[kind] = KINDS[kind].create(**self.specs[kind])
         return self._made.get(kind)
 
     @property

@@ -12,7 +12,6 @@ from perturbations import UsageError, registry
 
 MODE = "perturbed"
 """Name of our trainer among verl's (trainer.v1.trainer_mode)."""
-_KEY = "perturbation"
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 # Flag of OpenRLHF to key of verl, where the value is the same.
 _SAME = {
@@ -98,7 +97,7 @@ def of_perturbation(spec: Mapping[str, object]) -> list[str]:
     Args:
         spec: as :func:`perturbations.create` takes it, with ``gap_limit`` and ``strict`` where not default.
     """
-    overrides = [f"+{_KEY}.{name}={hydra(value)}" for name, value in spec.items()]
+    overrides = [f"+perturbation.{name}={hydra(value)}" for name, value in spec.items()]
     return [f"trainer.v1.trainer_mode={MODE}", *overrides]
 
 

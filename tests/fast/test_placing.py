@@ -121,6 +121,7 @@ def test_models_apart_take_the_actors_ranks() -> None:
         ("--train.colocate_all --vllm.gpu_memory_utilization 0.95", "0.95 without --vllm.enable_sleep"),
         ("--data.max_len 24 --rollout.max_new_tokens 28", "28 leaves no room for a prompt in --data.max_len 24"),
         ("--train.micro_batch_size 3", "--train.batch_size 64 must be a multiple of 24, 8 ranks of --actor"),
+        ("--train.dynamic_batch_enable --ds.packing_samples --train.batch_size 128", "more than the 64 responses"),
         ("--ds.tensor_parallel_size 3", "× --ds.tensor_parallel_size 3 must divide the 8 ranks"),
         ("--rollout.batch_size 15", "60 responses of a step (--rollout.batch_size 15 × "),
         ("--data.max_samples 33", "the last step of 33 rows has 1 prompts × 4 responses, which do not"),

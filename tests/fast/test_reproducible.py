@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ngrpo.config import parse
+from ngrpo.methods import advantages
 from ngrpo.patches import TRAINING, active
 from ngrpo.rollout import settings
 from ngrpo.trainers.openrlhf import samples_generator
@@ -65,6 +66,8 @@ def test_an_unperturbed_run_has_stock_training() -> None:
     rows = active(run_of(reproducible=True).conditions), active([TRAINING])
     ours, always = ({row.ours.split(":")[0].rpartition(".")[2] for row in part if row.ours} for part in rows)
     assert ours == {"rollout_actor", "samples_generator", "trainer"}
+    novelty = active(run_of(advantage=advantages.create("rep_exp").spec()).conditions)
+    assert any("PolicyModelActor" in row.target for row in novelty), "its actors hand over hidden states"
     assert always == {"trainer", "experience_maker", "step_advantages", "actor_trainer"}
 
 

@@ -93,4 +93,6 @@ def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="lacks latest_universal"):
         flag_values.check_checkpoint(Flags([*flags.argv, "--ds.use_universal_ckpt"]), run_of())
     flag_values.check_checkpoint(flags, run_of())
+    with pytest.raises(UsageError, match="lacks the moving average"):
+        flag_values.check_checkpoint(Flags([*flags.argv, "--train.enable_ema"]), run_of())
     assert flag_values.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"

@@ -167,6 +167,9 @@ def test_requests_say_their_training_step(monkeypatch: pytest.MonkeyPatch) -> No
     generator = samples_generator.samples_generator(Generator)(asked, vllm_generate_batch_size=24)
     generator.generate_samples(), generator.generate_samples(), generator.generate_eval_samples(temperature=0.6)
     assert [arguments["training_step"] for _, arguments in asked] == [0, 3, 3] and asked[2][0] == 0.6
+    generator.args.rollout.vllm_generate_batch_size, generator.rollout_round = 12, 4
+    generator.generate_samples()
+    assert asked[3][1]["training_step"] == 6, "the fifth twelve of eights"
 
 
 def test_answers_are_numbered_within_their_group() -> None:

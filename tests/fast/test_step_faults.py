@@ -126,7 +126,8 @@ def test_cut_prompts_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         for _ in range(2)
     ]
     made = maker(args=ROOM)
-    made.tokenizer = lambda text, add_special_tokens: {"input_ids": text.split()}
+    words = lambda text, add_special_tokens: {"input_ids": text.split()}  # noqa: E731
+    made.tokenizer = SimpleNamespace(tokenizer=words)  # a multimodal model's processor
     made.make_experience_batch(samples)
     assert made.step_measures == {"cut_prompts": 1.0}
     assert "step 1: 1 prompts have more than 4 tokens" in capsys.readouterr().out

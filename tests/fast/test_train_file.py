@@ -54,7 +54,7 @@ def test_a_later_file_stands_in_place_of_an_earlier_one(tmp_path: Path) -> None:
     later = tmp_path / "later.yaml"
     later.write_text("model: other\nperturbation.skip_special: false\ntrain.colocate_all: false\n")
     command = parsed(tmp_path, TEXT, f"--config {later}")
-    given = Flags(command.openrlhf)
+    given = Flags(command.openrlhf).without_false().with_defaults({"--train.colocate_all": None})
     assert given.value("--actor.model_name_or_path") == "other" and not given.has("--train.colocate_all")
     assert command.spec["rate"] == 0.2 and command.spec["skip_special"] is False
     command = parse.run_config(parse.with_files(["--config", str(later), "--config", str(tmp_path / "run.yaml")]))
@@ -69,6 +69,9 @@ def test_another_perturbation_takes_the_options_of_the_first_with_it(tmp_path: P
     assert command.strict and command.specs.get("advantage") == {"name": "psr"}
     command = parsed(tmp_path, text, "--perturbation neighbor --perturbation.k 2")
     assert (command.spec["k"], command.spec["rate"]) == (2, 0.2), "the same one keeps them"
+    assert parsed(
+        tmp_path, "perturbation: soft\nperturbation.reproducible: true\n", "--perturbation latent"
+    ).reproducible
 
 
 @pytest.mark.parametrize(("text", "said"), refused("config_files"))

@@ -11,7 +11,7 @@ import argparse
 import ast
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from importlib.util import find_spec
@@ -54,10 +54,14 @@ class Flag:
 
 @dataclass(frozen=True)
 class Flags:
-    """The flags of a command line: the user's words, and the words that :meth:`with_defaults` added."""
+    """The flags of a command line: the user's words, and the words that :meth:`with_defaults` added.
+
+    ``off``: flags that no default brings back.
+    """
 
     given: Sequence[str] = ()
     added: Sequence[str] = ()
+    off: frozenset[str] = frozenset()
 
     @property
     def argv(self) -> list[str]:
@@ -109,28 +113,33 @@ class Flags:
         """The flags with the defaults of absent flags added."""
         new: list[str] = []
         for name, default in defaults.items():
-            if not self.has(name):
+            if not self.has(name) and name not in self.off:
                 new += [name, *((default,) if isinstance(default, str) else default or ())]
-        return Flags(self.given, (*self.added, *new)) if new else self  # its arguments may be parsed already
+        return replace(self, added=(*self.added, *new)) if new else self  # its arguments may be parsed already
 
     def without(self, *names: str) -> Flags:
         """The flags but those of these names."""
         return self._changed(lambda flag: () if flag.name in names else flag.argv)
 
-    def replaced(self, ending: str, replace: Callable[[str], str]) -> Flags:
+    def without_false(self) -> Flags:
+        """The flags but those with the value ``false``, which are :attr:`off`."""
+        off = frozenset(flag.name for flag in self if flag.values == ("false",))
+        return replace(self.without(*off), off=off)
+
+    def replaced(self, ending: str, name: Callable[[str], str]) -> Flags:
         """The flags with a function applied to each part, between commas, of the first value of flags that end so."""
 
         def words(flag: Flag) -> tuple[str, ...]:
             if not flag.name.endswith(ending) or not flag.values:
                 return flag.argv
-            value = ",".join(replace(part.strip()) for part in flag.values[0].split(","))
+            value = ",".join(name(part.strip()) for part in flag.values[0].split(","))
             return (flag.name, value, *flag.values[1:])
 
         return self._changed(words)
 
     def _changed(self, words: Callable[[Flag], tuple[str, ...]]) -> Flags:
         given, added = ([word for flag in Flags(argv) for word in words(flag)] for argv in (self.given, self.added))
-        return Flags(given, added)
+        return Flags(given, added, self.off)
 
 
 @lru_cache(maxsize=1)

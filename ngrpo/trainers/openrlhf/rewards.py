@@ -124,6 +124,7 @@ def cut_prompts(tokenizer: PreTrainedTokenizerBase, samples: Sequence[Experience
 
     OpenRLHF 0.11.2 keeps the last ones, and says so in a rollout worker's log alone.
     """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a multimodal model's processor counts texts, not tokens
     # Entry t of the mask is of token t + 1; a prompt that was cut fills its room, and so do a few others.
     filled = {s.prompts[0] for s in samples if int(s.action_mask[0].argmax()) + 1 == longest}
     return sum(len(tokenizer(text=text, add_special_tokens=False)["input_ids"]) > longest for text in filled)

@@ -157,6 +157,7 @@ class RecordingExecutor:
         followed = replayed and round_ >= 1 and not second_round.drafting.get() and self._controls < CONTROLS
         self._controls += followed
         conversation = sample_records.Conversation({"sample": number, **arguments}, followed)
+        conversation.redrawn = run.perturbation is not None and run.perturbation.has_density
         conversation.filters = filters_of(kwargs.get("sampling_params"))
         token = _conversation.set(conversation)
         where = f"{type(self._executor).__name__}, for the prompt {str(kwargs.get('prompt'))[:_SHOWN]!r}"
@@ -208,6 +209,8 @@ async def generate(
         earlier = conversation.earlier(prompt)
         if earlier is not None:
             arguments["record"] = earlier.to_bytes()
+        elif again := conversation.repeated(prompt):  # an evaluation has no records
+            arguments["seed"] = seeds.trajectory_seed(arguments["seed"], again)
     params.extra_args = {**(params.extra_args or {}), settings.KEY: arguments}
     request: dict[str, Any] = {"prompt_token_ids": prompt}
     if pictures:

@@ -62,9 +62,9 @@ def samples_generator(plain: type) -> type:
                 arguments["enabled"] = False
             if schedule is not None and (schedule.evaluation or not self.evaluating):
                 # The first step, from 0, that trains on this round: asynchronous runs may draw several at once.
-                rollout = self.args.rollout
-                drawn = getattr(rollout, "vllm_generate_batch_size", None) or rollout.batch_size
-                arguments["training_step"] = max(self.rollout_round - 1, 0) * max(drawn // rollout.batch_size, 1)
+                batch = self.args.rollout.batch_size
+                drawn = max(getattr(self.args.rollout, "vllm_generate_batch_size", None) or 0, batch)
+                arguments["training_step"] = max(self.rollout_round - 1, 0) * drawn // batch
                 kwargs["temperature"] = kwargs.get("temperature", 1.0) * self.temperature_factor
             elif schedule is not None:
                 arguments["scheduled"] = False

@@ -89,8 +89,10 @@ async def in_two_rounds(
         shared: dict[str, Any] = {"sampling_params": params, "max_length": length, "hf_tokenizer": hf_tokenizer}
         return list(await actor.generate_responses(prompt=text, **shared, **{**kwargs, **others}))
 
+    tokenizer = getattr(hf_tokenizer, "tokenizer", hf_tokenizer)  # of a multimodal model's processor
+
     def tokens(text: str) -> int:
-        return len(hf_tokenizer(text=text, add_special_tokens=False)["input_ids"])
+        return len(tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
     method, arguments = require(current_run().second_round, "--second_round"), request_arguments(sampling_params)
     drafting.set(method.refines)
@@ -103,9 +105,8 @@ async def in_two_rounds(
     # A reproducible run numbers its rounds, resumed or not; without numbers each time differs from the last.
     time = arguments.get("round", f"{actor.second_rounds_asked[prompt]} here")
     random = Random(f"{method.seed} {time} {prompt}")
-    tokenizer = hf_tokenizer
     if given := conversation.template_arguments(current_run().chat_template_kwargs):
-        tokenizer = copy(hf_tokenizer)
+        tokenizer = copy(tokenizer)
         tokenizer.apply_chat_template = partial(hf_tokenizer.apply_chat_template, **given)
     params, drafts = deepcopy(sampling_params), {}
     if method.refines:

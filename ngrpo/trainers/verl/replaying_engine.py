@@ -114,8 +114,9 @@ class ReplayingEngine(FSDPEngineWithLMHead):
             if sharded:
                 self.module.unshard()
             logits, temperature = require(output.logits, "the logits of the forward"), float(micro_batch["temperature"])
-            # A copy: verl's cross entropy may write its gradient over the logits that it was given.
-            logits = logits / temperature if temperature != 1.0 else logits.clone()
+            # A copy, since verl's cross entropy may write its gradient over the logits that it was given; in float32,
+            # since verl's autocast leaves them in bfloat16, where log Σ exp has steps of 0.06.
+            logits = logits.float() / temperature
             values, offsets = own.values(), own.offsets()
             packed = logits.shape[:2] == (1, len(values))
             inside = torch.ones_like(values[None], dtype=torch.bool) if packed else _inside(offsets)
