@@ -174,7 +174,7 @@ def _convert(kind: type, value: object) -> bool | int | float | str | None:
     if kind is bool:
         return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}.get(str(value).lower())
     if kind is str:
-        return value if isinstance(value, str) else None
+        return str(value) if type(value) in (str, int) else None  # YAML reads 13 as a number
     if isinstance(value, bool) or not isinstance(value, (str, SupportsFloat)):
         return None
     try:

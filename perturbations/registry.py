@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isroutine
@@ -51,8 +52,7 @@ class Registry:
             if taken is None and other is not None and not _same(other, cls):
                 taken = f"{other.__module__}.{other.__qualname__}"
             if taken is not None:
-                mine = f"{cls.__module__}.{cls.__qualname__}"
-                raise UsageError(f"{self.kind} {name!r} is already the name of {taken}; give {mine} another name.")
+                raise UsageError(f"{self.kind} {name!r} is the name of {taken}; give {self.address(cls)} another name.")
             cls.name = name
             self.registered[name] = cls
             return cls
@@ -100,6 +100,8 @@ class Registry:
             return self._from_module(name, installed[name].value)
         known = self.available()
         hint = f" Did you mean the file './{name}.py'?" if f"{name}.py" in os.listdir() else nearest(name, known)
+        if re.fullmatch("n[-_]?grpo", name.lower()):
+            hint = " N-GRPO is --perturbation neighbor, and NGRPO is --advantage ngrpo."
         own = "or ./file.py:Name or package.module:Name for your own"
         raise UsageError(f"unknown {self.kind} {name!r}.{hint} Available: {', '.join(known)}; {own}.")
 
@@ -246,12 +248,13 @@ _METHODS = {
     "token_draws": ("cuts", "multiplex", "none"),
 }
 _GATES = {"further": ("bursts", "confidence", "first", "swi", "top_margin")}
-_BUFFERS = "perturbations.replay.buffers"
 perturbations = Registry(
     "perturbation", "perturbations:Perturbation", "perturbations.methods", "ngrpo.perturbations", _METHODS
 )
 gates = Registry("gate", "perturbations:Gate", "perturbations.gates", "ngrpo.gates", _GATES)
-buffers = Registry("replay buffer", "perturbations:ReplayBuffer", _BUFFERS, "ngrpo.replay_buffers")
+buffers = Registry(
+    "replay buffer", "perturbations:ReplayBuffer", "perturbations.replay.buffers", "ngrpo.replay_buffers"
+)
 
 available, get, address = perturbations.available, perturbations.get, perturbations.address
 register, create = perturbations.register, perturbations.create

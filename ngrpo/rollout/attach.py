@@ -246,7 +246,8 @@ def _follow_output_layer(model: nn.Module, take: Callable[[Tensor], None]) -> li
     def before(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         take(inputs[1] if len(inputs) > 1 else named["hidden_states"])
 
-    found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    # LoRA's runs the forward of its base layer as its own, past that one's hooks.
+    found = [part for part in model.modules() if isinstance(getattr(part, "base_layer", part), LogitsProcessor)]
     if not found:
         why = f"{type(model).__name__} has no LogitsProcessor, so the last hidden states are not known"
         raise UsageError(f"perturbation: {why}. Use another model, or a perturbation that reads logits alone.")

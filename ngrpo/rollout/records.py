@@ -171,7 +171,7 @@ def drop_aborted(
     names = list(request_ids)
     dropped = _with_internal_ids(self, names)
     original(self, names, *args, **kwargs)
-    if read(self.vllm_config.additional_config) is not None:
+    if dropped and read(self.vllm_config.additional_config) is not None:
         self.collective_rpc("perturbation_drop", args=(dropped,))
 
 
@@ -182,11 +182,16 @@ async def drop_aborted_async(
     names = [request_id] if isinstance(request_id, str) else list(request_id)
     dropped = _with_internal_ids(self, names)
     await original(self, names, *args, **kwargs)
-    if read(self.vllm_config.additional_config) is not None:
+    if dropped and read(self.vllm_config.additional_config) is not None:
         await self.collective_rpc("perturbation_drop", args=(dropped,))
 
 
 def _with_internal_ids(engine: LLMEngine | AsyncLLM, names: list[str]) -> list[str]:
-    """The names, and the internal ids of those unfinished, which an abort forgets: a parent's samples have its name."""
-    ids = engine.output_processor.external_req_ids
-    return [*names, *(internal for name in names for internal in ids.get(name, ()))]
+    """Those unfinished, and their internal ids, which an abort forgets: a parent's samples have its name.
+
+    Whoever leaves `generate()` at a response's last output aborts one that has finished: its record stays.
+    """
+    front = engine.output_processor
+    ids, internal = front.external_req_ids, (front.request_states, front.parent_requests)
+    names = [name for name in names if name in ids or any(name in known for known in internal)]
+    return [*names, *(each for name in names for each in ids.get(name, ()))]

@@ -85,8 +85,10 @@ class StopText:
 
     def after_prompt(self, prompt: Sequence[int]) -> int:
         """The state after a prompt: L where its text ends with this one, whitespace aside, as an empty thought does."""
-        end = b"".join(self._bytes[token] for token in prompt[-self.complete - _MARGIN :])
-        return self.complete if end.rstrip().endswith(self._text) else self._begun(end, self.complete - 1)
+        # A picture's or a sound's placeholder may be beyond the vocabulary.
+        end = b"".join(self._bytes[token] for token in prompt[-self.complete - _MARGIN :] if token < len(self._bytes))
+        text = self._text.rstrip() or self._text  # one of white space alone is met in the response
+        return self.complete if end.rstrip().endswith(text) else self._begun(end, self.complete - 1)
 
 
 class BoundGate:

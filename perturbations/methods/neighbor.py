@@ -43,8 +43,6 @@ class Neighbor(LikeliestTokens):
     refresh: str = option("every_sync", "when neighbor sets are recomputed: every_sync, never, or each n weight syncs")
 
     def __post_init__(self) -> None:
-        if isinstance(self.refresh, int) and not isinstance(self.refresh, bool):
-            object.__setattr__(self, "refresh", str(self.refresh))  # as YAML reads it
         super().__post_init__()
         refresh_period(self.refresh)
         for part, value in _VARIANTS[self.variant].items():

@@ -60,8 +60,10 @@ class Gumbel(TopTokens):
             return densities.gumbel(scores, probabilities, distinct, gumbels)
         low, high = densities.GUMBEL_RANGE if self.clamp else (-math.inf, math.inf)
         noise = scores - (probabilities + densities.LOG_FLOOR).log()
-        below = (gumbels <= low) | (edit.weights < densities.SMALLEST)
-        return densities.censored_gumbel(noise, below, (gumbels >= high) & ~below, distinct)
+        lost = edit.weights < densities.SMALLEST
+        below = (gumbels <= low) | lost
+        known = distinct & ~(lost & (noise.detach() >= high))  # no noise is larger than the upper bound
+        return densities.censored_gumbel(noise, below, (gumbels >= high) & ~below, known)
 
 
 @register("dirichlet")

@@ -269,7 +269,8 @@ class ReplayScope:
         if scale is None and own_forward:
             why = f"replay cannot mix embeddings of {type(embedding).__name__}: its forward changes the matrix's rows"
             raise ValueError(f"{why}. Use a model with a plain or scaled table as input embedding.")
-        scale = 1.0 if scale is None else float(scale)
+        dtype = next(embedding.parameters()).dtype  # a model rounds the factor to it, and so does vLLM
+        scale = 1.0 if scale is None else float(torch.as_tensor(scale).to(dtype))
         sigma, vectors = (None if part is None else part * scale for part in (edit.sigma, edit.vectors))
         return scale, replace(edit, sigma=sigma, vectors=vectors)
 

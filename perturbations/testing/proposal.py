@@ -203,7 +203,7 @@ def replayed(step: Step, proposal: Proposal, logits: Tensor) -> Replayed:
         temperature=float(step.temperature[0]),
         edit=proposal.edit,
         noise_keys=streams.keys(step.seeds, step.positions, streams.Stream.NOISE),
-        lookup=step.embeddings.lookup,
+        lookup=lambda ids: step.embeddings.lookup(ids).requires_grad_(logits.requires_grad),
         draw_keys=step.keys_of(streams.Stream.WEIGHTS),
         hidden=step.hidden,
         module=step.module,
@@ -221,10 +221,10 @@ def check_density(perturbation: Perturbation, step: Step, proposal: Proposal, wh
     density = answered(label, lambda: perturbation.log_density(full))
     check_tensor(f"{label}: its result", density, (len(logits),), torch.float32, logits.device)
     _none_of(density, ~torch.isfinite(density), label, "It must be finite.")
-    if density.requires_grad:
-        density.sum().backward()
-        finite = logits.grad is None or torch.isfinite(logits.grad).all()
-        require(finite, f"{label} has no finite gradient.", "Clamp before logarithms and divisions.")
+    require(density.requires_grad, f"{label} has no gradient.", "Compute it from `replayed`, without detach().")
+    density.sum().backward()
+    finite = logits.grad is None or torch.isfinite(logits.grad).all()
+    require(finite, f"{label} has no finite gradient.", "Clamp before logarithms and divisions.")
     order = torch.arange(len(logits)).flip(0)
     other = perturbation.log_density(_selected(replayed(step, proposal, step.logits), order))
     worst = (other.detach() - density.detach()[order]).abs().max().item()

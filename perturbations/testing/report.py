@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perturbations import user_files
+
 _Answer = TypeVar("_Answer")
 _Asked = TypeVar("_Asked")
 
@@ -54,7 +56,9 @@ def answered(label: str, ask: Callable[[], _Answer], fix: str = "It must accept 
     try:
         return ask()
     except Exception as error:
-        raise PerturbationError(f"{label} raises {type(error).__name__}: {error}", fix) from error
+        where = user_files.fault(error)  # with its line and a fix
+        what = f"{label}: {where}" if where else f"{label} raises {type(error).__name__}: {error}"
+        raise PerturbationError(what, "" if where else fix) from error
 
 
 def differing(one: object, two: object, exact: bool = False, name: str = "it") -> str | None:

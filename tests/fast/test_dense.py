@@ -41,6 +41,11 @@ def test_a_scaled_embedding() -> None:
         assert model(torch.tensor([[0, 5, 6]]))[0, 1].tolist() == [3, 3]
         seen, _ = scope.replayed(torch.zeros(3, 10), torch.zeros(3), 1.0)
     assert seen.edit.vectors.tolist() == [[3, 3]], "a density sees what was fed"
+    model.bfloat16().embedding.scalar_embed_scale = 25.298
+    with (scope := ReplayScope(model.embedding))([dense([1.0, 1.0])], None):
+        model(torch.tensor([[0, 5, 6]]))
+        seen, _ = scope.replayed(torch.zeros(3, 10), torch.zeros(3), 1.0)
+    assert seen.edit.vectors.tolist() == [[25.25, 25.25]], "as the model rounds it"
 
 
 def test_realise_by_hand() -> None:

@@ -26,6 +26,7 @@ BROKEN = {
     "one row for each position": lambda self, seen: density(self, seen)[:-1],
     "torch.float64": lambda self, seen: density(self, seen).double(),
     "must be finite": lambda self, seen: density(self, seen) - torch.inf,
+    "has no gradient": lambda self, seen: density(self, seen).detach(),
     "another batch order": lambda self, seen: density(self, seen) - seen.logits[0, 0] * seen.edit.normalizer[0],
     "AttributeError": lambda self, seen: seen.nothing,
     "leaves the graph where there are no positions": (

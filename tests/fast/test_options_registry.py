@@ -30,7 +30,7 @@ __all__ = ["clean"]  # each test in a folder of its own, and what it registers i
         ("neighbor", dict(mix_temperature=0), ["mix_temperature=0", "greater than 0", "1.0"]),
         ("neighbor", dict(metric="cosin"), ["metric='cosin'", "cosine, l2, l1, dot", "Did you mean 'cosine'?"]),
         ("neighbor", dict(skip_special="maybe"), ["skip_special='maybe'", "true or false"]),
-        ("neighbor", dict(until=7), ["until=7", "text"]),
+        ("neighbor", dict(until=7.5), ["until=7.5", "text"]),
         ("none", dict(rate=0.1), ["rate=0.1", "in [0, 0]"]),
         ("gumbel", dict(top_p=0.0), ["top_p=0.0", "in (0, 1]", "0.95"]),
         ("no_such_module:Name", {}, ["no_such_module", "cannot load", "PYTHONPATH"]),

@@ -83,7 +83,7 @@ def mean_score(perturbation: Perturbation, deviation: float) -> float:
 def cases() -> list[Any]:
     """Every perturbation of the tree with every density, and other texts of N-GRPO, its release and STHT."""
     made, others = [], [("neighbor", {"variant": "released", "space": "input"}), ("gaussian", {"base": "fuzzy"})]
-    others.append(("orthogonal", {"realization": "anchor"}))
+    others += [("orthogonal", {"realization": "anchor"}), ("gumbel", {"density": "exact", "tau": 0.01, "top_p": 1.0})]
     for name, source in available().items():
         if source.startswith("perturbations.methods") and name not in ("none", "hrpo"):
             choices = next((f.metadata["choices"] for f in fields(get(name)) if f.name == "density"), ("token",))

@@ -35,6 +35,8 @@ def test_the_first_occurrence_is_found_at_its_last_token(text: str, tokens: list
 def test_a_prompt_counts_where_it_ends_with_the_text_or_begins_it() -> None:
     stop = StopText("</think>", TOKENS, len(TOKENS), "cpu")
     assert stop.after_prompt([0, 1, 2, 3, 7, 7]) == stop.complete  # whitespace after it
+    assert StopText("</think> ", TOKENS, len(TOKENS), "cpu").after_prompt([8, 7]) == 9, "in the text too"
+    assert stop.after_prompt([8, len(TOKENS)]) == stop.complete, "a picture's placeholder, beyond the vocabulary"
     assert stop.after_prompt([8, 11]) == 0, "closed long ago, and something else has begun"
     assert stop.after_prompt([]) == 0
     assert complete_at(stop, [3], prompt=[4, 2]) == [True]  # " </", "think" | ">"
