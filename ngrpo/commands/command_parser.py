@@ -48,7 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         add("--model", "--actor.model_name_or_path", metavar="NAME", help="packaged name, model folder or hub name")
         add("--data", metavar="SRC", help="the problems: benchmark, file or hub dataset, see below")
         add("--split", help="of a hub dataset")
-        add("--task", metavar="NAME", help="the held-out problems of a task: arithmetic, reasoning_gym:DATASET")
+        add("--task", metavar="NAME", help="the held-out problems of a task, as in ngrpo train --help")
         add("--scorer", default="auto", help="auto, math, choice, reasoning_gym, or a file with reward_func [auto]")
         add("--input-key", default="input", help="column of prompts in OpenRLHF's layout [input]")
         add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")

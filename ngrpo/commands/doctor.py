@@ -41,7 +41,6 @@ from perturbations.errors import UsageError
 
 _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300
-_CHECK_FAILURE = "CheckFailure: "
 
 
 class Finding(NamedTuple):
@@ -105,7 +104,6 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
     elif allowed is not None and _PLUGIN not in allowed.split(","):
         state, fix = f"VLLM_PLUGINS={allowed} leaves it out", f"add {_PLUGIN} to VLLM_PLUGINS, or unset it"
     yield Finding("vLLM's plugin", state, fix)
-    yield from _model_runner(profile.name)
     if named is not None:
         support, subject = architecture.support_of(named, ask_hub=True), f"model {named}"
         refused = "; ".join(support.refused) if support else ""
@@ -170,18 +168,6 @@ def _placement(hardware: str) -> Finding:
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
 
 
-def _model_runner(hardware: str) -> Iterator[Finding]:
-    """Installed logits processors, which choose vLLM's model runner with one line in its log (0.29)."""
-    points = entry_points(group="vllm.logits_processors")
-    if not points or "VLLM_USE_V2_MODEL_RUNNER" in os.environ:
-        return
-    names = ", ".join(f"{point.name} of {point.dist.name}" if point.dist else point.name for point in points)
-    state = f"logits processors are installed ({names}), so that vLLM takes its V1 model runner for every model"
-    choice = "uninstall them where they are not needed, for vLLM's own choice, which is V2 with CUDA"
-    fix = f"{choice}; or set VLLM_USE_V2_MODEL_RUNNER=0, to request V1"
-    yield Finding("model runner", state, fix if hardware == "cuda" else None)
-
-
 def _self_test(model: str) -> Finding:
     """In a process of its own: its crash is a finding too."""
     subject = "self-test"
@@ -203,7 +189,7 @@ def _self_test(model: str) -> Finding:
         if not target.exists():
             lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
             # An engine's process tells why it ended before the one that started it does.
-            cause = next((number for number, line in enumerate(lines) if _CHECK_FAILURE in line), None)
+            cause = next((number for number, line in enumerate(lines) if "CheckFailure: " in line), None)
             ending = "\n".join(lines[-15:] if cause is None else lines[cause:][:10])
             return Finding(subject, f"ended with status {status}", f"read the lines that it ended with:\n{ending}")
         measures = json.loads(target.read_text())

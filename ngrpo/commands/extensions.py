@@ -8,8 +8,7 @@ import re
 import shutil
 import sys
 import textwrap
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -58,7 +57,7 @@ def run_check(argv: Sequence[str], *, report: Report) -> int:
     """usage: ngrpo check [gate|advantage] NAME [option=value ...]
 
     Runs the conformance suite on a small synthetic model: no engine, no download,
-    a second or so.
+    seconds.
 
     examples
       ngrpo check ./mine.py:Mine               a class in a file; :Name may be left
@@ -221,7 +220,6 @@ def described(name: str) -> str:
             rest = ", ".join(field.name for field in dataclasses.fields(Perturbation) if field.name not in own_names)
             parts.append(f"and of the gate, as every perturbation: {rest} (ngrpo train --help)")
             kind_registry.check_complete(cls, name)
-            parts.append(_mean_of_score(cls))
         texts.append("\n\n".join(part for part in parts if part))
     return "\n\n".join(texts)
 
@@ -232,22 +230,6 @@ def _heading(kind_registry: registry.Registry, name: str, notes: list[str]) -> s
     paper = [cls.paper] if hasattr(cls, "paper") else []
     source = _source(kind_registry, name, kind_registry.available().get(name) or kind_registry.address(cls))
     return f"{name}  ({'; '.join([*notes, *paper, source])})"
-
-
-def _mean_of_score(cls: type[Perturbation]) -> str:
-    """The densities with which a perturbation's score has mean 0, and the others."""
-    densities = next((f.metadata["choices"] for f in dataclasses.fields(cls) if f.name == "density"), None)
-    centred: dict[bool, list[str]] = {True: [], False: []}
-    make: Callable[..., Perturbation] = cls
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        for density in densities or ("token",):
-            with suppress(UsageError):  # a density that needs another option than its default
-                perturbation = make(density=density) if densities else make()
-                centred[perturbation.zero_mean_score].append(density)
-    phrases = {True: "0 with density", False: "not 0 with density"}
-    parts = [f"{phrases[zero]} {', '.join(names)}" for zero, names in centred.items() if names]
-    return f"mean of the score of its entry in the loss (docs/methods.md): {'; '.join(parts)}"
 
 
 def own_options(kind_registry: registry.Registry, cls: type) -> list[dataclasses.Field]:

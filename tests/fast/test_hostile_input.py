@@ -28,16 +28,9 @@ TEXT = st.one_of(st.sampled_from(ODD), WRITTEN, st.integers().map(str), st.float
 VALUES = st.one_of(TEXT, st.just("\0"), st.none(), st.booleans(), st.floats(), st.lists(st.integers(), max_size=2))
 NAMES = st.sampled_from(["neighbor", "gaussian", "gumbel", "none", "soft", "hrpo", "nope", "./x.py:X", "a.b:C"])
 OPTIONS = ["rate", "k", "until", "protect", "seed", "gate", "sigma", "config", "entropy_min", "variant", "refresh", "x"]
-OURS = [f"--perturbation.{name}" for name in OPTIONS]
+OURS = [*(f"--perturbation.{name}" for name in OPTIONS), "--model"]
 OURS += ["--advantage", "--advantage.n", "--sampling.top_k", "--sampling.min_p", "--reproducible", "--preset", "--task"]
-OURS += [
-    "--hardware",
-    "--run-dir",
-    "--log-file",
-    "--perturbation.replay_buffer",
-    "--perturbation.gate.start",
-    "--model",
-]
+OURS += ["--hardware", "--run-dir", "--log-file", "--perturbation.replay_buffer", "--perturbation.gate.start"]
 THEIRS = ["--rollout.temperature", "--train.batch_size", "--algo.advantage.estimator", "--ds.zero_stage", "--nope"]
 THEIRS += ["--reward.remote_url", "--data.prompt_dataset", "--eval.dataset", "--actor.model_name_or_path", "-x"]
 WORDS = st.lists(st.one_of(st.sampled_from([*OURS, *THEIRS]), TEXT, NAMES), min_size=1, max_size=8)
@@ -65,12 +58,8 @@ def nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         raise UsageError("stopped before anything is loaded")
 
     monkeypatch.chdir(tmp_path)
-    for name in (
-        "trainers.openrlhf.launch.launch",
-        "workbench.evaluate.engine.build",
-        "workbench.compare.runs.command",
-    ):
-        monkeypatch.setattr(f"ngrpo.{name}", started)
+    for end in ("trainers.openrlhf.launch.launch", "workbench.evaluate.engine.build", "workbench.compare.runs.command"):
+        monkeypatch.setattr(f"ngrpo.{end}", started)
     monkeypatch.setattr(versions, "check_stack", lambda: None)
     # The last step before an engine: whatever is right until there ends there.
     monkeypatch.setattr(packaged, "resolve", stopped)
