@@ -130,9 +130,8 @@ def override(earlier: Flags, later: Flags) -> Flags:
         names |= set(_MODEL)
     for root in FLAGS.values():
         if root in names and later.value(root) != earlier.value(root):
-            of_it = (
-                {flag.name for flag in earlier if flag.name.startswith(f"{root}.")} - SETTINGS.keys() - ALIASES.keys()
-            )
+            of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}
+            of_it -= SETTINGS.keys() | ALIASES.keys()
             names |= {name for name in of_it if root == REPLAY_BUFFER or not name.startswith(REPLAY_BUFFER)}
     return Flags([*earlier.without(*names).argv, *later.argv])
 

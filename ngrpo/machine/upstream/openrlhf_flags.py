@@ -126,13 +126,13 @@ class Flags:
         off = frozenset(flag.name for flag in self if flag.values == ("false",))
         return replace(self.without(*off), off=off)
 
-    def replaced(self, ending: str, name: Callable[[str], str]) -> Flags:
+    def replaced(self, ending: str, change: Callable[[str], str]) -> Flags:
         """The flags with a function applied to each part, between commas, of the first value of flags that end so."""
 
         def words(flag: Flag) -> tuple[str, ...]:
             if not flag.name.endswith(ending) or not flag.values:
                 return flag.argv
-            value = ",".join(name(part.strip()) for part in flag.values[0].split(","))
+            value = ",".join(change(part.strip()) for part in flag.values[0].split(","))
             return (flag.name, value, *flag.values[1:])
 
         return self._changed(words)
