@@ -53,8 +53,8 @@ def check(args: placement.Args) -> None:
             )
     prompts, responses = _step(args)
     if args["train.dynamic_batch_enable"] and batch > prompts * responses:
-        none = f"the {prompts * responses} responses of a step, of which --train.dynamic_batch_enable trains none then"
-        raise UsageError(f"--train.batch_size {batch} is more than {none}. Give at most as many.")
+        whole = f"the {prompts * responses} responses of a step, of which --train.dynamic_batch_enable trains none then"
+        raise UsageError(f"--train.batch_size {batch} is more than {whole}. Give at most as many.")
     if not trains_on_all_ranks(args, prompts):
         raise UsageError(
             f"{prompts * responses} responses of a step (--rollout.batch_size {prompts} ×"

@@ -18,7 +18,7 @@ MODULES = {
     for top in ("perturbations", "ngrpo")
     for path in (ROOT / top).rglob("*.py")
 }
-# From the ground up, a folder above the other; a module stands where the longest part of its name stands.
+# From the ground up, a folder above the other; a module is where the longest part of its name is.
 FLOORS = (
     ("perturbations",),
     ("ngrpo",),

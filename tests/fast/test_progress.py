@@ -78,7 +78,7 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     written = log.read_text()
-    assert written.startswith("ngrpo: step 1") and "step 1" not in done.stdout, "the log of an earlier run goes on"
+    assert written.startswith("ngrpo: step 1") and "step 1" not in done.stdout, "the log of an earlier run is continued"
     assert all(line in written for line in ("python line", "child line", "raw error line", STEP))
     out = done.stdout.splitlines()
     assert done.returncode == 2 and (out[0], out[-1]) == ("before", "after")

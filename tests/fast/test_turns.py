@@ -75,7 +75,7 @@ def test_a_prompt_that_is_asked_again_has_other_draws() -> None:
     turns.redrawn = True
     turns.go_on(prompt)
     assert turns.earlier(prompt).seed == turns.earlier(prompt).seed == 9, "a density draws it again in the trainer"
-    assert turns.repeated(prompt) == 1, "by which an evaluation, without records, changes the request's seed"
+    assert turns.again == 1, "by which an evaluation, without records, changes the request's seed"
 
 
 def test_the_prefix_cache_is_counted_over_all_turns() -> None:

@@ -284,11 +284,11 @@ def _reference(value: object) -> str:
         value = value[0] if value else ""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
-    if value != value:  # NaN, as a table has it where nothing is
+    if value is None or value != value:  # NaN, as a table has it where nothing is
         return ""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return "" if value is None else str(value).strip()
+    return str(value).strip()
 
 
 def _mapping(value: object) -> dict[str, Any]:

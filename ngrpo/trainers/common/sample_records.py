@@ -92,13 +92,14 @@ class Conversation:
         followed: whether an unperturbed response is still to be requested.
         filters: temperature, top-p, top-k and min-p that its requests must have.
         redrawn: whether the trainer draws the noise of its turns again, as a density does.
+        again: how often the latest request's prompt was asked before it.
     """
 
     def __init__(self, arguments: Mapping[str, Any], followed: bool = False) -> None:
         self.arguments, self.followed = arguments, followed
         self.unperturbed: UnperturbedAnswer | None = None
         self.filters: tuple[float, ...] = ()
-        self.redrawn = False
+        self.redrawn, self.again = False, 0
         self.trajectory: FinishedTrajectory | None = None
         self._tokens = np.zeros(0, dtype=np.int64)
         self._asked: Counter[bytes] = Counter()
@@ -121,18 +122,14 @@ class Conversation:
         A repeated prompt has its own draws. (Not if noise of earlier turns is drawn again: its seed is the record's.)
         """
         key = np.asarray(prompt, dtype=np.int64).tobytes()
-        again = self._asked[key]
+        self.again = self._asked[key]
         self._asked[key] += 1
         if self.trajectory is None:
             return None
         record = self.trajectory.record
-        if again and not (len(record) and (self.redrawn or record.sigma is not None)):
-            return replace(record, seed=seeds.trajectory_seed(record.seed, again))
+        if self.again and not (len(record) and (self.redrawn or record.sigma is not None)):
+            return replace(record, seed=seeds.trajectory_seed(record.seed, self.again))
         return record
-
-    def repeated(self, prompt: Sequence[int]) -> int:
-        """How often this prompt was asked before the latest request."""
-        return self._asked[np.asarray(prompt, dtype=np.int64).tobytes()] - 1
 
     def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
         """Adds a turn, after :meth:`go_on` with its prompt; ``cached`` prompt tokens were in the prefix cache."""

@@ -209,8 +209,8 @@ async def generate(
         earlier = conversation.earlier(prompt)
         if earlier is not None:
             arguments["record"] = earlier.to_bytes()
-        elif again := conversation.repeated(prompt):  # an evaluation has no records
-            arguments["seed"] = seeds.trajectory_seed(arguments["seed"], again)
+        elif conversation.again:  # an evaluation has no records
+            arguments["seed"] = seeds.trajectory_seed(arguments["seed"], conversation.again)
     params.extra_args = {**(params.extra_args or {}), settings.KEY: arguments}
     request: dict[str, Any] = {"prompt_token_ids": prompt}
     if pictures:
