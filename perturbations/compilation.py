@@ -33,23 +33,23 @@ class Compiled:
     def __init__(self, function: Callable[..., Any], purpose: str) -> None:
         self.plain, self._purpose, self._failed = function, purpose, False
         self._fast = torch.compile(_of_its_own(function), fullgraph=True)
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, _VERSIONS)
 
     def __call__(self, *args: object) -> Any:
         if self._failed or torch.compiler.is_compiling():
             return self.plain(*args)
-        from torch._dynamo.exc import TorchDynamoException
-        from torch._inductor.exc import InductorError
-
-        limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, _VERSIONS)
         try:
             return self._fast(*args)
-        except (TorchDynamoException, InductorError) as error:
+        except Exception as error:
+            from torch._dynamo.exc import TorchDynamoException
+            from torch._inductor.exc import InductorError
+
+            if not isinstance(error, (TorchDynamoException, InductorError)):
+                raise
             self._failed = True
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             logger.warning("%s: torch.compile does not take it (%s), so it runs uncompiled.", self._purpose, reason)
-        finally:
-            torch._dynamo.config.recompile_limit = limit
         return self.plain(*args)
 
 

@@ -77,12 +77,17 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
     release = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 10) <= sys.version_info[:2] <= (3, 12)
     yield Finding("Python", f"{release}, {sys.executable}", None if fits else "use Python 3.10 to 3.12")
-    releases = ", ".join(f"{name} {release or 'missing'}" for name, release in versions.versions().items())
-    yield Finding("releases", releases, _error_of(versions.check_stack))
+    found = versions.versions()
+    missing = ", ".join(name for name, release in found.items() if release is None)
+    releases = ", ".join(f"{name} {release or 'missing'}" for name, release in found.items())
+    fix = _error_of(versions.check_stack) or (f"install {missing}: docs/install.md" if missing else None)
+    yield Finding("releases", releases, fix)
     profile = profile_for("auto")
     yield _device(profile.name)
     broken = _error_of(lambda: profile.check(Flags()))
     yield Finding("compiler", "not ready" if broken else "the code that is compiled on first use can be", broken)
+    if missing:  # what follows imports them
+        return
     yield _placement(profile.name)
     release = versions.installed("flash-attn") if stand_ins.has_flash_attn() else None
     attention = f"{release}: OpenRLHF's default attention"

@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from ngrpo.trainers.openrlhf import launch
-from ngrpo.trainers.openrlhf.launch import RUN_ID, end_processes, explanation, root_cause
+from ngrpo.trainers.openrlhf.launch import RUN_ID, end_processes, engine_error, explanation, root_cause
 from tests.own_process import alive, ends
 
 
@@ -51,6 +52,13 @@ def test_root_cause_of_nested_ray_errors() -> None:
     assert root_cause(outer) == "ValueError: the reward file is empty\n  in fit"
     died = RuntimeError('The actor died\n  File "x.py", line 1, in f\nImportError: cannot import name y')
     assert root_cause(died).startswith("ImportError: cannot import name y")
+
+
+def test_what_an_engine_process_failed_with(tmp_path: Path) -> None:
+    begins = "(EngineCore pid=2189) ERROR 11-26 23:19:21 [core.py:1374]"
+    lines = [f"{begins} EngineCore failed to start.", f"{begins}     raise ValueError(", f"{begins} ValueError: too small"]
+    (tmp_path / "worker-1.out").write_text("\n".join([*lines, "(EngineCore pid=2189) Process EngineCore:"]))
+    assert engine_error(tmp_path) == "ValueError: too small" and engine_error(tmp_path / "none") is None
 
 
 # A process that starts another and is then gone, as a killed worker leaves its compiler processes.

@@ -209,13 +209,23 @@ def _failed(error: Exception) -> TrainingFailed:
     explained = explanation(error)
     if explained is None:
         traceback.print_exception(error)
-    logs = ""
+    cause, logs = explained or root_cause(error), ""
     with suppress(ImportError, AttributeError):
         import ray
 
         node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
-        logs = "" if node is None else f"\n  logs of all processes: {node.get_logs_dir_path()}"
-    return TrainingFailed((explained or root_cause(error)) + logs)
+        if node is not None:
+            if "Engine core initialization failed" in cause and (said := engine_error(Path(node.get_logs_dir_path()))):
+                cause = f"an engine did not start: {said}"
+            logs = f"\n  logs of all processes: {node.get_logs_dir_path()}"
+    return TrainingFailed(cause + logs)
+
+
+def engine_error(logs: Path) -> str | None:
+    """What an engine's own process failed with, which vLLM only logs, in Ray's folder of logs; None if nothing did."""
+    said = r"\(EngineCore.* ERROR .*\] ((?:\w+\.)*\w*(?:Error|Exception): .+)"
+    errors = [line for path in logs.glob("worker-*") for line in re.findall(said, path.read_text(errors="replace"))]
+    return errors[-1] if errors else None
 
 
 # ---- why a training ended, and its left-over processes ------------------------------------------------------------
