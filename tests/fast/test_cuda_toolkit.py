@@ -55,6 +55,8 @@ def test_no_toolkit(bare: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert refusal(OFFLOAD).startswith("--ds.adam_offload is compiled on first use"), "it needs the toolkit as well"
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert f"{tmp_path} has no bin/nvcc that runs" in refusal()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0a+PTX")  # DeepSpeed ends with a ValueError, after all models
+    assert refusal().startswith("TORCH_CUDA_ARCH_LIST=8.0 9.0a+PTX:") and "leave out the letters" in refusal()
 
 
 @pytest.mark.parametrize("place", ["CUDA_HOME", "CUDA_PATH", "PATH", "usr-local-cuda"])

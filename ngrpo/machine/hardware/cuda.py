@@ -52,6 +52,12 @@ def check(flags: Flags) -> str | None:
     deepspeed = find_spec("deepspeed")
     if deepspeed and any(Path(deepspeed.origin or "").parent.glob(f"ops/adam/{extension}_op*.so")):
         return None  # DS_BUILD_…=1 pip install deepspeed
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if re.search(r"\d[a-z]", listed):
+        raise UsageError(
+            f"TORCH_CUDA_ARCH_LIST={listed}: {subject} is compiled for these architectures on first use, and DeepSpeed"
+            " 0.19.6 reads only numbers, such as 9.0. Fix: unset the variable, or leave out the letters."
+        )
     (home, release), (major, minor) = toolkit(), torch.version.cuda.split(".")[:2]
     why = f"{subject} is compiled on first use, for which DeepSpeed needs the CUDA toolkit"
     install = (
