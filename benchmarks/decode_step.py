@@ -222,6 +222,23 @@ def microseconds(perturbation: Perturbation, batch: int, vocabulary: int, device
     return statistics.median(times) * 1e6
 
 
+def device_microseconds(perturbation: Perturbation, batch: int, vocabulary: int, device: str, steps: int = 20) -> float:
+    """A CUDA device's own time in a decode step, without its waits for the host; 0 on a CPU."""
+    if device != "cuda":
+        return 0.0
+    from torch.profiler import ProfilerActivity, profile
+
+    decoding = Decoding(perturbation, batch, vocabulary, 576, device)
+    for _ in range(10):
+        decoding.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(steps):
+            decoding.step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in trace.key_averages()) / steps
+
+
 def record_milliseconds(positions: int = 32_000, candidates: int = 5) -> tuple[float, float]:
     """Time to build the record of a finished request with this many perturbed positions, and to pack it."""
     store, draws = TrajectoryStore(1, positions + _PROMPT), np.random.default_rng(0)

@@ -69,6 +69,7 @@ def _alone(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
             # At a lower rate some steps of few requests have no edit, so that further requests add lines.
             "loops": decode_step.loops(create(name, rate=1.0), device),
             "microseconds": decode_step.microseconds(perturbation, sequences, vocabulary, device),
+            "of_device": decode_step.device_microseconds(perturbation, sequences, vocabulary, device),
         }
 
 

@@ -273,11 +273,11 @@ class RolloutPerturber:
 
     def _upload_all(self, parts: Sequence[np.ndarray]) -> list[Tensor]:
         """Several arrays of integers in one copy. Each begins at 16 bytes, or a kernel would copy it once more."""
-        lengths = [len(part) + len(part) % 2 for part in parts]
-        together = np.zeros(sum(lengths), dtype=np.int64)
-        for part, end, length in zip(parts, np.cumsum(lengths), lengths, strict=True):
-            together[end - length :][: len(part)] = part
-        return [tensor[: len(part)] for tensor, part in zip(self._upload(together).split(lengths), parts, strict=True)]
+        longest = max(map(len, parts))
+        together = np.zeros((len(parts), longest + longest % 2), dtype=np.int64)
+        for row, part in zip(together, parts, strict=True):
+            row[: len(part)] = part
+        return [row[: len(part)] for row, part in zip(self._upload(together).unbind(), parts, strict=True)]
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))
