@@ -60,8 +60,7 @@ def check(args: placement.Args) -> None:
             f"{prompts * responses} responses of a step (--rollout.batch_size {prompts} ×"
             f" --rollout.n_samples_per_prompt {responses}) do not divide over {_groups(args)['actor']} ranks in"
             f" micro-batches of {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and"
-            f" {args['train.micro_batch_size']} (--train.micro_batch_size): ranks with fewer would wait forever. Change"
-            " one of the four."
+            f" {args['train.micro_batch_size']} (--train.micro_batch_size), so ranks would wait forever. Change one."
         )
 
 
@@ -161,7 +160,6 @@ def notes(flags: Flags, run: RunConfig) -> list[str]:
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):
         told.append(
             "--algo.dynamic_filtering_enable: the last step takes the remaining prompts, and hangs where their"
-            " responses do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it, or count on"
-            " the checkpoints."
+            " responses do not divide over the ranks. Add --train.dynamic_batch_enable, which prevents it."
         )
     return told

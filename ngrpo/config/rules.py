@@ -206,8 +206,7 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     if perturbation.has_density and stale is not None:
         yield (
             f"{stale} with the density of {subject}: the rollouts are of another policy than the one that is trained,"
-            " and for densities of draws nothing corrects that. --perturbation.density token has importance weights"
-            f" ({CORRECTION})."
+            f" and nothing corrects densities of draws. Use --perturbation.density token with {CORRECTION}."
         )
 
 

@@ -106,6 +106,9 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
         _log.info("%s %s", perturbation.name, message)
     if perturbation.has_density:
         check_density(perturbation, step, proposal, where)
+    elif not hasattr(perturbation, "density"):
+        used = type(perturbation).log_density is Perturbation.log_density
+        require(used, f"{where} log_density() is never called.", "Override has_density too, or take it out.")
 
 
 def _check_proposal(perturbation: Perturbation, step: Step, proposal: Proposal, where: str) -> None:

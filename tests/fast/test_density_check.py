@@ -47,6 +47,11 @@ def test_a_draw_without_what_its_density_needs_is_caught() -> None:
         check_perturbation(broken(Gumbel, propose=lambda self, step: create("gumbel").propose(step)), density="gumbel")
 
 
+def test_a_density_that_training_would_leave_out_is_caught() -> None:
+    with pytest.raises(PerturbationError, match=r"log_density\(\) is never called"):
+        check_perturbation(broken(type(create("neighbor")), log_density=density))
+
+
 def test_negative_weights_need_a_declaration() -> None:
     """The perturbation of the tree passes as `affine`; the same one that says nothing is refused."""
     check_perturbation(Normal)

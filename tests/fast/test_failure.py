@@ -23,7 +23,6 @@ NO_PACKAGE = "FlashAttention2 has been toggled on, but it cannot be used due to 
 KNOWN = {
     "Memory on the node (IP: 10.0.0.7, ID: 5c9e0f) was 22.41GB / 23.53GB (0.952401)": "the machine ran out of memory",
     "No module named 'flash_attn'": "no working flash-attn",
-    "No module named 'flash_attn.bert_padding'": "no working flash-attn",
     NO_PACKAGE: "no working flash-attn",
     "No module named 'ngrpo.trainers.openrlhf'": "a node of the cluster is without ngrpo",
     "[enforce fail at inline_container.cc:672] . unexpected pos 76800 vs 76694": "a checkpoint could not be written",
@@ -55,9 +54,9 @@ def test_root_cause_of_nested_ray_errors() -> None:
 
 
 def test_what_an_engine_process_failed_with(tmp_path: Path) -> None:
-    begins = "(EngineCore pid=2189) ERROR 11-26 23:19:21 [core.py:1374]"
-    lines = [f"{begins} {text}" for text in ("EngineCore failed to start.", "  raise ValueError(", "ValueError: small")]
-    (tmp_path / "worker-1.out").write_text("\n".join([*lines, "(EngineCore pid=2189) Process EngineCore:"]))
+    line = "(EngineCore pid=2189) ERROR 11-26 23:19:21 [core.py:1374] {}\n".format
+    text = "".join(map(line, ("EngineCore failed to start.", "  raise ValueError(", "ValueError: small", "")))
+    (tmp_path / "worker-1.out").write_text(text)
     assert engine_error(tmp_path) == "ValueError: small" and engine_error(tmp_path / "none") is None
 
 

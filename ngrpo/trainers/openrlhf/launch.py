@@ -53,9 +53,8 @@ _KNOWN = {
     ),
     # Python's message at OpenRLHF's import, and transformers 5.15's for a missing attention.
     r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used": (
-        "a node of the cluster has no working flash-attn, but the run was started where it is installed, so OpenRLHF"
-        " needs it everywhere. Install the same flash-attn on every node (docs/install.md), or remove it where runs are"
-        " started, which then use --ds.attn_implementation sdpa. The node said:"
+        "a node of the cluster has no working flash-attn, unlike the machine where the run was started. Install the"
+        " same one on every node (docs/install.md), or remove it where runs are started. The node said:"
     ),
     # torch 2.13 does not pass on the system's word if it cannot write a checkpoint.
     r"(?s)inline_container\.cc.*unexpected pos|PytorchStreamWriter failed": (
@@ -132,8 +131,7 @@ def _start_ray(profile: Profile, flags: Flags, conditions: Sequence[str], run: R
         ray.shutdown()
         raise TrainingFailed(
             f"the Ray cluster at {address} has {there} GPUs, and this run places {gpus} (without CUDA they are only"
-            f" counted). Start it with `ray start --head --num-gpus {gpus}`, or set RAY_ADDRESS=local for a Ray of"
-            " this run's own."
+            f" counted). Start it with `ray start --head --num-gpus {gpus}`, or set RAY_ADDRESS=local for its own Ray."
         )
 
 
@@ -224,8 +222,8 @@ def _failed(error: Exception) -> TrainingFailed:
 def engine_error(logs: Path) -> str | None:
     """What an engine's own process failed with, which vLLM only logs, in Ray's folder of logs; None if nothing did."""
     said = r"\(EngineCore.* ERROR .*\] ((?:\w+\.)*\w*(?:Error|Exception): .+)"
-    errors = [line for path in logs.glob("worker-*") for line in re.findall(said, path.read_text(errors="replace"))]
-    return errors[-1] if errors else None
+    text = "\n".join(path.read_text(errors="replace") for path in logs.glob("worker-*"))
+    return next(reversed(re.findall(said, text)), None)
 
 
 # ---- why a training ended, and its left-over processes ------------------------------------------------------------

@@ -133,9 +133,7 @@ def _paused_until_complete(engines: Sequence[Any], expected: int) -> Iterator[No
             if time.monotonic() >= until:
                 logger.warning(
                     f"reproducible: only {arrived} of {expected} requests of this batch have reached the engines after"
-                    f" {_PATIENCE_SECONDS:g} seconds, so they start without the others, and this step's rollouts may"
-                    " differ in a repeated run. An agent that does other work before it requests tokens has this"
-                    " effect."
+                    f" {_PATIENCE_SECONDS:g} seconds: an agent does other work first. A repeated run may differ."
                 )
                 break
             time.sleep(_POLL_SECONDS)
