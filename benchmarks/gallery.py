@@ -60,6 +60,15 @@ def published(picture: Picture) -> dict[str, Any]:
     return chosen(json.loads(gzip.decompress(packed.read_bytes())), picture.arms)
 
 
+def minutes(results: Mapping[str, Any]) -> tuple[float, float]:
+    """The shortest and the longest mean time of a strategy's runs."""
+    seconds: dict[str, list[float]] = {}
+    for run in results["runs"]:
+        seconds.setdefault(run["strategy"], []).append(run["seconds"])
+    means = [sum(each) / len(each) / 60 for each in seconds.values()]
+    return min(means), max(means)
+
+
 def drawn(picture: Picture) -> str:
     """A picture as an SVG file with its own style and legend."""
     results = published(picture)

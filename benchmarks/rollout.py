@@ -35,7 +35,8 @@ def engine(model: str, spec: dict[str, Any] | None, compiled: bool, **options: A
     extra = {"additional_config": {"perturbation": spec}} if spec else {}
     on_cpu = {"distributed_executor_backend": "uni", "kv_cache_memory_bytes": 1 << 30}
     settings = {"dtype": _dtype(), "enforce_eager": not compiled, "max_model_len": 1024, "max_num_seqs": 64}
-    settings |= {"gpu_memory_utilization": 0.4} if _cuda() else on_cpu
+    # With a size of the cache, the share of a GPU's memory is only what must be free at the start.
+    settings |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 8 << 30} if _cuda() else on_cpu
     return LLM(model, **{**settings, **options}, **extra)
 
 

@@ -39,14 +39,12 @@ class Compiled:
     def __call__(self, *args: object) -> Any:
         if self._failed or torch.compiler.is_compiling():
             return self.plain(*args)
+        from torch._dynamo.exc import TorchDynamoException
+        from torch._inductor.exc import InductorError
+
         try:
             return self._fast(*args)
-        except Exception as error:
-            from torch._dynamo.exc import TorchDynamoException
-            from torch._inductor.exc import InductorError
-
-            if not isinstance(error, (TorchDynamoException, InductorError)):
-                raise
+        except (TorchDynamoException, InductorError) as error:
             self._failed = True
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             logger.warning("%s: torch.compile does not take it (%s), so it runs uncompiled.", self._purpose, reason)

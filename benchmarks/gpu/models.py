@@ -121,10 +121,9 @@ def both_engines(shape: str, sequences: int, rehearse: bool) -> tuple[Any, Any, 
     from ngrpo.rollout import model_runner
 
     warnings.simplefilter("ignore")
-    cache = {"kv_cache_memory_bytes": 1 << 26 if rehearse else 8 << 30}
-    options: dict[str, Any] = {"max_num_seqs": sequences, "disable_log_stats": True, **cache}
-    if not rehearse:  # what must be free at the start
-        options["gpu_memory_utilization"] = 0.2
+    options: dict[str, Any] = {"max_num_seqs": sequences, "disable_log_stats": True}
+    if rehearse:
+        options["kv_cache_memory_bytes"] = 1 << 26
     if shape == SMOLLM2:
         folder, name = folder_of(shape)
     else:

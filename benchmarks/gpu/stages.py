@@ -22,7 +22,7 @@ class Stage:
     Attributes:
         name: its key in the file of figures.
         module: in this folder, or with its whole name.
-        seconds: what it takes, roughly: on an H100 (estimated), or of the rehearsal on two cores (measured).
+        seconds: what it takes, roughly: on an H200 (partly estimated), or of the rehearsal on two cores (measured).
         about: what it measures.
         arguments: what ``measure`` is given; JSON can hold it.
         env: environment variables that must be set before torch and vLLM are imported.

@@ -85,3 +85,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     for kept, name in METHODS:
         assert (tmp_path / "methods" / f"{method_pages.address(kept, name)}.html").is_file()
+    architecture = (tmp_path / "architecture.html").read_text(encoding="utf-8")
+    assert "ActorPPOTrainer.broadcast_to_vllm" in architecture, "the table of patches"
+    api = (tmp_path / "api" / "perturbations.html").read_text(encoding="utf-8")
+    assert 'id="perturbations.base.Perturbation.propose"' in api and ":class:" not in api

@@ -23,6 +23,7 @@ NO_PACKAGE = "FlashAttention2 has been toggled on, but it cannot be used due to 
 KNOWN = {
     "Memory on the node (IP: 10.0.0.7, ID: 5c9e0f) was 22.41GB / 23.53GB (0.952401)": "the machine ran out of memory",
     "No module named 'flash_attn'": "no working flash-attn",
+    "No module named 'flash_attn.bert_padding'": "no working flash-attn",
     NO_PACKAGE: "no working flash-attn",
     "No module named 'ngrpo.trainers.openrlhf'": "a node of the cluster is without ngrpo",
     "[enforce fail at inline_container.cc:672] . unexpected pos 76800 vs 76694": "a checkpoint could not be written",

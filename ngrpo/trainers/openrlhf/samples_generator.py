@@ -133,7 +133,8 @@ def _paused_until_complete(engines: Sequence[Any], expected: int) -> Iterator[No
             if time.monotonic() >= until:
                 logger.warning(
                     f"reproducible: only {arrived} of {expected} requests of this batch have reached the engines after"
-                    f" {_PATIENCE_SECONDS:g} seconds: an agent does other work first. A repeated run may differ."
+                    f" {_PATIENCE_SECONDS:g} seconds, so a repeated run's rollouts may differ. An agent that does other"
+                    " work before it requests tokens has this effect."
                 )
                 break
             time.sleep(_POLL_SECONDS)
