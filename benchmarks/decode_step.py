@@ -85,7 +85,7 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
     counts, begin, finish = Counts(), perturber.begin, perturber.finish
     upload, download, kernels = perturber._upload, perturber._download, perturber._kernels
     # On a CPU the draw alone is compiled, and it may look at numbers.
-    names = ("draw", "proposed", "realised", "token_log_probs", "advance_gate") if kernels.compiled else ("draw",)
+    names = ("draw", "proposed", "realised", "advance_gate") if kernels.compiled else ("draw",)
     parts = {name: getattr(kernels, name) for name in names}
     operations, decoding = _Operations(counts), False
 

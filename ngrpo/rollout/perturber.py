@@ -23,7 +23,7 @@ from ngrpo.rollout.async_scheduling import Note, Notes
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
-from ngrpo.rollout.step_kernels import STREAMS, Gated, Logits, Rows, StepKernels
+from ngrpo.rollout.step_kernels import STREAMS, Logits, StepKernels
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations import InputEdit, Perturbation, Positions, streams
 from perturbations.edit import realise
@@ -76,7 +76,7 @@ class RolloutPerturber:
         self._kernels = StepKernels(perturbation, gate, embeddings, override.lookup, device, module, masks is not None)
         self._names: list[str] = []
         self._slots = np.zeros(0, dtype=np.int64)
-        self._slot_tensor = self._prompts = self._training_steps = torch.zeros(0, dtype=torch.int64)
+        self._training_steps = torch.zeros(0, dtype=torch.int64)
         self._answers = torch.zeros(2, 0, dtype=torch.int64)
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
@@ -123,8 +123,6 @@ class RolloutPerturber:
         self._names = list(names)
         self._slots = np.array([self._store.live[name] for name in names], dtype=np.int64)
         self._row_of_slot[self._slots] = np.arange(len(names))
-        self._prompts = self._upload(self._store.prompts[self._slots])
-        self._slot_tensor = self._upload(self._slots)
         if self._schedule is not None:
             self._training_steps = self._upload(self._store.training_steps[self._slots])
             self._answers = self._upload(self._store.answers[self._slots].T)
@@ -200,27 +198,17 @@ class RolloutPerturber:
         at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
         within = batch.sampled & (batch.next_positions < store.length)
         gated = self._gate.selected(at, within & store.perturbed[batch.slots])
-        perturbed = [gated, batch.next_positions[gated], at.seeds[gated], *streams.of_streams(at.mixed[gated], STREAMS)]
-        parts = [at.keys(streams.Stream.TOKEN), batch.next_positions, batch.sampled, *perturbed]
-        keys, positions, sampled, *of_gated = self._upload_all(parts)
-        filtered = None if drawable is scaled else drawable
-        draw = self._kernels.draw(scaled, keys, filtered)
-        if greedy is not None:
-            draw = draw._replace(tokens=torch.where(greedy >= 0, greedy, draw.tokens))
-        rows = Rows(self._slot_tensor, self._prompts, positions, sampled)
-        logits = Logits(scaled, temperature, filtered, greedy, hidden)
-        tokens, self._edits, edits = draw.tokens, None, {}
-        if len(gated):
-            tokens, vectors, edits = self._kernels.edit(Gated(*of_gated), rows, draw, logits)
+        keys = at.keys(streams.Stream.TOKEN)
+        rows = np.stack([batch.slots, at.first, at.positions, batch.sampled, at.seeds, keys], axis=1)
+        edited = np.stack([gated, *streams.of_streams(at.mixed[gated], STREAMS)], axis=1)
+        # One copy; the gated rows begin at 16 bytes, or a kernel would copy them once more.
+        both = self._upload(np.concatenate([rows.ravel(), edited.ravel()]))
+        of_rows, of_gated = both[: rows.size].view(rows.shape), both[rows.size :].view(edited.shape)
+        logits = Logits(scaled, temperature, None if drawable is scaled else drawable, greedy, hidden)
+        tokens, log_probs, vectors, edits = self._kernels.step(of_rows, of_gated, logits)
+        self._edits = None
+        if vectors is not None:
             self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
-        if self._gate.has_state and self._store.perturbed[batch.slots].any():
-            fed = torch.zeros_like(sampled, dtype=torch.bool)
-            if len(gated):
-                fed.index_copy_(0, of_gated[0], edits["fed"])
-            at_rows, plain = draw._replace(tokens=tokens), Logits(scaled, temperature, filtered, hidden=hidden)
-            self._kernels.advance_gate(rows, self._upload(at.seeds), at_rows, plain, fed)
-        counted = scaled if self.masks is None else drawable  # the tokens that log π is normalised over
-        log_probs = self._kernels.token_log_probs(rows, tokens, counted, draw.log_total)
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}
@@ -270,14 +258,6 @@ class RolloutPerturber:
 
     def _download(self, part: Tensor) -> Tensor:
         return part.to("cpu", non_blocking=True)
-
-    def _upload_all(self, parts: Sequence[np.ndarray]) -> list[Tensor]:
-        """Several arrays of integers in one copy. Each begins at 16 bytes, or a kernel would copy it once more."""
-        longest = max(map(len, parts))
-        together = np.zeros((len(parts), longest + longest % 2), dtype=np.int64)
-        for row, part in zip(together, parts, strict=True):
-            row[: len(part)] = part
-        return [row[: len(part)] for row, part in zip(self._upload(together).unbind(), parts, strict=True)]
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -27,29 +27,6 @@ STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPE
 _FORCED = 1e8  # vLLM gives 1e9 to a token that a thinking budget forces: nothing is drawn, so nothing is perturbed
 
 
-class Rows(NamedTuple):
-    """The B rows of a step, (B,) int64 each: slots, first generated positions, positions of the next tokens.
-
-    ``sampled`` is 0 where a prompt is not complete, so that the token is thrown away.
-    """
-
-    slots: Tensor
-    prompts: Tensor
-    positions: Tensor
-    sampled: Tensor
-
-
-class Gated(NamedTuple):
-    """The G of B rows that the gate selects, (G,) int64 each, with the keys of :data:`STREAMS` in its order."""
-
-    rows: Tensor
-    positions: Tensor
-    seeds: Tensor
-    weights_keys: Tensor
-    noise_keys: Tensor
-    gate_keys: Tensor
-
-
 class Logits(NamedTuple):
     """The sampler's inputs at the B rows of a step, as of :meth:`~ngrpo.rollout.perturber.RolloutPerturber.finish`.
 
@@ -59,16 +36,26 @@ class Logits(NamedTuple):
     scaled: Tensor
     temperature: Tensor
     drawable: Tensor | None
-    greedy: Tensor | None = None
+    greedy: Tensor | None
     hidden: Tensor | None = None
 
 
 class Drawn(NamedTuple):
-    """The next tokens of B rows, (B,) int64; log Σ exp of the logits that log π is normalised over; summary of z̃."""
+    """The next tokens of B rows, (B,) int64, and log π; log Σ exp of the logits that it is over; summary of z̃."""
 
     tokens: Tensor
+    log_probs: Tensor
     log_total: Tensor
     summary: Summary
+
+
+class Edited(NamedTuple):
+    """A step's tokens and log π, (B,); of its G gated rows what is fed, (G, D), and what is recorded, by name."""
+
+    tokens: Tensor
+    log_probs: Tensor
+    vectors: Tensor | None
+    recorded: dict[str, Tensor]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,59 +104,84 @@ class StepKernels:
         self.candidates = 0  # of a position, where an edit was rehearsed
         self._free = torch.zeros(0, dtype=torch.int64, device=device)
 
+    def step(self, rows: Tensor, gated: Tensor, logits: Logits) -> Edited:
+        """Draws the tokens of B rows, proposes what the gate's verdict is on, and moves the gate past them.
+
+        ``rows`` (B, 6) int64: slots, first generated positions, positions of the next tokens, 0 where a prompt is not
+        complete, seeds, keys of the draw. ``gated`` (G, 4) int64: which rows, and their keys of :data:`STREAMS`.
+        """
+        batch = len(rows)
+        if self.compiled and logits.greedy is None:  # one version for both
+            if len(self._free) < batch:
+                self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=rows.device)
+            logits = logits._replace(greedy=self._free[:batch])
+        draw = self.draw(rows, logits)
+        tokens, log_probs, vectors, recorded = draw.tokens, draw.log_probs, None, {}
+        if len(gated):
+            chosen, their_log_probs, recorded = self.proposed(gated, rows, draw, logits)
+            mixed = recorded["ids"], recorded["weights"], recorded.get("sigma"), recorded.get("vectors")
+            vectors = self.realised(gated, *mixed)
+            if len(gated) < batch:
+                tokens.index_copy_(0, gated[:, 0], chosen)
+                log_probs.index_copy_(0, gated[:, 0], their_log_probs)
+            else:  # the gated rows have the order of the batch
+                tokens, log_probs = chosen, their_log_probs
+        if self._gate.has_state:
+            fed = torch.zeros_like(tokens, dtype=torch.bool)
+            if len(gated):
+                fed.index_copy_(0, gated[:, 0], recorded["fed"])
+            self.advance_gate(rows, draw._replace(tokens=tokens), logits, fed)
+        return Edited(tokens, log_probs, vectors, recorded)
+
     # --- the parts, each a pure function of tensors but for the gate's state -----------------------------------
 
     @_part
-    def draw(self, scaled: Tensor, keys: Tensor, drawable: Tensor | None) -> Drawn:
-        """Draws the next tokens; arguments as of :func:`~ngrpo.rollout.sample_tokens.sample_by_blocks`."""
-        tokens, known = (sample_by_blocks if self.compiled else sample_tokens)(scaled, drawable, keys)
-        total = known.log_total if drawable is None or not self._masked else log_total(drawable)
-        return Drawn(tokens, total, known)
-
-    def edit(self, gated: Gated, rows: Rows, draw: Drawn, logits: Logits) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The tokens of all rows, (B,); the vectors to be fed, (G, D); and the records' parts, (G, …) by name."""
-        batch = len(logits.scaled)
-        if self.compiled and logits.greedy is None:  # one version for both
-            if len(self._free) < batch:
-                self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=logits.scaled.device)
-            logits = logits._replace(greedy=self._free[:batch])
-        chosen, parts = self.proposed(gated, rows, draw, logits)
-        mixed = parts.get("sigma"), parts.get("vectors")
-        vectors = self.realised(parts["ids"], parts["weights"], *mixed, gated.noise_keys)
-        placed = chosen if len(chosen) == batch else draw.tokens.index_copy_(0, gated.rows, chosen)
-        return placed, vectors, parts  # the gated rows have the order of the batch
+    def draw(self, rows: Tensor, logits: Logits) -> Drawn:
+        """Draws the next tokens of all rows."""
+        scaled, drawable, greedy = logits.scaled, logits.drawable, logits.greedy
+        sample = sample_by_blocks if self.compiled else sample_tokens
+        tokens, known = sample(scaled, drawable, rows[:, 5])
+        if greedy is not None:
+            tokens = torch.where(greedy >= 0, greedy, tokens)
+        counted = drawable if self._masked else None
+        total = known.log_total if counted is None else log_total(counted)
+        return Drawn(tokens, self._noted(rows, tokens, scaled if counted is None else counted, total), total, known)
 
     @_part
-    def proposed(self, gated: Gated, rows: Rows, draw: Drawn, logits: Logits) -> tuple[Tensor, dict[str, Tensor]]:
-        """The gated rows' tokens after the gate's verdict, (G,), and the records' parts."""
-        everything = not self.compiled and len(gated.rows) == len(logits.scaled)
-        drawable, greedy, hidden = logits.drawable, logits.greedy, logits.hidden
+    def proposed(
+        self, gated: Tensor, rows: Tensor, draw: Drawn, logits: Logits
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The gated rows' tokens after the gate's verdict and their log π, (G,), and what is recorded."""
+        which, *keys = gated.unbind(1)
+        everything = not self.compiled and len(gated) == len(rows)
 
         def picked(part: Tensor) -> Tensor:
-            return part if everything else part.index_select(0, gated.rows)
+            return part if everything else part.index_select(0, which)
 
-        sampled, summary = picked(draw.tokens), Summary(*map(picked, draw.summary))
+        rows, sampled, summary = picked(rows), picked(draw.tokens), Summary(*map(picked, draw.summary))
+        slots, first, positions, _, seeds, _ = rows.unbind(1)
+        scaled, hidden = picked(logits.scaled), logits.hidden
+        drawable, greedy = (None if part is None else picked(part) for part in (logits.drawable, logits.greedy))
         step = Step(
-            picked(logits.scaled).float(),
+            scaled.float(),
             sampled,
             picked(logits.temperature),
-            gated.seeds,
-            gated.positions,
+            seeds,
+            positions,
             self._embeddings,
-            None if drawable is None else picked(drawable),
-            dict(zip(STREAMS, (gated.weights_keys, gated.noise_keys, gated.gate_keys), strict=True)),
+            drawable,
+            dict(zip(STREAMS, keys, strict=True)),
             summary,
             None if hidden is None else picked(hidden),
             None if hidden is None else self._module,
         )
         proposal = self._perturbation.propose(step)
-        edit = proposal.edit
-        allowed = (logits.scaled if drawable is None else drawable)[gated.rows, proposal.tokens] > -torch.inf
+        edit, left = proposal.edit, scaled if drawable is None else drawable
+        allowed = left.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1) > -torch.inf
         allowed = allowed & (summary.maxima.amax(dim=-1) * step.temperature < _FORCED)
-        likeliest = None if greedy is None else picked(greedy)
-        slots, prompts = picked(rows.slots), picked(rows.prompts)
-        opened, fed = self._gate.verdict(step, proposal, slots, prompts, allowed, likeliest)
+        opened, fed = self._gate.verdict(step, proposal, slots, first, allowed, greedy)
         chosen = torch.where(opened, proposal.tokens, sampled)
+        log_probs = self._noted(rows, chosen, left if self._masked else scaled, picked(draw.log_total))
         parts = {
             "fed": fed,
             "ids": edit.ids.to(torch.int32),
@@ -179,33 +191,33 @@ class StepKernels:
             "vectors": edit.vectors,
             "normalizer": edit.normalizer,
         }
-        return chosen, {name: part for name, part in parts.items() if part is not None}
+        return chosen, log_probs, {name: part for name, part in parts.items() if part is not None}
 
     # A part of its own: within a larger one the compiler would round the mixture otherwise than the trainer's.
     @_part
     def realised(
-        self, ids: Tensor, weights: Tensor, sigma: Tensor | None, vectors: Tensor | None, noise_keys: Tensor
+        self, gated: Tensor, ids: Tensor, weights: Tensor, sigma: Tensor | None, vectors: Tensor | None
     ) -> Tensor:
         """The vectors to be fed, (G, D)."""
-        noise = None if sigma is None else noise_keys
+        noise = None if sigma is None else gated[:, 1 + STREAMS.index(streams.Stream.NOISE)]
         return realise(InputEdit(ids.long(), weights, sigma, vectors), self._lookup, noise, self._module)
 
-    @_part
-    def token_log_probs(self, rows: Rows, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
-        """log π of all rows' tokens (B,) among the logits ``counted`` (B, V) with this log Σ exp; tells the gate."""
-        slots, _, positions, sampled = rows
+    def _noted(self, rows: Tensor, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
+        """log π of tokens (N,) among the logits ``counted`` (N, V) with this log Σ exp; tells the gate of them."""
+        slots, _, positions, sampled, _, _ = rows.unbind(1)
         if self._gate.tracks_tokens:
             self._gate.observe(slots, positions, tokens, self._gate.matched(slots, positions), sampled > 0)
         return counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - log_total
 
     @_part
-    def advance_gate(self, rows: Rows, seeds: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
-        """Moves the further gate's state past the tokens of all rows; ``seeds`` (B,); ``fed``: perturbed, (B,) bool."""
+    def advance_gate(self, rows: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
+        """Moves the further gate's state past the tokens of all rows; ``fed``: perturbed, (B,) bool."""
+        slots, first, positions, sampled, seeds, _ = rows.unbind(1)
         scaled, hidden = logits.scaled.float(), logits.hidden
-        at = draw.tokens, logits.temperature, seeds, rows.positions
+        at = draw.tokens, logits.temperature, seeds, positions
         known = {}, draw.summary, hidden, None if hidden is None else self._module
         step = Step(scaled, *at, self._embeddings, logits.drawable, *known)
-        self._gate.advance(rows.slots, step, rows.prompts, fed, rows.sampled > 0)
+        self._gate.advance(slots, step, first, fed, sampled > 0)
 
     # --- compilation ---------------------------------------------------------------------------------------------
 
@@ -227,30 +239,30 @@ class StepKernels:
             self._rehearse(scaled, None, edits)
 
     def _rehearse(self, scaled: Tensor, drawable: Tensor | None, edits: bool) -> None:
-        rows = torch.arange(len(scaled), device=scaled.device)
-        first, none = torch.zeros_like(rows), torch.zeros_like(rows)
-        temperature, greedy = torch.ones(len(rows), device=scaled.device), torch.full_like(rows, -1)
-        at = Rows(first, first.clone(), first.clone(), none)
-        # Batch and gated rows vary by themselves, and so does the number of slots.
-        of_rows = scaled, drawable, rows, temperature, greedy, first, at.prompts, at.positions, none
-        _mark_dynamic(*of_rows, *self._gate.state)
-        draw, hidden = self.draw(scaled, rows, drawable), None
+        count, device = len(scaled), scaled.device
+        rows = torch.zeros(count, 6, dtype=torch.int64, device=device)
+        temperature, greedy = torch.ones(count, device=device), torch.full((count,), -1, device=device)
+        hidden = None
         if self._perturbation.reads_hidden:
-            known = self._lookup(first[:1])
-            hidden = known.new_zeros(len(rows), known.shape[-1])
-        _mark_dynamic(draw.tokens, draw.log_total, *draw.summary, hidden)
+            known = self._lookup(torch.zeros_like(greedy[:1]))
+            hidden = known.new_zeros(count, known.shape[-1])
+        logits = Logits(scaled, temperature, drawable, greedy, hidden)
+        # Batch and gated rows vary by themselves, and so does the number of slots.
+        _mark_dynamic(rows, *logits, *self._gate.state)
+        draw = self.draw(rows, logits)
+        _mark_dynamic(*draw[:3], *draw.summary)
         if edits and self._perturbation.active:
-            for count in (max(len(rows) - 1, 2), len(rows)) if self.compiled else (len(rows),):
-                gated = Gated(*(rows[:count].clone() for _ in Gated._fields))
-                _mark_dynamic(*gated)
-                parts = self.edit(gated, at, draw, Logits(scaled, temperature, drawable, greedy, hidden))[2]
-                self.candidates = parts["ids"].shape[-1]
-        counted = scaled if drawable is None or not self._masked else drawable
-        self.token_log_probs(at, draw.tokens, counted, draw.log_total)
+            for some in (max(count - 1, 2), count) if self.compiled else (count,):
+                gated = torch.arange(some, device=device).repeat(4, 1).T.contiguous()
+                _mark_dynamic(gated)
+                recorded = self.proposed(gated, rows, draw, logits)[2]
+                self.candidates = recorded["ids"].shape[-1]
+                mixed = recorded["ids"], recorded["weights"], recorded.get("sigma"), recorded.get("vectors")
+                self.realised(gated, *mixed)
         if self._gate.has_state:
-            fed = torch.zeros_like(rows, dtype=torch.bool)
+            fed = torch.zeros_like(greedy, dtype=torch.bool)
             _mark_dynamic(fed)
-            self.advance_gate(at, rows, draw, Logits(scaled, temperature, drawable, hidden=hidden), fed)
+            self.advance_gate(rows, draw, logits, fed)
 
 
 def _mark_dynamic(*parts: Tensor | None) -> None:

@@ -74,15 +74,11 @@ MUTATIONS = {
         ("-1)), temperature * factor", "-1)), temperature", "V1: the factor is not told to finish"),
     ],
     ("ngrpo/rollout/perturber.py", _DRAWN): [
-        ("torch.where(greedy >= 0, greedy, draw", "torch.where(greedy > 0, greedy, draw", "greedy token 0 is drawn"),
         ("at.keys(streams.Stream.TOKEN", "streams.keys(at.seeds, at.first, streams.Stream.TOKEN", "the prompt's draw"),
     ],
     ("ngrpo/rollout/step_kernels.py", _DRAWN): [
-        (
-            "(logits.scaled if drawable is None else drawable)[gated",
-            "logits.scaled[gated",
-            "a token that a filter cut may be proposed",
-        ),
+        ("torch.where(greedy >= 0, greedy, tok", "torch.where(greedy > 0, greedy, tok", "greedy token 0 is drawn"),
+        ("proposal.edit, scaled if drawable is None else drawable", "proposal.edit, scaled", "a cut token is proposed"),
     ],
     ("perturbations/seeds.py", "test_requests.py"): [
         ("trajectory_seed(perturbation, engine) &", "trajectory_seed(perturbation) &", "engines share their seeds"),

@@ -13,7 +13,7 @@ from benchmarks.exactness import in_tree
 from tests.own_process import result_of
 
 # What each perturbation's decode step consists of; `_mixed_rows` reads rows of the embedding.
-OF_EVERY_STEP = {"draw", "proposed", "realised", "token_log_probs"}
+OF_EVERY_STEP = {"draw", "proposed", "realised"}
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch, plan: str, names: str) -> dict[str, Any]:
