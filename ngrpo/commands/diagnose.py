@@ -45,7 +45,7 @@ def run(argv: list[str], *, report: Report) -> int:
     """Diagnoses."""
     # Read once, when torch loads: threads that spin while they wait take a shared CPU from everybody.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from ngrpo.config.model_check import check_model
+    from ngrpo.config.input_checks import check_model
     from ngrpo.workbench.diagnose.diagnosis import REPORT, diagnose, differences, table
 
     args, sampling, strategies = _read(argv)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ngrpo.config import complete_flags, kinds, parse, rules
+from ngrpo.config import kinds, parse, rules
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.console import text_table
 from ngrpo.machine.hardware import gpu_plan
@@ -34,13 +34,13 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     if run.hardware == "auto" and shape.lower() != "true":
         run = replace(run, hardware="cuda")
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=machine)
-    flags = complete_flags.resolve_flags(run)
+    flags = rules.resolve_flags(run)
     rules.check_parsed(flags)
     for note in (*run.notes, *rules.notes(flags, run)):
         print(f"warning: {note}")
     if checks_only:
         return _run_checks(rules.outcomes(flags, run))
-    shown = complete_flags.in_run_folder(flags, run)
+    shown = rules.in_run_folder(flags, run)
     print(f"added to OpenRLHF's flags: {shlex.join(shown.added)}\n")
     args = shown.args
     cuda = run.profile.name == "cuda"

@@ -65,7 +65,7 @@ def run(argv: list[str], *, report: Report) -> int:
     else:
         folder = folder_for(args.out, "eval")
         with telling_what_is_kept("eval", argv, folder, report):
-            from ngrpo.config.model_check import check_model
+            from ngrpo.config.input_checks import check_model
 
             sampling, policy = _drawing(args, asked, report)
             for note in policy.notes:

@@ -109,7 +109,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngrpo.commands import dry_run, extensions
-from ngrpo.config import complete_flags, flag_values, parse, rules, verl_lines
+from ngrpo.config import flag_checks, parse, rules, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine import console
 from ngrpo.machine.models import packaged
@@ -138,7 +138,7 @@ def run(argv: Sequence[str], *, report: console.Report) -> int:
     if (trainer := flags.value(parse.PRINT)) is not None:
         if trainer != "verl":
             raise UsageError(f"{parse.PRINT} {trainer}: verl is the one trainer that a run can be printed for.")
-        lines, left = verl_lines.of_run(asked, complete_flags.completed(asked))
+        lines, left = verl_lines.of_run(asked, rules.completed(asked))
         print("python -m verl.trainer.main_ppo \\\n    " + " \\\n    ".join(map(shlex.quote, lines)))
         if left:
             print(f"not translated, verl's default holds: {', '.join(left)}", file=sys.stderr)
@@ -186,9 +186,9 @@ def _prepare(run: RunConfig, folder: Path, report: console.Report) -> RunConfig:
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
-    if complete.has(flag_values.LOAD):
-        report(flag_values.first_step(complete))
-    if added := complete_flags.in_run_folder(complete, run).added:
+    if complete.has(flag_checks.LOAD):
+        report(flag_checks.first_step(complete))
+    if added := rules.in_run_folder(complete, run).added:
         report(f"added to OpenRLHF's flags: {shlex.join(added)}")
 
     def resolved(name: str) -> str:
@@ -200,6 +200,6 @@ def _prepare(run: RunConfig, folder: Path, report: console.Report) -> RunConfig:
     complete = complete.replaced(MODEL_NAMES, resolved)
     rules.check("model", complete, run)
     if run.task is not None:
-        complete_flags.copy_task(run.task, folder / "task")
-    complete = complete_flags.in_run_folder(complete, run)
+        rules.copy_task(run.task, folder / "task")
+    complete = rules.in_run_folder(complete, run)
     return replace(run, openrlhf=tuple(complete.argv), hardware=run.profile.name, run_dir=str(folder.absolute()))

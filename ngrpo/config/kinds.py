@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ngrpo.methods import advantages, credits, policy_noises, sampling_schedules, second_rounds
 from perturbations import registry
 from perturbations.errors import UsageError
-from perturbations.registry import Registry
 
 if TYPE_CHECKING:
     from perturbations.options import Options
@@ -40,7 +39,7 @@ class Kind:
         templates: the package with the folder ``templates``, which ``ngrpo new`` copies.
     """
 
-    registry: Registry
+    registry: registry.Registry
     flag: str
     about: str
     page: str = "docs/exploration.md"
@@ -128,7 +127,7 @@ KINDS = {kind.name: kind for kind in ROWS}
 FLAGS = {kind.registry: kind.flag for kind in ROWS}
 
 
-def of_registry(registry: Registry) -> Kind:
+def of_registry(registry: registry.Registry) -> Kind:
     """The kind with this registry, as :attr:`perturbations.options.Options.registry` names it."""
     return next(kind for kind in KINDS.values() if kind.registry is registry)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from perturbations import Gate, Perturbation, registry
 from perturbations.options import Options, coerce
-from perturbations.registry import Registry
 from perturbations.testing import proposal
 from perturbations.testing.report import PerturbationError, require
 
@@ -49,7 +48,7 @@ def inspect(
 
 
 def outcomes(
-    target: _Target, registry: Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
+    target: _Target, registry: registry.Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
 ) -> Iterator[tuple[str, PerturbationError | None]]:
     """As :func:`inspect`, for any registry; ``own`` gives the checks of its kind beyond those of all options."""
     cls, made = registry.get(target) if isinstance(target, str) else target, None
@@ -114,7 +113,7 @@ def _raise_first(findings: Iterator[tuple[str, PerturbationError | None]]) -> No
             raise error
 
 
-def check_class(kind: Registry, cls: type, base: type) -> None:
+def check_class(kind: registry.Registry, cls: type, base: type) -> None:
     """The class itself, and the declaration of each option."""
     derived, home = isinstance(cls, type) and issubclass(cls, base), kind.base.replace(":", ".")
     require(derived, f"{cls!r} is not a {kind.kind}.", f"Please derive it from {home}.")

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from ngrpo.config import complete_flags, parse, run
+from ngrpo.config import parse, rules, run
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.advantages import compute, create
 from perturbations.errors import UsageError
@@ -14,7 +14,7 @@ def added(line: str) -> str:
     """The flags that a command line gets, each with a blank after it."""
     command = parse.run_config(line.split())
     flags = Flags(command.openrlhf)
-    return "".join(f"{word} " for word in flags.with_defaults(complete_flags.of_preset(flags, command)).added)
+    return "".join(f"{word} " for word in flags.with_defaults(rules.of_preset(flags, command)).added)
 
 
 class TestPresets:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.config import complete_flags
+from ngrpo.config import rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
 from ngrpo.trainers.openrlhf import step_advantages
@@ -222,5 +222,5 @@ def test_openrlhf_s_estimator_needs_no_group_and_leaves_spo_s_numbers_alone() ->
     """It does not normalize them again, and clips beyond √128, the most of 128 responses."""
     run = run_of(preset="grpo", advantage={"name": "spo"})
     given = Flags(["--rollout.n_samples_per_prompt", "1", "--rollout.batch_size", "128"])
-    flags = complete_flags.of_preset(given, run)
+    flags = rules.of_preset(given, run)
     assert (flags["--algo.advantage.estimator"], flags["--reward.clip_range"]) == ("flash_reinforce", ("-12", "12"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import complete_flags, dataset_check, model_check, verl_lines
+from ngrpo.config import input_checks, rules, verl_lines
 from ngrpo.machine.models import sandbox
 from ngrpo.machine.models.conversation import rendered
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -114,8 +114,8 @@ def test_what_cannot_be_rendered_is_refused_by_row(
     words = ["--data.prompt_dataset", source, "--actor.model_name_or_path", str(tmp_path)]
     flags = Flags([*words, "--data.apply_chat_template"])
     with pytest.raises(UsageError, match=r"row 2\b"):
-        dataset_check.check_files(flags)
-        model_check.check_template(flags, run_of())
+        input_checks.check_files(flags)
+        input_checks.check_template(flags, run_of())
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_arguments_that_no_template_takes(tmp_path: Path, given: str, says: str)
     source = written(tmp_path / "a.jsonl", {"input": "2 + 2?"})
     words = ["--data.prompt_dataset", source, "--actor.model_name_or_path", str(tmp_path)]
     with pytest.raises(UsageError, match=says):
-        model_check.check_template(Flags([*words, "--data.apply_chat_template"]), run_of(chat_template_kwargs=given))
+        input_checks.check_template(Flags([*words, "--data.apply_chat_template"]), run_of(chat_template_kwargs=given))
     with pytest.raises(UsageError, match="no effect without --data"):
-        model_check.check_template(Flags(words), run_of(chat_template_kwargs="enable_thinking=false"))
+        input_checks.check_template(Flags(words), run_of(chat_template_kwargs="enable_thinking=false"))
 
 
 def test_one_flag_for_all_sides() -> None:
@@ -155,7 +155,7 @@ def test_one_flag_for_all_sides() -> None:
     templates = [Flags(eval_argv(own, "m", Path("out"), arm)).value(flag[0]) for arm in own.arms]
     assert templates == ["enable_thinking=false", "enable_thinking=true"]
     assert Flags(own.diagnosis or ()).value("--strategy") == "none" and own.diagnosis == plan.diagnosis
-    lines, _ = verl_lines.of_run(run, complete_flags.completed(run))
+    lines, _ = verl_lines.of_run(run, rules.completed(run))
     assert "+data.apply_chat_template_kwargs.enable_thinking=false" in lines
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.config.dataset_check import check_files
+from ngrpo.config.input_checks import check_files
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.scoring.problems import BOXED, LETTER
 from ngrpo.workbench.evaluate import load_problems

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo import patches
-from ngrpo.config import complete_flags, rules, run
+from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import profile_for, stand_ins
 from ngrpo.machine.upstream.openrlhf_flags import Flags, actions
@@ -38,7 +38,7 @@ PLACED += tuple(word for role in ("actor", "ref", "critic", "reward") for word i
 
 def start(run: RunConfig) -> None:
     """Starts a run as far as its hardware is concerned."""
-    flags = complete_flags.with_hardware(Flags(run.openrlhf), run)
+    flags = rules.with_hardware(Flags(run.openrlhf), run)
     rules.check_hardware(flags, run)
     launch.launch(replace(run, openrlhf=tuple(flags.argv)))
 

@@ -11,7 +11,7 @@ import pytest
 
 from ngrpo import cli
 from ngrpo.commands import doctor
-from ngrpo.config import batch_check, complete_flags, parse, rules
+from ngrpo.config import flag_checks, parse, rules
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.upstream import placement
@@ -140,15 +140,13 @@ class TestRows:
         words = f"--data.prompt_dataset {file} --reward.remote_url http://r {more}"
         base = BASE.replace("--task arithmetic ", "")
         run = parse.run_config(f"{base}{SIZES}{MODEL} --data.label_key label {words}".split())
-        return complete_flags.resolve_flags(
-            dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x")
-        )
+        return rules.resolve_flags(dataclasses.replace(run, machine=placement.planned("8x80", "-"), run_dir="runs/x"))
 
     def test_rows_of_a_last_step_that_would_hang_are_left_out_and_said(self, tmp_path: Path) -> None:
         """43 = 2 × 16 + 11: 44 answers go out as 7 × 6 + 2; of 10, 40 answers are 8 × 5."""
         flags = self.flags(tmp_path, 43)
         assert flags.value("--data.max_samples") == "42" and "--data.max_samples" in flags.added
-        assert "--data.max_samples 42 is added" in batch_check.notes(flags, RunConfig())[0]
+        assert "--data.max_samples 42 is added" in flag_checks.batch_notes(flags, RunConfig())[0]
         for rows in (32, 42, 34):
             assert not self.flags(tmp_path, rows).has("--data.max_samples"), rows
 

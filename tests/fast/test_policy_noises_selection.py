@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ngrpo.config import model_check, rules
+from ngrpo.config import input_checks, rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import policy_noises
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
@@ -96,8 +96,8 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     for check in (partial(rules.check, "model", flags, run), of_dry_run):
         with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):
             check()
-    assert model_check.check_model(model, None) is None
-    assert model_check.check_model(model, None, policy_noises.create("psn")) is None
+    assert input_checks.check_model(model, None) is None
+    assert input_checks.check_model(model, None, policy_noises.create("psn")) is None
 
 
 def test_the_actor_looks_for_the_weights_once_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import flag_values
+from ngrpo.config import flag_checks
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.trainers.openrlhf.step_advantages import Visits
 from ngrpo.trainers.openrlhf.trainer import generate_samples_actor
@@ -76,23 +76,23 @@ def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
 def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     """Whole runs: tests/pipeline/test_faults.py, whose folder DeepSpeed writes."""
     flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])
-    assert flag_values.first_step(Flags(["--ckpt.path", str(tmp_path)])) == "starts at step 0"
-    flag_values.check_checkpoint(flags, run_of())
-    line = flag_values.first_step(flags)
+    assert flag_checks.first_step(Flags(["--ckpt.path", str(tmp_path)])) == "starts at step 0"
+    flag_checks.check_checkpoint(flags, run_of())
+    line = flag_checks.first_step(flags)
     assert line.startswith("warning: ") and "starts at step 0" in line
     folder = tmp_path / "_actor"
     folder.mkdir()
     with pytest.raises(UsageError, match=f"no checkpoint in {folder} is complete"):
-        flag_values.check_checkpoint(flags, run_of())
+        flag_checks.check_checkpoint(flags, run_of())
     for name in ("", "global_step40"):  # as a copy without the large files leaves it
         (folder / "latest").write_text(name)
         with pytest.raises(UsageError, match=f"names the checkpoint '{name}', and there is no such folder"):
-            flag_values.check_checkpoint(flags, run_of())
+            flag_checks.check_checkpoint(flags, run_of())
     (folder / "global_step40").mkdir()
     (folder / "global_step40" / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(UsageError, match="lacks latest_universal"):
-        flag_values.check_checkpoint(Flags([*flags.argv, "--ds.use_universal_ckpt"]), run_of())
-    flag_values.check_checkpoint(flags, run_of())
+        flag_checks.check_checkpoint(Flags([*flags.argv, "--ds.use_universal_ckpt"]), run_of())
+    flag_checks.check_checkpoint(flags, run_of())
     with pytest.raises(UsageError, match="lacks the moving average"):
-        flag_values.check_checkpoint(Flags([*flags.argv, "--train.enable_ema"]), run_of())
-    assert flag_values.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"
+        flag_checks.check_checkpoint(Flags([*flags.argv, "--train.enable_ema"]), run_of())
+    assert flag_checks.first_step(flags) == f"continues after global_step40 of {folder} (--ckpt.load_enable)"

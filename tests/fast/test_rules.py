@@ -10,8 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from ngrpo import cli
-from ngrpo.config import complete_flags, model_check, rules
-from ngrpo.config.dataset_check import check_files
+from ngrpo.config import input_checks, rules
+from ngrpo.config.input_checks import check_files
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.scoring import reward_files
@@ -75,18 +75,18 @@ def test_numbers_out_of_range(words: str, allowed: str) -> None:
 
 def test_k_above_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 10}}))
-    model_check.check_model(str(tmp_path), create("neighbor", k=10))
+    input_checks.check_model(str(tmp_path), create("neighbor", k=10))
     with pytest.raises(ValueError, match=r"k=11: must be in \[2, 10\]"):
-        model_check.check_model(str(tmp_path), create("neighbor", k=11))
+        input_checks.check_model(str(tmp_path), create("neighbor", k=11))
 
 
 def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     flags = Flags(["--actor.model_name_or_path", str(tmp_path), "--data.apply_chat_template"])
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UsageError, match=r"has no chat template\. Use a model that has one"):
-        model_check.check_template(flags, run_of())
+        input_checks.check_template(flags, run_of())
     (tmp_path / "chat_template.jinja").touch()
-    model_check.check_template(flags, run_of())
+    input_checks.check_template(flags, run_of())
 
 
 def args(path: object, *more: str) -> list[str]:
@@ -206,6 +206,6 @@ def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPat
     words += " --rollout.batch_size 8 --train.batch_size 32 --perturbation soft"
     assert cli.main([*words.split(), "--perturbation.protect", "99999999"]) == 2
     assert not any(tmp_path.iterdir())
-    monkeypatch.setattr(complete_flags, "prepared", lambda task: pytest.fail("its files are prepared"))
+    monkeypatch.setattr(rules, "prepared", lambda task: pytest.fail("its files are prepared"))
     assert cli.main([*words.split(), "--ds.param_dtype", "fp16"]) == 2
     assert not any(tmp_path.iterdir())

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.config.complete_flags import resolve_flags
 from ngrpo.config.parse import run_config
+from ngrpo.config.rules import resolve_flags
 from ngrpo.methods import advantages, second_rounds
 from ngrpo.trainers.common import sample_records
 from ngrpo.trainers.common.policy_loss import TwoRoundsLoss, behavior

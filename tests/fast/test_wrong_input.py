@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ngrpo import cli
-from ngrpo.config import flag_values
-from ngrpo.config.dataset_check import check_files
+from ngrpo.config import flag_checks
+from ngrpo.config.input_checks import check_files
 from ngrpo.config.rules import label_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults
 from perturbations import registry
@@ -61,7 +61,7 @@ def test_a_right_run_passes(folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_openrlhfs_own_defaults_pass() -> None:
     for name, value in defaults().items():
-        flag_values.check(Flags(["--actor.model_name_or_path", "m", name, value]))
+        flag_checks.check(Flags(["--actor.model_name_or_path", "m", name, value]))
 
 
 @pytest.mark.parametrize(("words", "said"), run.refused("values"))

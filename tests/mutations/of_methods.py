@@ -76,7 +76,7 @@ MUTATIONS = {
     ("ngrpo/trainers/openrlhf/model_actors.py", _FURTHER): [
         ("[rows[sample == i] + 1 for", "[rows[sample == i] for", "rep_exp: the states that chose the tokens"),
     ],
-    ("ngrpo/config/complete_flags.py", _OBJECTIVES): [
+    ("ngrpo/config/rules.py", _OBJECTIVES): [
         ("if bound > 10 else", "if bound > 0 else", "a clip narrower than OpenRLHF's own"),
     ],
     ("ngrpo/methods/credits/token_credits.py", _IN_LOSS): [

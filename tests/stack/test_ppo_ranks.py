@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which numbers of answers OpenRLHF 0.11.2 can train on with several ranks; the others hang, or shift the updates.
 
-The start-up rule (`ngrpo/config/batch_check.py`) says the same of each. The ranks run this file: answers are cut and
+The start-up rule (`ngrpo/config/flag_checks.py`) says the same of each. The ranks run this file: answers are cut and
 handed out, trained on by a tiny model, and counted, all by OpenRLHF and DeepSpeed themselves; Ray alone, which would
 carry them to the ranks, is left out. A collective that waits for ten seconds is a hang.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo.config import batch_check
+from ngrpo.config import flag_checks
 from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
 from tests.own_process import RESULT, run_two_ranks
 from tests.tiny_folder import tiny_folder
@@ -43,7 +43,7 @@ def trained(folder: str, ranks: int, micro: int, *cases: str) -> dict[str, list[
     steps = zip(*(json.loads(line.removeprefix(RESULT)) for line in lines))
     flags = (arguments(folder, ranks, 8, micro, int(case.partition(":")[2])) for case in cases)
     counts = (int(case.partition(":")[0]) for case in cases)
-    rule = [batch_check.trains_on_all_ranks(Flags(each).args, count) for each, count in zip(flags, counts)]
+    rule = [flag_checks.trains_on_all_ranks(Flags(each).args, count) for each, count in zip(flags, counts)]
     steps = list(steps)
     assert rule == [not any(rank["end"] for rank in step) for step in steps]
     ends = ([rank["end"] or rank["trained"] for rank in step] for step in steps)

@@ -11,7 +11,6 @@ from itertools import product
 from math import gcd
 
 from ngrpo.machine.models import architecture
-from ngrpo.machine.models.architecture import ModelSize
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import GIB, Args, Group, Machine
@@ -87,7 +86,7 @@ def fits(args: Args, gpu: float) -> bool:
     return peak <= gpu and kv_cache_tokens(actor, args, gpu) >= args["data.max_len"]
 
 
-def trained(role: str, size: ModelSize, args: Args, world: int) -> list[Part]:
+def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> list[Part]:
     """A model on ``world`` GPUs that is trained: the actor or the critic."""
     stage, tensor, asleep = args["ds.zero_stage"], args["ds.tensor_parallel_size"], args["ds.enable_sleep"]
     whole = size.parameters / tensor
@@ -127,7 +126,7 @@ def _tokens(kind: str, args: Args) -> int:
     return args[f"{kind}.micro_batch_size"] * args["data.max_len"] // args["ds.ring_attn_size"]
 
 
-def scored(size: ModelSize, args: Args) -> Part:
+def scored(size: architecture.ModelSize, args: Args) -> Part:
     """The logits of one micro-batch, without gradients; models that share GPUs score one after the other."""
     tokens = _tokens("rollout", args)
     return Part(
@@ -135,7 +134,7 @@ def scored(size: ModelSize, args: Args) -> Part:
     )
 
 
-def frozen(role: str, size: ModelSize, args: Args, world: int, *, offloaded: bool = False) -> Part:
+def frozen(role: str, size: architecture.ModelSize, args: Args, world: int, *, offloaded: bool = False) -> Part:
     """The reference or the reward model; DeepSpeed offloads it under ZeRO-3 only."""
     tensor, stage3 = args["ds.tensor_parallel_size"], args["ds.zero_stage"] == 3
     held = 2 * size.parameters / (world if stage3 else tensor)
@@ -146,7 +145,7 @@ def frozen(role: str, size: ModelSize, args: Args, world: int, *, offloaded: boo
     return Part(f"{role}: weights", formula, (held,) * 4)
 
 
-def engine(size: ModelSize, args: Args, gpu: float) -> Part:
+def engine(size: architecture.ModelSize, args: Args, gpu: float) -> Part:
     """A vLLM engine's fraction of a GPU: weights, KV cache and graphs."""
     share, weights = args["vllm.gpu_memory_utilization"], 2 * size.parameters / args["vllm.tensor_parallel_size"]
     formula = f"{share:g} of the GPU, of which weights {weights / GIB:.1f} GiB"
@@ -156,7 +155,7 @@ def engine(size: ModelSize, args: Args, gpu: float) -> Part:
     return Part("vLLM engine", formula, (share * gpu,) * 4)
 
 
-def kv_cache_tokens(size: ModelSize, args: Args, gpu: float) -> int:
+def kv_cache_tokens(size: architecture.ModelSize, args: Args, gpu: float) -> int:
     """Tokens that an engine's KV cache holds at most: its fraction of the GPU without the weights."""
     tensor = args["vllm.tensor_parallel_size"]
     free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / tensor

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ngrpo.config.flag_values import number
+from ngrpo.config.flag_checks import number
 from ngrpo.machine.upstream.types import Experience, PreTrainedTokenizerBase
 from perturbations.errors import UsageError
 

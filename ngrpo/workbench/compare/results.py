@@ -23,7 +23,6 @@ from ngrpo.workbench.report import write_report
 from ngrpo.workbench.report.headline import by_strategy, evaluated
 from ngrpo.workbench.report.responses import MOST_BYTES, fitting
 from ngrpo.workbench.report.values import dig, shares
-from ngrpo.workbench.statistics import ENOUGH_SEEDS, mean_of_known, pass_at_k
 
 _COSTS = ("tokens_per_second", "step_seconds", "record_bytes_per_token")
 _CSV_STEP = ("reward", "rate", "shift", "gap_perturbed_mean", "gap_plain_mean", *_COSTS)
@@ -205,7 +204,7 @@ def _row(arm: str, mine: Runs, theirs: Runs, baseline: str) -> dict[str, Any]:
         row["difference"] = _judged(*([_scores(side[seed]) for seed in shared] for side in (mine, theirs)))
     row["cost"] = _cost(mine, theirs, shared)
     lost = [unscored(run["evaluation"] or {}) for run in mine.values()]
-    row["unscored"] = {key: mean_of_known(of_run[key] for of_run in lost) for key in unscored({})}
+    row["unscored"] = {key: statistics.mean_of_known(of_run[key] for of_run in lost) for key in unscored({})}
     return row
 
 
@@ -226,7 +225,7 @@ def _scores(run: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         return {}
     scores = {"mean_at_n": {p["id"]: p["correct"] / p["n"] for p in evaluation["problems"]}}
     for k in evaluation["pass_at_k"]:
-        scores[k] = {p["id"]: pass_at_k(p["n"], p["correct"], int(k)) for p in evaluation["problems"]}
+        scores[k] = {p["id"]: statistics.pass_at_k(p["n"], p["correct"], int(k)) for p in evaluation["problems"]}
     return scores
 
 
@@ -254,14 +253,14 @@ def _cost(mine: Runs, theirs: Runs, shared: list[int]) -> dict[str, Any]:
     def spent(run: Mapping[str, Any], key: str) -> float | None:
         if key == "memory_bytes":
             return run["peak_memory_bytes"]
-        return mean_of_known((step.get(key) for step in run["steps"][1:] or run["steps"]), np.median)
+        return statistics.mean_of_known((step.get(key) for step in run["steps"][1:] or run["steps"]), np.median)
 
     cost: dict[str, Any] = {}
     for key in (*_COSTS, "memory_bytes"):
         own, base = ({seed: spent(run, key) for seed, run in side.items()} for side in (mine, theirs))
         pairs = [(own[seed], base[seed]) for seed in shared]
-        ratio = mean_of_known((a / b for a, b in pairs if a is not None and b), np.median)
-        cost[key] = {"value": mean_of_known(own.values(), np.median), "ratio": ratio}
+        ratio = statistics.mean_of_known((a / b for a, b in pairs if a is not None and b), np.median)
+        cost[key] = {"value": statistics.mean_of_known(own.values(), np.median), "ratio": ratio}
     return cost
 
 
@@ -287,7 +286,7 @@ def verdict(difference: Mapping[str, Any] | None, measure: str, baseline: str, s
         least = difference["detectable"]
         missed = "" if least is None else f"; below about {least:.3f} a difference would often have been missed"
         return f"within noise: {text}{missed}"
-    if seeds < ENOUGH_SEEDS:
+    if seeds < statistics.ENOUGH_SEEDS:
         return f"{text}; {seeds} seeds are too few to tell a method from luck"
     return f"{'better' if value > 0 else 'worse'}: {text}"
 

@@ -20,7 +20,6 @@ from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
 from ngrpo.methods.tasks import check_problems, check_scorer, score
 from ngrpo.workbench.evaluate import engine as engines
-from ngrpo.workbench.evaluate.engine import DESCRIBED, Job, RolloutPolicy, Sampling
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
@@ -42,9 +41,9 @@ def evaluate(
     out: str | Path,
     n: int = 32,
     k: Sequence[int] | None = None,
-    sampling: Sampling | None = None,
+    sampling: engines.Sampling | None = None,
     perturbation: Mapping[str, Any] | None = None,
-    policy: RolloutPolicy = RolloutPolicy(),
+    policy: engines.RolloutPolicy = engines.RolloutPolicy(),
     dataset: str = "problems",
     hardware: str = "auto",
     engine_options: Mapping[str, Any] | None = None,
@@ -72,7 +71,7 @@ def evaluate(
     Raises:
         UsageError: for bad settings, a folder with another evaluation, or one that cannot be written.
     """
-    sampling = sampling or Sampling()
+    sampling = sampling or engines.Sampling()
     weights = live = None
     if isinstance(model, str):
         name = packaged.resolve(model, report=report)
@@ -228,7 +227,7 @@ def _scorers(problems: Sequence[Problem]) -> dict[str, Any]:
 
 def _jobs(
     tokenizer: TokenizerLike, prompts: Mapping[str, str], missing: Sequence[tuple[Problem, int]], run_seed: int
-) -> list[Job]:
+) -> list[engines.Job]:
     """The requests for missing samples, seeded by the prompt's tokens, so that --limit changes no problem's samples.
 
     Problems with the same prompt would get equal samples; the number of earlier ones keeps their seeds apart.
@@ -290,7 +289,7 @@ def summarise(
     tokens = sum(sample["tokens"] for sample in samples)
     result = {
         "format": 1,
-        **{key: settings[key] for key in DESCRIBED if key in settings},
+        **{key: settings[key] for key in engines.DESCRIBED if key in settings},
         **{key: settings[key] for key in ("model", "dataset", "scorer", "n", "sampling", "perturbation")},
         "versions": versions(runner),
         "machine": machine(),
@@ -342,7 +341,7 @@ def table(result: Mapping[str, Any], folder: object) -> str:
     """The result for people."""
     sampling, problems, n = result["sampling"], result["problems"], result["n"]
     spec = result["perturbation"] or {"name": "off"}
-    drawn_with = [f"{key.replace('_', ' ')} {result[key]['name']}" for key in DESCRIBED[:2] if key in result]
+    drawn_with = [f"{key.replace('_', ' ')} {result[key]['name']}" for key in engines.DESCRIBED[:2] if key in result]
     always = sum(problem["correct"] == n for problem in problems)
     never = sum(problem["correct"] == 0 for problem in problems)
     lines = [

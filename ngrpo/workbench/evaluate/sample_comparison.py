@@ -22,7 +22,6 @@ from ngrpo.workbench.evaluate.evaluation import (
     unscored_warnings,
 )
 from ngrpo.workbench.report.values import shares
-from ngrpo.workbench.statistics import pass_at_k
 from perturbations.errors import UsageError
 
 _TAUS = (0.25, 0.5, 0.75)
@@ -182,5 +181,5 @@ def measures(k: str | None, tau: str | None, fewest: int) -> dict[str, Callable[
     if bad := [tau for tau in taus if not 0.0 < tau <= 1.0]:
         raise UsageError(f"--tau {bad[0]:g}: must be in (0, 1].")
     measures: dict[str, Callable[[int, int], float]] = {"mean": lambda n, c: c / n}
-    measures |= {f"Pass@{k}": lambda n, c, k=k: pass_at_k(n, c, k) for k in ks}
+    measures |= {f"Pass@{k}": lambda n, c, k=k: statistics.pass_at_k(n, c, k) for k in ks}
     return measures | {f"Cover@{tau:g}": lambda n, c, tau=tau: float(c / n >= tau) for tau in taus}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ngrpo.config.flag_values import LOAD
+from ngrpo.config.flag_checks import LOAD
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.console import text_table
