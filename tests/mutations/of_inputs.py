@@ -129,8 +129,8 @@ MUTATIONS = {
             "state: of lost draws",
         ),
     ],
-    ("ngrpo/rollout/perturber.py", "test_gates_state.py"): [
-        ('fed.index_copy_(0, of_gated[0], edits["fed"])', "fed[:] = True", "state: told that all is fed"),
+    ("ngrpo/rollout/step_kernels.py", "test_gates_state.py"): [
+        ('fed.index_copy_(0, gated[:, 0], recorded["fed"])', "fed[:] = True", "state: told that all is fed"),
     ],
     ("perturbations/replay/routing.py", "test_routing.py"): [
         ("(scores.gather(1, indices), indices)", "(own.values, indices)", "routing: the weights of other experts"),
