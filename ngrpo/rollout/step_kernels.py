@@ -41,12 +41,15 @@ class Logits(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The next tokens of B rows, (B,) int64, and log π; log Σ exp of the logits that it is over; summary of z̃."""
+    """The next tokens of B rows, (B,) int64, and log π; summary of z̃.
+
+    ``log_total``: log Σ exp of what filters left, where log π is normalised over that; else None.
+    """
 
     tokens: Tensor
     log_probs: Tensor
-    log_total: Tensor
     summary: Summary
+    log_total: Tensor | None
 
 
 class Edited(NamedTuple):
@@ -143,9 +146,10 @@ class StepKernels:
         tokens, known = sample(scaled, drawable, rows[:, 5])
         if greedy is not None:
             tokens = torch.where(greedy >= 0, greedy, tokens)
-        counted = drawable if self._masked else None
-        total = known.log_total if counted is None else log_total(counted)
-        return Drawn(tokens, self._noted(rows, tokens, scaled if counted is None else counted, total), total, known)
+        if drawable is None or not self._masked:
+            return Drawn(tokens, self._noted(rows, tokens, scaled, known.log_total), known, None)
+        total = log_total(drawable)
+        return Drawn(tokens, self._noted(rows, tokens, drawable, total), known, total)
 
     @_part
     def proposed(
@@ -181,7 +185,8 @@ class StepKernels:
         allowed = allowed & (summary.maxima.amax(dim=-1) * step.temperature < _FORCED)
         opened, fed = self._gate.verdict(step, proposal, slots, first, allowed, greedy)
         chosen = torch.where(opened, proposal.tokens, sampled)
-        log_probs = self._noted(rows, chosen, left if self._masked else scaled, picked(draw.log_total))
+        total = summary.log_total if draw.log_total is None else picked(draw.log_total)
+        log_probs = self._noted(rows, chosen, scaled if draw.log_total is None else left, total)
         parts = {
             "fed": fed,
             "ids": edit.ids.to(torch.int32),
@@ -199,7 +204,7 @@ class StepKernels:
         self, gated: Tensor, ids: Tensor, weights: Tensor, sigma: Tensor | None, vectors: Tensor | None
     ) -> Tensor:
         """The vectors to be fed, (G, D)."""
-        noise = None if sigma is None else gated[:, 1 + STREAMS.index(streams.Stream.NOISE)]
+        noise = None if sigma is None else gated[:, 1 + STREAMS.index(streams.Stream.NOISE)].contiguous()
         return realise(InputEdit(ids.long(), weights, sigma, vectors), self._lookup, noise, self._module)
 
     def _noted(self, rows: Tensor, tokens: Tensor, counted: Tensor, log_total: Tensor) -> Tensor:
@@ -250,7 +255,7 @@ class StepKernels:
         # Batch and gated rows vary by themselves, and so does the number of slots.
         _mark_dynamic(rows, *logits, *self._gate.state)
         draw = self.draw(rows, logits)
-        _mark_dynamic(*draw[:3], *draw.summary)
+        _mark_dynamic(draw.tokens, draw.log_probs, *draw.summary, draw.log_total)
         if edits and self._perturbation.active:
             for some in (max(count - 1, 2), count) if self.compiled else (count,):
                 gated = torch.arange(some, device=device).repeat(4, 1).T.contiguous()
