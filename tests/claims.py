@@ -2,7 +2,7 @@
 """What `make test` shows with engines and trainings: a file for each claim. All other such tests are marked ``more``.
 
 ``python -m tests.claims stack`` prints the files of a folder that show a claim, ``python -m tests.claims stack more``
-(or ``slow``) those with such tests, so that no process is started for nothing; longest first.
+(or ``slow``) those with such tests, so that no other file is imported; longest first.
 """
 
 import re
@@ -26,7 +26,7 @@ CLAIMS = {
 
 
 _ROOT = Path(__file__).resolve().parents[1]
-LONGEST = ("test_diagnose", "test_exactness", "test_eval", "test_models", "test_v2")
+LONGEST = ("test_models", "test_v2", "test_piecewise", "test_gpu_script", "test_interpreted", "test_tensor_parallel")
 _WHOLLY_SLOW = re.compile(r"^pytestmark = .*slow|^pytestmark = \[\n    pytest.mark.slow", re.MULTILINE)
 
 

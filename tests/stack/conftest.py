@@ -27,8 +27,13 @@ def engine(model: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _engines_of_a_module_are_freed() -> Iterator[None]:
-    """An engine holds about a GB, in cycles of references, and glibc keeps what is freed."""
+    """An engine holds about a GB, in cycles of references, and glibc keeps what is freed.
+
+    It makes vLLM remember the environment, too, which the files after it may set.
+    """
     yield
+    if (envs := sys.modules.get("vllm.envs")) is not None:
+        envs.disable_envs_cache()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
