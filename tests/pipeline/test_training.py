@@ -19,14 +19,15 @@ def check(steps: list[dict[str, Any]], rate: float) -> None:
     assert 0.0 <= first["left_anchor"] <= 1.0
 
 
-def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, smollm2: str) -> None:
+def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, random_model: str) -> None:
     """KL loss to a replaying reference, gradient checkpointing, prefix caching, an evaluation that is not perturbed.
 
-    Run by the example's script, whose perturbation is neighbor, with later flags that make it smaller.
+    Run by the example's script, whose perturbation is neighbor, with later flags that make it smaller. The pretrained
+    model trains in the slow tests and is replayed in tests/stack/test_exactness.py.
     """
     steps = steps_of(
         tmp_path,
-        smollm2,
+        random_model,
         *LOUD,
         *["--perturbation.rate", "0.5", "--perturbation.mix_temperature", "3"],
         *["--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.init_coef", "0.001"],
@@ -63,14 +64,15 @@ def test_gspo_with_gumbel_in_bfloat16(tmp_path: Path, smollm2: str) -> None:
         ("soft_grpo_r1_distill_qwen_1.5b", "gumbel"),
     ],
 )
-def test_a_recipe_rehearsed_on_a_cpu(name: str, perturbation: str, tmp_path: Path) -> None:
-    """As the recipes' index says: the packaged model in place of the large one.
+def test_a_recipe_rehearsed_on_a_cpu(name: str, perturbation: str, tmp_path: Path, random_model: str) -> None:
+    """As the recipes' index says, which has the packaged model in place of the large one; in CI a random one.
 
     SofT-GRPO's loss has a density: the ratio is 1 before an update, and the gap is that of the tokens' own
     log-probabilities, in which a density of draws would be off by a nat or more.
     """
     files = [f"examples/recipes/{name}.yaml", "examples/recipes/placements/rehearsal_cpu.yaml"]
     words = [*(word for file in files for word in ("--config", file)), "--actor.gradient_checkpointing_enable", *LOUD]
+    words += ["--model", random_model] if perturbation == "gumbel" else []
     done = completed([*PROGRAM, str(tmp_path / "run"), *words])
     assert done.returncode == 0, done.stdout[-6000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
