@@ -56,23 +56,22 @@ def test_gspo_with_gumbel_in_bfloat16(tmp_path: Path, smollm2: str) -> None:
     assert all(10 * GAP < step["gap_perturbed_mean"] <= 0.07 for step in steps), "below it is not bfloat16"
 
 
-@pytest.mark.more
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "perturbation"),
-    [
-        pytest.param("n_grpo_r1_distill_qwen_1.5b", "neighbor", marks=pytest.mark.slow),
-        ("soft_grpo_r1_distill_qwen_1.5b", "gumbel"),
-    ],
+    [("n_grpo_r1_distill_qwen_1.5b", "neighbor"), ("soft_grpo_r1_distill_qwen_1.5b", "gumbel")],
 )
-def test_a_recipe_rehearsed_on_a_cpu(name: str, perturbation: str, tmp_path: Path, random_model: str) -> None:
-    """As the recipes' index says, which has the packaged model in place of the large one; in CI a random one.
+def test_a_recipe_rehearsed_on_a_cpu(name: str, perturbation: str, tmp_path: Path) -> None:
+    """As the recipes' index says: the packaged model in place of the large one.
+
+    Slow: tests/fast/test_examples.py plans every recipe, tests/stack/test_density.py has ratio, gap and gradient of the
+    density on real rollouts, and the training above the rest.
 
     SofT-GRPO's loss has a density: the ratio is 1 before an update, and the gap is that of the tokens' own
     log-probabilities, in which a density of draws would be off by a nat or more.
     """
     files = [f"examples/recipes/{name}.yaml", "examples/recipes/placements/rehearsal_cpu.yaml"]
     words = [*(word for file in files for word in ("--config", file)), "--actor.gradient_checkpointing_enable", *LOUD]
-    words += ["--model", random_model] if perturbation == "gumbel" else []
     done = completed([*PROGRAM, str(tmp_path / "run"), *words])
     assert done.returncode == 0, done.stdout[-6000:]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
