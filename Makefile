@@ -34,7 +34,7 @@ JOBS ?= 2
 AT_ONCE := --numprocesses=$(JOBS) --dist=loadfile
 # A process imports vLLM and builds its first engine once for all of its files: half a minute of a core for each. The
 # pipeline tests are by themselves: Ray's workers are nice, so that engines next to them would take all of their time.
-stack = $(BIN)/python -m pytest $$($(BIN)/python -m tests.claims stack $(2)) -m "$(1)" $(AT_ONCE) --no-loadscope-reorder
+stack = $(BIN)/python -m pytest $(1) -m "$(2)" $(AT_ONCE) --no-loadscope-reorder
 
 .PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl matrix browser vision lint format bench models study study2 gpu docs dist clean
 .DELETE_ON_ERROR:
@@ -46,13 +46,13 @@ demo: $(READY)
 
 test: $(READY) test-fast
 	@echo "== stack tests: vLLM and Hugging Face in one process"
-	@$(call stack,not more and not slow)
+	@$(call stack,$$($(BIN)/python -m tests.claims stack),not more and not slow)
 	@echo "== pipeline tests: Ray, DeepSpeed, OpenRLHF"
 	@$(BIN)/python -m pytest $$($(BIN)/python -m tests.claims pipeline) -m "not more and not slow"
 
 test-more: $(READY) browser vision test-fast-more
 	@echo "== further stack tests"
-	@$(call stack,more and not slow,more)
+	@$(call stack,tests/stack,more and not slow)
 	@echo "== further pipeline tests"
 	@$(BIN)/python -m pytest tests/pipeline -m "more and not slow"
 
@@ -60,7 +60,7 @@ test-all: test test-more
 	@$(PIP) --no-deps $(TRL)
 	@echo "== slow tests"
 	@$(BIN)/python -m pytest tests/fast -m slow $(AT_ONCE)
-	@$(call stack,slow,slow)
+	@$(call stack,tests/stack,slow)
 	@$(BIN)/python -m pytest tests/pipeline -m slow
 	@echo "== mutations of formulas: each must make a test fail"
 	@$(BIN)/python -m tests.mutations
@@ -77,7 +77,7 @@ test-fast-more: $(READY)
 	@$(BIN)/python -m pytest tests/fast -m "more and not slow" $(AT_ONCE)
 
 test-stack: $(READY) vision
-	@$(BIN)/python -m pytest tests/stack -m "not slow" $(AT_ONCE)
+	@$(call stack,tests/stack,not slow)
 
 test-pipeline: $(READY) browser
 	@$(BIN)/python -m pytest tests/pipeline -m "not slow"

@@ -13,6 +13,13 @@ import pytest
 
 from tests.stack.harness import DISTURBED, build_engine, load_in_float32
 
+# First, so that neither of two processes waits for the other's last file.
+LONGEST = ("test_models", "test_v2", "test_piecewise", "test_gpu_script", "test_interpreted", "test_tensor_parallel")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
 
 @pytest.fixture(scope="module")
 def model(random_model: str) -> str:
