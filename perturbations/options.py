@@ -112,7 +112,7 @@ class Options:
         return self.registry.base_class().from_spec, (self.spec(),)
 
 
-_hints = functools.cache(typing.get_type_hints)  # they are strings, which each object's options would evaluate anew
+_hints = functools.cache(typing.get_type_hints)  # they are strings: evaluated once a class, not once an object
 
 
 def kinds(owner: type, name: str) -> tuple[type, ...]:
