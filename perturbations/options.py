@@ -2,6 +2,7 @@
 """Options: dataclass fields that know their range, and the base of everything that has them."""
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -111,9 +112,12 @@ class Options:
         return self.registry.base_class().from_spec, (self.spec(),)
 
 
+_hints = functools.cache(typing.get_type_hints)  # they are strings: evaluated once a class, not once an object
+
+
 def kinds(owner: type, name: str) -> tuple[type, ...]:
     """The plain types that a field accepts, ``type(None)`` included where it is optional."""
-    hint = typing.get_type_hints(owner)[name]
+    hint = _hints(owner)[name]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return typing.get_args(hint)
     return (hint,)

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `make test` shows with engines and trainings: a file for each claim. All other such tests are marked ``more``.
 
-``python -m tests.claims stack`` prints the files of a folder that show a claim, ``python -m tests.claims stack more``
-(or ``slow``) those with such tests, so that no process is started for nothing; longest first.
+``python -m tests.claims stack`` prints the files of a folder that show a claim, so that no other file is imported.
 """
 
-import re
 import sys
-from pathlib import Path
 
 CLAIMS = {
     "tests/stack/test_v2.py": "Both of vLLM's model runners are replayed exactly, and their records are the same.",
@@ -25,23 +22,5 @@ CLAIMS = {
 """File: the claim. Options and further cases of a file are marked ``more`` one by one."""
 
 
-_ROOT = Path(__file__).resolve().parents[1]
-LONGEST = ("test_diagnose", "test_exactness", "test_eval", "test_models", "test_v2")
-_WHOLLY_SLOW = re.compile(r"^pytestmark = .*slow|^pytestmark = \[\n    pytest.mark.slow", re.MULTILINE)
-
-
-def files_of(folder: str, kind: str) -> list[str]:
-    """The files of a folder of tests with tests that are marked ``more``, or ``slow``."""
-    found = []
-    for path in sorted((_ROOT / "tests" / folder).glob("test_*.py"), key=lambda path: (path.stem not in LONGEST, path)):
-        text = path.read_text(encoding="utf-8")
-        name = path.relative_to(_ROOT).as_posix()
-        further = "mark.more" in text or (name not in CLAIMS and not _WHOLLY_SLOW.search(text))
-        if further if kind == "more" else "mark.slow" in text:
-            found.append(name)
-    return found
-
-
 if __name__ == "__main__":
-    folder, *kind = sys.argv[1:]
-    print(*(files_of(folder, *kind) if kind else (file for file in CLAIMS if file.startswith(f"tests/{folder}/"))))
+    print(*(file for file in CLAIMS if file.startswith(f"tests/{sys.argv[1]}/")))

@@ -5,15 +5,17 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import shapes
 from tests.claims import CLAIMS
 from tests.tiny_folder import tiny_folder, tiny_language_model
 
 ROOT = Path(__file__).resolve().parents[1]
-# Read once, when torch loads: threads that spin while they wait take a machine of two cores from the other processes.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 shapes.check()
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    # Each would wait for the other's threads at every operation.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(workers)))
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +64,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _cuda() -> bool:
-    import torch
-
     return torch.cuda.is_available()

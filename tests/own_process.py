@@ -23,10 +23,14 @@ VISION = ROOT / ".venv" / "vision"
 NO_VISION = not VISION.is_dir() and find_spec("torchvision") is None
 
 
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""Of a process whose engine decodes little: it would compile its draws for eight seconds. Other engines' tests do."""
+
+
 def with_vision() -> dict[str, str]:
-    """PYTHONPATH for a process that finds the project, and torchvision where `make vision` put it."""
+    """For an uncompiled process that finds the project, and torchvision where `make vision` put it."""
     paths = [str(ROOT), *([str(VISION)] if VISION.is_dir() else []), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **UNCOMPILED}
 
 
 def run_module(module: str, *arguments: str, timeout: float = 300.0, env: dict[str, str] | None = None) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.own_process import UNCOMPILED
 from tests.pipeline.harness import ROOT, assert_nothing_runs, begun, small
 
 BROKEN = "raise RuntimeError('no reward today')\n\n\ndef reward_func(queries, prompts, labels):\n    return 0\n"
@@ -29,7 +30,8 @@ def start(folder: Path, tiny: str) -> subprocess.Popen[str]:
     reward.write_text(BROKEN)
     arms = ["--perturbations", "none,neighbor:rate=0", "--strategy", f"none --reward.remote_url={reward}"]
     command = small(folder, tiny, *arms, "--seeds", "0", *EXTRA, program=["bash", "examples/compare_cpu.sh"])
-    return begun(command, {"PYTHONUNBUFFERED": "1"})
+    # It has eight engines; that of test_training.py is compiled.
+    return begun(command, {"PYTHONUNBUFFERED": "1", **UNCOMPILED})
 
 
 @pytest.fixture(scope="module")

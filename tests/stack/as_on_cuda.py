@@ -76,12 +76,14 @@ def interpret_triton() -> None:
     import torch
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.worker.gpu import model_runner
-    from vllm.v1.worker.gpu.sample import gumbel
+    from vllm.v1.worker.gpu.sample import gumbel, logprob
 
     # The interpreter has no libdevice, counts in Python's integers where the kernel of top-k wants Triton's (vLLM has
     # it in PyTorch too), and fails on the uninitialised hidden states that the profiling run's sampler is given.
     gumbel.tldevice = SimpleNamespace(log1p=lambda x: gumbel.tl.log(1.0 + x))
     topk_topp_sampler.HAS_TRITON = False
+    # vLLM's reported log-probabilities, which only the startup check reads here, are most of the interpreter's time.
+    logprob.compute_token_logprobs = lambda logits, ids: logits.gather(-1, ids.long()) - logits.logsumexp(-1, True)
     sample = model_runner.GPUModelRunner._dummy_sampler_run
     model_runner.GPUModelRunner._dummy_sampler_run = lambda self, states: sample(self, torch.zeros_like(states))
 

@@ -197,6 +197,26 @@ def gaps(model: Any, rollouts: Sequence[Rollout], replay: bool = True, temperatu
     return torch.cat([(now - torch.from_numpy(r.log_probs.copy())).abs() for now, r in zip(replayed, rollouts)])
 
 
+def assert_exact(llm: Any, model: Any, rate: float) -> tuple[list[Rollout], int]:
+    """Sixteen answers of 80 tokens under the engine's perturbation are replayed, and leaving the replay out shows.
+
+    Returns:
+        The answers, and how many tokens they have.
+    """
+    rollouts = sample(llm, chat_prompts(llm, copies=4), max_tokens=80)
+    gap = gaps(model, rollouts)
+    # What OpenRLHF's importance sampling compares with the trainer's: vLLM's own log-probability, of the same token.
+    for rollout in rollouts:
+        np.testing.assert_allclose(rollout.engine_log_probs, rollout.log_probs, atol=1e-4)
+    assert len(gap) >= 1000
+    assert gap.max() <= 1e-4
+    assert gap.mean() <= 1e-5
+    assert abs(sum(len(r.record) for r in rollouts) - rate * len(gap)) <= 0.25 * rate * len(gap)
+    without = gaps(model, rollouts[::4], replay=False)
+    assert without.max() >= 1e-2, "leaving the replay out must show, or this test shows nothing"
+    return rollouts, len(gap)
+
+
 def feeds_its_text(rollouts: Sequence[Rollout]) -> bool:
     """Whether each recorded input is the token of the text at its position, as `cuts` feeds: no replay is needed."""
     return all(

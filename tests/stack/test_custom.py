@@ -14,6 +14,7 @@ import torch
 
 from ngrpo.rollout import set_perturbation
 from perturbations import replaying
+from tests.own_process import UNCOMPILED
 from tests.stack.harness import Rollout, chat_prompts, gaps, sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def run(folder: Path, model: str) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.stack.custom_rollout", model, "result"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
+        env={**os.environ, **UNCOMPILED, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
         capture_output=True,
         text=True,
         timeout=300,

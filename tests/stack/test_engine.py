@@ -13,7 +13,22 @@ from torch import Tensor
 from benchmarks.decode_step import counting
 from ngrpo.rollout import neighbor_drift, set_perturbation, startup_check, take_records
 from perturbations import ExactIndex
-from tests.stack.harness import Rollout, chat_prompts, gaps, sample, sync, worker_of
+from tests.stack.harness import Rollout, assert_exact, chat_prompts, gaps, sample, sync, worker_of
+
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("neighbor", {"variant": "released"}),
+    ("neighbor", {"metric": "l2", "mix_temperature": 3.0}),
+    ("gaussian", {"base": "soft"}),
+    ("multiplex", {"draws": "distinct"}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:neighbor with rate 1")
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_options_are_replayed(engine: Any, hf_model: Any, name: str, options: dict[str, Any]) -> None:
+    """At rate 1 every position has the inputs of the perturbation; each with its defaults is in test_v2.py."""
+    set_perturbation(engine, name, rate=1.0, **options)
+    assert_exact(engine, hf_model, 1.0)
 
 
 def test_aborted_requests_leave_no_record(engine: Any) -> None:

@@ -2,6 +2,7 @@
 """The script for a GPU in miniature: each stage runs on a CPU as it stands, and its figures are right."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.exactness import in_tree
 from benchmarks.gpu.stages import stages
 from tests.conftest import ROOT
+from tests.own_process import UNCOMPILED
 
 # A training, and engines whose exactness test_v2.py and test_tensor_parallel.py show.
 LONG = ["exact", "exact-v2", "two-ranks", "training"]
@@ -22,7 +24,9 @@ def rehearse(folder: Path, names: list[str]) -> dict[str, list[dict[str, Any]]]:
     file = folder / "gpu.json"
     words = ["--rehearse", "--limit", "1500", "--stage", ",".join(names), "--out", str(file)]
     command = [sys.executable, "-m", "benchmarks.gpu", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **UNCOMPILED}, capture_output=True, text=True, timeout=1500, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr + file.read_text()
     found = json.loads(file.read_text())
     assert {name: stage["state"] for name, stage in found.items()} == dict.fromkeys(names, "done")

@@ -37,8 +37,11 @@ def state_of(module: str, attribute: str, expected: str, root: Path | None = Non
     ``"class"``; or ``"import"`` for a name that the module merely imports. ``root`` has another release's sources.
     """
     source = source_of(module, root)
-    if source is None:
-        return f"no module {module}"
+    return f"no module {module}" if source is None else _state_in(source, attribute, expected)
+
+
+@cache  # a comparison checks each of its strategies
+def _state_in(source: str, attribute: str, expected: str) -> str:
     tree = _parsed(source)
     if expected == "import":
         imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import))
