@@ -40,6 +40,7 @@ from typing import NoReturn
 
 from ngrpo import __version__
 from ngrpo.machine.hardware import processes
+from ngrpo.machine.upstream import versions
 from perturbations import user_files
 from perturbations.errors import UsageError, nearest
 
@@ -91,7 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(text, end="")
             return 0 if rest else 2
         run = getattr(command, f"run_{name}", None) or command.run
-        return run(rest, report=lambda line: print(f"ngrpo: {line}", file=sys.stderr, flush=True))
+        try:
+            return run(rest, report=lambda line: print(f"ngrpo: {line}", file=sys.stderr, flush=True))
+        except ImportError:
+            versions.check_transformers()
+            raise
     except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model's embeddings, their scale and neighbors, as perturbations see them.
 
-Within ``torch.compile`` scale and neighbors are two opaque operators: caches and refresh stay Python's.
+Within ``torch.compile``, and for a matrix without values, scale and neighbors are two opaque operators: caches and
+refresh stay Python's, and an index may work on the host.
 """
 
 import itertools
@@ -57,7 +58,7 @@ class ModelEmbeddings:
 
     def rms(self) -> Tensor:
         """Root-mean-square element of E, a float32 scalar tensor."""
-        if torch.compiler.is_compiling():
+        if self._opaque():
             return _rms(Shard.of(self._matrices["input"]()).rows, self._number)
         if self._rms is None:
             shard = Shard.of(self._matrices["input"]())
@@ -79,7 +80,7 @@ class ModelEmbeddings:
     ) -> NeighborIndex:
         """The neighbor index over input or output embeddings, built on first use; arguments: `neighbor`'s options."""
         key = (metric, space, skip_special, kind, skip_same_word, refresh)
-        if torch.compiler.is_compiling():
+        if self._opaque():
             return _TracedIndex(self._number, key)
         if key not in self._indices:
             exclude = self._special_ids() if skip_special else ()
@@ -95,6 +96,9 @@ class ModelEmbeddings:
 
             self._indices[key] = Neighborhood(make, self._matrices[space], refresh_period(refresh), metric)
         return self._up_to_date(key)
+
+    def _opaque(self) -> bool:
+        return torch.compiler.is_compiling() or Shard.of(self._matrices["input"]()).rows.is_meta
 
     def _up_to_date(self, key: tuple[str | bool, ...]) -> Neighborhood:
         if key in self._behind:

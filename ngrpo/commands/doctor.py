@@ -86,7 +86,7 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
     yield _device(profile.name)
     broken = _error_of(lambda: profile.check(Flags()))
     yield Finding("compiler", "not ready" if broken else "the code that is compiled on first use can be", broken)
-    if missing:  # what follows imports them
+    if missing or _error_of(versions.check_transformers):  # what follows imports them
         return
     yield _placement(profile.name)
     release = versions.installed("flash-attn") if stand_ins.has_flash_attn() else None

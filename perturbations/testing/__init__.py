@@ -82,6 +82,7 @@ def _perturbation_checks(perturbation: Perturbation) -> _Checks:
         yield "its learned parameters", partial(proposal.check_module, perturbation)
     for label, step in proposal.steps(vocabulary):
         yield f"proposals for {label}", partial(proposal.check_step, perturbation, label, step)
+    yield "no wait for the device", partial(proposal.check_waits, perturbation, proposal.steps(vocabulary)[1][1])
 
 
 def _gate_checks(gate: Gate) -> _Checks:

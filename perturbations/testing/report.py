@@ -80,9 +80,14 @@ def differing(one: object, two: object, exact: bool = False, name: str = "it") -
 
 def of_rows(whole: Any, rows: Tensor) -> Any:
     """Some of the rows, in a given order, of a tensor or of a dataclass or mapping of tensors, such as a step."""
+    return mapped(whole, lambda part: part[rows])
+
+
+def mapped(whole: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A tensor, or a dataclass or mapping of tensors, with each changed."""
     if isinstance(whole, Tensor):
-        return whole[rows]
-    parts = {name: of_rows(part, rows) for name, part in _parts(whole).items()}
+        return change(whole)
+    parts = {name: mapped(part, change) for name, part in _parts(whole).items()}
     return type(whole)(**parts) if dataclasses.is_dataclass(whole) else parts if isinstance(whole, Mapping) else whole
 
 

@@ -30,5 +30,6 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 _PAIRS = [Pair(**row) for row in _rows("scorer_pairs.jsonl")]
 MATH, CHOICE = ([pair for pair in _PAIRS if bool(pair.options) is choice] for choice in (False, True))
-# Math cases have gold, response and right; letter cases a response and the letter of four gases.
-MATH_CASES, LETTER_CASES = ([row for row in _rows("scorer_cases.jsonl") if key in row] for key in ("gold", "letter"))
+# Math cases have gold, response and right; letter cases a response and the letter of four gases; forms are equal.
+_KEYS = ("gold", "letter", "forms")
+MATH_CASES, LETTER_CASES, FORMS = ([row for row in _rows("scorer_cases.jsonl") if key in row] for key in _KEYS)

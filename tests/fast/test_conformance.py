@@ -140,6 +140,10 @@ PROPOSALS = [
     (lambda s, i, w, t: proposal(i, w.roll(next(CALLS) % 2, -1), t), ["two results for the same step"]),
     (lambda s, i, w, t: proposal(i, 0 * w + w.mean(0), t), ["row 0 alone", "edit.weights is", "that row alone"]),
     (by_row_number, ["in another batch order", "edit.weights is"]),
+    (lambda s, i, w, t: proposal(i, w * (2 if (w < 0).any() else 1), t), ["waits", "(item())", "`if` on a tensor"]),
+    (lambda s, i, w, t: proposal(i, w, t.cpu()), ["propose() waits for the device (cpu())", "every token"]),
+    (lambda s, i, w, t: proposal(i, w.index_put((t < 0,), w[t < 0]), t), ["waits", "nonzero", "indexing with a mask"]),
+    (lambda s, i, w, t: proposal(i, w.index_put((t < 0,), w[:1]), t), ["waits", "index_put", "indexing with a mask"]),
     (breaks_down_when_peaked, ["very peaked logits", "RuntimeError: overflow", "any logits"]),
 ]
 

