@@ -42,7 +42,7 @@ def completed(command: Sequence[str], env: dict[str, str] | None = None) -> subp
     """A command that has ended, from the project's root; both of its streams are ``stdout``."""
     with begun(command, env) as process:
         try:
-            output, _ = process.communicate(timeout=600)
+            output, _ = process.communicate(timeout=1500)
         except BaseException:
             process.kill()
             raise

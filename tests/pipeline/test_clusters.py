@@ -90,7 +90,7 @@ def check(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
 def run(folder: Path, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])
     whole = {**os.environ, "PATH": path, **env}
-    return subprocess.run(words, cwd=folder, env=whole, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(words, cwd=folder, env=whole, capture_output=True, text=True, timeout=1500, check=False)
 
 
 def test_two_nodes_and_a_file_of_ones_own(tmp_path: Path, smollm2: str) -> None:

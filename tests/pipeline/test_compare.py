@@ -48,7 +48,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> Compared:
     first.wait()
     assert_nothing_runs(folder)
     second = start(folder, tiny)
-    output, _ = second.communicate(timeout=600)
+    output, _ = second.communicate(timeout=1500)
     assert second.returncode == 1, output[-4000:]  # the broken strategy
     return folder, json.loads((folder / "results.json").read_text()), output, finished
 

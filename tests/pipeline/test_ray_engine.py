@@ -29,7 +29,7 @@ def test_an_engine_of_two_ranks_starts_in_ray(tiny: str) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "RAY_ADDRESS": "local"}
     env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}  # as on CUDA: the engine's core is a process of its own
     program = [sys.executable, str(HERE / "test_ray_engine.py"), tiny]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=1500, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, (done.stdout + done.stderr)[-6000:]
     result = json.loads(lines[0].removeprefix("RESULT "))
@@ -48,7 +48,7 @@ def main(model: str) -> None:
 
     (engine,) = create_vllm_engines(1, 2, model, 1, False, False, True, 256, gpu_memory_utilization=0.1)
     params = SamplingParams(max_tokens=8, min_tokens=8, temperature=1.0)
-    output = ray.get(engine.generate.remote(list(range(100, 120)), params), timeout=500)
+    output = ray.get(engine.generate.remote(list(range(100, 120)), params), timeout=1500)
     # vLLM's workers are actors of the engine's core, so that they are seen here where it joined this Ray alone.
     ranks = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "Worker" in actor["name"]]
     at_once = ray.get(engine.__ray_call__.remote(lambda actor: actor.llm.vllm_config.scheduler_config.max_num_seqs))

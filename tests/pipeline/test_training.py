@@ -23,7 +23,7 @@ def test_grpo_with_reference_checkpointing_and_evaluation(tmp_path: Path, random
     """KL loss to a replaying reference, gradient checkpointing, prefix caching, an evaluation that is not perturbed.
 
     Run by the example's script, whose perturbation is neighbor, with later flags that make it smaller. The pretrained
-    model trains in the slow tests and is replayed in tests/stack/test_exactness.py.
+    model trains in a recipe below and is replayed in tests/stack/test_exactness.py.
     """
     steps = steps_of(
         tmp_path,
@@ -56,16 +56,16 @@ def test_gspo_with_gumbel_in_bfloat16(tmp_path: Path, smollm2: str) -> None:
     assert all(10 * GAP < step["gap_perturbed_mean"] <= 0.07 for step in steps), "below it is not bfloat16"
 
 
-@pytest.mark.slow
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "perturbation"),
-    [("n_grpo_r1_distill_qwen_1.5b", "neighbor"), ("soft_grpo_r1_distill_qwen_1.5b", "gumbel")],
+    [
+        pytest.param("n_grpo_r1_distill_qwen_1.5b", "neighbor", marks=pytest.mark.slow),
+        ("soft_grpo_r1_distill_qwen_1.5b", "gumbel"),
+    ],
 )
 def test_a_recipe_rehearsed_on_a_cpu(name: str, perturbation: str, tmp_path: Path) -> None:
     """As the recipes' index says: the packaged model in place of the large one.
-
-    Slow: tests/fast/test_examples.py plans every recipe, tests/stack/test_density.py has ratio, gap and gradient of the
-    density on real rollouts, and the training above the rest.
 
     SofT-GRPO's loss has a density: the ratio is 1 before an update, and the gap is that of the tokens' own
     log-probabilities, in which a density of draws would be off by a nat or more.

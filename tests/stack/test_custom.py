@@ -52,7 +52,7 @@ def run(folder: Path, model: str) -> dict[str, Any]:
         env={**os.environ, **UNCOMPILED, "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
