@@ -59,9 +59,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("stack")
             if path.as_posix() not in CLAIMS:
                 item.add_marker("more")
-        if item.get_closest_marker("gpu") and not _cuda():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _cuda() -> bool:
-    return torch.cuda.is_available()
