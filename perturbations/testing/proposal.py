@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -351,7 +352,9 @@ def check_open(gate: Gate, label: str, step: Step) -> None:
 class _Waits(TorchDispatchMode):
     """Raises for two operations that tensors without values allow: copies to the host, and values set by a mask."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         name, kwargs = str(func), kwargs or {}
         copied = "to_copy" in name and str(kwargs.get("device")) == "cpu" and args[0].device.type != "cpu"
         masks = "index_put" in name and any(i is not None and i.dtype == torch.bool for i in args[1])
@@ -360,7 +363,7 @@ class _Waits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _check_without_values(where: str, method: str, ask: Callable[[Any], Any], seen: Any) -> None:
+def _check_without_values(where: str, method: str, ask: Callable[[Any], Any], seen: Step | GateStep) -> None:
     """On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step."""
     empty = mapped(seen, lambda part: part.to("meta"))
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), _Waits():
