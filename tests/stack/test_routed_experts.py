@@ -22,6 +22,14 @@ Answer = tuple[list[int], list[int], FinishedTrajectory]
 NEIGHBOR: dict[str, Any] = {"name": "neighbor", "rate": 0.5, "mix_temperature": 3.0}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _groups_with_experts() -> None:
+    """Those that a dense engine made in this process have none."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tiny_model("mixture", tmp_path_factory.mktemp("tied"))
