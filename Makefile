@@ -33,7 +33,7 @@ PIP := $(BIN)/python -m pip install -qq --progress-bar off --disable-pip-version
 JOBS ?= 2
 AT_ONCE := --numprocesses=$(JOBS) --dist=loadfile
 # A process imports vLLM and builds its first engine once for all of its files: half a minute of a core for each. The
-# pipeline tests are by themselves: Ray's workers are nice, so that engines next to them would take all of their time.
+# pipeline tests are by themselves: a training is five or six processes, each with torch and vLLM or DeepSpeed in memory.
 stack = $(BIN)/python -m pytest $(1) -m "$(2)" $(AT_ONCE) --no-loadscope-reorder
 
 .PHONY: demo test test-more test-all mutations test-fast test-fast-more test-stack test-pipeline test-verl matrix browser vision lint format bench models study study2 gpu docs dist clean

@@ -40,7 +40,6 @@ from typing import NoReturn
 
 from ngrpo import __version__
 from ngrpo.machine.hardware import processes
-from ngrpo.machine.upstream import versions
 from perturbations import user_files
 from perturbations.errors import UsageError, nearest
 
@@ -95,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run(rest, report=lambda line: print(f"ngrpo: {line}", file=sys.stderr, flush=True))
         except ImportError:
-            versions.check_transformers()
+            from ngrpo.machine.upstream.versions import check_transformers
+
+            check_transformers()
             raise
     except UsageError as error:
         print(f"ngrpo: error: {error}", file=sys.stderr)

@@ -327,7 +327,7 @@ def check_rows(flags: Flags) -> str | None:
     return None
 
 
-def batch_notes(flags: Flags, run: RunConfig) -> list[str]:
+def last_step_notes(flags: Flags, run: RunConfig) -> list[str]:
     """Warnings about the last step of a pass: rows that are left out, or that it may hang."""
     args, told = flags.args, []
     with suppress(UsageError):

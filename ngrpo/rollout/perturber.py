@@ -12,7 +12,7 @@ preemption, until its last note is in the store.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -200,15 +200,14 @@ class RolloutPerturber:
         gated = self._gate.selected(at, within & store.perturbed[batch.slots])
         keys = at.keys(streams.Stream.TOKEN)
         rows = np.stack([batch.slots, at.first, at.positions, batch.sampled, at.seeds, keys], axis=1)
-        edited = np.stack([gated, *streams.of_streams(at.mixed[gated], STREAMS)], axis=1)
+        selected = np.stack([gated, *streams.of_streams(at.mixed[gated], STREAMS)], axis=1)
         # One copy; the gated rows begin at 16 bytes, or a kernel would copy them once more.
-        both = self._upload(np.concatenate([rows.ravel(), edited.ravel()]))
-        of_rows, of_gated = both[: rows.size].view(rows.shape), both[rows.size :].view(edited.shape)
+        both = self._upload(np.concatenate([rows.ravel(), selected.ravel()]))
+        of_rows, of_gated = both[: rows.size].view(rows.shape), both[rows.size :].view(selected.shape)
         logits = Logits(scaled, temperature, None if drawable is scaled else drawable, greedy, hidden)
         tokens, log_probs, vectors, edits = self._kernels.step(of_rows, of_gated, logits)
-        self._edits = None
-        if vectors is not None:
-            self._edits = Edits(batch.slots[gated], batch.next_positions[gated], vectors, edits["fed"])
+        edited = batch.slots[gated], batch.next_positions[gated]
+        self._edits = None if vectors is None else Edits(*edited, vectors, edits["fed"])
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
         log_probs = self._download(log_probs)
         edits = {name: self._download(part) for name, part in edits.items()}
@@ -221,7 +220,6 @@ class RolloutPerturber:
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
         self._last_position[slots] = at_next
-        edited = batch.slots[gated], batch.next_positions[gated]
         self._store.has_edits[edited[0]] = True
         self.notes.add(Note(ready, slots, at_next, kept, log_probs, support, edited, edits, routed))
         return tokens
@@ -254,7 +252,8 @@ class RolloutPerturber:
     def closed(self, slot: int) -> None:
         """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""
         if self._edits is not None:
-            self._edits.positions[self._edits.slots == slot] = -1
+            kept = np.where(self._edits.slots == slot, -1, self._edits.positions)  # a note has the same array
+            self._edits = replace(self._edits, positions=kept)
 
     def _download(self, part: Tensor) -> Tensor:
         return part.to("cpu", non_blocking=True)

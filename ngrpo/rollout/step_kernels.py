@@ -37,7 +37,7 @@ class Logits(NamedTuple):
     temperature: Tensor
     drawable: Tensor | None
     greedy: Tensor | None
-    hidden: Tensor | None = None
+    hidden: Tensor | None
 
 
 class Drawn(NamedTuple):
@@ -53,7 +53,7 @@ class Drawn(NamedTuple):
 
 
 class Edited(NamedTuple):
-    """A step's tokens and log π, (B,); of its G gated rows what is fed, (G, D), and what is recorded, by name."""
+    """Tokens and log π of rows, (N,); of the G gated ones what is fed, (G, D), and what is recorded, by name."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -78,7 +78,7 @@ def _part(function: F) -> F:
             purpose = f"the steps of perturbation {self._perturbation.name}"
             self._parts[function.__name__] = Compiled(MethodType(function, self), purpose)
         compiled = self._parts[function.__name__]
-        if len(parts[0] if isinstance(parts[0], Tensor) else parts[0][0]) > 1:
+        if len(parts[0]) > 1:
             return compiled(*parts)
         doubled = tree_map_only(Tensor, lambda part: twice(part) if len(part) == 1 else part, parts)
         return tree_map_only(Tensor, lambda part: part[:1], compiled(*doubled))
@@ -121,9 +121,7 @@ class StepKernels:
         draw = self.draw(rows, logits)
         tokens, log_probs, vectors, recorded = draw.tokens, draw.log_probs, None, {}
         if len(gated):
-            chosen, their_log_probs, recorded = self.proposed(gated, rows, draw, logits)
-            mixed = recorded["ids"], recorded["weights"], recorded.get("sigma"), recorded.get("vectors")
-            vectors = self.realised(gated, *mixed)
+            chosen, their_log_probs, vectors, recorded = self.edit(gated, rows, draw, logits)
             if len(gated) < batch:
                 tokens.index_copy_(0, gated[:, 0], chosen)
                 log_probs.index_copy_(0, gated[:, 0], their_log_probs)
@@ -135,6 +133,12 @@ class StepKernels:
                 fed.index_copy_(0, gated[:, 0], recorded["fed"])
             self.advance_gate(rows, draw._replace(tokens=tokens), logits, fed)
         return Edited(tokens, log_probs, vectors, recorded)
+
+    def edit(self, gated: Tensor, rows: Tensor, draw: Drawn, logits: Logits) -> Edited:
+        """What becomes of the gated rows alone."""
+        chosen, log_probs, recorded = self.proposed(gated, rows, draw, logits)
+        mixed = recorded["ids"], recorded["weights"], recorded.get("sigma"), recorded.get("vectors")
+        return Edited(chosen, log_probs, self.realised(gated, *mixed), recorded)
 
     # --- the parts, each a pure function of tensors but for the gate's state -----------------------------------
 
@@ -260,10 +264,7 @@ class StepKernels:
             for some in (max(count - 1, 2), count) if self.compiled else (count,):
                 gated = torch.arange(some, device=device).repeat(4, 1).T.contiguous()
                 _mark_dynamic(gated)
-                recorded = self.proposed(gated, rows, draw, logits)[2]
-                self.candidates = recorded["ids"].shape[-1]
-                mixed = recorded["ids"], recorded["weights"], recorded.get("sigma"), recorded.get("vectors")
-                self.realised(gated, *mixed)
+                self.candidates = self.edit(gated, rows, draw, logits).recorded["ids"].shape[-1]
         if self._gate.has_state:
             fed = torch.zeros_like(greedy, dtype=torch.bool)
             _mark_dynamic(fed)

@@ -53,7 +53,7 @@ SPACE = r"(?:\\[ ,;:!]|\\q?quad|[~\s])"
 _FRACTIONS = {"½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅛": "18"}
 _SIGNS = "times div cdot cdot pi infty le ge ne cup in pm"
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-# 7 million, $7$ million, 7\text{ million} and 7\text{ million dollars}, whose text goes on.
+# 7 million, $7$ million, 7\text{ million} and 7\text{ million dollars}, whose text continues.
 _SCALE = re.compile(
     rf"(?<![\d.,])(\d+(?:,\d{{3}})*(?:\.\d+)?)(\$?){SPACE}*({TEXT}\{{)?\s*({'|'.join(_SCALES)})s?\b(?(3)\s*(\}})?)"
 )
