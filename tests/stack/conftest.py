@@ -36,11 +36,12 @@ def engine(model: str) -> Iterator[Any]:
 def _engines_of_a_module_are_freed() -> Iterator[None]:
     """An engine holds about a GB, in cycles of references, and glibc keeps what is freed.
 
-    It makes vLLM remember the environment, too, which the files after it may set.
+    vLLM keeps the environment, which the next file may set, and groups of ranks, of which a dense model's have no
+    experts.
     """
     yield
-    if (envs := sys.modules.get("vllm.envs")) is not None:
-        envs.disable_envs_cache()
+    if (parallel := sys.modules.get("vllm.distributed.parallel_state")) is not None:
+        parallel.cleanup_dist_env_and_memory()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -20,7 +20,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch, plan: str, names: str) -> dict[
     """What became of each compiled function, by perturbation."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = "benchmarks.cuda_without_gpu.interpreted"
-    found = result_of(module, "--perturbations", names, "--plans", plan, "--json", timeout=1500)
+    found = result_of(module, "--perturbations", names, "--plans", plan, "--json")
     return {name: found[f"{name} {plan}"] for name in names.split(",")}
 
 

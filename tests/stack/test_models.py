@@ -28,7 +28,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     target = tmp_path_factory.mktemp("models") / "rows.jsonl"
     words = [*FORMS.values(), "--json", str(target)]
     with suppress(AssertionError):  # its status says whether all are right
-        run_module("benchmarks.models", *words, timeout=1500, env=with_vision())
+        run_module("benchmarks.models", *words, env=with_vision())
     return {row["type"]: row for row in map(json.loads, target.read_text().splitlines())}
 
 
@@ -62,7 +62,7 @@ def test_what_counts_as_right(figures: tuple[float, float, float], found: str) -
 @pytest.mark.skipif(NO_VISION, reason="torchvision is missing: make vision")
 def test_the_replay_behind_a_picture_is_exact(tmp_path: Path) -> None:
     words = ["qwen3_vl", "--json", str(tmp_path / "rows")]
-    run_module("benchmarks.models.picture_rollouts", *words, timeout=1500, env=with_vision())
+    run_module("benchmarks.models.picture_rollouts", *words, env=with_vision())
     row = json.loads((tmp_path / "rows").read_text())
     assert row["unperturbed"][0] < 1e-4 and row["perturbed"][0] < 1e-4, row
     assert row["unreplayed"][0] > 0.1, row
@@ -70,6 +70,6 @@ def test_the_replay_behind_a_picture_is_exact(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_in_float32_no_token_is_routed_otherwise() -> None:
-    output = run_module("benchmarks.routing", "qwen3_moe", "--dtype", "float32", "--print", timeout=1500)
+    output = run_module("benchmarks.routing", "qwen3_moe", "--dtype", "float32", "--print")
     lines = [line for line in output.splitlines() if "| qwen3_moe |" in line]  # DeepSpeed prints there too
     assert len(lines) == 2 and all(line.count(" 0 of 768 ") == 2 for line in lines), output

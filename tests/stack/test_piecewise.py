@@ -17,7 +17,7 @@ SPEC = {"name": "gaussian", "rate": 0.5}
 
 
 def engine_of(folder: str, spec: dict[str, Any]) -> dict[str, Any]:
-    return result_of("tests.stack.test_piecewise", folder, json.dumps(spec), timeout=1500)
+    return result_of("tests.stack.test_piecewise", folder, json.dumps(spec))
 
 
 def test_a_graph_in_pieces_feeds_the_override_new_and_from_the_cache(

@@ -32,7 +32,7 @@ class Rolled:
     def __getitem__(self, share: str) -> dict[str, Any]:
         if share not in self._results:
             target = self._folder / f"{self._runner}-{share}.pickle"
-            run_module("tests.stack.v2_rollout", self._runner, self._model, str(target), share, timeout=1500)
+            run_module("tests.stack.v2_rollout", self._runner, self._model, str(target), share)
             self._results[share] = pickle.loads(target.read_bytes())
         return self._results[share]
 
