@@ -210,7 +210,7 @@ def test_a_step_takes_off_the_value_before_it_and_goes_on_after_a_resume() -> No
     # r − v̂ is ½, −½, 0, 0, of mean 0 and variance 1/6.
     wanted = pytest.approx([1.5**0.5, -(1.5**0.5), 0.0, 0.0])
     assert step(first.experience_maker, [1, 0, 1, 1], [[2], [0, 3, 1]], "ppqq") == wanted
-    first.save_logs_and_checkpoints(1, LOGGED, {"global_step": 1})
+    first.save_logs_and_checkpoints(1, LOGGED, {"global_step": 1, "data_loader_state_dict": {}})
     assert "Values of 2 prompts" in repr(pickle.loads(Trainer.saved)["ngrpo"]["visits"])
     second.init_checkpoint_states()
     # ½, ½, −1, 0, of mean 0 and variance ½.

@@ -197,7 +197,7 @@ def test_rollouts_are_noisy_and_evaluations_clean(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=lambda value: value))
     # Four steps in all, four stages: none, then 0.3 and less.
     run_with(monkeypatch, policy_noise=policy_noises.create("aqn", stages=4, start=0.3, end=0.1).spec())
-    whole, states = trainer(PlainTrainer)(global_step=0), {"global_step": 1}
+    whole, states = trainer(PlainTrainer)(global_step=0), {"global_step": 1, "data_loader_state_dict": {}}
     whole.init_checkpoint_states()
     whole.train_step([], 0)
     whole.save_logs_and_checkpoints(1, LOGGED, states)

@@ -20,21 +20,24 @@ STEP = "ngrpo: step 3: reward 0.219, 17 s\n"
 
 
 class Trainer:
-    """As OpenRLHF's PPOTrainer after a step of 8 of its 20 prompts, two episodes long."""
+    """As OpenRLHF's TrainingActor after a step of 8 of its 20 prompts, two episodes long."""
 
     args = Namespace(train=Namespace(num_episodes=2), rollout=Namespace(batch_size=8))
     experience_maker = SimpleNamespace(visits=None)
     tensorboard_logger = None
-    prompts_dataloader = range(20)
 
     def save_logs_and_checkpoints(self, *_: Any) -> None: ...
 
 
+@pytest.mark.parametrize("own", [{"prompts_dataloader": range(20)}, {}], ids=["synchronous", "asynchronous"])
 def test_a_step_is_a_line_for_people_and_one_for_a_comparison(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    own: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Where asynchronous, the length of the generator's dataloader comes with its state."""
     monkeypatch.setattr(runs, "_current", runs.RunConfig(run_dir=str(tmp_path)))
-    trainer(Trainer)().save_logs_and_checkpoints(3, {"rollout/reward_mean": 0.21875, "timing/step_total": 17.4}, {})
+    state = {"at": 8} if own else {"at": 8, "ngrpo_length": 20}
+    status = {"rollout/reward_mean": 0.21875, "timing/step_total": 17.4}
+    trainer(type("Half", (Trainer,), own))().save_logs_and_checkpoints(3, status, {"data_loader_state_dict": state})
     assert capsys.readouterr().out == STEP
     written = json.loads((tmp_path / runs.PROGRESS).read_text())
     assert written == {"step": 3, "steps": 6, "reward": 0.21875, "seconds": 17.4}

@@ -23,6 +23,8 @@ class Trainer:
 
     saved: Any = None
     tensorboard_logger = None
+    args = SimpleNamespace(train=SimpleNamespace(num_episodes=1), rollout=SimpleNamespace(batch_size=2))
+    prompts_dataloader = range(8)
 
     def __init__(self) -> None:
         self.samples_generator, self.experience_maker = SimpleNamespace(), makers_state()
@@ -39,7 +41,7 @@ def test_round_and_counts_go_on() -> None:
     first.samples_generator.rollout_round = 7
     first.experience_maker.visits = Visits()
     first.experience_maker.visits.visit(["p", "p"], ["1", "2"])
-    first.save_logs_and_checkpoints(7, LOGGED, {"global_step": 7})
+    first.save_logs_and_checkpoints(7, LOGGED, {"global_step": 7, "data_loader_state_dict": {}})
     states = second.init_checkpoint_states()
     assert states["global_step"] == 7 and second.samples_generator.rollout_round == 7
     assert second.experience_maker.visits.visit(["p"], ["1"]) == [1]
@@ -49,9 +51,13 @@ def test_round_and_counts_go_on() -> None:
 def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
     """The generator runs in a process of its own, whose dataloader's state OpenRLHF takes and gives back."""
 
+    class Loader(list[int]):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": 5}
+
     class GenerateSamplesActor:
         def __init__(self) -> None:
-            self.prompts_dataloader = SimpleNamespace(state_dict=lambda: {"at": 5})
+            self.prompts_dataloader = Loader(range(8))
             self.samples_generator, self.loaded = SimpleNamespace(rollout_round=0), None
 
         def load_state_dict(self, state_dict: Any) -> None:
@@ -60,6 +66,7 @@ def test_where_asynchronous_the_round_goes_with_the_dataloader() -> None:
     first, second = (generate_samples_actor(GenerateSamplesActor)() for _ in range(2))
     first.samples_generator.rollout_round = 7
     state = first.prompts_dataloader.state_dict()
+    assert state["ngrpo_length"] == 8, "for the trainer, which prints the steps of the run"
     second.load_state_dict(state)
     assert second.samples_generator.rollout_round == 7 and second.loaded == {"at": 5}
     second.load_state_dict({"at": 6})  # a checkpoint of stock OpenRLHF

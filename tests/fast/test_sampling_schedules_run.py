@@ -229,7 +229,7 @@ class Trainer:
         while step < 3:
             status, step = self.train_step([], step)
             self.temperatures.append(status["sampling/temperature"])
-            states = {"global_step": step}
+            states = {"global_step": step, "data_loader_state_dict": {}}
             self.save_logs_and_checkpoints(step, LOGGED, states)
             self.saved.append(states)
 

@@ -23,7 +23,7 @@ NO_UPDATE = (
     "ngrpo: warning: step {step} made no optimizer step: {responses} responses do not fill --train.batch_size, as where"
     " prompts were filtered out or the last batch is a short one. The weights are those of the step before."
 )
-_STATE, _ROUND = "ngrpo", "ngrpo_round"
+_STATE, _ROUND, _LENGTH = "ngrpo", "ngrpo_round", "ngrpo_length"
 
 
 def trainer(plain: Any) -> type:
@@ -124,12 +124,12 @@ def trainer(plain: Any) -> type:
             super().save_logs_and_checkpoints(step, status, states)
             if self.tensorboard_logger:  # which flushes every two minutes: a run that is killed keeps its steps
                 self.tensorboard_logger.writer.flush()
-            self.report_step(step, status)
+            self.report_step(step, status, states["data_loader_state_dict"])
 
-        def report_step(self, step: int, status: Mapping[str, Any]) -> None:
+        def report_step(self, step: int, status: Mapping[str, Any], of_loader: Mapping[str, Any]) -> None:
             """Prints a line on a step, and adds one to the file that `ngrpo compare` follows."""
-            loader = getattr(self, "prompts_dataloader", None)  # in an asynchronous run the generator has it
-            line = {"step": step, "steps": loader and steps_of_run(self.args, len(loader))}
+            prompts = of_loader.get(_LENGTH) or len(self.prompts_dataloader)
+            line = {"step": step, "steps": steps_of_run(self.args, prompts)}
             line |= {"reward": status["rollout/reward_mean"], "seconds": status["timing/step_total"]}
             print("ngrpo: step {step}: reward {reward:.3f}, {seconds:.0f} s".format(**line), flush=True)
             with suppress(OSError), open(f"{current_run().run_dir}/{PROGRESS}", "a") as file:
@@ -139,17 +139,19 @@ def trainer(plain: Any) -> type:
 
 
 def generate_samples_actor(plain: type) -> type:
-    """A subclass of `GenerateSamplesActor`: its round goes into the checkpoint with its dataloader's state."""
+    """A subclass of `GenerateSamplesActor`: its round, and how long its dataloader is, go with that one's state."""
 
     class ResumingGenerator(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *args: object, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
-            of_loader, generator = self.prompts_dataloader.state_dict, self.samples_generator
-            self.prompts_dataloader.state_dict = lambda: {**of_loader(), _ROUND: generator.rollout_round}
+            loader, generator = self.prompts_dataloader, self.samples_generator
+            length, of_loader = len(loader), loader.state_dict
+            loader.state_dict = lambda: {**of_loader(), _ROUND: generator.rollout_round, _LENGTH: length}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             of_loader = dict(state_dict)
             self.samples_generator.rollout_round = of_loader.pop(_ROUND, 0)
+            of_loader.pop(_LENGTH, None)
             super().load_state_dict(of_loader)
 
     return ResumingGenerator

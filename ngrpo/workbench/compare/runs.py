@@ -245,15 +245,12 @@ class Screen:
     def step(self, line: Mapping[str, Any]) -> None:
         """A training step of the current run."""
         step, steps, seconds = line["step"], line["steps"], line["seconds"]
-        of, left = "", ""
-        if steps is not None:
-            passed = time.monotonic() - self._began
-            training = (steps - step) * seconds
-            # Each run takes as long as the finished ones did; the first one goes by its own steps.
-            run = sum(self._took) / len(self._took) if self._took else passed + training
-            more = max(training, run - passed) + (self._total - len(self._took) - 1) * run
-            of, left = f"/{steps}", f", about {span(more)} left"
-        self._say(f"step {step}{of}: reward {line['reward']:.3f}, {seconds:.0f} s{left}")
+        passed = time.monotonic() - self._began
+        training = (steps - step) * seconds
+        # Each run takes as long as the finished ones did; the first one goes by its own steps.
+        run = sum(self._took) / len(self._took) if self._took else passed + training
+        more = max(training, run - passed) + (self._total - len(self._took) - 1) * run
+        self._say(f"step {step}/{steps}: reward {line['reward']:.3f}, {seconds:.0f} s, about {span(more)} left")
 
     def end(self, record: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
         """The current run has ended."""
