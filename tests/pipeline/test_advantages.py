@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our advantages and sampling where OpenRLHF uses them: its own experience maker, and a real training run.
+"""Our advantages and sampling where OpenRLHF uses them, in its own experience maker; test_routing.py has a training.
 
 OpenRLHF's experience maker and samples generator have our patches, and no engines, in a process that runs this file:
 patches change modules for good.
@@ -7,7 +7,6 @@ patches change modules for good.
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from ngrpo.config.run import RunConfig, Sampling, begin
 from ngrpo.machine.upstream import patch
 from ngrpo.methods.advantages import compute, create
 from tests.own_process import run_module
-from tests.pipeline.harness import GAP, steps_of
 
 SIZE = 4
 # Prompts a (one right), b (all wrong), c (all right). An answer's tokens are its place, so a place can be read off.
@@ -90,25 +88,6 @@ def test_openrlhfs_length_penalty_comes_first(found: dict[str, Any]) -> None:
 def test_masks_are_on_in_rollouts_and_off_in_evaluation(found: dict[str, Any]) -> None:
     masked = [0.9, 0.8, 5, 0.1]
     assert found["sampling"] == {"rollout": masked, "evaluation": [0.6, 0.8, -1, 0.0], "again": masked}
-
-
-def test_ngrpo_with_neighbor_mixing_and_masks_trains(tmp_path: Path, random_model: str) -> None:
-    """Both near-equal names at once. With n = 1 and four answers, all-wrong groups get -0.2/√0.2 (test_advantages in
-    tests/fast), and nothing else can be uniform, since all-correct prompts are filtered out."""
-    flags = ["--advantage", "ngrpo", "--perturbation", "neighbor", "--sampling.top_k", "20", "--sampling.min_p", "0.1"]
-    flags += ["--credit", "top_entropy"]
-    steps = steps_of(tmp_path, random_model, *flags, "--algo.kl.init_coef", "0")
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
-    assert summary["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "min_p": 0.1, "correct_mask": False}
-    assert "--actor.eps_clip_low_high 0.16 0.24" in " ".join(summary["openrlhf_args"])
-    all_wrong = [step["advantage_uniform_mean"] for step in steps if "advantage_uniform_mean" in step]
-    assert all_wrong == pytest.approx([-0.2 / math.sqrt(0.2)] * len(all_wrong), abs=1e-5) and all_wrong
-    for number, step in enumerate(steps, start=1):
-        # What the trainer itself trained on: OpenRLHF's "return" is the mean over the samples it received.
-        assert summary["scalars"]["train/return"][str(number)] == pytest.approx(step["advantage_mean"], abs=1e-5)
-        assert 0.0 < step["credit_trained"] < 0.6 and step["credit_entropy"] > 0.1  # a fifth, more or less in a group
-        assert step["gap_plain_mean"] <= GAP  # log-probabilities are those before the masks, on both sides
 
 
 class Tokenizer:

@@ -1,7 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts trains on its rollouts' experts, where engine and trainer alone would choose different ones."""
+"""A mixture of experts trains on its rollouts' experts, where engine and trainer alone would choose different ones.
 
+One of the runs has an advantage, masks and a credit too.
+"""
+
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +19,9 @@ from tests.stack.tiny_models import tie_experts
 
 LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")]
 SHARDED = "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --rollout.micro_batch_size 4 --train.micro_batch_size 4"
-WHOLE = "--algo.kl.init_coef 1e-3 --actor.gradient_checkpointing_enable --ds.packing_samples"
+WHOLE = "--algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3 --actor.gradient_checkpointing_enable"
+WHOLE += " --ds.packing_samples"
+MASKED = "--advantage ngrpo --credit top_entropy --sampling.top_k 20 --sampling.min_p 0.1"
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +32,38 @@ def tied(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> Path:
     return folder
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "words",
-    [
-        pytest.param(f"--perturbation neighbor {WHOLE}", id="packed"),
-        pytest.param("--perturbation none", marks=pytest.mark.slow, id="unperturbed"),
-        pytest.param(f"--perturbation neighbor --algo.kl.init_coef 0 {SHARDED}", marks=pytest.mark.slow, id="zero 3"),
-    ],
-)
-def test_ties_are_replayed_and_the_router_learns(words: str, tmp_path: Path, tied: Path) -> None:
-    steps = steps_of(tmp_path, str(tied), *LOUD, *LETTERS, "--replay.routing", *words.split())
+def trained_on_its_experts(folder: Path, tied: Path, *words: str) -> list[dict[str, Any]]:
+    """The steps of a run whose replay was exact, and whose routers learned."""
+    steps = steps_of(folder, str(tied), *LOUD, "--replay.routing", *words)
     for step in steps:
         assert step.get("ratio_mean", 1.0) == pytest.approx(1.0, abs=1e-3)
         assert max(step["gap_plain_max"], step.get("gap_perturbed_max", 0.0)) <= GAP, step
     assert steps[0]["gap_unperturbed_mean"] <= GAP, "the alarm's scale is of replayed experts too"
-    before, after = (load_file(folder / "model.safetensors") for folder in (tied, tmp_path / "model"))
+    before, after = (load_file(each / "model.safetensors") for each in (tied, folder / "model"))
     moved = [name for name in before if name.endswith("mlp.gate.weight") and not before[name].equal(after[name])]
     assert len(moved) == 2
+    return steps
+
+
+def test_with_ngrpo_masks_and_packed_samples(tmp_path: Path, tied: Path) -> None:
+    """Both near-equal names at once, neighbor mixing and NGRPO.
+
+    No answer is right. With n = 1 and four answers, all-wrong groups get -0.2/√0.2 (test_advantages in tests/fast).
+    Log-probabilities are those before the masks, on both sides.
+    """
+    steps = trained_on_its_experts(tmp_path, tied, *f"--perturbation neighbor {MASKED} {WHOLE}".split())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
+    assert summary["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "min_p": 0.1, "correct_mask": False}
+    assert "--actor.eps_clip_low_high 0.16 0.24" in " ".join(summary["openrlhf_args"])
+    assert [step["advantage_uniform_mean"] for step in steps] == pytest.approx([-0.2 / math.sqrt(0.2)] * 2, abs=1e-5)
+    for number, step in enumerate(steps, start=1):
+        # What the trainer itself trained on: OpenRLHF's "return" is the mean over the samples it received.
+        assert summary["scalars"]["train/return"][str(number)] == pytest.approx(step["advantage_mean"], abs=1e-5)
+        assert 0.0 < step["credit_trained"] < 0.6 and step["credit_entropy"] > 0.1  # a fifth, more or less in a group
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--perturbation none", f"--perturbation neighbor --algo.kl.init_coef 0 {SHARDED}"])
+def test_ties_are_replayed_and_the_router_learns(words: str, tmp_path: Path, tied: Path) -> None:
+    trained_on_its_experts(tmp_path, tied, *LETTERS, *words.split())
