@@ -364,12 +364,16 @@ class _Waits(TorchDispatchMode):
 
 
 def _check_without_values(where: str, method: str, ask: Callable[[Any], Any], seen: Step | GateStep) -> None:
-    """On tensors without values: an operation that needs a value would halt a GPU's pipeline at every step."""
+    """On tensors without values, as on a GPU: an operation that needs a value would halt its pipeline at every step."""
     empty = mapped(seen, lambda part: part.to("meta"))
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), _Waits():
         try:
             ask(empty)
         except Exception as error:
+            if "devices" in str(error):
+                what = f"{where} {method} computes with a tensor on the CPU: on a GPU the first token would fail."
+                fix = "Make tensors where the step's are: torch.zeros(n, device=step.logits.device)."
+                raise PerturbationError(what, fix) from error
             waits = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
             if not isinstance(error, waits) and "to numpy" not in str(error):
                 return  # an operation without a fake form tests nothing

@@ -142,6 +142,7 @@ PROPOSALS = [
     (by_row_number, ["in another batch order", "edit.weights is"]),
     (lambda s, i, w, t: proposal(i, w * (2 if (w < 0).any() else 1), t), ["waits", "(item())", "`if` on a tensor"]),
     (lambda s, i, w, t: proposal(i, w, t.cpu()), ["propose() waits for the device (cpu())", "every token"]),
+    (lambda s, i, w, t: proposal(i, w + torch.zeros(len(t), 1), t), ["with a tensor on the CPU", "device="]),
     (lambda s, i, w, t: proposal(i, w.index_put((t < 0,), w[t < 0]), t), ["waits", "nonzero", "indexing with a mask"]),
     (lambda s, i, w, t: proposal(i, w.index_put((t < 0,), w[:1]), t), ["waits", "index_put", "indexing with a mask"]),
     (breaks_down_when_peaked, ["very peaked logits", "RuntimeError: overflow", "any logits"]),
