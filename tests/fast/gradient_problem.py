@@ -73,11 +73,9 @@ def policy_loss(level: str = "off", mode: str = "mask", threshold: tuple[float, 
     )
 
 
-def plain_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
+@with_overrides
+def log_probs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-
-log_probs_from_logits = with_overrides(plain_log_probs)
 
 
 @torch.no_grad()

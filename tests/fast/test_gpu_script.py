@@ -2,11 +2,9 @@
 """The script for a GPU: what it does with stages that end well, badly, or not at all. Its stages: tests/stack."""
 
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,34 +15,16 @@ import pytest
 from benchmarks.gpu import decode_steps, exactness, run, throughput, trainer_step, training
 from benchmarks.gpu.stages import Stage, stages
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from tests.fast import gpu_stage
 from tests.own_process import ends
 
 MACHINE = {"gpu": None, "processor": "a processor", "cores": 2, "python": "3.11", "versions": {"torch": "2"}}
 HERE = "no GPU, a processor"
 
 
-def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Runs in a process of its own."""
-    kind = arguments["kind"]
-    yield {"perturbation": kind, "environment": os.environ.get("SEEN"), "pid": os.getpid(), "rate": None}
-    if kind == "error":
-        raise RuntimeError("something is wrong\nwith the device")
-    if kind == "bad row":
-        yield {"error": "this engine did not start"}
-    if kind == "killed":
-        os.kill(os.getpid(), 9)
-    if kind == "slow":
-        time.sleep(600)
-
-
-def judge(rows: list[dict[str, Any]]) -> tuple[bool, str]:
-    return rows[0]["perturbation"] != "wrong", f"{len(rows)} rows"
-
-
 def stage(kind: str, seconds: float = 5.0, **more: Any) -> Stage:
-    return Stage(
-        f"test-{kind}", __name__, seconds, f"what is {kind}", {"kind": kind}, {"SEEN": kind}, **{"needs": (), **more}
-    )
+    settings = {"arguments": {"kind": kind}, "env": {"SEEN": kind}, "needs": (), **more}
+    return Stage(f"test-{kind}", gpu_stage.__name__, seconds, f"what is {kind}", **settings)
 
 
 def go(

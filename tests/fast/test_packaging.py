@@ -70,13 +70,8 @@ def citation() -> dict:
     return yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
 
 
-def cited() -> dict[str, dict]:
-    """Papers by their arXiv number."""
-    return {ARXIV.search(paper["url"])[0]: paper for paper in citation()["references"]}
-
-
 def test_every_paper_that_is_named_is_cited() -> None:
-    papers = cited()
+    papers = {ARXIV.search(paper["url"])[0]: paper for paper in citation()["references"]}
     assert len(papers) == len(citation()["references"])
     for number, paper in papers.items():
         assert paper["type"] == "article" and paper["title"] and paper["authors"] and paper["year"], number

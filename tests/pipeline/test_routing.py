@@ -5,7 +5,6 @@ One of the runs has an advantage, masks and a credit too.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ from tests.stack.tiny_models import tie_experts
 LETTERS = ["--reward.remote_url", str(ROOT / "tests/pipeline/user_files/first_letters.py")]
 SHARDED = "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --rollout.micro_batch_size 4 --train.micro_batch_size 4"
 WHOLE = "--algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k3 --actor.gradient_checkpointing_enable"
-WHOLE += " --ds.packing_samples"
-MASKED = "--advantage ngrpo --credit top_entropy --sampling.top_k 20 --sampling.min_p 0.1"
+MASKED = "--advantage ngrpo --credit top_entropy --sampling.top_k 20 --sampling.min_p 0.1 --ds.packing_samples"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,7 @@ def trained_on_its_experts(folder: Path, tied: Path, *words: str) -> list[dict[s
 def test_with_ngrpo_masks_and_packed_samples(tmp_path: Path, tied: Path) -> None:
     """Both near-equal names at once, neighbor mixing and NGRPO.
 
-    No answer is right. With n = 1 and four answers, all-wrong groups get -0.2/√0.2 (test_advantages in tests/fast).
+    No answer is right. With n = 1 and four answers, all-wrong groups get -0.2/√0.2, which is -√0.2 (tests/fast).
     Log-probabilities are those before the masks, on both sides.
     """
     steps = trained_on_its_experts(tmp_path, tied, *f"--perturbation neighbor {MASKED} {WHOLE}".split())
@@ -56,7 +54,7 @@ def test_with_ngrpo_masks_and_packed_samples(tmp_path: Path, tied: Path) -> None
     assert summary["advantage"] == {"name": "ngrpo", "n": 1, "max_reward": 1.0}
     assert summary["sampling"] == {"temperature": 1.0, "top_p": 1.0, "top_k": 20, "min_p": 0.1, "correct_mask": False}
     assert "--actor.eps_clip_low_high 0.16 0.24" in " ".join(summary["openrlhf_args"])
-    assert [step["advantage_uniform_mean"] for step in steps] == pytest.approx([-0.2 / math.sqrt(0.2)] * 2, abs=1e-5)
+    assert [step["advantage_uniform_mean"] for step in steps] == pytest.approx([-(0.2**0.5)] * 2, abs=1e-5)
     for number, step in enumerate(steps, start=1):
         # What the trainer itself trained on: OpenRLHF's "return" is the mean over the samples it received.
         assert summary["scalars"]["train/return"][str(number)] == pytest.approx(step["advantage_mean"], abs=1e-5)

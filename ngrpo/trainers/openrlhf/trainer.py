@@ -149,10 +149,8 @@ def generate_samples_actor(plain: type) -> type:
             loader.state_dict = lambda: {**of_loader(), _ROUND: generator.rollout_round, _LENGTH: length}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            of_loader = dict(state_dict)
-            self.samples_generator.rollout_round = of_loader.pop(_ROUND, 0)
-            of_loader.pop(_LENGTH, None)
-            super().load_state_dict(of_loader)
+            self.samples_generator.rollout_round = state_dict.get(_ROUND, 0)
+            super().load_state_dict({key: state_dict[key] for key in state_dict if key not in (_ROUND, _LENGTH)})
 
     return ResumingGenerator
 
