@@ -190,14 +190,6 @@ def check_output(flags: Flags, run: RunConfig) -> None:
 # --- batches ----------------------------------------------------------------------------------------
 
 _ROWS = "--data.max_samples"
-_ROLES = {placement.ACTOR: "actor", placement.REFERENCE: "ref", placement.CRITIC: "critic", placement.REWARD: "reward"}
-
-
-def _groups(args: placement.Args) -> dict[str, int]:
-    """For each role of the trainer, how many groups of its ranks train, or are asked, with responses of their own."""
-    held = {model for group in placement.groups(args) for model in group.models}
-    split = args["ds.ring_attn_size"] * args["ds.tensor_parallel_size"]
-    return {role: max(placement.world_size(args, role) // split, 1) for model, role in _ROLES.items() if model in held}
 
 
 def check_batches(args: placement.Args) -> None:
@@ -214,7 +206,7 @@ def check_batches(args: placement.Args) -> None:
             f" {generated or longest} tokens (--rollout.max_new_tokens). Give a fifth of it."
         )
     ring, tensor, batch = args["ds.ring_attn_size"], args["ds.tensor_parallel_size"], args["train.batch_size"]
-    for role, groups in _groups(args).items():
+    for role, groups in placement.rank_groups(args).items():
         world = placement.world_size(args, role)
         if world % (ring * tensor):
             ranks = f"the {world} ranks of --{role}.num_nodes × --{role}.num_gpus_per_node"
@@ -237,8 +229,8 @@ def check_batches(args: placement.Args) -> None:
     if not trains_on_all_ranks(args, prompts):
         raise UsageError(
             f"{prompts * responses} responses of a step (--rollout.batch_size {prompts} ×"
-            f" --rollout.n_samples_per_prompt {responses}) do not divide over {_groups(args)['actor']} ranks in"
-            f" micro-batches of {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and"
+            f" --rollout.n_samples_per_prompt {responses}) do not divide over {placement.rank_groups(args)['actor']}"
+            f" ranks in micro-batches of {args['rollout.micro_batch_size']} (--rollout.micro_batch_size) and"
             f" {args['train.micro_batch_size']} (--train.micro_batch_size), so ranks would wait forever. Change one."
         )
 
@@ -256,7 +248,7 @@ def trains_on_all_ranks(args: placement.Args, prompts: int) -> bool:
     (``RayActorGroup.async_run_method_batch``), and reduces once for each micro-batch of the training.
     """
     responses, size, micro = prompts * _step(args)[1], args["rollout.micro_batch_size"], args["train.micro_batch_size"]
-    for role, groups in _groups(args).items():
+    for role, groups in placement.rank_groups(args).items():
         if args["train.dynamic_batch_enable"]:  # which agrees on the number of micro-batches
             fits = responses >= groups
         else:
@@ -322,8 +314,8 @@ def check_rows(flags: Flags) -> str | None:
     fitting = _fitting(args, rows)
     if fitting != rows:
         fix = f"{_ROWS} {fitting}" if fitting else f"a smaller --rollout.batch_size than {whole}, or more rows"
-        last = f"the last step of {rows} rows has {rows % whole} prompts × {responses} responses"
-        raise UsageError(f"{last}, which do not divide over {_groups(args)['actor']} ranks: it would hang. Fix: {fix}.")
+        last = f"the last step of {rows} rows has {rows % whole} prompts × {responses} responses, which do not divide"
+        raise UsageError(f"{last} over {placement.rank_groups(args)['actor']} ranks: it would hang. Fix: {fix}.")
     return None
 
 
@@ -333,7 +325,7 @@ def last_step_notes(flags: Flags, run: RunConfig) -> list[str]:
     with suppress(UsageError):
         told = [line] if (line := check_rows(flags)) else []
     if not told and _ROWS in flags.added:
-        undivided = f"responses that do not divide over {_groups(args)['actor']} ranks"
+        undivided = f"responses that do not divide over {placement.rank_groups(args)['actor']} ranks"
         why = f"since the last step of a pass would hang with {undivided}"
         told.append(f"{_ROWS} {flags.value(_ROWS)} is added, {why}; it bounds the rows of the evaluation too.")
     if args["algo.dynamic_filtering_enable"] and _may_hang(args):

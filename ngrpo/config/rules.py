@@ -305,10 +305,15 @@ def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
 
 
 def batch_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
-    """A warning about responses of a step that fill no batch."""
+    """Warnings about responses of a step that fill no micro-batch, or no batch."""
     prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
-    dynamic = flags.has("--train.dynamic_batch_enable")
-    trained = prompts * responses * (1 if dynamic else epochs)
+    dynamic, total, args = flags.has("--train.dynamic_batch_enable"), prompts * responses, flags.args
+    filled = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]
+    lost = 0 if dynamic else total % filled
+    if lost:
+        fix = f"Give a multiple of {filled}, or add --train.dynamic_batch_enable."
+        yield f"{lost} of the {total} responses of a step fill no --train.micro_batch_size and are never trained. {fix}"
+    trained = (total - lost) * (1 if dynamic else epochs)
     if trained % batch:
         rest = "what is left " + ("is never trained" if dynamic else "goes into the next step's first update")
         yield f"--train.batch_size {batch} does not divide the {trained} responses that a step trains: {rest}."

@@ -234,6 +234,14 @@ class TestCommand:
         assert "do not fit into 23.8" in text
         assert "warning: --train.batch_size 24 does not divide the 32 responses" in text
 
+    @pytest.mark.parametrize("fix", ["", "--train.dynamic_batch_enable"])
+    def test_responses_that_no_micro_batch_has_are_told(self, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """OpenRLHF's actor leaves out what is left of its buffer: of 9 × 4 responses the last four."""
+        line = f"--model Qwen/Qwen3-0.6B --task arithmetic --rollout.batch_size 9 --train.micro_batch_size 8 {fix}"
+        text = self.run(f"{line} --vllm.num_engines 1 --dry-run 1x80", capsys)
+        lost = "warning: 4 of the 36 responses of a step fill no --train.micro_batch_size and are never trained. Give a"
+        assert (lost in text) is not bool(fix)
+
     def test_a_check_that_fails_stops_no_other(self, capsys: pytest.CaptureFixture[str]) -> None:
         text = self.run("--data.prompt_dataset ./none.jsonl --model Qwen/Qwen3-1.7B-Base", capsys, code=1)
         assert "WRONG  dataset and reward" in text and "./none.jsonl" in text

@@ -133,12 +133,7 @@ class Engine:
 
 
 def two_rounds(
-    engine: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    method: Any = None,
-    longest: int = 50,
-    **options: Any,
+    engine: Any, monkeypatch: pytest.MonkeyPatch, *, method: Any = None, longest: int = 50, **options: Any
 ) -> Any:
     """Responses to a prompt; the run leaves 10 tokens for each."""
     method = method or second_rounds.create("lope", **{"least": 30, "most": 40, **options})

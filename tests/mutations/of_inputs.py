@@ -59,11 +59,7 @@ MUTATIONS = {
         ("None if hidden is None else picked(hidden)", "hidden", "the hidden states of other rows than those gated"),
     ],
     ("ngrpo/trainers/openrlhf/model_actors.py", "test_density_actor.py"): [
-        (
-            "densities(scope, actor.temperature,",
-            "densities(scope, 1.0,",
-            "the density at temperature 1",
-        ),
+        ("densities(scope, actor.temperature,", "densities(scope, 1.0,", "the density at temperature 1"),
     ],
     ("ngrpo/trainers/common/policy_loss.py", "test_density_actor.py"): [
         (".clamp(-20.0, 20.0)", "", "the mean ratio overflows"),

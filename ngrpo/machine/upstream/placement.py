@@ -142,6 +142,7 @@ def started_here() -> str | None:
 Args = Mapping[str, Any]
 """OpenRLHF's arguments after its own conditions, by their names without dashes."""
 ACTOR, REFERENCE, CRITIC, REWARD, ENGINES = "actor", "reference", "critic", "reward model", "vLLM engines"
+_ROLES = {ACTOR: "actor", REFERENCE: "ref", CRITIC: "critic", REWARD: "reward"}
 
 
 @dataclass(frozen=True)
@@ -198,3 +199,10 @@ def groups(args: Args) -> list[Group]:
     wanted += [(gpus, models) for exists, gpus, models in apart if exists and models[0] not in together]
     ends = list(accumulate(gpus for gpus, _ in wanted))
     return [Group(end - gpus, gpus, models) for end, (gpus, models) in zip(ends, wanted)]
+
+
+def rank_groups(args: Args) -> dict[str, int]:
+    """For each role of the trainer, how many groups of its ranks train, or are asked, with responses of their own."""
+    held = {model for group in groups(args) for model in group.models}
+    split = args["ds.ring_attn_size"] * args["ds.tensor_parallel_size"]
+    return {role: max(world_size(args, role) // split, 1) for model, role in _ROLES.items() if model in held}

@@ -40,11 +40,7 @@ class SampleFile(NamedTuple):
 
 
 def lines(
-    files: Sequence[str],
-    *,
-    k: str | None = None,
-    tau: str | None = None,
-    report: Report = lambda line: None,
+    files: Sequence[str], *, k: str | None = None, tau: str | None = None, report: Report = lambda line: None
 ) -> list[str]:
     """The comparison as a table.
 
