@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of tensors that are compiled on a GPU and run uncompiled on a CPU."""
+"""Compiled functions of tensors; most are for a GPU, and run uncompiled on a CPU."""
 
 import itertools
 import logging
 import types
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,11 +31,14 @@ def twice(part: Tensor) -> Tensor:
 class Compiled:
     """A function of tensors compiled as a whole; uncompiled (``plain``) once the compiler has failed."""
 
-    def __init__(self, function: Callable[..., Any], purpose: str) -> None:
-        self.plain, self._purpose, self._failed = function, purpose, False
-        self._fast = torch.compile(_of_its_own(function), fullgraph=True)
-        config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, _VERSIONS)
+    def __init__(self, function: Callable[..., Any], purpose: str, dynamic: bool | None = None) -> None:
+        self.plain, self._purpose, self._dynamic, self._failed = function, purpose, dynamic, False
+
+    @cached_property
+    def _fast(self) -> Callable[..., Any]:
+        """Made for the first call: the compiler's import takes two seconds."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _VERSIONS)
+        return torch.compile(_of_its_own(self.plain), fullgraph=True, dynamic=self._dynamic)
 
     def __call__(self, *args: object) -> Any:
         if self._failed or torch.compiler.is_compiling():
@@ -55,8 +59,6 @@ def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with code of its own, since PyTorch counts the versions of a function by its code."""
     if isinstance(function, types.MethodType):
         return types.MethodType(_of_its_own(function.__func__), function.__self__)
-    if not isinstance(function, types.FunctionType):
-        return function
     parts = function.__globals__, function.__name__, function.__defaults__, function.__closure__
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
     copy = types.FunctionType(code, *parts)

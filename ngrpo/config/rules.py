@@ -309,10 +309,9 @@ def batch_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
     dynamic, total, args = flags.has("--train.dynamic_batch_enable"), prompts * responses, flags.args
     filled = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]
-    lost = 0 if dynamic else total % filled
-    if lost:
-        fix = f"Give a multiple of {filled}, or add --train.dynamic_batch_enable."
-        yield f"{lost} of the {total} responses of a step fill no --train.micro_batch_size and are never trained. {fix}"
+    if lost := (0 if dynamic else total % filled):
+        untrained = f"{lost} of the {total} responses of a step fill no --train.micro_batch_size and are never trained."
+        yield f"{untrained} Give a multiple of {filled}, or add --train.dynamic_batch_enable."
     trained = (total - lost) * (1 if dynamic else epochs)
     if trained % batch:
         rest = "what is left " + ("is never trained" if dynamic else "goes into the next step's first update")

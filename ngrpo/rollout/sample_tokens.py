@@ -9,6 +9,7 @@ with inversion of the cumulative distribution, where a shift of 1e-6 moves every
 import torch
 from torch import Tensor
 
+from perturbations.compilation import Compiled
 from perturbations.row_blocks import BLOCK, Summary, block_sums, blocks, summary
 
 # A request with a lower temperature is greedy; vLLM's own threshold (v1/sample/sampler.py, 0.26 to 0.29).
@@ -83,8 +84,7 @@ def _least(keys: Tensor, count: int) -> Tensor:
     return _shares(keys, tokens).view(len(keys), count, BLOCK).amin(dim=-1)
 
 
-_fast_least = torch.compile(_least, dynamic=True)
-_fast_sums = torch.compile(block_sums, dynamic=True)
+_fast_least, _fast_sums = (Compiled(each, "the draw of tokens", dynamic=True) for each in (_least, block_sums))
 
 
 def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:

@@ -49,6 +49,7 @@ def edit_of(count: int, draws: torch.Generator) -> tuple[InputEdit, torch.Tensor
     return InputEdit(ids, weights, sigma), torch.randint(0, 1 << 40, (count,), generator=draws)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 70])
 def test_rollout_and_replay_round_alike(gpu: None, count: int, dtype: torch.dtype) -> None:

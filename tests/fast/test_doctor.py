@@ -83,6 +83,7 @@ def test_each_error_has_its_fix(subject: str, capsys: pytest.CaptureFixture, mon
         assert part in lines_of(head, subject)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", ["doctor --no-self-test", "train --dry-run --perturbation none", "model sandbox"])
 def test_a_package_that_transformers_refuses(command: str, tmp_path: Path) -> None:
     """transformers asks for the releases in the metadata, of which the first on the path is found."""

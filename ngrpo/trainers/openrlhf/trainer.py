@@ -128,8 +128,8 @@ def trainer(plain: Any) -> type:
 
         def report_step(self, step: int, status: Mapping[str, Any], of_loader: Mapping[str, Any]) -> None:
             """Prints a line on a step, and adds one to the file that `ngrpo compare` follows."""
-            prompts = of_loader.get(_LENGTH) or len(self.prompts_dataloader)
-            line = {"step": step, "steps": steps_of_run(self.args, prompts)}
+            length = of_loader.get(_LENGTH)  # in an asynchronous run the generator has the loader
+            line = {"step": step, "steps": steps_of_run(self.args, length or len(self.prompts_dataloader))}
             line |= {"reward": status["rollout/reward_mean"], "seconds": status["timing/step_total"]}
             print("ngrpo: step {step}: reward {reward:.3f}, {seconds:.0f} s".format(**line), flush=True)
             with suppress(OSError), open(f"{current_run().run_dir}/{PROGRESS}", "a") as file:
