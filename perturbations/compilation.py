@@ -29,7 +29,10 @@ def twice(part: Tensor) -> Tensor:
 
 
 class Compiled:
-    """A function of tensors compiled as a whole; uncompiled (``plain``) once the compiler has failed."""
+    """A function of tensors compiled as a whole; uncompiled (``plain``) once the compiler has failed.
+
+    ``dynamic`` is that of `torch.compile`.
+    """
 
     def __init__(self, function: Callable[..., Any], purpose: str, dynamic: bool | None = None) -> None:
         self.plain, self._purpose, self._dynamic, self._failed = function, purpose, dynamic, False

@@ -311,7 +311,7 @@ def batch_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     filled = args["train.micro_batch_size"] * placement.rank_groups(args)["actor"]
     if lost := (0 if dynamic else total % filled):
         untrained = f"{lost} of the {total} responses of a step fill no --train.micro_batch_size and are never trained."
-        yield f"{untrained} Give a multiple of {filled}, or add --train.dynamic_batch_enable."
+        yield f"{untrained} Have a multiple of {filled} responses, or add --train.dynamic_batch_enable."
     trained = (total - lost) * (1 if dynamic else epochs)
     if trained % batch:
         rest = "what is left " + ("is never trained" if dynamic else "goes into the next step's first update")

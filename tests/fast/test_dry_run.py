@@ -239,7 +239,7 @@ class TestCommand:
         """OpenRLHF's actor leaves out what is left of its buffer: of 9 × 4 responses the last four."""
         line = f"--model Qwen/Qwen3-0.6B --task arithmetic --rollout.batch_size 9 --train.micro_batch_size 8 {fix}"
         text = self.run(f"{line} --vllm.num_engines 1 --dry-run 1x80", capsys)
-        lost = "warning: 4 of the 36 responses of a step fill no --train.micro_batch_size and are never trained. Give a"
+        lost = "warning: 4 of the 36 responses of a step fill no --train.micro_batch_size and are never trained. Have"
         assert (lost in text) is not bool(fix)
 
     def test_a_check_that_fails_stops_no_other(self, capsys: pytest.CaptureFixture[str]) -> None:
