@@ -119,8 +119,7 @@ def check_step(perturbation: Perturbation, label: str, step: Step) -> None:
 def check_waits(perturbation: Perturbation, step: Step) -> None:
     """A proposal needs no value on the host; what a neighbor index does there is its own."""
     module = perturbation.module(_DIMENSION) if perturbation.reads_hidden else None
-    embeddings = matrix_embeddings(step.embeddings.matrix().to("meta"))
-    step = dataclasses.replace(with_hidden(step, module and module.to("meta")), embeddings=embeddings)
+    step = with_hidden(step, module and module.to("meta"))
     _check_without_values(f"{perturbation.name}:", "propose()", perturbation.propose, step)
 
 
@@ -365,7 +364,8 @@ class _Waits(TorchDispatchMode):
 
 def _check_without_values(where: str, method: str, ask: Callable[[Any], Any], seen: Step | GateStep) -> None:
     """On tensors without values, as on a GPU: an operation that needs a value would halt its pipeline at every step."""
-    empty = mapped(seen, lambda part: part.to("meta"))
+    embeddings = matrix_embeddings(seen.embeddings.matrix().to("meta"))
+    empty = dataclasses.replace(mapped(seen, lambda part: part.to("meta")), embeddings=embeddings)
     with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), _Waits():
         try:
             ask(empty)

@@ -76,7 +76,7 @@ def test_draws_of_a_gate_are_its_own() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Good(Gate):
-    """Open where the sampled token is likely enough, and half of the time."""
+    """Open where the sampled token is likely enough and its embedding not too long, and half of the time."""
 
     name = "good"
     least: float = option(0.1, "a probability", low=0.0, high=1.0)
@@ -86,7 +86,8 @@ class Good(Gate):
 
     def open(self, step: GateStep) -> torch.Tensor:
         p = torch.softmax(step.logits, -1).gather(-1, step.sampled.unsqueeze(-1)).squeeze(-1)
-        return (p >= self.least) & (step.uniform(1)[:, 0] < 0.5)
+        short = step.embeddings.lookup(step.sampled).norm(dim=-1) < 9.0 * step.temperature
+        return (p >= self.least) & short & (step.uniform(1)[:, 0] < 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
