@@ -1,5 +1,5 @@
 # make demo   a short perturbed GRPO run on a packaged model, with a summary at the end
-# make test   the fast tests, and one file of engines or trainings for each claim (tests/claims.py): 15 minutes
+# make test   the fast tests, and one file of engines or trainings for each claim (tests/claims.py): 16 minutes
 # make test-more all others but the slow ones: further options, patches, recipes, pictures, the report in a browser
 # make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
 # make test-verl runs tests/verl in an environment of its own, .venv/verl (4 GB); no part of CI.
