@@ -7,7 +7,8 @@ No model and no engine: random logits are given to a real perturber, on CUDA whe
 every request decoding. `waits`: operations that need a value from the device (`.item()`, `nonzero`, indexing with a
 mask); on CUDA PyTorch's own check is on as well, and any wait is an error. `loops`: lines of Python that each further
 request adds. `launches`: operations on tensors, views left out, and each compiled part taken as one; up and down:
-copies between host and device. At last, what the record of a long response costs when its request has finished.
+copies between host and device. `host µs of a graph`: what a step that is one CUDA graph costs the host beside the
+replay, by requests and rate. At last, what the record of a long response costs when its request has finished.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -26,8 +28,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.machine import describe
+from ngrpo.rollout import step_graphs
+from ngrpo.rollout.async_scheduling import STEPS_AT_ONCE
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.step_graphs import rows_of_buffers
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import available, create
 from perturbations.base import Perturbation
@@ -84,6 +89,8 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
     """
     counts, begin, finish = Counts(), perturber.begin, perturber.finish
     upload, download, kernels = perturber._upload, perturber._download, perturber._kernels
+    graphs = perturber._graphs
+    run = None if graphs is None else graphs.run
     # On a CPU the draw alone is compiled, and it may look at numbers.
     names = ("draw", "proposed", "realised", "advance_gate") if kernels.compiled else ("draw",)
     parts = {name: getattr(kernels, name) for name in names}
@@ -124,6 +131,13 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
         counts.downloads += decoding
         return download(part)
 
+    def counted_run(columns: np.ndarray, batch: int, logits: Any) -> Any:
+        """A step as one graph: its replay, and one copy each way."""
+        counts.launches += decoding
+        counts.uploads += decoding
+        counts.downloads += decoding
+        return run(columns, batch, logits)
+
     def compiled(part: Callable[..., Any], *args: Any) -> Any:
         counts.launches += decoding
         tracer = sys.gettrace()
@@ -137,10 +151,14 @@ def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
     perturber.begin, perturber.finish = counted_begin, counted_finish
     perturber._upload, perturber._download = counted_upload, counted_download
     vars(kernels).update({name: partial(compiled, part) for name, part in parts.items()})
+    if graphs is not None:
+        graphs.run = counted_run
     try:
         yield counts
     finally:
         vars(kernels).update(parts)
+        if graphs is not None:
+            del graphs.run
         for name in ("begin", "finish", "_upload", "_download"):
             delattr(perturber, name)
 
@@ -163,7 +181,7 @@ class Decoding:
         embedding = nn.Embedding(vocabulary, hidden).requires_grad_(False).to(device)
         store = TrajectoryStore(batch, 1 << 15)
         gate = BoundGate(perturbation, lambda: [b"a"] * vocabulary, vocabulary, store.slots, torch.device(device))
-        override = InputOverride(embedding, batch, hidden, torch.float32, torch.device(device))
+        override = InputOverride(embedding, batch, rows_of_buffers(batch), hidden, torch.float32, torch.device(device))
         # HRPO's gate was never among what is counted here; a router is a part of the draw.
         module = perturbation.module(hidden) if perturbation.reads_hidden else None
         self.perturber = RolloutPerturber(
@@ -186,7 +204,9 @@ class Decoding:
         if self._reads_hidden:
             self.perturber.computed(torch.zeros(count, self._hidden, device=self._logits.device))
         logits = self._logits[:count]
-        self.perturber.finish(logits, self._temperature[:count], logits, None)
+        if len(self._temperature) != count:  # as in an engine, one tensor serves as long as the batch stays the same
+            self._temperature = torch.ones(count, device=logits.device)
+        self.perturber.finish(logits, self._temperature, logits, None)
         self._position += 1
 
 
@@ -220,6 +240,55 @@ def microseconds(perturbation: Perturbation, batch: int, vocabulary: int, device
         if step >= 10:
             times.append(clock() - began)
     return statistics.median(times) * 1e6
+
+
+class _NoGraph:
+    """A captured step whose replay is left out: what is done on the host beside it."""
+
+    def __init__(self, pool: Any) -> None: ...
+
+    @staticmethod
+    def pool() -> Any:
+        """A pool is nothing here."""
+
+    def capture(self, region: Callable[[], None]) -> None:
+        """The step has run once before, which makes its buffers."""
+
+    def replay(self) -> None:
+        """The kernels of a replay run on the device, and launching them is one call."""
+
+
+def host_microseconds(perturbation: Perturbation, batch: int, steps: int = 400) -> tuple[float, float]:
+    """Time of one core for a decode step as one graph, the replay left out: the least, and the mean, of many steps.
+
+    Copies are between places of the host's memory, so that what a launch adds on CUDA is counted and not measured.
+    """
+    rate, times = perturbation.rate, []
+    with (
+        patch.object(step_graphs, "available", lambda device: True),
+        patch.object(step_graphs, "CudaGraph", _NoGraph),
+        torch.inference_mode(),
+    ):
+        decoding = Decoding(perturbation, batch, vocabulary=64)
+        decoding.step()
+        # What the verdict would say at this rate; bit 0 of a record is that it is fed, and bit 1 that the tokens agree.
+        fed = torch.from_numpy(np.random.default_rng(0).random(batch) < rate)
+        decoding.perturber._graphs._words[:batch, 0] = torch.where(fed, 3, 0)
+        for _ in range(2 * STEPS_AT_ONCE):
+            decoding.step()
+        for _ in range(steps // STEPS_AT_ONCE):
+            # Records of sixteen steps are written at once, so that sixteen steps are timed together.
+            began = time.thread_time_ns()
+            for _ in range(STEPS_AT_ONCE):
+                decoding.step()
+            times.append((time.thread_time_ns() - began) / STEPS_AT_ONCE / 1e3)
+    return min(times), statistics.mean(times)
+
+
+def sampled(name: str, rate: float) -> Perturbation:
+    """A perturbation that leaves the token in the text to sampling where it may, since rate 1 would else be greedy."""
+    options = {"realization": "sampled"} if name == "neighbor" else {}
+    return create(name, rate=rate, **options)
 
 
 def device_microseconds(perturbation: Perturbation, batch: int, vocabulary: int, device: str, steps: int = 20) -> float:
@@ -272,16 +341,22 @@ def main() -> None:
     torch.set_num_threads(1)
     names = options.perturbations.split(",") if options.perturbations else [n for n in available() if n != "none"]
     print(f"{describe()}; {options.batch} requests, {options.vocabulary} tokens, rate {options.rate:g}")
-    print(f"{'name':10s} {'waits':>5s} {'loops':>5s} {'launches':>8s} {'up':>4s} {'down':>4s} {'µs':>7s}")
+    columns = f"{'name':10s} {'waits':>5s} {'loops':>5s} {'launches':>8s} {'up':>4s} {'down':>4s} {'µs':>7s}"
+    print(f"{columns}  host µs of a graph: requests@rate")
     for name in names:
-        perturbation = create(name, rate=options.rate)
-        counts, lines = count(perturbation, options.batch, device=device), loops(create(name, rate=1.0), device)
+        perturbation = sampled(name, options.rate)
+        counts, lines = count(perturbation, options.batch, device=device), loops(sampled(name, 1.0), device)
         spent = microseconds(perturbation, options.batch, options.vocabulary, device)
-        print(
+        row = (
             f"{name:10s} {len(counts.waits) / counts.steps:5g} {lines:5.2g} {counts.launches / counts.steps:8.1f}"
-            f" {counts.uploads / counts.steps:4.2g} {counts.downloads / counts.steps:4.2g} {spent:7.0f}",
-            flush=True,
+            f" {counts.uploads / counts.steps:4.2g} {counts.downloads / counts.steps:4.2g} {spent:7.0f}"
         )
+        of_graphs = [
+            f"{batch}@{rate:g} {host_microseconds(sampled(name, rate), batch)[0]:.0f}"
+            for batch in (64, 256)
+            for rate in (0.1, 1.0)
+        ]
+        print(row, *of_graphs, sep="  ", flush=True)
     built, packed = record_milliseconds()
     print(f"record of 32,000 positions with 5 candidates: built in {built:.1f} ms, packed in {packed:.1f} ms")
 

@@ -111,6 +111,16 @@ class ModelEmbeddings:
         self._behind.update(self._indices)
         self._rms = None
 
+    def tensors(self) -> list[Tensor]:
+        """What is cached on the device, which a captured step reads at its addresses: scale and neighbor tables."""
+        scale = [] if self._rms is None else [self._rms]
+        return [*scale, *(tensor for index in self._indices.values() for tensor in index.tensors())]
+
+    @property
+    def refresh_bytes(self) -> int:
+        """Memory of the device that new weights take for a moment: indices are built beside the old ones in turn."""
+        return max((index.build_bytes for index in self._indices.values()), default=0)
+
     def drift(self) -> Drift | None:
         """Changes by the latest weight sync, over all indices queried since the sync before; None without queries."""
         total = None

@@ -71,7 +71,7 @@ def keys(seeds: _Integers, positions: _Integers, stream: Stream) -> _Integers:
     return of_stream(of_positions(seeds, positions), stream)
 
 
-def below(keys_: np.ndarray, probability: float) -> np.ndarray:
+def below(keys_: _Integers, probability: float) -> _Integers:
     """Whether the first uniform draw of each key (…,) is below a probability, exactly as float32 compares them."""
     # The draw is (2n + 1) · 2^-24 with n < 2^23, which float32 holds exactly.
     least = math.ceil((float(np.float32(probability)) * 2.0**24 - 1.0) / 2.0)

@@ -22,8 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.cuda_without_gpu import guard, inductor
 from benchmarks.cuda_without_gpu.inductor import Region
+from benchmarks.cuda_without_gpu.recorded import RepeatedGraph
+from ngrpo.rollout import step_graphs
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.step_graphs import rows_of_buffers
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import embeddings as library_embeddings
 from perturbations.base import Perturbation
@@ -128,6 +131,7 @@ def fake_cuda() -> Iterator[None]:
         stack.enter_context(patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1))
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda self, *_: self))
         stack.enter_context(patch.object(torch.cuda, "Event", _Event))
+        stack.enter_context(patch.object(step_graphs, "CudaGraph", RepeatedGraph))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_Lists())
         yield
@@ -163,7 +167,7 @@ class FakeDecoding:
         store = TrajectoryStore(batch, 1 << 15)
         texts = ["a"] * vocabulary
         gate = BoundGate(perturbation, lambda: [b"a"] * vocabulary, vocabulary, store.slots, device)
-        override = InputOverride(embedding, max(batch, 64), hidden, dtype, device)
+        override = InputOverride(embedding, max(batch, 64), rows_of_buffers(batch), hidden, dtype, device)
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(hidden)
         if module is not None:  # `Module.to` cannot swap fake parameters
@@ -238,7 +242,7 @@ def decode_step(
                         torch._dynamo.maybe_mark_dynamic(part, 0)
                 name = self.plain.__name__
                 key = (name, *known, *(part.dtype if isinstance(part, Tensor) else None for part in parts))
-                if name in ("proposed", "realised") or key not in _SHARED:
+                if name.startswith(("proposed", "realised")) or key not in _SHARED:
                     _SHARED[key] = region(self.plain, *args)
                 entry = cost.regions[name] = _SHARED[key]
                 cost.kernels, cost.bytes = cost.kernels + entry.kernels, cost.bytes + entry.bytes

@@ -30,8 +30,10 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from benchmarks.cuda_without_gpu import inductor, pretended
 from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_cuda
+from benchmarks.cuda_without_gpu.recorded import RepeatedGraph
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate
 from benchmarks.exactness import in_tree
+from ngrpo.rollout import step_graphs
 from perturbations import create
 from perturbations.compilation import Compiled
 
@@ -209,6 +211,7 @@ def interpreted_cuda(parts: Parts, lag: int = 0) -> Iterator[Device]:
 
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(pretended_cuda(lag))
+        stack.enter_context(patch.object(step_graphs, "CudaGraph", RepeatedGraph))
         stack.enter_context(inductor.target(90))
         stack.enter_context(_interpreter())
         stack.enter_context(patch.object(GraphLowering, "compile_to_module", load))
@@ -240,8 +243,15 @@ def _compare(name: str, part: Part, found: Any, expected: Any) -> None:
             raise Disagreement(f"{where}: off by {largest:.3g}")
 
 
-def rehearse(name: str, plan: Plan, count: int = 4, **options: Any) -> Parts:
+def rehearse(name: str, plan: Plan, count: int = 4, graphs: bool = True, **options: Any) -> Parts:
     """Runs requests of a perturbation through compiled kernels.
+
+    Args:
+        name: of the perturbation.
+        plan: how requests are run.
+        count: of requests.
+        graphs: whether a step is one graph.
+        **options: of the perturbation.
 
     Raises:
         Disagreement: where kernels differ from their functions, or requests from the same ones alone on a CPU.
@@ -250,7 +260,8 @@ def rehearse(name: str, plan: Plan, count: int = 4, **options: Any) -> Parts:
 
     @contextlib.contextmanager
     def device(lag: int) -> Iterator[Device]:
-        with interpreted_cuda(parts, lag) as made:
+        available = step_graphs.available if graphs else lambda _device: False
+        with interpreted_cuda(parts, lag) as made, patch.object(step_graphs, "available", available):
             yield made
 
     def warmed_up() -> None:
@@ -267,6 +278,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--perturbations", default=",".join(sorted(in_tree())), help="separated by commas")
     parser.add_argument("--plans", default="float32", help=f"of {', '.join(PLANS)}; or all")
+    parser.add_argument("--no-graphs", action="store_true", help="the parts of a step run one by one")
     parser.add_argument("--json", action="store_true", help="a line of JSON instead of the table")
     options = parser.parse_args()
     import triton
@@ -276,7 +288,7 @@ def main() -> None:
     for plan in PLANS if options.plans == "all" else options.plans.split(","):
         for name in options.perturbations.split(","):
             start = time.perf_counter()
-            parts = rehearse(name, PLANS[plan], 2 if plan == "large" else 4)
+            parts = rehearse(name, PLANS[plan], 2 if plan == "large" else 4, not options.no_graphs)
             found[f"{name} {plan}"] = {each: vars(part) for each, part in parts.known.items()}
             print(f"{name}, {plan}: {time.perf_counter() - start:.1f} s", flush=True)
             for each, part in parts.known.items():

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.cuda_without_gpu import guard
+from benchmarks.cuda_without_gpu.recorded import RecordedGraph, on_host
+from ngrpo.rollout import step_graphs
 from perturbations import embeddings
 from perturbations.compilation import Compiled
 
@@ -92,6 +94,10 @@ class Pretended(Tensor):
 
     def __init__(self, values: Tensor) -> None: ...
 
+    def data_ptr(self) -> int:
+        """The address on the host."""
+        return self.values.data_ptr()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _device is None:
@@ -136,17 +142,11 @@ def _dispatched(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
     if waiting and (down or up):
         device.wait("copy to the host" if down else "copy to the device")
 
-    def host(part: Any) -> Any:
-        named = isinstance(part, torch.device) or (isinstance(part, str) and part.startswith("cuda"))
-        return torch.device("cpu") if named else part
-
-    plain_args, plain = tree_map_only(Pretended, lambda part: part.values, (args, kwargs))
-    plain_args = tuple(map(host, plain_args))
-    plain = {key: host(value) if key == "device" else value for key, value in plain.items()}
+    plain_func, plain_args, plain = on_host(func, args, kwargs)
     with torch._C.DisableTorchFunction():
         if name == "to" and (down or up):
             plain["copy"] = True
-        out = func(*plain_args, **plain)
+        out = plain_func(*plain_args, **plain)
     if down:
         if not waiting:
             device.late(out)
@@ -217,6 +217,7 @@ def pretended_cuda(lag: int = 0) -> Iterator[Device]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(patch.object(torch.cuda, "_lazy_init", lambda: None))
             stack.enter_context(patch.object(torch.cuda, "Event", _Event))
+            stack.enter_context(patch.object(step_graphs, "CudaGraph", RecordedGraph))
             stack.enter_context(patch.object(Compiled, "__call__", lambda self, *args: self.plain(*args)))
             stack.enter_context(_Functions())
             stack.enter_context(_Operations())

@@ -22,6 +22,7 @@ from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_support import SamplingMaskStore
+from ngrpo.rollout.step_graphs import rows_of_buffers
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import FinishedTrajectory, registry
 from perturbations.base import Perturbation
@@ -49,6 +50,7 @@ class Plan:
         sampling: ``all``, ``filtered`` (the 40 likeliest), or ``greedy`` (every other request).
         vocabulary: V; not a multiple of 64, so that the last block of a row is filled up.
         dtype: of the embeddings and, where nothing filters, of the logits.
+        shuffled: whether requests change rows and miss steps; else a batch keeps decoding in its order.
     """
 
     seed: int = 1
@@ -60,6 +62,7 @@ class Plan:
     sampling: str = "all"
     vocabulary: int = 200
     dtype: torch.dtype = torch.float32
+    shuffled: bool = True
 
 
 @dataclass
@@ -106,7 +109,7 @@ class _Engine:
         texts = ["1" if i % 5 == 0 else "b" for i in range(plan.vocabulary)]
         pieces = [text.encode() for text in texts]
         gate = BoundGate(perturbation, lambda: pieces, plan.vocabulary, self.store.slots, self.device)
-        override = InputOverride(embedding, 512, HIDDEN, plan.dtype, self.device)
+        override = InputOverride(embedding, 512, rows_of_buffers(plan.batch), HIDDEN, plan.dtype, self.device)
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(HIDDEN)
         if module is not None:
@@ -138,7 +141,11 @@ class _Engine:
         return self.up(nn.functional.pad(part, (0, -size % 64))[:, :size])
 
     def overridden(self) -> tuple[Tensor, Tensor]:
-        return _values(self.embedding.overridden)[:, 0].clone(), _values(self.embedding.override).clone()
+        """Which rows of the forward are replaced, and the vectors that they get."""
+        sources = _values(self.embedding.override_sources).long()
+        vector_rows = sources.clamp_min(0)
+        replaced = (sources >= 0) & _values(self.embedding.override_fed)[vector_rows]
+        return replaced, _values(self.embedding.override_vectors)[vector_rows]
 
 
 def _values(part: Tensor) -> Tensor:
@@ -176,8 +183,10 @@ def _drive(
         for request in coming:
             request.opened, request.preempted = True, False
         finished = []
-        batch = [request for request in running if plan.batch == 1 or draws.random() < 0.9]
-        draws.shuffle(batch)
+        batch = list(running)
+        if plan.shuffled and plan.batch > 1:
+            batch = [request for request in running if draws.random() < 0.9]
+            draws.shuffle(batch)
         if not batch:
             continue
         starts = np.array([request.computed for request in batch])
@@ -264,6 +273,14 @@ def each_alone(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list
     return requests, recorded, fed
 
 
+def together(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list[list[int]], dict[str, Any], Any]:
+    """Runs requests together on the pretended GPU: their tokens, what was recorded of each, and the vectors fed."""
+    requests = _requests(plan, count)
+    with pretended_cuda(plan.lag), torch.inference_mode():
+        recorded, fed = _drive(perturbation, "cuda", requests, plan)
+    return [request.tokens for request in requests], recorded, fed
+
+
 def simulate(
     perturbation: Perturbation,
     plan: Plan,
@@ -289,10 +306,10 @@ def simulate(
     """
     requests, alone, fed = each_alone(perturbation, plan, count)
     texts = {request.name: request.tokens for request in requests}
-    together = _requests(plan, count)
+    batched = _requests(plan, count)
     with pretended(plan.lag) as device, torch.inference_mode():
-        records, _ = _drive(perturbation, "cuda", together, plan, fed, warmed_up)
-    for request in together:
+        records, _ = _drive(perturbation, "cuda", batched, plan, fed, warmed_up)
+    for request in batched:
         if request.tokens != texts[request.name]:
             raise Disagreement(f"{request.name}: other tokens")
     if set(records) != set(alone):

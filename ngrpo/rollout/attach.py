@@ -5,6 +5,7 @@ The embedding's override is there before anything is compiled. Requests, inputs 
 :mod:`ngrpo.rollout.runners`.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ngrpo.machine.storage.parameters_file import load_saved
-from ngrpo.machine.upstream.types import ModelConfig, VocabParallelEmbedding
+from ngrpo.machine.upstream.types import ModelConfig, RunnerV2, VocabParallelEmbedding
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
@@ -22,12 +23,15 @@ from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore
 from ngrpo.rollout.settings import ROUTED_EXPERTS, SAMPLING_MASKS, fingerprint, read_mask_limit, read_schedule
 from ngrpo.rollout.startup_check import reads_tokens_elsewhere
+from ngrpo.rollout.step_graphs import SIZES, rows_of_buffers
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import Perturbation, ReplayBuffer, UsageError, parameters
 from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.neighbors import Drift
 from perturbations.neighbors.base import Shard, over_ranks
+
+logger = logging.getLogger("ngrpo.rollout")
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE: float32 logits are a view of this many columns.
 _VOCABULARY_PADDING = 64
@@ -47,9 +51,17 @@ class AttachedPerturbation:
         config, model = runner.model_config, runner.get_model()
         embedding: Any = find_input_embedding(model)
         # The matrix's own dtype: a row must be what the model would have looked up.
-        rows, dtype = runner.max_num_tokens, embedding.weight.dtype
         self._hidden = embedding.embedding_dim
-        self._override = InputOverride(embedding, rows, self._hidden, dtype, runner.device, VocabParallelEmbedding)
+        self._override = InputOverride(
+            embedding,
+            max_tokens=runner.max_num_tokens,
+            drawn_rows=rows_of_buffers(runner.max_num_reqs),
+            hidden=self._hidden,
+            dtype=embedding.weight.dtype,
+            device=runner.device,
+            bare=VocabParallelEmbedding,
+        )
+        self._graphs = _may_capture(runner, embedding)
         # Whether a table next to the input embedding reads the token in the text, whatever is fed instead.
         self.reads_tokens = reads_tokens_elsewhere(tables_of_text(model), embedding)
         self._tokenizer = _LazyTokenizer(config)
@@ -59,7 +71,15 @@ class AttachedPerturbation:
         self._ahead = runner.device.type != "cpu"
         self.schedule = read_schedule(runner.vllm_config.additional_config)
         self._routed = RoutedExperts(runner) if runner.vllm_config.additional_config.get(ROUTED_EXPERTS) else None
+        reserved = _reserved(runner.device)
         self.replace(perturbation)
+        if self._graphs:
+            # Before vLLM measures how much memory is left for its KV cache, so that buffers and graphs are counted.
+            with torch.inference_mode():
+                self.perturber.rehearse(self._example_logits(runner.max_num_reqs))
+            torch.cuda.empty_cache()
+            runner.model_memory_usage += max(_reserved(runner.device) - reserved, 0)
+            runner.profile_run = self._with_refresh(runner.profile_run)
         # An encoder of pictures or sound runs between the layout of a step and its forward.
         encoders = (runner, "_execute_mm_encoder"), (getattr(runner, "model_state", None), "execute_mm_encoder")
         for owner, name in encoders:
@@ -95,9 +115,18 @@ class AttachedPerturbation:
             masks = SamplingMaskStore(self._vocabulary, store.slots, read_mask_limit(config))
         if self._routed is not None:
             self._routed.restart(store)
-        sides = masks, self.schedule, self._routed
         self.perturber = RolloutPerturber(
-            perturbation, store, gate, self.embeddings, self._override, runner.device, self.module, *sides
+            perturbation,
+            store,
+            gate,
+            self.embeddings,
+            self._override,
+            runner.device,
+            module=self.module,
+            masks=masks,
+            schedule=self.schedule,
+            routed=self._routed,
+            graphs=self._graphs,
         )
         self._buffer.drop(self._buffer.names())
         rank = runner.vllm_config.parallel_config.data_parallel_index
@@ -110,11 +139,27 @@ class AttachedPerturbation:
 
     def warm_up(self) -> None:
         """Compiles what the first requests need, for one and for several; no index is built before it is needed."""
-        padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
         with torch.inference_mode():
             for rows in (2, 1):  # a batch of one is compiled separately
-                logits = torch.zeros(rows, padded, dtype=self._runner.model_config.dtype, device=self._runner.device)
-                self.perturber.rehearse(logits[:, : self._vocabulary], edits=self._ahead)
+                self.perturber.rehearse(self._example_logits(rows), edits=self._ahead)
+
+    def _example_logits(self, rows: int) -> Tensor:
+        """Logits of zeros as the model computes them, (rows, V)."""
+        padded = -(-self._vocabulary // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
+        dtype = self._runner.model_config.dtype
+        return torch.zeros(rows, padded, dtype=dtype, device=self._runner.device)[:, : self._vocabulary]
+
+    def _with_refresh(self, original: Callable[..., None]) -> Callable[..., None]:
+        """vLLM's run by which it measures its memory; a weight sync may need more than a forward.
+
+        An engine that does not sleep builds neighbor tables anew beside its KV cache.
+        """
+
+        def profile_run(*args: object, **kwargs: object) -> None:
+            original(*args, **kwargs)
+            torch.empty(self.embeddings.refresh_bytes, dtype=torch.uint8, device=self._runner.device)
+
+        return profile_run
 
     def prepare(self) -> None:
         """Computes everything that the perturbation needs of the weights; a weight sync ends with this."""
@@ -140,8 +185,35 @@ class AttachedPerturbation:
         """All new weights are loaded."""
         if self._routed is not None:
             self._routed.watch()
-        self.embeddings.refresh()
+        self.refresh()
         self.prepare()
+
+    def refresh(self) -> None:
+        """Some weights are new: nothing that was computed of them, or captured with them, is used again."""
+        self.embeddings.refresh()
+        self.perturber.weights_changed()
+
+
+def _reserved(device: torch.device) -> int:
+    """Bytes that PyTorch has of a GPU's memory; 0 on a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+
+
+def _may_capture(runner: RunnerV2, embedding: VocabParallelEmbedding) -> bool:
+    """Whether a step may be one CUDA graph in this worker; a worker with a GPU says where it may not."""
+    if runner.device.type != "cuda":
+        return False
+    if runner.model_config.enforce_eager:
+        logger.info("perturbation: enforce_eager is set, so the steps of the perturbation are no CUDA graphs either.")
+        return False
+    if embedding.tp_size > 1:
+        message = "perturbation: with %d tensor-parallel ranks a step is no CUDA graph, and takes the host longer."
+        logger.info(message, embedding.tp_size)
+        return False
+    if runner.max_num_reqs > SIZES[-1]:
+        message = "perturbation: steps of more than %d sequences are no CUDA graphs; the device needs longer for them."
+        logger.info(message, SIZES[-1])
+    return True
 
 
 def follow_weights(runner: Any, attached: AttachedPerturbation) -> None:
@@ -170,7 +242,7 @@ def follow_weights(runner: Any, attached: AttachedPerturbation) -> None:
             parameters.load(attached.module, own, whole=False)
             return result
         finally:  # also where it fails: some of the weights may have been replaced
-            attached.embeddings.refresh()
+            attached.refresh()
 
     def reload_weights(*args: object, **kwargs: object) -> Any:
         try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The input embedding of a vLLM model, with an override that is part of the compiled graph."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from ngrpo.machine.upstream.types import VocabParallelEmbedding
 from perturbations.errors import UsageError
 
-_NONE = np.zeros(0, dtype=np.int64)
+PLAIN = -1  # the source of a row that is the model's own
 
 
 class InputOverride:
     """Persistent buffers that replace the embedding's output at chosen rows of the next forward.
 
-    They exist before compilation and graph capture, at fixed addresses, so torch.compile and CUDA graphs
+    Each row of a forward has a source: none, or a row of the vectors. The first ``drawn_rows`` vectors are the edits of
+    the last step, in the order of its batch; the others are edits from the store, one for each row of the forward. So a
+    batch that keeps decoding leaves the sources as they are. An edit of the last step is fed where its flag is set,
+    which only the device knows.
+
+    The buffers exist before compilation and graph capture, at fixed addresses, so torch.compile and CUDA graphs
     stay on. The module's class is swapped for a subclass: neither its parameters nor its name in the model change.
     What is replaced are rows of the bare matrix: a factor that the module or the model applies comes after that.
     """
@@ -27,15 +32,22 @@ class InputOverride:
         self,
         module: nn.Module,
         max_tokens: int,
+        drawn_rows: int,
         hidden: int,
         dtype: torch.dtype,
         device: torch.device,
         bare: type[nn.Module] | None = None,
     ) -> None:
-        """module: the model's input embedding; max_tokens: rows of the largest forward.
-
-        bare: the class among the module's bases with a forward to rows of the matrix, which Gemma's then scales in
-        vLLM's Transformers backend; the module's own by default.
+        """
+        Args:
+            module: the model's input embedding.
+            max_tokens: rows of the largest forward.
+            drawn_rows: rows of the largest step.
+            hidden: D.
+            dtype: of the embedding.
+            device: of the embedding.
+            bare: the class among the module's bases with a forward to rows of the matrix, which Gemma's then scales in
+                vLLM's Transformers backend; the module's own by default.
         """
         base: type[nn.Module] = type(module)
         self._bare = bare = base if bare is None else bare
@@ -43,65 +55,95 @@ class InputOverride:
         class Override(bare):
             """The override right after the forward of ``bare``, inside the work of the module's other classes."""
 
-            override: Tensor
-            overridden: Tensor
+            override_sources: Tensor
+            override_vectors: Tensor
+            override_fed: Tensor
 
             def forward(self, input_: Tensor) -> Tensor:
                 output = bare.forward(self, input_)
                 # vLLM gives ids of shape (N,), its Transformers backend (1, N): rows are counted in reading order.
                 flat = output.reshape(-1, output.shape[-1])
-                rows = flat.shape[0]
-                return torch.where(self.overridden[:rows], self.override[:rows], flat).reshape(output.shape)
+                sources = self.override_sources[: flat.shape[0]]
+                vector_rows = sources.clamp_min(0)
+                replaced = (sources >= 0) & self.override_fed[vector_rows]
+                return torch.where(replaced.unsqueeze(-1), self.override_vectors[vector_rows], flat).reshape(
+                    output.shape
+                )
 
-        self._module: Any = module  # with the two buffers below
+        self._module: Any = module  # with the three buffers below
+        self.drawn_rows = drawn_rows
+        vector_rows = drawn_rows + max_tokens
         # Plain attributes and not registered buffers: vLLM 0.29's layerwise reload moves registered ones.
-        module.override = torch.zeros(max_tokens, hidden, dtype=dtype, device=device)
-        module.overridden = torch.zeros(max_tokens, 1, dtype=torch.bool, device=device)
+        module.override_sources = torch.full((max_tokens,), PLAIN, dtype=torch.int32, device=device)
+        module.override_vectors = torch.zeros(vector_rows, hidden, dtype=dtype, device=device)
+        module.override_fed = torch.ones(vector_rows, dtype=torch.bool, device=device)
         bases = (Override,) if base is bare else (base, Override)
         module.__class__ = type(f"Perturbed{base.__name__}", bases, {})
-        # Rows with flags that may be set: these, none of them (empty), or any (None).
-        self._flagged: np.ndarray | None = _NONE
+        self._laid_out = 0  # rows of the forward whose source may be set
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a step on the device reads and writes."""
+        return self._module.weight, self._module.override_vectors, self._module.override_fed
+
+    @property
+    def drawn_vectors(self) -> Tensor:
+        """Where the vectors of a step's rows go, (drawn_rows, D)."""
+        return self._module.override_vectors[: self.drawn_rows]
+
+    @property
+    def drawn_fed(self) -> Tensor:
+        """Where it is noted which of a step's rows are perturbed, (drawn_rows,) bool."""
+        return self._module.override_fed[: self.drawn_rows]
 
     def lookup(self, ids: Tensor) -> Tensor:
         """The embedding matrix's rows for ids of any shape: shape + (D,), summed over tensor-parallel ranks."""
         return self._bare.forward(self._module, ids)
 
-    def clear(self, rewritten: np.ndarray | None = None) -> None:
-        """No row of the next forward is replaced, but for ``rewritten`` (N,) int64, which :meth:`put` is given next.
+    def put_drawn(self, rows: Tensor, vectors: Tensor, fed: Tensor) -> None:
+        """Takes the edits of a step, and of no other: N rows of its batch, vectors (N, D), flags (N,) bool."""
+        self.clear_drawn()
+        self.drawn_fed.index_copy_(0, rows, fed)
+        self.drawn_vectors.index_copy_(0, rows, vectors)
 
-        Where these are the rows of the last forward, as in a batch that keeps decoding, there is nothing to clear.
+    def clear_drawn(self) -> None:
+        """No row of the last step is perturbed."""
+        self.drawn_fed.zero_()
+
+    def store_edits(self, rows: Tensor, vectors: Tensor) -> None:
+        """Places edits from the store, vectors (N, D), for rows (N,) int64 of the next forward: :meth:`stored`."""
+        self._module.override_vectors.index_copy_(0, rows + self.drawn_rows, vectors)
+
+    def stored(self, rows: np.ndarray) -> np.ndarray:
+        """The sources of rows with edits from the store, (N,) int64."""
+        return rows + self.drawn_rows
+
+    def lay_out(self, sources: np.ndarray, upload: Callable[[np.ndarray], Tensor]) -> None:
+        """Sets the sources of the next forward's N rows: (N,) int32, a row of the vectors or -1.
+
+        They stay until they are laid out anew.
         """
-        if self._flagged is None or (len(self._flagged) and not _equal(self._flagged, rewritten)):
-            self._module.overridden.zero_()
-            self._flagged = _NONE
-
-    def put(self, rows: Tensor, vectors: Tensor, mask: Tensor | None = None, on_host: np.ndarray | None = None) -> None:
-        """Replaces rows of the next forward: rows (N,) int64, vectors (N, D), mask (N,) bool or None for all.
-
-        ``on_host``: the same rows, where they are known there.
-        """
-        self._module.override.index_copy_(0, rows, vectors)
-        flags = torch.ones_like(rows, dtype=torch.bool) if mask is None else mask
-        self._module.overridden.index_copy_(0, rows, flags.unsqueeze(-1))
-        known = self._flagged is not None and (not len(self._flagged) or _equal(self._flagged, on_host))
-        self._flagged = on_host if known else None
+        replaces = bool((sources != PLAIN).any())
+        if not replaces and not self._laid_out:
+            return
+        rows = len(sources)
+        if self._laid_out > rows:
+            sources = np.concatenate([sources, np.full(self._laid_out - rows, PLAIN, dtype=np.int32)])
+        self._module.override_sources[: len(sources)].copy_(upload(sources), non_blocking=True)
+        self._laid_out = rows if replaces else 0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Look-ups within are not those of the forward: an encoder may embed a few tokens of its own."""
-        if self._flagged is not None and not len(self._flagged):
+        if not self._laid_out:
             yield
             return
-        overridden = self._module.overridden.clone()
-        self._module.overridden.zero_()
+        sources = self._module.override_sources.clone()
+        self._module.override_sources.fill_(PLAIN)
         try:
             yield
         finally:
-            self._module.overridden.copy_(overridden)
-
-
-def _equal(rows: np.ndarray, others: np.ndarray | None) -> bool:
-    return others is not None and np.array_equal(rows, others)
+            self._module.override_sources.copy_(sources)
 
 
 def find_input_embedding(model: nn.Module) -> VocabParallelEmbedding:

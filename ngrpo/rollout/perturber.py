@@ -1,29 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The hot path: what happens to each step of a vLLM model runner when a perturbation is on.
 
-1. ``begin``, before the forward: the edits drawn after the last step are written into the embedding's override;
-   positions that are computed again, after a preemption or in a further turn, get theirs from the store.
-2. ``finish``, instead of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects.
-   The host knows these rows without logits, so nothing waits for the device.
-3. The draws are copied to the host while further steps run (`async_scheduling.py`), then written into the store.
+1. ``begin``, before the forward: each row of the forward is told where its input comes from. The edits drawn after the
+   last step are in the embedding's override already; positions that are computed again, after a preemption or in a
+   further turn, get theirs from the store.
+2. ``finish``, instead of vLLM's sampler: the next tokens are drawn, and the edits of the rows that the gate selects. On
+   a GPU this is one CUDA graph (`step_graphs.py`); elsewhere, and where no graph serves, the parts of `step_kernels.py`
+   run one by one. Nothing waits for the device.
+3. The draws are copied to the host while further steps run, then written into the store (`async_scheduling.py`).
 
 `requests.py` opens and closes slots. A slot has a trajectory's state in the store, the gate and the masks, also during
 preemption, until its last note is in the store.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
-from ngrpo.rollout.async_scheduling import Note, Notes
-from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout import step_graphs
+from ngrpo.rollout.async_scheduling import HostBuffer, Note, Notes
+from ngrpo.rollout.batch import NO_POSITIONS, NO_ROWS, Batch
+from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
-from ngrpo.rollout.step_kernels import STREAMS, Logits, StepKernels
+from ngrpo.rollout.step_graphs import CaptureFailed, StepGraphs
+from ngrpo.rollout.step_kernels import StepKernels
+from ngrpo.rollout.step_records import SeparateRecord, StepRecord
+from ngrpo.rollout.step_rows import GatedRows, Logits, upload_matrices
 from ngrpo.rollout.trajectories import TrajectoryStore, grown
 from perturbations import InputEdit, Perturbation, Positions, streams
 from perturbations.edit import realise
@@ -31,27 +39,21 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.errors import require
 from perturbations.gates.default import BoundGate
 
-# Candidates of stored edits that are mixed at once; as many as were rehearsed, where those are more.
+logger = logging.getLogger("ngrpo.rollout")
+
+T = TypeVar("T")
+
+# Stored edits are mixed in chunks of at most this many candidates; a warm-up with more of them raises it.
 REPLAY_CHUNK = 1024
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The step in flight: which trajectory each row belongs to, and where its next token goes."""
+class Drawn(NamedTuple):
+    """What was drawn of a batch: the tokens on the device, (B,) int64, and their record on its way to the host."""
 
-    slots: np.ndarray
-    next_positions: np.ndarray
-    sampled: np.ndarray
-
-
-@dataclass(frozen=True)
-class Edits:
-    """Edits drawn in the last step, still on the device: row i is (slots[i], positions[i])."""
-
-    slots: np.ndarray
-    positions: np.ndarray
-    vectors: Tensor
-    fed: Tensor
+    tokens: Tensor
+    record: StepRecord
+    buffer: HostBuffer | None
+    may_edit: np.ndarray  # slots of the rows that may have got an edit
 
 
 class RolloutPerturber:
@@ -69,22 +71,48 @@ class RolloutPerturber:
         masks: SamplingMaskStore | None = None,
         schedule: SamplingSchedule | None = None,
         routed: RoutedExperts | None = None,
+        graphs: bool = True,
     ) -> None:
-        self._perturbation, self._store, self._gate = perturbation, store, gate
-        self._embeddings, self._override, self.device = embeddings, override, device
-        self._module, self.masks, self._schedule, self.routed = module, masks, schedule, routed
+        """graphs: on a GPU a step may be captured; the other arguments are the parts of one worker's perturbation."""
+        self._perturbation = perturbation
+        self._store = store
+        self._gate = gate
+        self._embeddings = embeddings
+        self._override = override
+        self.device = device
+        self._module = module
+        self.masks = masks
+        self._schedule = schedule
+        self.routed = routed
         self._kernels = StepKernels(perturbation, gate, embeddings, override.lookup, device, module, masks is not None)
-        self._names: list[str] = []
-        self._slots = np.zeros(0, dtype=np.int64)
+        self._graphs: StepGraphs | None = None
+        if graphs and perturbation.active and step_graphs.available(device):
+            gate.grow(store.slots + 1)  # the scratch row
+            self._graphs = StepGraphs(self._kernels, gate, override, device, self._watched)
+        self._rows = NO_ROWS
+        self.composition = 0  # counts the changes of the batch's rows
         self._training_steps = torch.zeros(0, dtype=torch.int64)
         self._answers = torch.zeros(2, 0, dtype=torch.int64)
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
-        self._edits: Edits | None = None
+        # The rows of the last step, whose edits are in the override: slots and positions of their tokens.
+        self._drawn_slots = NO_POSITIONS
+        self._drawn_positions = NO_POSITIONS
+        self._in_order = False  # whether row i of the last forward was fed by row i of the step before
         self._hidden: Tensor | None = None
         self._batch: Batch | None = None
         self._at_once = REPLAY_CHUNK
         self.notes = Notes(store, masks, routed, lambda: self._event())
+
+    def _watched(self) -> list[Tensor]:
+        """What a graph reads, beside the buffers that it makes itself."""
+        tensors = [*self._gate.tensors, *self._override.tensors, *self._embeddings.tensors()]
+        return tensors if self._module is None else [*tensors, *self._module.parameters()]
+
+    def weights_changed(self) -> None:
+        """The model has new weights, so that tables are built anew and a graph must read the new ones."""
+        if self._graphs is not None:
+            self._graphs.forget()
 
     # --- before the forward -------------------------------------------------------------------------------------
 
@@ -93,58 +121,84 @@ class RolloutPerturber:
 
         ``discard``: prefills that are not complete, so that their samples are thrown away, (B,) bool.
         """
-        self._locate_rows(names)
-        slots, ends = self._slots, starts + counts
+        same_rows = self._locate_rows(names)
+        slots = self._rows.slots
+        ends = starts + counts
+        # A batch that keeps decoding is fed from the same rows of the override as in the last step.
+        keeps_decoding = same_rows and self._in_order and np.array_equal(ends - 1, self._drawn_positions)
+        if not keeps_decoding or (counts != 1).any():
+            self._lay_out(slots, starts, counts)
+        self._batch = Batch(self._rows, ends, ~discard)
+        if self.routed is not None:
+            self.routed.begin(slots, starts, counts, ~discard)
+
+    def _locate_rows(self, names: Sequence[str]) -> bool:
+        """Looks up the trajectories of the batch; whether they are those of the last step, in the same rows."""
+        if names == self._rows.names:
+            return True
+        store = self._store
+        self._row_of_slot[self._rows.slots] = -1
+        slots = np.array([store.live[name] for name in names], dtype=np.int64)
+        self._rows = Rows(
+            names=list(names),
+            slots=slots,
+            seeds=store.seeds[slots],
+            first=store.prompts[slots],
+            perturbed=store.perturbed[slots],
+        )
+        self.composition += 1
+        self._row_of_slot[slots] = np.arange(len(names))
+        if self._schedule is not None:
+            self._training_steps = self._upload(store.training_steps[slots])
+            self._answers = self._upload(store.answers[slots].T)
+        return False
+
+    def _lay_out(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        """Tells the override where the input of each row of the forward comes from."""
+        ends = starts + counts
         last_rows = np.cumsum(counts) - 1
-        edits = self._edits
-        rows = np.zeros(0, dtype=np.int64) if edits is None else self._row_of_slot[edits.slots]
-        if edits is None or not (present := (rows >= 0) & (ends[rows] - 1 == edits.positions)).any():
-            self._override.clear()
-        else:
-            vectors, fed, target = edits.vectors, edits.fed, last_rows[rows[present]]
-            self._override.clear(rewritten=target)
-            if not present.all():
-                keep = self._upload(present.nonzero()[0])
-                vectors, fed = vectors[keep], fed[keep]
-            self._override.put(self._upload(target), vectors, fed, target)
+        sources = np.full(int(counts.sum()), PLAIN, dtype=np.int32)
+        rows = self._row_of_slot[self._drawn_slots]
+        present = (rows >= 0) & (ends[rows] - 1 == self._drawn_positions)
+        drawn_rows = present.nonzero()[0]
+        sources[last_rows[rows[drawn_rows]]] = drawn_rows
+        self._in_order = len(sources) == len(slots) and np.array_equal(sources, np.arange(len(slots)))
         # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
         fresh = (counts == 1) & (starts == self._last_position[slots])
         stored = (~fresh | self._store.ahead[slots]) & self._store.has_edits[slots]
         for row in stored.nonzero()[0]:
-            self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), int(last_rows[row]))
-        self._batch = Batch(slots, ends, ~discard)
-        if self.routed is not None:
-            self.routed.begin(slots, starts, counts, ~discard)
+            first_row = int(last_rows[row] - counts[row] + 1)
+            rows_of_edits = self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), first_row)
+            sources[rows_of_edits] = self._override.stored(rows_of_edits)
+            self._in_order = False
+        self._override.lay_out(sources, self._upload)
 
-    def _locate_rows(self, names: Sequence[str]) -> None:
-        if names == self._names:
-            return
-        self._row_of_slot[self._slots] = -1
-        self._names = list(names)
-        self._slots = np.array([self._store.live[name] for name in names], dtype=np.int64)
-        self._row_of_slot[self._slots] = np.arange(len(names))
-        if self._schedule is not None:
-            self._training_steps = self._upload(self._store.training_steps[self._slots])
-            self._answers = self._upload(self._store.answers[self._slots].T)
+    def _place_stored(self, slot: int, start: int, count: int, first_row: int) -> np.ndarray:
+        """Recomputation: after a preemption, or for positions that a record of earlier turns covers.
 
-    def _place_stored(self, slot: int, start: int, count: int, last_row: int) -> None:
-        """Recomputation: after a preemption, or for positions that a record of earlier turns covers."""
+        Returns the rows of the forward that are edited, (N,) int64.
+        """
         self.notes.drain_slot(slot)
         edits = self._store.edits(slot, start, start + count)
         if not edits:
-            return
+            return NO_POSITIONS
         positions = edits["positions"].astype(np.int64)
-        rows = last_row - (start + count - 1) + positions
+        rows = first_row + positions - start
         noise = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
         module = None if self._store.ahead[slot] else self._module
         # A chunk has many times the rows that vLLM measured its memory with. Noise takes as much as four candidates.
         size = max(self._at_once // max(edits["ids"].shape[1], 4), 1)
-        for block in (slice(first, first + size) for first in range(0, len(rows), size)):
-            ids, weights = self._upload(edits["ids"][block].astype(np.int64)), self._upload(edits["weights"][block])
-            others = {name: self._upload(edits[name][block]) for name in ("sigma", "vectors") if name in edits}
-            edit = InputEdit(ids, weights, **others)
-            vectors = realise(edit, self._override.lookup, self._upload(noise[block]), module)
-            self._override.put(self._upload(rows[block]), vectors)
+        for start_of_chunk in range(0, len(rows), size):
+            chunk = slice(start_of_chunk, start_of_chunk + size)
+            optional = {name: self._upload(edits[name][chunk]) for name in ("sigma", "vectors") if name in edits}
+            edit = InputEdit(
+                ids=self._upload(edits["ids"][chunk].astype(np.int64)),
+                weights=self._upload(edits["weights"][chunk]),
+                **optional,
+            )
+            vectors = realise(edit, self._override.lookup, self._upload(noise[chunk]), module)
+            self._override.store_edits(self._upload(rows[chunk]), vectors)
+        return rows
 
     # --- after the logits ---------------------------------------------------------------------------------------
 
@@ -159,10 +213,14 @@ class RolloutPerturber:
 
     def rehearse(self, logits: Tensor, edits: bool = True) -> None:
         """Does a step's work on logits (B, V) of any values: vLLM measures its memory, and its parts are compiled."""
-        self._kernels.rehearse(logits, edits)
+        if self._graphs is not None:
+            self._try_graphs(lambda graphs: graphs.rehearse(logits))
+        if self._graphs is None or self._graphs.bucket(len(logits)) is None:
+            self._kernels.rehearse(logits, edits)
         self._at_once = max(self._at_once, self._kernels.candidates * len(logits))
-        # One row for all, as there.
-        scaled, rows = logits[:1].float().repeat(len(logits), 1), torch.arange(len(logits), device=logits.device)
+        # Equal rows, as in `StepKernels.rehearse`.
+        scaled = logits[:1].float().repeat(len(logits), 1)
+        rows = torch.arange(len(logits), device=logits.device)
         if self.masks is not None:
             SamplingSupport(scaled, self._download).rehearse()
         if self._schedule is not None:
@@ -174,7 +232,7 @@ class RolloutPerturber:
             return None
         # A prompt that is not complete yet draws a token that is thrown away.
         batch = require(self._batch, "the batch of begin()")
-        generated = np.maximum(batch.next_positions - self._store.prompts[batch.slots], 0)
+        generated = np.maximum(batch.next_positions - batch.rows.first, 0)
         steps = self._training_steps
         at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0), *self._answers)
         factor = self._schedule.factor(at)
@@ -190,45 +248,113 @@ class RolloutPerturber:
         ``temperature``: (B,) float32, 1 for greedy rows. ``drawable``: logits after top-k, top-p and min-p, (B, V)
         float32. ``greedy``: argmax tokens for greedy rows and -1 elsewhere, (B,) int64; None where no row is greedy.
         """
-        batch, self._batch = require(self._batch, "the batch of begin()"), None
-        hidden, self._hidden = self._hidden, None
+        batch, hidden = self._taken_step(scaled)
+        logits = Logits(
+            scaled=scaled,
+            temperature=temperature,
+            drawable=None if drawable is scaled else drawable,
+            greedy=greedy,
+            hidden=hidden,
+        )
+        kept = batch.sampled & (batch.next_positions < self._store.length)
+        drawn = self._drawn_by_graph(batch, kept, logits)
+        if drawn is None:
+            drawn = self._drawn_in_parts(batch, kept, logits)
+        support = None if self.masks is None else SamplingSupport(drawable, self._download)
+        routed = None if self.routed is None else self.routed.take(self._download)
+        self._remember(batch, kept, drawn.may_edit)
+        self.notes.add(
+            Note(
+                ready=self._event(drawn.buffer),
+                slots=batch.slots,
+                positions=batch.next_positions,
+                kept_rows=None if kept.all() else kept.nonzero()[0],
+                record=drawn.record,
+                support=support,
+                routed=routed,
+                buffer=drawn.buffer,
+            )
+        )
+        return drawn.tokens
+
+    def _taken_step(self, scaled: Tensor) -> tuple[Batch, Tensor | None]:
+        """The step that :meth:`begin` announced, and its last hidden states."""
+        batch = require(self._batch, "the batch of begin()")
+        hidden = self._hidden
+        self._batch = None
+        self._hidden = None
         if hidden is not None and len(hidden) != len(scaled):
             raise RuntimeError(f"{len(scaled)} rows are sampled, of logits of {len(hidden)} last hidden states.")
-        store = self._store
-        at = Positions(store.seeds[batch.slots], store.prompts[batch.slots], batch.next_positions)
-        within = batch.sampled & (batch.next_positions < store.length)
-        gated = self._gate.selected(at, within & store.perturbed[batch.slots])
-        keys = at.keys(streams.Stream.TOKEN)
-        rows = np.stack([batch.slots, at.first, at.positions, batch.sampled, at.seeds, keys], axis=1)
-        selected = np.stack([gated, *streams.of_streams(at.mixed[gated], STREAMS)], axis=1)
-        # One copy; the gated rows begin at 16 bytes, or a kernel would copy them once more.
-        both = self._upload(np.concatenate([rows.ravel(), selected.ravel()]))
-        of_rows, of_gated = both[: rows.size].view(rows.shape), both[rows.size :].view(selected.shape)
-        logits = Logits(scaled, temperature, None if drawable is scaled else drawable, greedy, hidden)
-        tokens, log_probs, vectors, edits = self._kernels.step(of_rows, of_gated, logits)
-        edited = batch.slots[gated], batch.next_positions[gated]
-        self._edits = None if vectors is None else Edits(*edited, vectors, edits["fed"])
-        support = None if self.masks is None else SamplingSupport(drawable, self._download)
-        log_probs = self._download(log_probs)
-        edits = {name: self._download(part) for name, part in edits.items()}
-        routed = None if self.routed is None else self.routed.take(self._download)
-        ready = self._event()
-        slots, at_next, kept = batch.slots, batch.next_positions, None
-        if not within.all():
-            kept = within.nonzero()[0]
-            slots, at_next = slots[kept], at_next[kept]
+        return batch, hidden
+
+    def _drawn_by_graph(self, batch: Batch, kept: np.ndarray, logits: Logits) -> Drawn | None:
+        """A step as one graph; None where no graph serves it."""
+        size = None if self._graphs is None else self._graphs.bucket(len(batch.slots))
+        if size is None:
+            return None
+        rows = batch.rows
+        eligible = kept & rows.perturbed
+        if self._gate.plans:  # the host must ask a further gate for its plan; rate and schedule are the device's
+            planned = self._gate.selected(Positions(rows.seeds, rows.first, batch.next_positions), eligible)
+            eligible = np.zeros_like(eligible)
+            eligible[planned] = True
+        columns = rows.columns_of(size, scratch=self._store.slots)
+        count = len(batch.slots)
+        columns.positions[:count] = batch.next_positions
+        columns.kept[:count] = batch.sampled
+        columns.eligible[:count] = eligible
+        drawn = self._try_graphs(lambda graphs: graphs.run(require(rows.matrix, "the columns"), count, logits))
+        if drawn is None:
+            return None
+        tokens, record, buffer = drawn
+        return Drawn(tokens, record, buffer, may_edit=batch.slots[eligible])
+
+    def _try_graphs(self, act: Callable[[StepGraphs], T]) -> T | None:
+        """The result of ``act``; None, and no graphs from now on, where a step cannot be captured."""
+        try:
+            return act(require(self._graphs, "the graphs"))
+        except CaptureFailed as error:
+            message = "perturbation %s: a step is no CUDA graph, and takes the host longer: it cannot be captured (%s)."
+            logger.warning(message, self._perturbation.name, error)
+            self._graphs = None
+            return None
+
+    def _drawn_in_parts(self, batch: Batch, kept: np.ndarray, logits: Logits) -> Drawn:
+        """A step whose parts run one by one; the host selects the rows that may be edited."""
+        rows = batch.rows
+        at = Positions(rows.seeds, rows.first, batch.next_positions)
+        gated = self._gate.selected(at, kept & rows.perturbed)
+        columns = [batch.slots, at.first, at.positions, batch.sampled, at.seeds, at.keys(streams.Stream.TOKEN)]
+        keys = streams.of_streams(at.mixed[gated], GatedRows.STREAMS)
+        step_rows, gated_rows = upload_matrices(self._upload, columns, [gated, *keys])
+        edited = self._kernels.step(step_rows, gated_rows, logits)
+        if edited.vectors is None:
+            self._override.clear_drawn()
+        else:
+            self._override.put_drawn(GatedRows.view(gated_rows).rows, edited.vectors, edited.recorded["fed"])
+        record = SeparateRecord(
+            token_log_probs=self._download(edited.log_probs),
+            gated_rows=gated,
+            fields={name: self._download(field) for name, field in edited.recorded.items()},
+        )
+        return Drawn(edited.tokens, record, buffer=None, may_edit=batch.slots[gated])
+
+    def _remember(self, batch: Batch, kept: np.ndarray, may_edit: np.ndarray) -> None:
+        """What the next step needs to know of this one."""
+        self._drawn_slots = batch.slots
+        self._drawn_positions = batch.next_positions
+        if not kept.all():
+            self._in_order = False
         # Only what this very step drew can be fresh in the next one; anything older comes from the store.
         self._last_position.fill(-1)
-        self._last_position[slots] = at_next
-        self._store.has_edits[edited[0]] = True
-        self.notes.add(Note(ready, slots, at_next, kept, log_probs, support, edited, edits, routed))
-        return tokens
+        self._last_position[batch.slots[kept]] = batch.next_positions[kept]
+        self._store.has_edits[may_edit] = True
 
-    def _event(self) -> torch.cuda.Event | None:
-        """Tells when earlier copies have arrived; None where they have."""
+    def _event(self, buffer: HostBuffer | None = None) -> torch.cuda.Event | None:
+        """Tells when earlier copies have arrived; None where they have. A buffer has an event of its own."""
         if self.device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event() if buffer is None else require(buffer.event, "the event of a buffer")
         event.record()
         return event
 
@@ -238,25 +364,33 @@ class RolloutPerturber:
         """A request has its slot: the row's state starts afresh."""
         slot = self._store.live[name]
         if self._store.slots > len(self._row_of_slot):
-            self._row_of_slot = grown(self._row_of_slot, self._store.slots, -1)
-            self._last_position = grown(self._last_position, self._store.slots, -1)
-            for each in (self.notes, self.masks, self._gate, self.routed):
-                if each is not None:
-                    each.grow(self._store.slots)
+            self._grow(self._store.slots)
         self._last_position[slot] = -1
         self._gate.reset(slot, prompt)
-        for kept in (self.masks, self.routed):
-            if kept is not None:
-                kept.clear(slot)
+        if self.masks is not None:
+            self.masks.clear(slot)
+        if self.routed is not None:
+            self.routed.clear(slot)
+
+    def _grow(self, slots: int) -> None:
+        """Makes room for more trajectories."""
+        self._row_of_slot = grown(self._row_of_slot, slots, -1)
+        self._last_position = grown(self._last_position, slots, -1)
+        self.notes.grow(slots)
+        self._gate.grow(slots if self._graphs is None else slots + 1)
+        if self.masks is not None:
+            self.masks.grow(slots)
+        if self.routed is not None:
+            self.routed.grow(slots)
+        self._rows.matrix = None  # it names the scratch row, which is another now
 
     def closed(self, slot: int) -> None:
         """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""
-        if self._edits is not None:
-            kept = np.where(self._edits.slots == slot, -1, self._edits.positions)  # a note has the same array
-            self._edits = replace(self._edits, positions=kept)
+        # Not in place: a note has the same array.
+        self._drawn_positions = np.where(self._drawn_slots == slot, -1, self._drawn_positions)
 
-    def _download(self, part: Tensor) -> Tensor:
-        return part.to("cpu", non_blocking=True)
+    def _download(self, tensor: Tensor) -> Tensor:
+        return tensor.to("cpu", non_blocking=True)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

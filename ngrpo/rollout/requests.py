@@ -112,6 +112,8 @@ class RunningRequests:
 
     def _finish(self, names: Iterable[str] = ()) -> None:
         """Puts finished trajectories into the buffer: those with arrived notes, and ``names``, waited for."""
+        if not self._ended:
+            return
         self._perturber.notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
         for name in [name for name, noted in self._ended.items() if noted <= self._perturber.notes.written]:
             del self._ended[name]

@@ -8,7 +8,7 @@ Which perturber acts is looked up at each step, since it can be replaced.
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ngrpo.machine.upstream.types import RunnerV1, RunnerV2, SamplerV1, SamplerV2, SamplingMetadata, SchedulerOutput
 from ngrpo.rollout.attach import AttachedPerturbation
+from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from perturbations.errors import UsageError, require
 
@@ -53,10 +54,37 @@ def attach_v1(runner: RunnerV1, perturbation: AttachedPerturbation) -> None:
     runner.sampler.sample = _sample_v1(runner.sampler, perturbation)
 
 
+class _SamplingV1(NamedTuple):
+    """How the rows of a batch are sampled. vLLM makes new metadata only when the batch changes."""
+
+    metadata: SamplingMetadata
+    temperature: Tensor  # (B,) float32, 1 for greedy rows
+    filters: bool  # whether top-k, top-p or min-p may exclude tokens of a row
+
+    @classmethod
+    def of(cls, metadata: SamplingMetadata, logits: Tensor) -> "_SamplingV1":
+        temperature = metadata.temperature
+        if temperature is None:
+            temperature = logits.new_ones(len(logits), dtype=torch.float32)
+        # vLLM's own min-p where no request of the batch asks for it would cost a copy of the logits.
+        processors = metadata.logitsprocs.argmax_invariant
+        filters = (
+            metadata.top_k is not None
+            or metadata.top_p is not None
+            or any(getattr(processor, "min_p_count", 1) > 0 for processor in processors)
+        )
+        return cls(
+            metadata=metadata,
+            temperature=torch.where(temperature < GREEDY_BELOW, 1.0, temperature),
+            filters=filters and not metadata.all_greedy,
+        )
+
+
 def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callable[..., Any]:
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
     original: Callable[..., Any] = sampler.sample
-    # vLLM makes new metadata only when the batch changes, and so are temperatures gathered only then.
-    seen: tuple[SamplingMetadata | None, Tensor] = (None, torch.empty(0))
+    seen: _SamplingV1 | None = None
 
     def sample(logits: Tensor, metadata: SamplingMetadata, logprobs_mode_override: str | None = None) -> Any:
         nonlocal seen
@@ -64,28 +92,23 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
         if not perturber.busy:  # vLLM's own dummy runs
             perturber.rehearse(logits)
             return original(logits, metadata, logprobs_mode_override)
-        greedy, asked = None, metadata.temperature
+        if seen is None or seen.metadata is not metadata:
+            seen = _SamplingV1.of(metadata, logits)
+        greedy = None
         if not metadata.all_random:
             greedy = logits.argmax(dim=-1)
             if not metadata.all_greedy:
-                greedy = torch.where(require(asked, "temperature") < GREEDY_BELOW, greedy, -1)
-        if seen[0] is not metadata:
-            ones = logits.new_ones(len(logits))
-            seen = metadata, ones if asked is None else torch.where(asked < GREEDY_BELOW, 1.0, asked)
-        temperature = seen[1]
+                greedy = torch.where(require(metadata.temperature, "temperature") < GREEDY_BELOW, greedy, -1)
+        temperature = seen.temperature
         scaled = logits if metadata.all_greedy else logits.div_(temperature.unsqueeze(-1))
         factor = None if metadata.all_greedy else perturber.temperature_factor(scaled, temperature, greedy)
         if factor is not None:
-            scaled, temperature = scaled.div_(factor.unsqueeze(-1)), temperature * factor
-        drawable, processors = scaled, metadata.logitsprocs.argmax_invariant
-        filters = metadata.top_k is not None or metadata.top_p is not None
-        # vLLM's own min-p where no request of the batch asks for it would cost a copy of the logits.
-        filters = filters or any(getattr(processor, "min_p_count", 1) > 0 for processor in processors)
-        if filters and not metadata.all_greedy:  # the scaled logits stay as they are: perturbations see those
-            from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
+            scaled = scaled.div_(factor.unsqueeze(-1))
+            temperature = temperature * factor
+        drawable = scaled
+        if seen.filters:  # the scaled logits stay as they are: perturbations see those
             drawable = scaled.clone()
-            for processor in processors:
+            for processor in metadata.logitsprocs.argmax_invariant:
                 drawable = processor.apply(drawable)
             drawable = apply_top_k_top_p(drawable, metadata.top_k, metadata.top_p)
         tokens = perturber.finish(scaled, temperature, drawable, greedy)
@@ -128,16 +151,50 @@ def attach_v2(runner: RunnerV2, perturbation: AttachedPerturbation) -> None:
     runner.sampler.sample = _sample_v2(runner.sampler, perturbation)
 
 
+class _SamplingV2(NamedTuple):
+    """How the rows of a batch are sampled, read from the persistent slots once for each composition of the batch."""
+
+    perturber: RolloutPerturber
+    composition: int  # of the perturber's batch
+    temperature: Tensor  # (B,) float32, 1 for greedy rows
+    cold: Tensor | None  # greedy rows, (B,) bool; None where there are none
+    min_p: bool  # whether any row has one
+    top_k: Tensor | None
+    top_p: Tensor | None
+
+    @classmethod
+    def of(cls, sampler: SamplerV2, slots: Tensor, slots_np: np.ndarray, perturber: RolloutPerturber) -> "_SamplingV2":
+        states = sampler.sampling_states
+        temperature = states.temperature.gpu[slots]
+        cold = None
+        if states.any_greedy(slots_np):
+            cold = temperature == 0.0
+            temperature = torch.where(cold, 1.0, temperature)
+        top_k, top_p = states.get_top_k_top_p(slots, slots_np)
+        return cls(
+            perturber=perturber,
+            composition=perturber.composition,
+            temperature=temperature,
+            cold=cold,
+            min_p=bool(states.min_p.np[slots_np].any()),
+            top_k=top_k,
+            top_p=top_p,
+        )
+
+
 def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callable[..., Any]:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-    original, states = sampler.sample, sampler.sampling_states
+    original = sampler.sample
+    states = sampler.sampling_states
     min_p = states.apply_min_p
     # Releases differ in what else they pass along.
     names = list(inspect.signature(original).parameters)
-    slots_at, slots_np_at = names.index("expanded_idx_mapping") - 1, names.index("idx_mapping_np") - 1
+    slots_at = names.index("expanded_idx_mapping") - 1
+    slots_np_at = names.index("idx_mapping_np") - 1
     # vLLM 0.26 applies the parameters in-place and in the logits' own dtype, later releases in a float32 copy.
     copies = hasattr(sampler, "needs_logits_processing")
+    seen: _SamplingV2 | None = None
 
     def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> None:
         """Left to ``sample``: perturbations and sampling schedules see the logits before that."""
@@ -145,30 +202,31 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
             min_p(logits, expanded_idx_mapping, idx_mapping_np)
 
     def sample(logits: Tensor, *rows: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
+        nonlocal seen
         perturber = perturbation.perturber
         if not perturber.busy:  # vLLM's own dummy runs
             perturber.rehearse(logits)
             return original(logits, *rows, **kwargs)
         slots, slots_np = rows[slots_at], rows[slots_np_at]
-        given_logits = logits if copies else logits.float()
+        # A request keeps its parameters and its slot while it runs.
+        if seen is None or seen.perturber is not perturber or seen.composition != perturber.composition:
+            seen = _SamplingV2.of(sampler, slots, slots_np, perturber)
         # Where no request changes them, these are the model's own, in its dtype: the draw reads them as they are.
-        scaled = sampler.apply_sampling_params(given_logits, *rows, skip_top_k_top_p=True)
-        slot_temperature = states.temperature.gpu[slots]
-        temperature, greedy = slot_temperature, None
-        if states.any_greedy(slots_np):
-            cold = slot_temperature == 0.0
-            temperature, greedy = torch.where(cold, 1.0, slot_temperature), torch.where(cold, scaled.argmax(dim=-1), -1)
+        scaled = sampler.apply_sampling_params(logits if copies else logits.float(), *rows, skip_top_k_top_p=True)
+        greedy = None if seen.cold is None else torch.where(seen.cold, scaled.argmax(dim=-1), -1)
+        temperature = seen.temperature
         factor = perturber.temperature_factor(scaled, temperature, greedy)
         if factor is not None:
-            scaled, temperature = scaled / factor.unsqueeze(-1), temperature * factor
+            scaled = scaled / factor.unsqueeze(-1)
+            temperature = temperature * factor
         drawable = scaled
-        if states.min_p.np[slots_np].any():
+        if seen.min_p:
             drawable = scaled.clone()
             min_p(drawable, slots, slots_np)
-        top_k, top_p = states.get_top_k_top_p(slots, slots_np)
-        if top_k is not None or top_p is not None:
+        if seen.top_k is not None or seen.top_p is not None:
             # vLLM filters in-place where it can.
-            drawable = apply_top_k_top_p(drawable.clone() if drawable is scaled else drawable, top_k, top_p)
+            drawable = drawable.clone() if drawable is scaled else drawable
+            drawable = apply_top_k_top_p(drawable, seen.top_k, seen.top_p)
         return perturber.finish(scaled, temperature, drawable, greedy), drawable
 
     states.apply_min_p = apply_min_p

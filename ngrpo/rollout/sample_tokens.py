@@ -101,4 +101,6 @@ def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> t
     at = torch.arange(BLOCK, dtype=torch.int32, device=scores.device)
     place = torch.where(scores == best.unsqueeze(-1), at, BLOCK - 1).amin(dim=-1)
     block = best.argmax(dim=-1, keepdim=True)
-    return (block * BLOCK + place.gather(1, block)).squeeze(1), summary(scaled)
+    tokens = (block * BLOCK + place.gather(1, block)).squeeze(1)
+    # A row of NaN, as rows beyond the batch may be, has no best token: it must not point beyond the vocabulary.
+    return tokens.clamp_max(scaled.shape[-1] - 1), summary(scaled)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's memory of live trajectories: what was fed to each and how likely its tokens were."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -134,6 +136,38 @@ def grown(array: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
     return np.concatenate([array, np.full((size - len(array), *array.shape[1:]), fill, dtype=array.dtype)])
 
 
+@dataclass(frozen=True)
+class DrawnStep:
+    """What a step drew for N trajectories, and the edits of M of them.
+
+    Attributes:
+        slots: (N,) int64, all different.
+        positions: of the tokens, (N,) int64.
+        log_probs: log π of the tokens, (N,) float32.
+        edited_slots: (M,) int64.
+        edited_positions: (M,) int64.
+        edits: the fields of the edits by name, M rows each; empty for M = 0.
+    """
+
+    slots: np.ndarray
+    positions: np.ndarray
+    log_probs: np.ndarray
+    edited_slots: np.ndarray
+    edited_positions: np.ndarray
+    edits: dict[str, np.ndarray]
+
+
+def _earlier_occurrences(values: np.ndarray) -> np.ndarray:
+    """How often each of N values came before: [7, 8, 7, 7] gives [0, 0, 1, 2]."""
+    order = np.argsort(values, kind="stable")
+    in_order = values[order]
+    starts = np.flatnonzero(np.concatenate([[True], in_order[1:] != in_order[:-1]]))
+    lengths = np.diff(np.append(starts, len(values)))
+    earlier = np.empty_like(order)
+    earlier[order] = np.arange(len(values)) - np.repeat(starts, lengths)
+    return earlier
+
+
 class TrajectoryStore:
     """Slots of live trajectories, written by whole batches."""
 
@@ -177,8 +211,29 @@ class TrajectoryStore:
         self.live[request_id] = slot
         return slot
 
+    def write_steps(self, steps: Sequence[DrawnStep]) -> None:
+        """Notes steps of which each continues the last one: a slot's positions rise by 1 from step to step."""
+        if len(steps) == 1:
+            step = steps[0]
+            self.write_tokens(step.slots, step.positions, step.log_probs)
+            if len(step.edited_slots):
+                self.write_edits(step.edited_slots, step.edited_positions, step.edits)
+            return
+        self.write_tokens(
+            np.concatenate([step.slots for step in steps]),
+            np.concatenate([step.positions for step in steps]),
+            np.concatenate([step.log_probs for step in steps]),
+        )
+        edited = [step for step in steps if len(step.edited_slots)]
+        if edited:
+            self.write_edits(
+                np.concatenate([step.edited_slots for step in edited]),
+                np.concatenate([step.edited_positions for step in edited]),
+                {name: np.concatenate([step.edits[name] for step in edited]) for name in edited[0].edits},
+            )
+
     def write_tokens(self, slots: np.ndarray, positions: np.ndarray, log_probs: np.ndarray) -> None:
-        """Notes generated tokens, one for each of several slots; a position drawn again replaces what came after it."""
+        """Notes N generated tokens, ascending within a slot; a position drawn again replaces what came after it."""
         at = positions - self.prompts[slots]
         again = at < self._tokens.counts[slots]
         if again.any():
@@ -187,8 +242,9 @@ class TrajectoryStore:
         self._tokens.write(slots, at, {"log_probs": log_probs})
 
     def write_edits(self, slots: np.ndarray, positions: np.ndarray, parts: dict[str, np.ndarray]) -> None:
-        """Notes edits, one for each of several slots, each behind the last one of its slot."""
-        self._edits.write(slots, self._edits.counts[slots], {"positions": positions.astype(np.int32), **parts})
+        """Notes N edits, ascending within a slot, each behind the last one of its slot."""
+        at = self._edits.counts[slots] + _earlier_occurrences(slots)
+        self._edits.write(slots, at, {"positions": positions.astype(np.int32), **parts})
 
     def load(self, slot: int, record: ReplayRecord, ahead: bool = False) -> None:
         """Has the record of earlier turns replayed on a new request's prompt; ValueError for one of another model.

@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from perturbations import Gate, GateStep, Positions, Proposal, Step, UsageError, option, streams
 from perturbations.options import Options
 from perturbations.registry import gates
+
+_Array = TypeVar("_Array", np.ndarray, Tensor)
 
 _NEVER = torch.iinfo(torch.int64).max
 # Tokens of a prompt's end that are read, beyond one for each byte of the text: whitespace after it.
@@ -40,13 +43,23 @@ class GateOptions(Options):
 
     def selects(self, positions: Positions) -> np.ndarray:
         """Which positions the draw, the schedule and the further gate's plan select, (N,) bool."""
-        since = positions.generated - self.burn_in
-        selected = (since >= 0) & (since % self.every == 0)
-        if self.rate < 1.0:  # a draw is below 1 in any case
-            selected &= streams.below(positions.keys(streams.Stream.GATE), self.rate)
+        gate_keys = positions.keys(streams.Stream.GATE) if self.rate < 1.0 else None
+        selected = self.scheduled(positions.generated, gate_keys)
         if isinstance(self.gate, Gate) and selected.any():
             selected[selected] = self.gate.plan(positions.where(selected))
         return selected
+
+    def scheduled(self, generated: _Array, gate_keys: _Array | None) -> Any:
+        """Which positions the draw and the schedule select, (N,) bool: the same bits on the host and on the device.
+
+        ``generated``: earlier tokens of each response, (N,) int64. ``gate_keys``: of `Stream.GATE`, (N,) int64; None at
+        rate 1. Both are arrays, or tensors.
+        """
+        since = generated - self.burn_in
+        selected = (since >= 0) & (since % self.every == 0)
+        if gate_keys is None or self.rate == 1.0:  # a draw is below 1 in any case
+            return selected
+        return selected & streams.below(gate_keys, self.rate)
 
 
 class StopText:
@@ -73,7 +86,7 @@ class StopText:
             states[rows] = after_byte[states[rows], symbols[starts[rows] + column, None]]
             found[rows] |= states[rows] == self.complete
         states[found] = self.complete  # a text within a token stays complete
-        self._table = torch.from_numpy(states).to(device)  # the state after each token in each state
+        self.table = torch.from_numpy(states).to(device)  # the state after each token in each state
 
     def _begun(self, read: bytes, most: int) -> int:
         """The size of the text's longest beginning, of at most ``most`` bytes, with which some bytes end."""
@@ -81,7 +94,7 @@ class StopText:
 
     def after(self, states: Tensor, tokens: Tensor) -> Tensor:
         """The states (B,) int64 after ``tokens`` (B,) in ``states`` (B,)."""
-        return self._table[tokens, states].long()
+        return self.table[tokens, states].long()
 
     def after_prompt(self, prompt: Sequence[int]) -> int:
         """The state after a prompt: L where its text ends with this one, whitespace aside, as an empty thought does."""
@@ -143,6 +156,12 @@ class BoundGate:
         return all(part is None for part in (self._until, self._protected, options.entropy_min, options.gate))
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that the gate reads on the device: its state, and tables that never change."""
+        tables = (None if self._until is None else self._until.table, self._protected, self._start)
+        return *self.state, *(table for table in tables if table is not None)
+
+    @property
     def state(self) -> tuple[Tensor, ...]:
         """The tensors that :meth:`observe` and :meth:`advance` change, each with a row for every trajectory."""
         return self._ended, self._states, self._own_states
@@ -161,6 +180,15 @@ class BoundGate:
         self._ended[row] = -1 if self._until is not None and state == self._until.complete else _NEVER
         if self.has_state:
             self._own_states[row] = self._start
+
+    @property
+    def plans(self) -> bool:
+        """Whether the further gate has a plan, which only the host can ask for."""
+        return self._further is not None and type(self._further).plan is not Gate.plan
+
+    def scheduled(self, generated: Tensor, gate_keys: Tensor) -> Tensor:
+        """On the device, what :meth:`selected` asks of rate and schedule: (N,) bool, as `GateOptions.scheduled`."""
+        return self._options.scheduled(generated, gate_keys)
 
     def selected(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
         """Which rows the host lets through, (G,) int64; ``eligible``: of requests to perturb, with tokens to keep."""

@@ -142,6 +142,16 @@ class TableIndex(NeighborIndex):
             self._widen(k)
         self._fill((~self._filled).nonzero().flatten())
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a query reads on the device; none before the table has a width."""
+        return (self._ids, self._scores) if self.width else ()
+
+    @property
+    def build_bytes(self) -> int:
+        """Memory of the device that building this table takes: its rows, and temporary values for a moment."""
+        rows = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
+        return rows + self._scratch if rows else 0
+
     @property
     def most(self) -> int:
         """The largest k: an excluded token has as many other tokens as any."""

@@ -95,6 +95,15 @@ class Neighborhood(NeighborIndex):
             self._index = self._built()
         return self._index
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What a query reads and writes on the device."""
+        return self._asked, *self._index.tensors()
+
+    @property
+    def build_bytes(self) -> int:
+        """Memory that a weight sync takes for a moment, for the new index beside the old one."""
+        return self._index.build_bytes
+
     @property
     def is_queried(self) -> bool:
         """Whether there was a query since the last sync."""

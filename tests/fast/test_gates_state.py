@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.cuda_without_gpu.simulated import Plan, simulate
+from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import Gate, GateStep, create, create_gate, option
@@ -100,19 +101,6 @@ def test_confidence_by_hand() -> None:
 # --- in a rollout ------------------------------------------------------------------------------------------
 
 
-class NoModel:
-    """Stands for the embedding layer of an engine."""
-
-    def __init__(self) -> None:
-        self.lookup = matrix_embeddings(torch.eye(16)).lookup
-
-    def clear(self, rewritten: object = None) -> None:
-        pass
-
-    def put(self, *_: torch.Tensor) -> None:
-        pass
-
-
 class Rollout:
     """A perturber whose logits are a function of request and position."""
 
@@ -121,7 +109,8 @@ class Rollout:
         self.store, embeddings = TrajectoryStore(slots, 256), matrix_embeddings(torch.eye(V))
         self.gate = BoundGate(perturbation, lambda: [b""] * V, V, self.store.slots, "cpu")
         device = torch.device("cpu")
-        self.perturber = RolloutPerturber(perturbation, self.store, self.gate, embeddings, NoModel(), device)
+        override = InputOverride(nn.Embedding(V, V), 256, slots, V, torch.float32, device)
+        self.perturber = RolloutPerturber(perturbation, self.store, self.gate, embeddings, override, device)
 
     def open(self, *names: str, prompt: int = FIRST, perturbed: bool = True) -> None:
         for name in names:

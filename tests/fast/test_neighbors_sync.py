@@ -29,6 +29,12 @@ class Attached(AttachedPerturbation):
         self.module, self._ahead = None, True
         self._runner = SimpleNamespace(reload_weights=self.load, get_model=lambda: self._runner)
         self._runner.load_weights, self._matrix = self.load, embedding
+        self.forgotten = 0
+        self.perturber = SimpleNamespace(weights_changed=self.forget)
+
+    def forget(self) -> None:
+        """Captured steps read the old weights."""
+        self.forgotten += 1
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         for _, rows in weights:
@@ -52,7 +58,7 @@ def test_on_a_gpu_the_table_is_computed_at_the_end_of_a_sync(monkeypatch: pytest
     assert sum(filled) == 5 and attached.nearest() == [1, 2] and sum(filled) == 5
     for _ in range(3):
         runner.load_weights([("embed_tokens.weight", moved)])
-    assert sum(filled) == 5
+    assert sum(filled) == 5 and attached.forgotten == 3
     attached.prepare()  # OpenRLHF's last parameter
     assert sum(filled) == 10 and attached.nearest() == [2, 3] and sum(filled) == 10
     runner.reload_weights([("embed_tokens.weight", start)])

@@ -70,7 +70,7 @@ def test_every_configuration(name: str, options: dict[str, Any], plan: Plan) -> 
 
 PLAN = Plan(seed=3, lag=3, preempted=0.2, chunk=3, batch=4, sampling="filtered")
 MASKED = dataclasses.replace(PLAN, masked=True)
-PROPOSE, DRAIN, DRAIN_EDITS = Soft.propose, Notes.drain, Notes._drain_edits
+PROPOSE, DRAIN, DRAIN_EDITS, LAY_OUT = Soft.propose, Notes.drain, Notes._drain_edits, InputOverride.lay_out
 
 
 def test_without_a_fault_nothing_is_seen() -> None:
@@ -99,6 +99,11 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """Takes the place of a method that is left out."""
 
 
+def only_what_is_replaced(self: InputOverride, sources: Any, upload: Any) -> None:
+    if (sources >= 0).any():
+        LAY_OUT(self, sources, upload)
+
+
 def too_early(self: Notes, until: int = 0) -> None:
     DRAIN(self)
     self.written = self.taken
@@ -116,7 +121,7 @@ FAULTS = {
     "a-record-is-taken-early": (Notes, "drain", too_early, PLAN, None),
     "a-record-with-masks-is-taken-early": (Notes, "drain", too_early, MASKED, None),
     "recomputation-does-not-wait": (Notes, "drain_slot", nothing, PLAN, "replaced False, on a CPU True"),
-    "a-flag-is-left-standing": (InputOverride, "clear", nothing, PLAN, None),
+    "a-source-is-left-standing": (InputOverride, "lay_out", only_what_is_replaced, PLAN, None),
 }
 
 

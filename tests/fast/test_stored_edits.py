@@ -38,7 +38,7 @@ def perturber_for(record: ReplayRecord, name: str = "gaussian") -> tuple[Rollout
     perturbation, device, embedding = create(name, rate=1.0), torch.device("cpu"), table()
     store = TrajectoryStore(2, ROWS, (V, D))
     gate = BoundGate(perturbation, lambda: [b"a", b"</think>", *[b"a"] * (V - 2)], V, store.slots, device)
-    override = InputOverride(embedding, ROWS, D, torch.float32, device)
+    override = InputOverride(embedding, ROWS, 2, D, torch.float32, device)
     module = perturbation.module(D)
     if module is not None:
         module.requires_grad_(False)
@@ -59,8 +59,12 @@ def computed_again(record: ReplayRecord, name: str = "gaussian", at_once: int | 
     starts, counts = np.array([0, 0]), np.array([4, record.prompt_tokens])
     with torch.inference_mode():
         perturber.begin(["plain", "edited"], starts, counts, np.zeros(2, dtype=bool))
-    assert embedding.overridden[:, 0].nonzero()[:, 0].tolist() == (4 + record.positions).tolist()
-    return embedding.override[4 : 4 + record.prompt_tokens].clone()
+    sources = embedding.override_sources
+    replaced = (sources >= 0).nonzero()[:, 0]
+    assert replaced.tolist() == (4 + record.positions).tolist()
+    fed = torch.zeros(ROWS, D)
+    fed[replaced] = embedding.override_vectors[sources[replaced]]
+    return fed[4 : 4 + record.prompt_tokens]
 
 
 def in_one_go(record: ReplayRecord) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, tables_of_text
 from ngrpo.rollout.startup_check import reads_tokens_elsewhere
 from perturbations.errors import UsageError
+from tests.replaced_rows import replace_rows
 
 V, D = 16, 4
 
@@ -89,9 +90,9 @@ def test_a_factor_inside_of_the_module_comes_after_the_override() -> None:
 
     module = table()
     module.__class__ = _rebase_on_vocab_parallel(Scaled)
-    override = InputOverride(module, 8, D, torch.float32, torch.device("cpu"), VocabParallelEmbedding)
+    override = InputOverride(module, 8, 2, D, torch.float32, torch.device("cpu"), VocabParallelEmbedding)
     vector, ids = torch.randn(1, D), torch.arange(3)[None]
-    override.put(torch.tensor([2]), vector)
+    replace_rows(override, [2], vector)
     rows = torch.cat([module.weight[:2], vector])[None]
     torch.testing.assert_close(module(ids), 5.0 * rows, rtol=0, atol=0)
     torch.testing.assert_close(override.lookup(ids), module.weight[None, :3], rtol=0, atol=0)

@@ -13,21 +13,22 @@ from benchmarks.exactness import in_tree
 from tests.own_process import result_of
 
 # What each perturbation's decode step consists of; `_mixed_rows` reads rows of the embedding.
-OF_EVERY_STEP = {"draw", "proposed", "realised"}
+OF_EVERY_GRAPH = {"keyed", "draw", "proposed_everywhere", "realised", "packed"}
+OF_EVERY_STEP_IN_PARTS = {"draw", "proposed", "realised"}
 
 
-def interpreted(monkeypatch: pytest.MonkeyPatch, plan: str, names: str) -> dict[str, Any]:
+def interpreted(monkeypatch: pytest.MonkeyPatch, plan: str, names: str, *flags: str) -> dict[str, Any]:
     """What became of each compiled function, by perturbation."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     module = "benchmarks.cuda_without_gpu.interpreted"
-    found = result_of(module, "--perturbations", names, "--plans", plan, "--json")
+    found = result_of(module, "--perturbations", names, "--plans", plan, "--json", *flags)
     return {name: found[f"{name} {plan}"] for name in names.split(",")}
 
 
-def assert_covered(found: dict[str, Any]) -> None:
+def assert_covered(found: dict[str, Any], expected: set[str]) -> None:
     """Disagreement ends the process, so that here only what was run is looked at."""
     for name, parts in found.items():
-        assert set(parts) >= OF_EVERY_STEP, name
+        assert set(parts) >= expected, name
         for function, part in parts.items():
             assert part["versions"] >= 1 and part["calls"] >= 1, (name, function)
             assert part["late"] == 0, f"{name}: {function} is compiled after the warm-up"
@@ -35,7 +36,11 @@ def assert_covered(found: dict[str, Any]) -> None:
 
 
 def test_two_perturbations_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_covered(interpreted(monkeypatch, "float32", "gaussian,neighbor"))
+    assert_covered(interpreted(monkeypatch, "float32", "gaussian,neighbor"), OF_EVERY_GRAPH)
+
+
+def test_a_step_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_covered(interpreted(monkeypatch, "float32", "gaussian", "--no-graphs"), OF_EVERY_STEP_IN_PARTS)
 
 
 @pytest.mark.slow
@@ -44,4 +49,4 @@ def test_every_perturbation(monkeypatch: pytest.MonkeyPatch, plan: str) -> None:
     """Padding, filters, greedy rows, bfloat16, and rows of more blocks than one reduction has."""
     names = ("neighbor", "gumbel") if plan == "large" else sorted(in_tree())
     found = interpreted(monkeypatch, plan, ",".join(name for name in names if name != "none"))
-    assert_covered(found)
+    assert_covered(found, OF_EVERY_GRAPH)

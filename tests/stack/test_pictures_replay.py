@@ -12,6 +12,7 @@ from ngrpo.trainers.openrlhf.rollout_actor import pictures_key
 from perturbations import replaying
 from perturbations.replay import ReplayRecord
 from perturbations.replay.trajectory import FinishedTrajectory
+from tests.replaced_rows import replace_rows
 
 START, PAD, END, VIDEO = 90, 91, 92, 93
 PROMPT = [5, 6, START, PAD, PAD, PAD, PAD, END, 7, 8]
@@ -103,10 +104,10 @@ def test_a_picture_keeps_its_places_in_the_engine() -> None:
     from ngrpo.rollout.input_override import InputOverride
 
     embedding = nn.Embedding(100, 8)
-    override = InputOverride(embedding, 32, 8, torch.float32, torch.device("cpu"))
+    override = InputOverride(embedding, 32, 2, 8, torch.float32, torch.device("cpu"))
     ids = torch.tensor(PROMPT + ANSWER)
     vectors, pictures = torch.full((2, 8), 3.0), torch.full((4, 8), 7.0)
-    override.put(torch.tensor([PROMPT.index(PAD), ROW]), vectors)
+    replace_rows(override, [PROMPT.index(PAD), ROW], vectors)
     with torch.no_grad():
         merged = _merge_multimodal_embeddings(embedding(ids), pictures, ids == PAD)
         own = nn.functional.embedding(ids, embedding.weight)

@@ -19,46 +19,54 @@ import pytest
 import torch
 
 from ngrpo.rollout import startup_check
-from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.trainers.common.mismatch import GapScale, ReplayGap, step_metrics
 from perturbations.replay.trajectory import FinishedTrajectory
 from tests.own_process import run_module
 from tests.stack.harness import build_engine, gaps, replay_log_probs, sample
 from tests.stack.tiny_models import FORMS, HIDDEN, tiny_model
 
-_put = InputOverride.put
+_ORIGINAL = {name: vars(InputOverride)[name] for name in ("lay_out", "put_drawn", "store_edits")}
 
 
-def _dropped(_self: InputOverride, _rows: Any, _vectors: Any, _mask: Any = None, _on_host: Any = None) -> None:
-    return
+def _laid_out(change: Callable[[np.ndarray], np.ndarray]) -> dict[str, Callable[..., None]]:
+    """An override whose rows have other sources than the perturber says."""
+
+    def lay_out(self: InputOverride, sources: np.ndarray, upload: Any) -> None:
+        _ORIGINAL["lay_out"](self, change(sources), upload)
+
+    return {"lay_out": lay_out}
 
 
-def _one_row_off(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
-    _put(self, rows + 1, vectors, mask)
+def _one_row_off(sources: np.ndarray) -> np.ndarray:
+    return np.concatenate([[PLAIN], sources[:-1]]).astype(np.int32)
 
 
-def _first_row(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
+def _first_row(sources: np.ndarray) -> np.ndarray:
     """As where ids of shape (1, N) are taken for one row: only what belongs there anyway is right."""
-    kept = rows == 0
-    _put(self, rows[kept], vectors[kept], None if mask is None else mask[kept])
+    return np.where(np.arange(len(sources)) == 0, sources, PLAIN).astype(np.int32)
 
 
-def _scaled(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
-    _put(self, rows, vectors * math.sqrt(HIDDEN), mask)
+def _others_disturbed(sources: np.ndarray) -> np.ndarray:
+    shifted = _one_row_off(sources)
+    return np.where(shifted == PLAIN, sources, shifted)
 
 
-def _others_disturbed(self: InputOverride, rows: Any, vectors: Any, mask: Any = None, _on_host: Any = None) -> None:
-    _put(self, rows, vectors, mask)
-    _put(self, rows + 1, vectors, mask)
+def _scaled_drawn(self: InputOverride, rows: Any, vectors: Any, fed: Any) -> None:
+    _ORIGINAL["put_drawn"](self, rows, vectors * math.sqrt(HIDDEN), fed)
 
 
-PUTS: dict[str, Callable[..., None]] = {
-    "right": _put,
-    "dropped": _dropped,
-    "one row off": _one_row_off,
-    "first row alone": _first_row,
-    "scaled once too often": _scaled,
-    "others disturbed": _others_disturbed,
+def _scaled_stored(self: InputOverride, rows: Any, vectors: Any) -> None:
+    _ORIGINAL["store_edits"](self, rows, vectors * math.sqrt(HIDDEN))
+
+
+OVERRIDES: dict[str, dict[str, Callable[..., None]]] = {
+    "right": {},
+    "dropped": _laid_out(lambda sources: np.full_like(sources, PLAIN)),
+    "one row off": _laid_out(_one_row_off),
+    "first row alone": _laid_out(_first_row),
+    "scaled once too often": {"put_drawn": _scaled_drawn, "store_edits": _scaled_stored},
+    "others disturbed": _laid_out(_others_disturbed),
 }
 
 PROMPTS = [[1, *range(10 + 7 * i, 15 + 8 * i)] for i in range(4)]
@@ -120,7 +128,7 @@ def test_a_right_override_rings_nothing(case: Case) -> None:
     case.judge("right")
 
 
-@pytest.mark.parametrize("kind", [name for name in PUTS if name != "right"])
+@pytest.mark.parametrize("kind", [name for name in OVERRIDES if name != "right"])
 def test_a_wrong_override_rings(case: Case, kind: str) -> None:
     with pytest.raises(ReplayGap, match="where nothing is perturbed"):
         case.judge(kind)
@@ -166,8 +174,9 @@ def main(form: str, model: str, dtype: str, eager: str, target: str) -> None:
     core = llm.llm_engine.engine_core.engine_core
     seeds: list[dict[str, Any]] = [{"seed": i} for i in range(len(PROMPTS))]
     found: dict[str, Any] = {}
-    for name, put in PUTS.items():
-        InputOverride.put = put
+    for name, methods in OVERRIDES.items():
+        for method, function in {**_ORIGINAL, **methods}.items():
+            setattr(InputOverride, method, function)
         try:
             seconds, failure = startup_check.check_core(core), None
         except startup_check.CheckFailure as error:

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as one CUDA graph for each bucket of batch sizes: the host launches one graph, and copies once each way.
+
+With 64 to 256 sequences an engine's speed is set by the host, which needs as long to launch a dozen kernels as the
+device needs for a small model's forward. What is captured, in this order:
+
+1. the keys of all draws, and the rows that rate and schedule select;
+2. the draw of the tokens;
+3. the proposal at **all** rows, and the gate's verdict, which is False where a row is not selected;
+4. the vectors to be fed, which go to the embedding's override;
+5. the state of a further gate;
+6. one matrix of 32-bit words with all that the host records.
+
+These are the compiled parts of `step_kernels.py`, so that kernels and rounding are those of a step without a graph.
+Inputs and outputs have fixed addresses. Rows beyond the batch belong to a scratch row of the gate, which no trajectory
+has.
+
+A graph holds the addresses of what it reads: the gate's state, neighbor tables, weights and learned parameters. Each
+replay compares them with those of the capture, and captures anew where one has changed.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ngrpo.rollout.async_scheduling import HostBuffer, HostBuffers
+from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.step_kernels import StepKernels
+from ngrpo.rollout.step_records import PackedRecord, RecordLayout
+from ngrpo.rollout.step_rows import HostColumns, Logits, StepColumns
+from perturbations.errors import require
+from perturbations.gates.default import BoundGate
+
+if TYPE_CHECKING:
+    from torch.cuda.graphs import _POOL_HANDLE
+
+# A larger step keeps the device busy for longer than the host needs for its launches.
+SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+
+
+class CaptureFailed(RuntimeError):
+    """A step cannot be captured; the message says why."""
+
+
+def available(device: torch.device) -> bool:
+    """Whether a device has graphs."""
+    return device.type == "cuda"
+
+
+class CudaGraph:
+    """A captured region of a CUDA stream. Graphs of one pool share the memory of their intermediate values."""
+
+    def __init__(self, pool: "_POOL_HANDLE") -> None:
+        """pool: of ``torch.cuda.graph_pool_handle()``."""
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+
+    @staticmethod
+    def pool() -> "_POOL_HANDLE":
+        """A new pool."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, region: Callable[[], None]) -> None:
+        """Captures a region that neither waits for the device nor reads memory of the host."""
+        # Not `torch.cuda.graph`, which collects garbage and empties the cache each time. NCCL's watchdog queries events
+        # meanwhile, so that only calls of this thread may end the capture.
+        current = torch.cuda.current_stream()
+        side = torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                region()
+            finally:
+                self._graph.capture_end()
+        current.wait_stream(side)
+
+    def replay(self) -> None:
+        """Runs what was captured, with the values that are at its addresses now."""
+        self._graph.replay()
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """The batch sizes that graphs are made for, where a step has at most so many rows."""
+    smaller = [size for size in SIZES if size < most]
+    return SIZES[: len(smaller) + 1]
+
+
+def rows_of_buffers(most: int) -> int:
+    """The rows that buffers need, where a step has at most so many: those of its graph."""
+    return max(most, bucket_sizes(most)[-1])
+
+
+class StepGraphs:
+    """The graphs of one perturbation and one model, and the buffers at fixed addresses that they share."""
+
+    def __init__(
+        self,
+        kernels: StepKernels,
+        gate: BoundGate,
+        override: InputOverride,
+        device: torch.device,
+        watched: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        """
+        Args:
+            kernels: the parts of a step.
+            gate: as bound to the trajectories, with a scratch row behind the last slot.
+            override: of the embedding, where the vectors go; it has the rows of the largest step.
+            device: a CUDA device.
+            watched: gives the tensors whose addresses a graph keeps, besides those made here.
+        """
+        self.sizes = tuple(size for size in SIZES if size <= override.drawn_rows)
+        self._kernels = kernels
+        self._gate = gate
+        self._override = override
+        self._device = device
+        self._watched = watched
+        largest = self.sizes[-1]
+        self._columns = torch.zeros(len(StepColumns._fields) * largest, dtype=torch.int64, device=device)
+        self._temperature = torch.ones(largest, device=device)
+        self._greedy = torch.full((largest,), -1, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
+        self._words: Tensor | None = None  # made once the layout is known
+        self._layout: RecordLayout | None = None
+        self._wide: dict[tuple[str, torch.dtype, int], Tensor] = {}  # logits and hidden states, by kind
+        self._uploads = HostBuffers((len(self._columns),), torch.int64, device)
+        self._downloads: HostBuffers | None = None
+        self._temperature_of: Tensor | None = None  # the tensor that the temperatures were copied from
+        self._has_greedy = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Captures anew when a graph is needed next, in a new pool."""
+        self._graphs: dict[tuple[int, torch.dtype, bool], CudaGraph] = {}
+        self._pool: _POOL_HANDLE | None = None
+        self._addresses: tuple[int, ...] = ()
+
+    def bucket(self, rows: int) -> int | None:
+        """The size of the graph that serves so many rows; None where none does."""
+        return next((size for size in self.sizes if size >= rows), None)
+
+    @property
+    def graphs(self) -> int:
+        """How many have been captured since the last :meth:`forget`."""
+        return len(self._graphs)
+
+    def run(self, columns: np.ndarray, batch: int, logits: Logits) -> tuple[Tensor, PackedRecord, HostBuffer]:
+        """Does a step of B = ``batch`` rows.
+
+        ``columns``: :class:`HostColumns` as a matrix (6, bucket) int64; rows beyond the batch have the scratch slot.
+        Returns the next tokens, (B,) int64; the record, which is on its way to the host; and the buffer that it is in.
+        Raises :class:`CaptureFailed`, and may be called again with the same step's arguments.
+        """
+        size = columns.shape[1]
+        self._uploads.upload(columns.ravel(), self._columns)
+        static = self._placed(logits, batch, size)
+        self._check_addresses()
+        kind = (size, static.scaled.dtype, static.drawable is not None)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._captured(static, size)
+        self._graphs[kind].replay()
+        # The next replay writes to the same addresses, and vLLM may copy its tokens on another stream.
+        tokens = self._tokens[:batch].clone()
+        words = require(self._words, "the words of a capture")
+        buffer = require(self._downloads, "the buffers of a capture").take()
+        buffer.tensor[:batch].copy_(words[:batch], non_blocking=True)
+        return tokens, PackedRecord(buffer.tensor[:batch], require(self._layout, "the layout of a capture")), buffer
+
+    def _placed(self, logits: Logits, batch: int, size: int) -> Logits:
+        """The step's tensors at their fixed addresses, with ``size`` rows."""
+        if logits.temperature is not self._temperature_of:
+            self._temperature[:batch].copy_(logits.temperature)
+            self._temperature_of = logits.temperature
+        if logits.greedy is not None:
+            self._greedy.fill_(-1)
+            self._greedy[:batch].copy_(logits.greedy)
+        elif self._has_greedy:
+            self._greedy.fill_(-1)
+        self._has_greedy = logits.greedy is not None
+        return Logits(
+            scaled=self._wide_rows("scaled", logits.scaled, size),
+            temperature=self._temperature[:size],
+            drawable=None if logits.drawable is None else self._wide_rows("drawable", logits.drawable, size),
+            greedy=self._greedy[:size],
+            hidden=None if logits.hidden is None else self._wide_rows("hidden", logits.hidden, size),
+        )
+
+    def _wide_rows(self, name: str, rows: Tensor, size: int) -> Tensor:
+        """Rows (B, n) copied to the buffer of their kind, and that buffer's first ``size`` rows."""
+        static = self._wide_buffer(name, rows)[:size]
+        static[: len(rows)].copy_(rows)
+        return static
+
+    def _wide_buffer(self, name: str, like: Tensor) -> Tensor:
+        """The buffer for rows like these; of their stride, since torch.compile specialises on strides."""
+        width = like.shape[1]
+        stride = like.stride(0) if len(like) > 1 else width
+        key = (name, like.dtype, width)
+        buffer = self._wide.get(key)
+        if buffer is None or (len(like) > 1 and buffer.stride(0) != stride):
+            memory = torch.zeros(self.sizes[-1], stride, dtype=like.dtype, device=self._device)
+            buffer = self._wide[key] = memory[:, :width]
+            self._graphs = {kind: graph for kind, graph in self._graphs.items() if kind[1] != like.dtype}
+        return buffer
+
+    def _check_addresses(self) -> None:
+        """Drops the graphs where something that they read has moved since they were captured."""
+        if self._graphs and self._current_addresses() != self._addresses:
+            self.forget()
+
+    def _current_addresses(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self._watched())
+
+    # --- capture -------------------------------------------------------------------------------------------------
+
+    def rehearse(self, logits: Tensor) -> None:
+        """Captures a step of every size, for logits like these, (B, V), and for filtered ones.
+
+        The largest comes first, so that the smaller ones find room in its pool.
+        """
+        scaled = logits.float()
+        self._rehearse(scaled, drawable=scaled)
+        self._rehearse(logits, drawable=None)
+
+    def _rehearse(self, scaled: Tensor, drawable: Tensor | None) -> None:
+        count = len(scaled)
+        hidden = self._kernels.example_hidden(count, self._device)
+        logits = Logits(scaled, torch.ones(count, device=self._device), drawable, greedy=None, hidden=hidden)
+        for size in reversed(self.sizes):
+            rows = min(count, size)
+            here = tree_map_only(Tensor, itemgetter(slice(rows)), logits)
+            columns = np.zeros((len(HostColumns._fields), size), dtype=np.int64)
+            HostColumns(*columns).slots.fill(self._scratch)
+            *_, buffer = self.run(columns, rows, here)
+            buffer.give_back()
+
+    @property
+    def _scratch(self) -> int:
+        """The gate's last row, which belongs to no trajectory."""
+        return len(self._gate.state[0]) - 1
+
+    def _captured(self, logits: Logits, size: int) -> CudaGraph:
+        """A graph of the step with these inputs, whose values are in place."""
+        flat = self._columns[: len(StepColumns._fields) * size]
+        columns = StepColumns(*flat.view(-1, size))
+        # The first run loads kernels, fills neighbor tables and tells the layout. It must not move the gate.
+        values = flat.clone()
+        columns.slots.fill_(self._scratch)
+        columns.kept.zero_()
+        columns.eligible.zero_()
+        self._step(columns, logits)
+        self._check_addresses()  # the first run may have built a table anew, which older graphs do not have
+        self._addresses = self._current_addresses()
+        if self._pool is None:
+            self._pool = CudaGraph.pool()
+        graph = CudaGraph(self._pool)
+        try:
+            graph.capture(lambda: self._step(columns, logits))
+        except RuntimeError as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise CaptureFailed(reason) from error
+        flat.copy_(values)
+        return graph
+
+    def _step(self, columns: StepColumns, logits: Logits) -> None:
+        """What is captured."""
+        edited, words = self._kernels.step_in_graph(columns, logits)
+        size = len(columns.slots)
+        if self._words is None:
+            self._layout = RecordLayout(edited.recorded)
+            shape = (self.sizes[-1], self._layout.width)
+            self._words = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._downloads = HostBuffers(shape, torch.int32, self._device)
+        self._words[:size].copy_(words)
+        self._tokens[:size].copy_(edited.tokens)
+        self._override.drawn_vectors[:size].copy_(require(edited.vectors, "the vectors of a step"))
+        self._override.drawn_fed[:size].copy_(edited.recorded["fed"])

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step as one graph, on a pretended GPU: the bits of a step whose parts run one by one; and planted faults.
+
+The stand-in for a CUDA graph keeps addresses and spoils the memory of its region: `cuda_without_gpu/recorded.py`.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cuda_without_gpu import recorded
+from benchmarks.cuda_without_gpu.recorded import RecordedGraph
+from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate, together
+from benchmarks.exactness import in_tree
+from ngrpo.rollout import step_graphs
+from ngrpo.rollout.async_scheduling import HostBuffers
+from ngrpo.rollout.perturber import RolloutPerturber
+from ngrpo.rollout.step_graphs import StepGraphs, bucket_sizes, rows_of_buffers
+from ngrpo.rollout.step_kernels import StepKernels
+from perturbations import create
+
+pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
+
+NAMES = sorted(set(in_tree()) - {"none"})
+PLANS = {
+    "steady": Plan(seed=5, shuffled=False),
+    "filtered": Plan(seed=2, lag=3, preempted=0.1, chunk=5, batch=5, sampling="filtered"),
+    "masked": Plan(seed=3, lag=6, preempted=0.2, chunk=3, batch=6, masked=True, sampling="filtered"),
+    "greedy": Plan(seed=4, lag=2, preempted=0.05, chunk=100, batch=3, sampling="greedy"),
+    "bfloat16": Plan(seed=6, lag=1, preempted=0.1, chunk=6, batch=3, dtype=torch.bfloat16),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rate 0.1": {"rate": 0.1},
+    "rate 1": {"rate": 1.0},
+    "until": {"rate": 0.7, "until": "b"},
+    "swi": {"rate": 0.7, "gate": "swi"},
+}
+
+
+def made(name: str, **options: Any) -> Any:
+    more = {"realization": "sampled"} if name == "neighbor" else {}
+    return create(name, **{**more, **options})
+
+
+def same_bits(monkeypatch: pytest.MonkeyPatch, name: str, plan: Plan, **options: Any) -> None:
+    replays = RecordedGraph.replays
+    tokens, records, fed = together(made(name, **options), plan, count=5)
+    assert RecordedGraph.replays > replays, "no graph was replayed"
+    with monkeypatch.context() as patched:
+        patched.setattr(step_graphs, "available", lambda device: False)
+        replays = RecordedGraph.replays
+        parts_tokens, parts_records, parts_fed = together(made(name, **options), plan, count=5)
+        assert RecordedGraph.replays == replays
+    assert tokens == parts_tokens
+    assert records == parts_records
+    assert fed.keys() == parts_fed.keys()
+    for at, vector in fed.items():
+        assert torch.equal(vector, parts_fed[at]), at
+
+
+def cases() -> Iterator[Any]:
+    """Each perturbation once, with plans and options in turn; those with ``more`` are not in `make test`."""
+    for number, name in enumerate(NAMES):
+        plan = [*PLANS][number % len(PLANS)]
+        options = [*OPTIONS][number % len(OPTIONS)]
+        yield pytest.param(name, plan, options, marks=[] if name in ("gumbel", "neighbor") else pytest.mark.more)
+
+
+@pytest.mark.parametrize(("name", "plan", "options"), cases())
+def test_a_graph_has_the_bits_of_its_parts(monkeypatch: pytest.MonkeyPatch, name: str, plan: str, options: str) -> None:
+    same_bits(monkeypatch, name, PLANS[plan], **OPTIONS[options])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration_has_the_bits_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch, name: str, plan: str, options: str
+) -> None:
+    same_bits(monkeypatch, name, PLANS[plan], **OPTIONS[options])
+
+
+@pytest.mark.more
+def test_a_further_gates_plan_and_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    same_bits(monkeypatch, "gumbel", PLANS["filtered"], rate=1.0, gate="bursts")
+    same_bits(monkeypatch, "gumbel", PLANS["steady"], rate=0.5, every=2, burn_in=2)
+    same_bits(monkeypatch, "gumbel", PLANS["masked"], rate=0.7, entropy_min=1.0, protect="digits")
+
+
+def test_buckets() -> None:
+    assert bucket_sizes(1) == (2,)
+    assert bucket_sizes(64) == (2, 4, 8, 16, 32, 64)
+    assert bucket_sizes(65)[-1] == 96
+    assert bucket_sizes(1024)[-1] == 512
+    assert rows_of_buffers(50) == 64 and rows_of_buffers(1024) == 1024
+
+
+# --- planted faults -----------------------------------------------------------------------------------------------
+
+FAULT_PLAN = Plan(seed=2, lag=3, chunk=5, batch=5, sampling="filtered")
+WIDE_ROWS, UPLOAD, STEP, RUN = StepGraphs._wide_rows, HostBuffers.upload, StepKernels.step_in_graph, StepGraphs.run
+OPENED = RolloutPerturber.opened
+
+
+def test_an_input_without_a_fixed_address_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def anywhere(self: StepGraphs, name: str, rows: Any, size: int) -> Any:
+        return WIDE_ROWS(self, name, rows, size).clone()
+
+    monkeypatch.setattr(StepGraphs, "_wide_rows", anywhere)
+    with pytest.raises(Disagreement):
+        simulate(made("gumbel", rate=0.7), FAULT_PLAN, count=5)
+
+
+def test_an_upload_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = []
+
+    def upload(self: HostBuffers, array: Any, target: Any) -> None:
+        uploads.append(array)
+        if len(uploads) % 3:
+            UPLOAD(self, array, target)
+
+    monkeypatch.setattr(HostBuffers, "upload", upload)
+    with pytest.raises(Disagreement):
+        simulate(made("gumbel", rate=0.7), FAULT_PLAN, count=5)
+
+
+def test_a_buffer_that_is_used_again_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: StepGraphs, *args: Any) -> Any:
+        result = RUN(self, *args)
+        result[-1].give_back()
+        return result
+
+    monkeypatch.setattr(StepGraphs, "run", run)
+    with pytest.raises((Disagreement, ValueError, IndexError)):
+        simulate(made("gumbel", rate=0.7), FAULT_PLAN, count=5)
+
+
+def test_a_result_that_is_left_in_the_pool_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+
+    def step(self: StepKernels, *args: Any) -> Any:
+        edited, words = STEP(self, *args)
+        left.append(edited.tokens)
+        return edited, words
+
+    def run(self: StepGraphs, columns: Any, batch: int, logits: Any) -> Any:
+        _, record, buffer = RUN(self, columns, batch, logits)
+        return left[-1][:batch].clone(), record, buffer
+
+    monkeypatch.setattr(StepKernels, "step_in_graph", step)
+    monkeypatch.setattr(StepGraphs, "run", run)
+    with pytest.raises((Disagreement, ValueError, IndexError)):
+        simulate(made("gumbel", rate=0.7), FAULT_PLAN, count=5)
+
+
+def waits(edited: Any) -> None:
+    edited.tokens.max().item()
+
+
+def reads_the_host(edited: Any) -> None:
+    edited.log_probs.add_(torch.zeros(len(edited.log_probs)))
+
+
+@pytest.mark.parametrize("fault", [waits, reads_the_host])
+def test_a_step_that_cannot_be_captured_runs_in_parts_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Any
+) -> None:
+    def step(self: StepKernels, *args: Any) -> Any:
+        edited, words = STEP(self, *args)
+        if recorded.capturing():
+            fault(edited)
+        return edited, words
+
+    monkeypatch.setattr(StepKernels, "step_in_graph", step)
+    caplog.set_level(logging.WARNING, logger="ngrpo.rollout")
+    simulate(made("gumbel", rate=0.7), FAULT_PLAN, count=5)
+    said = [record.message for record in caplog.records if "cannot be captured" in record.message]
+    assert len(said) == 1 and "perturbation gumbel" in said[0] and "not permitted" in said[0]
+
+
+def moved(self: RolloutPerturber, name: str, prompt: Any = ()) -> None:
+    """The gate's state is at other addresses from now on, as after its growth."""
+    OPENED(self, name, prompt)
+    gate = self._gate
+    gate._states = gate._states.clone()
+    gate._ended = gate._ended.clone()
+    gate._own_states = gate._own_states.clone()
+
+
+def test_a_state_that_has_moved_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RolloutPerturber, "opened", moved)
+    perturbation = made("soft", rate=1.0, until="b", gate="swi")
+    # More requests than slots: a request that gets the slot of another must not find that one's state.
+    simulate(perturbation, FAULT_PLAN, count=24)
+    monkeypatch.setattr(StepGraphs, "_check_addresses", lambda self: None)
+    with pytest.raises((Disagreement, ValueError, IndexError)):
+        simulate(perturbation, FAULT_PLAN, count=24)
