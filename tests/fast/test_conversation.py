@@ -67,7 +67,7 @@ def tokenizer_with(template: str) -> Any:
 def test_training_and_evaluation_have_one_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], prompts: list[str], given: str | None
 ) -> None:
-    """Training reads the file with `datasets`, which fills rows with nulls; evaluation with our own reader."""
+    """Training reads hub datasets with `datasets`, which fills rows with nulls; evaluation reads the file."""
     import datasets
 
     from ngrpo.machine.models.conversation import template_arguments
