@@ -15,7 +15,7 @@ from pathlib import Path
 from ngrpo.config.features import MODEL
 from ngrpo.config.input_checks import rows_of
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flag, Flags
 from perturbations.errors import UsageError, nearest
@@ -98,10 +98,7 @@ def _allowed(flag: Flag, flags: Flags) -> str:
         if flag.name != "--ds.attn_implementation" or "/" not in value:  # a kernel of the hub
             return f"one of {', '.join(words)}.{nearest(value, words)}".rstrip(".")
     elif flag.name == "--data.input_template":
-        with suppress(LookupError, ValueError):
-            if value.format("a") != value.format("b"):
-                return ""
-        return "a text with {} once, where the prompt goes; other braces are doubled: {{ and }}"
+        return "" if conversation.is_input_template(value) else conversation.INPUT_TEMPLATES
     elif flag.name == "--data.prompt_probs":
         shares = [number(part, float) for part in value.split(",")]
         names = (flags.value("--data.prompt_dataset") or "").split(",")

@@ -2,6 +2,7 @@
 """Checks of what a run reads, OpenRLHF's datasets and the model, before any model loads."""
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -28,8 +29,8 @@ _CHECKED = 100_000  # rows that are looked at before a run: a second or two
 _SHAPES = 64  # prompts that are kept to be rendered
 _IN_FOLDERS = (*ENDINGS, ".arrow", ".txt", ".gz", ".zst")
 _NOTHING, _EMPTY, _TEXT, _MESSAGES, _MARKED = "nothing", "empty", "a text", "chat messages", "a text with <image>"
-_WRITTEN, _ANSWERED = "chat messages written as a text", "chat messages that end with the assistant's text"
-TEMPLATE, IMAGES = "--data.apply_chat_template", "--data.max_images_per_prompt"
+_WRITTEN = "chat messages written as a text"
+TEMPLATE, IMAGES = conversation.APPLY, "--data.max_images_per_prompt"
 
 
 class _Content(NamedTuple):
@@ -78,11 +79,10 @@ def _check_file(flag: str, name: str, flags: Flags) -> None:
             raise UsageError(f"{subject}: row {row} has no {column!r} ({column_flag}). Give it one, or leave it out.")
     shown = flags.value(IMAGES) not in (None, "0")
     no_pictures = f"Add {IMAGES} N with a model that reads pictures, or leave the pictures out."
-    fixes = {_TEXT: "", _MARKED: "", _MESSAGES: f"Add {TEMPLATE}, or write the prompts as texts."}
+    fixes = {_TEXT: "", _MARKED: "", _MESSAGES: f"Add {TEMPLATE}, or write the prompts as texts.", **conversation.FIXES}
     if flags.has(TEMPLATE):
         fixes[_MESSAGES] = ""
         fixes[PICTURES] = fixes[_MARKED] = "" if shown else no_pictures
-        fixes[_ANSWERED] = "Leave the last message out: training asks for the response that would follow."
     for kind, row in columns[prompt].items():
         if fix := fixes.get(kind, conversation.PROMPT):
             raise UsageError(f"{subject}: the input {prompt!r} is {kind} in row {row}. {fix}")
@@ -199,7 +199,7 @@ def _kind(value: object, *, of_prompt: bool) -> str:
     """A word for the kind of a value; of prompts there are more."""
     if isinstance(value, list):
         kind = conversation.fault(value) or _MESSAGES
-        return _ANSWERED if of_prompt and kind == _MESSAGES and value[-1]["role"] == "assistant" else kind
+        return kind if of_prompt or kind != conversation.ANSWERED else _MESSAGES
     if isinstance(value, str):
         if of_prompt and value.lstrip().startswith(('[{"role"', "[{'role'")):
             return _WRITTEN
@@ -311,10 +311,9 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     if arguments and not flags.has(TEMPLATE):
         raise UsageError(f"{conversation.FLAG} has no effect without {TEMPLATE}. Add that flag.")
     folder = Path(name_of(flags)).expanduser()
-    config = folder / "tokenizer_config.json"
-    if not flags.has(TEMPLATE) or not config.is_file():
+    if not flags.has(TEMPLATE) or not (folder / "tokenizer_config.json").is_file():
         return None
-    if not any(folder.glob("chat_template*")) and "chat_template" not in (read_json(config) or {}):
+    if not _has_template(folder):
         fix = "Use a model that has one, or leave the flag out and give prompts as texts."
         raise UsageError(f"{TEMPLATE}: the tokenizer in {folder} has no chat template. {fix}")
     try:
@@ -333,6 +332,23 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
             fix = f"Leave {TEMPLATE} out, or give the bare text."
             raise UsageError(f"{where}: the prompt has {marks[0]} of the chat template already. {fix}")
     return None
+
+
+def template_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """A warning about a training without the chat template that a local tokenizer has."""
+    folder = Path(name_of(flags)).expanduser()
+    if not flags.has(TEMPLATE) and _has_template(folder):
+        ((flag, text),) = conversation.flags_like(flags).items()
+        yield (
+            f"prompts reach the model without its chat template, which ngrpo eval and diagnose use. Add {TEMPLATE}, or"
+            f" evaluate with {flag} {shlex.quote(text)}."
+        )
+
+
+def _has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has a chat template; False where there is no tokenizer."""
+    config = read_json(folder / "tokenizer_config.json")
+    return config is not None and ("chat_template" in config or any(folder.glob("chat_template*")))
 
 
 def cut_notes(flags: Flags, run: RunConfig) -> Iterator[str]:

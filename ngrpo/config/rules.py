@@ -362,6 +362,7 @@ NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
     gap_notes,
     loss_notes,
     flag_checks.last_step_notes,
+    input_checks.template_notes,
     input_checks.cut_notes,
     lambda flags, run: gpu_plan.notes(flags.args, machine_of(run)),
 )

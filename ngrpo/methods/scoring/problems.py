@@ -91,6 +91,8 @@ def load_problems(
             raise UsageError(f"{where} has the {layout} layout, row 1 the {first} layout. Give each a file of its own.")
         try:
             problem = replace(read(row), template={**(template or {}), **conversation.tools_of(row)})
+            if conversation.INPUT_TEMPLATE in problem.template:  # needs no tokenizer
+                conversation.rendered(None, problem.messages, problem.template)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{where} ({layout} layout): {error}") from None
         problem = replace(problem, id=f"{name}-{i}", scorer=problem.scorer if scorer == "auto" else scorer)
@@ -275,7 +277,8 @@ def _guessed(messages: Messages, answer: str) -> Problem:
 def _messages(value: Any) -> Messages:
     """A text as a user's message, or a list of messages with every field that a chat template may show."""
     if fault := conversation.fault(value):
-        raise UsageError(f"no question: the prompt is {fault}. {conversation.PROMPT}")
+        fix = conversation.FIXES.get(fault, conversation.PROMPT)
+        raise UsageError(f"no question: the prompt is {fault}. {fix}")
     return tuple(conversation.normalised([{"role": "user", "content": value}] if isinstance(value, str) else value))
 
 
