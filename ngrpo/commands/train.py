@@ -109,7 +109,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngrpo.commands import dry_run, extensions
-from ngrpo.config import flag_checks, parse, rules, verl_lines
+from ngrpo.config import flag_checks, parse, rules, stretches, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine import console
 from ngrpo.machine.models import packaged
@@ -150,7 +150,8 @@ def run(argv: Sequence[str], *, report: console.Report) -> int:
     name = "none" if asked.spec is None else asked.spec["name"].rpartition(":")[2]
     with reserved_folder(asked.run_dir, name) as folder:
         asked = replace(asked, run_dir=str(folder))
-        complete = _prepare(asked, folder, report)
+        complete, settings = _prepare(asked, folder, report)
+        stretches.write(folder, settings)
         asked.write(folder / FILE)
         return _train(complete, folder, report)
 
@@ -180,8 +181,11 @@ def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     return int(ended is not None)
 
 
-def _prepare(run: RunConfig, folder: Path, report: console.Report) -> RunConfig:
-    """The run with complete flags, additions in front. All checks come before the first file in its folder."""
+def _prepare(run: RunConfig, folder: Path, report: console.Report) -> tuple[RunConfig, list[stretches.Stretch]]:
+    """The run with complete flags, additions in front, and the settings of its stretches.
+
+    All checks come before the first file in its folder.
+    """
     complete = rules.started(run)
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
@@ -199,7 +203,9 @@ def _prepare(run: RunConfig, folder: Path, report: console.Report) -> RunConfig:
 
     complete = complete.replaced(MODEL_NAMES, resolved)
     rules.check("model", complete, run)
+    settings = stretches.of_start(complete, run)
     if run.task is not None:
         rules.copy_task(run.task, folder / "task")
     complete = rules.in_run_folder(complete, run)
-    return replace(run, openrlhf=tuple(complete.argv), hardware=run.profile.name, run_dir=str(folder.absolute()))
+    whole = replace(run, openrlhf=tuple(complete.argv), hardware=run.profile.name, run_dir=str(folder.absolute()))
+    return whole, settings

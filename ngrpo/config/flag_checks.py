@@ -5,6 +5,7 @@ Values are checked one by one. Sizes of a step must fit each other.
 """
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -153,6 +154,15 @@ def first_step(flags: Flags) -> str:
     if not latest.is_file():
         return f"warning: {LOAD}: there is no checkpoint in {latest.parent}, so the run starts at step 0"
     return f"continues after {latest.read_text().strip()} of {latest.parent} ({LOAD})"
+
+
+def resumed_step(flags: Flags) -> int:
+    """The step after which the run continues; 0 for a run that starts from the model."""
+    latest = _latest(flags)
+    if not flags.has(LOAD) or not latest.is_file():
+        return 0
+    step = re.search(r"\d+", latest.read_text(encoding="utf-8"))  # of OpenRLHF's global_step40
+    return int(step[0]) if step else 0
 
 
 def _latest(flags: Flags) -> Path:

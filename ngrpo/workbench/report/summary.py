@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ngrpo.config import stretches
 from ngrpo.config.flag_checks import LOAD
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import RunConfig
@@ -67,6 +68,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False)
     summary: dict[str, Any] = {
         "format": 1,
         **run.methods,
+        "stretches": stretches.read(folder),
         "sampling": run.sampling.described(flags),
         "reproducible": run.reproducible,
         "replay_routing": run.replay_routing,
@@ -134,6 +136,7 @@ def table(summary: Mapping[str, Any]) -> str:
     else:
         filters = Flags(summary["openrlhf_args"]).has("--algo.dynamic_filtering_enable")
         lines += ["", ALL_FILTERED if filters else NO_STEP]
+    lines += [f"settings      from step {line}" for line in stretches.described(summary["stretches"])]
     lines.append(f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}")
     for name in ("checkpoint", "TensorBoard", "summary", "report"):
         lines.append(f"{name:<13} {places[name.lower()]}")
