@@ -157,7 +157,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
-    """The lines ``key: value`` of a YAML file; ``UsageError`` for any other content and for a key given twice."""
+    """The lines ``key: value`` of a YAML file.
+
+    Raises:
+        UsageError: for any other content, a key given twice, and a key without a value.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -178,6 +182,13 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
         raise UsageError(f"{flag} {path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise UsageError(f"{flag} {path}: must hold lines such as {example}.")
+    for lines in (loaded, *(value for value in loaded.values() if isinstance(value, dict))):
+        for key, value in lines.items():
+            if value is None:
+                raise UsageError(
+                    f"{flag} {path}: the key {key!r} has no value. YAML takes what follows a # for a comment: quote a"
+                    f' text that begins with one, {key}: "####". A switch is {key}: true.'
+                )
     return loaded
 
 
@@ -193,7 +204,7 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
             inner = next(iter(value), "option")
             raise UsageError(f"{flag}: holds lines of its own. Write each in full: {flag}.{inner}: …")
         try:
-            parts = [] if value is True or value is None else shlex.split(",".join(texts(value)))
+            parts = [] if value is True else shlex.split(",".join(texts(value)))
         except ValueError as error:
             raise UsageError(f"{flag}: {value!r}: {error}. Quote it as in a shell.") from None
         argv += [f"--{prefix}{flag}", *parts]
