@@ -39,6 +39,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ngrpo import __version__
+from ngrpo.machine.console import docstring, open_streams
 from ngrpo.machine.hardware import processes
 from perturbations import user_files
 from perturbations.errors import UsageError, nearest
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     name, *rest = words or ["help"]
     if name in ("-h", "--help", "help"):
-        print(__doc__, end="")
+        print(docstring(sys.modules[__name__]), end="")
         return 0 if words else 2
     try:
         if name == "--version":
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if hasattr(command, "parser"):
                 text = command.parser().format_help()
             else:
-                text = command.usage(name, rest) if hasattr(command, "usage") else command.__doc__
+                text = command.usage(name, rest) if hasattr(command, "usage") else docstring(command)
             print(text, end="")
             return 0 if rest else 2
         run = getattr(command, f"run_{name}", None) or command.run
@@ -120,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> NoReturn:
     """The command `ngrpo`."""
+    open_streams()
     processes.raise_on_sigterm()
     code = main()
     sys.stdout.flush()

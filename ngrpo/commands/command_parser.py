@@ -3,6 +3,7 @@
 
 import argparse
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ngrpo.machine.console import Report
+from ngrpo.machine.console import Report, docstring
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import evaluate
@@ -20,9 +21,9 @@ from perturbations.errors import UsageError, nearest
 class CommandParser(argparse.ArgumentParser):
     """A parser with errors of class :class:`UsageError`, and with the nearest match for an unknown flag."""
 
-    def __init__(self, command: str, doc: str | None) -> None:
-        """Makes the parser of ``ngrpo COMMAND``; its help is a module's docstring, with the flags after the summary."""
-        summary, _, more = (doc or "").partition("\n\n")
+    def __init__(self, command: str) -> None:
+        """Makes the parser of ``ngrpo COMMAND``; its help is its module's docstring, the flags after the summary."""
+        summary, _, more = docstring(sys.modules[f"ngrpo.commands.{command}"]).partition("\n\n")
         layout = partial(argparse.RawDescriptionHelpFormatter, width=80)
         super().__init__(prog=f"ngrpo {command}", epilog=more, formatter_class=layout, allow_abbrev=False)
         self.description = "\n".join(textwrap.fill(line, 80) for line in summary.splitlines())

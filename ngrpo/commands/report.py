@@ -23,7 +23,7 @@ from perturbations.errors import UsageError
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("report", __doc__)
+    made = CommandParser("report")
     made.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
     made.add_argument("--out", metavar="FILE", help="the page [report.html next to the result]")
     made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of responses]")

@@ -123,7 +123,7 @@ from perturbations.errors import UsageError
 
 def usage(command: str, argv: Sequence[str]) -> str:
     """Our flags, and all registered names with their options."""
-    return extensions.train_help(__doc__ or "", argv) + "\n"
+    return extensions.train_help(console.docstring(sys.modules[__name__]), argv) + "\n"
 
 
 def run(argv: Sequence[str], *, report: console.Report) -> int:
