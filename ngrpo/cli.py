@@ -32,6 +32,7 @@ examples
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``ngrpo``; the process's own by default.
 
     Returns:
-        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted, 143 after SIGTERM.
+        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted, 143 after SIGTERM, 129
+        after SIGHUP.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name, *rest = words or ["help"]
@@ -103,9 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        ended = processes.SIGTERM_CAME.is_set()
-        print(f"ngrpo: {'terminated' if ended else 'interrupted'}", file=sys.stderr)
-        return 143 if ended else 130
+        number = processes.ending_signal()
+        print(f"ngrpo: {'interrupted' if number is None else 'terminated'}", file=sys.stderr)
+        return 128 + (number or signal.SIGINT)
     except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def console() -> NoReturn:
     """The command `ngrpo`."""
     open_streams()
-    processes.raise_on_sigterm()
+    processes.raise_on_ending_signals()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -113,7 +113,7 @@ from ngrpo.config import flag_checks, parse, rules, stretches, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine import console
 from ngrpo.machine.models import packaged
-from ngrpo.machine.storage.result_folder import read_json, reserved_folder
+from ngrpo.machine.storage.result_folder import CannotWrite, read_json, reserved_folder
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags, parsed
 from ngrpo.trainers.openrlhf import launch
@@ -167,11 +167,20 @@ def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     if isinstance(ended, launch.TrainingFailed):
         report(f"training failed: {ended}")
     updates: list[float] = []
-    if text := summary.finish(folder, run, began=began, stopped=ended is not None):  # else no step was trained
-        written = read_json(folder / "summary.json")
-        write_report(written, folder / "report.html")
-        print(text, flush=True)
-        updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
+    try:
+        if text := summary.finish(folder, run, began=began, stopped=ended is not None):  # else no step was trained
+            written = read_json(folder / "summary.json")
+            write_report(written, folder / "report.html")
+            print(text, flush=True)
+            updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
+    except CannotWrite as error:
+        report(
+            f"{error.path} cannot be written: {error.why}. The training has ended; its steps are logged in"
+            f" {summary.log_folder(folder, Flags(run.openrlhf))}. Make room, then write summary and report with: ngrpo"
+            f" report {shlex.quote(str(folder))}"
+        )
+        if not isinstance(ended, KeyboardInterrupt):
+            return 1
     if isinstance(ended, KeyboardInterrupt):
         report(f"stopped; {folder} has the finished steps. --ckpt.load_enable continues from the last checkpoint.")
         raise ended
