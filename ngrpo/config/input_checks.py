@@ -13,7 +13,7 @@ from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.models.conversation import PICTURES, TOOLS
-from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, is_nothing, read_rows
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.policy_noises.base import PolicyNoise
@@ -208,7 +208,7 @@ def _kind(value: object, *, of_prompt: bool) -> str:
         return _TEXT if value.strip() else _EMPTY
     if isinstance(value, bool):
         return "true or false"
-    if value is None or value != value:  # a missing text is NaN in a file of pandas
+    if is_nothing(value):
         return _NOTHING
     kinds = ((dict, "an object"), ((int, float), "a number"))
     return next((word for kind, word in kinds if isinstance(value, kind)), f"a {type(value).__name__}")

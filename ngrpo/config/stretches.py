@@ -56,7 +56,8 @@ def of_start(flags: Flags, run: RunConfig) -> list[Stretch]:
         return [{"first_step": 1, "settings": settings}]
     last = before[-1]["settings"]
     for name, what in _REFUSED.items():
-        was, now = (_named(part.get(name)) for part in (last, settings))
+        was = _named(last.get(name))
+        now = _named(settings.get(name))
         if was != now:
             raise UsageError(
                 f"{flag_checks.LOAD}: the checkpoint after step {step} is of a run with {what} {was}, and this run has"

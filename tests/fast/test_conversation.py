@@ -32,6 +32,7 @@ FIRST_SYSTEM = (  # as Qwen2.5's
     "{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"
 )
 NO_SYSTEM = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }};{% endfor %}"
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }};{% endfor %}"
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "2 + 2?"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}, {"type": "text", "text": "Briefly."}]}
@@ -118,6 +119,7 @@ def test_training_and_evaluation_have_one_prompt(
             "message 2, .*'system'",
         ),
         (FIRST_SYSTEM, {"input": [{"role": "developer", "content": "Be brief."}, ASKED]}, "message 1, .*'developer'"),
+        (USERS, {"input": [ASKED, {"role": "assistant", "content": "It is 4."}, ASKED]}, "message 2, .*'assistant'"),
         (NO_SYSTEM, {"input": [SYSTEM, ASKED]}, "leaves out message 1, of the role 'system'. Write its text into"),
         (NO_SYSTEM, {"input": [{**SYSTEM, "content": PARTS["content"]}, ASKED]}, "leaves out message 1"),
         (

@@ -159,6 +159,9 @@ def test_a_folder_is_loaded_upstream_with_labels_by_the_same_rule(
     (tmp_path / "b.jsonl").write_text(lines("007"))
     dataset = trained(monkeypatch, tmp_path, f"{tmp_path / 'saved'},{tmp_path / 'b.jsonl'}")
     assert dataset.labels == ["7", "007"]
+    DATASETS.Dataset.from_dict({"input": ["Q", "R"], "label": ["7", None]}).save_to_disk(tmp_path / "other")
+    with pytest.raises(UsageError, match=r"--data\.prompt_dataset \S+other: row 2 has no 'label'"):
+        trained(monkeypatch, tmp_path, str(tmp_path / "other"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ APPLY = "--data.apply_chat_template"
 INPUT_TEMPLATE = "input_template"
 """Among the arguments of a template: a text with {}, for the prompt, which replaces the chat template."""
 INPUT_TEMPLATES = "a text with {} once, where the prompt goes; other braces are doubled: {{ and }}"
-EVALUATION_FLAGS = (FLAG, "--input-template")
+TEXT_FLAG = "--input-template"
+EVALUATION_FLAGS = (FLAG, TEXT_FLAG)
 """Flags of ``ngrpo eval`` and ``ngrpo diagnose`` that say how prompts are rendered."""
 PICTURES = "chat messages with pictures"
 ANSWERED = "chat messages that end with the assistant's text"
@@ -139,7 +140,7 @@ def flags_like(training: Flags) -> dict[str, str]:
     if training.has(APPLY) or training.value("--task"):  # a task adds the flag
         own = training.value(FLAG)
         return {} if own is None else {FLAG: own}
-    return {EVALUATION_FLAGS[1]: training.value("--data.input_template") or "{}"}
+    return {TEXT_FLAG: training.value("--data.input_template") or "{}"}
 
 
 def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any] | None = None) -> str:
@@ -177,7 +178,8 @@ def rendered(tokenizer: Any, prompt: str | Messages, arguments: Mapping[str, Any
             except Exception as error:  # Jinja's own, a template's, or one of an operation inside it
                 fault = fault or error
                 continue
-            if all(part in text for part in texts) and not any(mark in text for mark in _UNREAD_PARTS):
+            shown = all(part in text for part in texts) and not any(mark in text for mark in _UNREAD_PARTS)
+            if shown and _left_out(tokenizer, form, text, arguments) is None:
                 return str(text)
             incomplete.append((form, str(text)))
         if not incomplete:
@@ -215,7 +217,7 @@ def _left_out(tokenizer: Any, form: Sequence[Mapping[str, Any]], text: str, argu
         else:
             texts = [part["text"] for part in content or () if part.get("type") == "text"]
             other = [{**part, "text": "another text"} if part.get("type") == "text" else part for part in content or ()]
-        if all(each.strip() in text for each in texts):
+        if all(content_text.strip() in text for content_text in texts):
             continue
         changed = [*form[:number], {**message, "content": other}, *form[number + 1 :]]
         with suppress(Exception):  # a template that looks into the text shows it

@@ -72,12 +72,17 @@ def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
     return rows
 
 
+def is_nothing(value: object) -> bool:
+    """Whether a row has no value in a column; a table of pandas has NaN there."""
+    return value is None or value != value
+
+
 def label_of(value: object) -> Any:
     """A label as a reward function gets it, in training and in evaluation: a text; a list or an object as it is.
 
     A number is its text, since a CSV file has texts alone and most rewards compare texts; 7.0 is ``7``.
     """
-    if value is None or value != value:  # NaN, as a table has it where nothing is
+    if is_nothing(value):
         return ""
     if isinstance(value, (str, list, tuple, dict)):
         return value

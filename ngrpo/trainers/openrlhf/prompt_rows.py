@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a training's prompts: files are read as the checks at the start and `ngrpo eval` read them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ngrpo.machine.storage.datafiles import ENDINGS, Row, label_of, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows
 from ngrpo.machine.upstream.patch import around
 from ngrpo.machine.upstream.types import DeepspeedStrategy
 from perturbations.errors import UsageError, require
@@ -14,13 +14,27 @@ Place = tuple[int, int]
 """Where a row is: the number of its source, and its number there."""
 
 
+class Source(NamedTuple):
+    """One of the datasets of a flag.
+
+    Attributes:
+        subject: its flag and name, for messages.
+        rows: a list, or a dataset of the hub, which decodes a row's pictures when it is read.
+    """
+
+    subject: str
+    rows: Any
+
+
 class PromptRows:
     """What `prepare_datasets` and `PromptDataset` use of a `datasets.Dataset`: a length, `select`, rows in order."""
 
-    def __init__(self, sources: Sequence[Any], places: Sequence[Place], label_key: str | None) -> None:
-        """``sources``: lists of rows, or datasets of the hub, which decode a row's pictures when it is read."""
+    def __init__(
+        self, sources: Sequence[Source], places: Sequence[Place], input_key: str, label_key: str | None
+    ) -> None:
         self._sources = sources
         self._places = places
+        self._input_key = input_key
         self._label_key = label_key
 
     def __len__(self) -> int:
@@ -28,12 +42,19 @@ class PromptRows:
 
     def select(self, numbers: Sequence[int]) -> "PromptRows":
         """The rows with these numbers."""
-        return PromptRows(self._sources, [self._places[number] for number in numbers], self._label_key)
+        places = [self._places[number] for number in numbers]
+        return PromptRows(self._sources, places, self._input_key, self._label_key)
 
     def __iter__(self) -> Iterator[Row]:
+        """The rows; ``UsageError`` for one without a value, since a start looks at a file's first 100,000 rows only."""
+        columns = [column for column in (self._input_key, self._label_key) if column]
         for source, number in self._places:
-            row = dict(self._sources[source][number])
-            if self._label_key is not None:
+            row = dict(self._sources[source].rows[number])
+            for column in columns:
+                if is_nothing(row.get(column)):
+                    subject = f"{self._sources[source].subject}: row {number + 1} has no {column!r}"
+                    raise UsageError(f"{subject}. Give it one, or leave the row out.")
+            if self._label_key:
                 row[self._label_key] = label_of(row[self._label_key])
             yield row
 
@@ -56,29 +77,19 @@ def blending_datasets(
     """
     args = require(require(strategy, "strategy").args, "strategy.args")
     flag = "--data.prompt_dataset" if datasets == args.data.prompt_dataset else "--eval.dataset"
-    columns = [column for column in (args.data.input_key, args.data.label_key) if column]
-    sources: list[Any] = []
+    sources = []
     for name in datasets.split(","):
         name = name.strip()
         if Path(name).suffix in ENDINGS:
             rows = read_rows(flag, name, int(max_count))
-            _check_values(f"{flag} {name}", rows, columns)
-            sources.append(rows)
         else:
-            sources.append(original(name, None, strategy, max_count=max_count, dataset_split=dataset_split))
-    places = [(source, number) for source, rows in enumerate(sources) for number in range(len(rows))]
+            rows = original(name, None, strategy, max_count=max_count, dataset_split=dataset_split)
+        sources.append(Source(f"{flag} {name}", rows))
+    places = [(source, number) for source, held in enumerate(sources) for number in range(len(held.rows))]
     if probabilities is not None:
         shares = [float(share) for share in probabilities.split(",")]
         places = _interleaved(places, len(sources), shares, seed, stopping_strategy)
-    return PromptRows(sources, places, args.data.label_key)
-
-
-def _check_values(subject: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Raises ``UsageError`` for a row without a value; the check at the start looks at the first 100,000 rows."""
-    for number, row in enumerate(rows, start=1):
-        for column in columns:
-            if row.get(column) is None:
-                raise UsageError(f"{subject}: row {number} has no {column!r}. Give it one, or leave the row out.")
+    return PromptRows(sources, places, args.data.input_key, args.data.label_key)
 
 
 def _interleaved(
