@@ -105,12 +105,14 @@ def _rows(path: Path) -> Iterator[Row]:
             return
         if suffix == ".json" and file.read(1024).lstrip().startswith("["):
             file.seek(0)
-            rows = json.load(file)
+            text = file.read()
+            rows = json.loads(text, object_pairs_hook=_without_repeats)
             if not all(isinstance(row, dict) for row in rows):
                 raise ValueError("it must be an array of JSON objects.")
-            for number, row in enumerate(rows, start=1):
-                _check_characters(f"row {number}", row)
-                yield row
+            if _SURROGATE.search(text):
+                for number, row in enumerate(rows, start=1):
+                    _check_characters(f"row {number}", row)
+            yield from rows
             return
         file.seek(0)
         for number, line in enumerate(file, start=1):
