@@ -32,6 +32,7 @@ examples
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from ngrpo import __version__
+from ngrpo.machine.console import docstring, open_streams
 from ngrpo.machine.hardware import processes
 from perturbations import user_files
 from perturbations.errors import UsageError, nearest
@@ -69,12 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after ``ngrpo``; the process's own by default.
 
     Returns:
-        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted, 143 after SIGTERM.
+        The exit code: 0, 1 for a failed run or a bug, 2 for bad input, 130 when interrupted, 143 after SIGTERM, 129
+        after SIGHUP.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     name, *rest = words or ["help"]
     if name in ("-h", "--help", "help"):
-        print(__doc__, end="")
+        print(docstring(sys.modules[__name__]), end="")
         return 0 if words else 2
     try:
         if name == "--version":
@@ -87,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if hasattr(command, "parser"):
                 text = command.parser().format_help()
             else:
-                text = command.usage(name, rest) if hasattr(command, "usage") else command.__doc__
+                text = command.usage(name, rest) if hasattr(command, "usage") else docstring(command)
             print(text, end="")
             return 0 if rest else 2
         run = getattr(command, f"run_{name}", None) or command.run
@@ -102,9 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ngrpo: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        ended = processes.SIGTERM_CAME.is_set()
-        print(f"ngrpo: {'terminated' if ended else 'interrupted'}", file=sys.stderr)
-        return 143 if ended else 130
+        number = processes.ending_signal()
+        print(f"ngrpo: {'interrupted' if number is None else 'terminated'}", file=sys.stderr)
+        return 128 + (number or signal.SIGINT)
     except BrokenPipeError:  # whoever read our output has seen enough: ngrpo list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -120,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def console() -> NoReturn:
     """The command `ngrpo`."""
-    processes.raise_on_sigterm()
+    open_streams()
+    processes.raise_on_ending_signals()
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()

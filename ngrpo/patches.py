@@ -105,6 +105,8 @@ OPENRLHF: tuple[Patch, ...] = (
         "sha:330319997ada", "its checkpoint has the round, where asynchronous"),
     _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", "trainer:prepare_datasets", "reproducible",
         "(strategy, tokenizer)", "the order of the prompts follows the seed"),
+    _row("openrlhf.trainer.ppo_trainer", "blending_datasets", "prompt_rows:blending_datasets", TRAINING, "import",
+        "our reader reads files, as in the checks and in evaluation; `datasets` changes labels to a column's type"),
     _row("openrlhf.datasets.prompts_dataset", "preprocess_data", "trainer:preprocess_data", "chat_template",
         "sha:1a21ceede6e1", "one function renders conversations, tools and template arguments, in evaluation too"),
     _row(_SAMPLES, "SamplesGenerator", "samples_generator:samples_generator", f"{_DRAWN} or sampling or second_round",
@@ -135,6 +137,12 @@ OPENRLHF: tuple[Patch, ...] = (
         "perturbation or sampling_mask or routing or second_round", "sha:adfa2c8a4cd8",
         "a multimodal model's forward gets its pictures, and not our records"),
     # ---- relied upon, not replaced ----------------------------------------------------------------
+    _row("openrlhf.datasets.utils", "blending_datasets", None, TRAINING, "sha:3a7604eb8f88",
+        "how names of datasets are written, and the order in which several of them are joined or drawn"),
+    _row("openrlhf.trainer.ppo_trainer", "prepare_datasets", None, TRAINING, "sha:55832fcd023e",
+        "uses the length and the method select of what blending_datasets returns"),
+    _row("openrlhf.datasets.prompts_dataset", "PromptDataset", None, TRAINING, "sha:c67a76171e1f",
+        "goes through the rows once, each a dictionary"),
     _row(_MODEL, "Actor.forward", None, "perturbation or sampling_mask or credit", "sha:65d2a2a0e02a",
         "calls log_probs_from_logits once, on all rows of the logits, divided by the temperature, and gives their"
         " entropy"),

@@ -3,6 +3,7 @@
 
 import argparse
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ngrpo.machine.console import Report
+from ngrpo.machine.console import Report, docstring
 from ngrpo.machine.models import conversation
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.workbench import evaluate
@@ -20,9 +21,9 @@ from perturbations.errors import UsageError, nearest
 class CommandParser(argparse.ArgumentParser):
     """A parser with errors of class :class:`UsageError`, and with the nearest match for an unknown flag."""
 
-    def __init__(self, command: str, doc: str | None) -> None:
-        """Makes the parser of ``ngrpo COMMAND``; its help is a module's docstring, with the flags after the summary."""
-        summary, _, more = (doc or "").partition("\n\n")
+    def __init__(self, command: str) -> None:
+        """Makes the parser of ``ngrpo COMMAND``; its help is its module's docstring, the flags after the summary."""
+        summary, _, more = docstring(sys.modules[f"ngrpo.commands.{command}"]).partition("\n\n")
         layout = partial(argparse.RawDescriptionHelpFormatter, width=80)
         super().__init__(prog=f"ngrpo {command}", epilog=more, formatter_class=layout, allow_abbrev=False)
         self.description = "\n".join(textwrap.fill(line, 80) for line in summary.splitlines())
@@ -54,6 +55,8 @@ class CommandParser(argparse.ArgumentParser):
         add("--label-key", default="label", help="column of references in OpenRLHF's layout [label]")
         add("--instruction", metavar="TEXT", help="appended to each question [the answer's form, for bare questions]")
         add("--chat_template_kwargs", metavar="NAME=VALUE", help="the chat template's own arguments, with commas")
+        add("--input-template", metavar="TEXT", help="a text with {} for the prompt, in place of the chat template, as"
+            " in a training without --data.apply_chat_template: '{}'")  # fmt: skip
         add("--skip-unanswered", action="store_true", help="leave problems without an answer out")
         add("--temperature", type=float, default=temperature, help=f"[{temperature:g}]")
         add("--top-p", type=float, default=top_p, help=f"[{top_p:g}]")
@@ -78,7 +81,14 @@ def problems_of(args: argparse.Namespace, limit: int | None, report: Report) -> 
     """The problems, and their name in the result; ``UsageError`` for an empty dataset or a missing answer."""
     if (args.data is None) == (args.task is None):
         raise UsageError("give the problems by --data SRC or by --task NAME, one of the two.")
-    common = {"limit": limit, "template": conversation.template_arguments(args.chat_template_kwargs)}
+    template = conversation.template_arguments(args.chat_template_kwargs)
+    if args.input_template is not None:
+        if template:
+            raise UsageError(f"{conversation.FLAG} has no effect with --input-template. Leave one of them out.")
+        if not conversation.is_input_template(args.input_template):
+            raise UsageError(f"--input-template {args.input_template}: must be {conversation.INPUT_TEMPLATES}.")
+        template = {conversation.INPUT_TEMPLATE: args.input_template}
+    common = {"limit": limit, "template": template}
     if args.task is not None:
         if args.scorer != "auto":
             raise UsageError(f"--scorer {args.scorer}: a task has its own. Leave --scorer out, or use --data.")

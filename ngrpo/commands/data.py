@@ -50,7 +50,7 @@ def run(argv: list[str], *, report: Report) -> int:
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("data", __doc__)
+    made = CommandParser("data")
     add = made.add_argument
     add("name", metavar="NAME", help="the problems, see below")
     add("--from", dest="source", metavar="SRC", help="a file or hub dataset with them")

@@ -124,7 +124,7 @@ def _read(argv: Sequence[str]) -> tuple[argparse.Namespace, GroupSampling, list[
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("diagnose", __doc__)
+    made = CommandParser("diagnose")
     made.add_problems(temperature=1.0, top_p=1.0, max_tokens=256)
     add = made.add_argument
     add("--perturbations", metavar="A,B:option=value", help=f"perturbations, with commas [{_DEFAULT}]")

@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 def run(argv: Sequence[str], *, report: Report) -> int:
     """Prints the findings as they come, and a block for a bug report."""
-    parser = CommandParser("doctor", __doc__)
+    parser = CommandParser("doctor")
     parser.add_argument("--model")
     parser.add_argument("--no-self-test", action="store_true")
     args = parser.read(argv)

@@ -138,7 +138,7 @@ def _drawing(args: argparse.Namespace, asked: RunConfig, report: Report) -> tupl
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("eval", __doc__)
+    made = CommandParser("eval")
     made.add_problems(temperature=0.6, top_p=0.95, max_tokens=4096)
     add = made.add_argument
     add("--n", type=int, default=32, help="samples per problem [32]")

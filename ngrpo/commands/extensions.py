@@ -17,7 +17,7 @@ from string import Template
 
 from ngrpo.config.compatibility import page
 from ngrpo.config.kinds import FLAGS, KINDS, run_level_kinds
-from ngrpo.machine.console import Report, help_entry, text_table
+from ngrpo.machine.console import Report, docstring, help_entry, text_table
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations import Perturbation, registry
@@ -28,7 +28,7 @@ from perturbations.options import allowed, kinds
 def usage(command: str, argv: Sequence[str]) -> str:
     """The docstring of a command, with the kinds."""
     lines = (line for kind in KINDS.values() for line in help_entry(f"  {kind.name}", kind.about, column=21))
-    text = inspect.cleandoc(globals()[f"run_{command}"].__doc__)
+    text = inspect.cleandoc(docstring(globals()[f"run_{command}"]))
     return text.replace("{kinds}", "\n".join(lines)) + "\n"
 
 
@@ -212,7 +212,7 @@ def described(name: str) -> str:
         cls = kind_registry.get(name)
         own = own_options(kind_registry, cls)
         parts = [
-            f"{_heading(kind_registry, name, [kind_registry.kind])}\n{inspect.cleandoc(cls.__doc__ or '')}",
+            f"{_heading(kind_registry, name, [kind_registry.kind])}\n{inspect.cleandoc(docstring(cls))}",
             _table(cls, own, FLAGS[kind_registry]).rstrip(),
         ]
         if kind_registry is registry.perturbations:
@@ -296,4 +296,4 @@ def _source(kind_registry: registry.Registry, name: str, address: str) -> str:
 
 
 def _first_line(cls: type) -> str:
-    return (cls.__doc__ or "").strip().split("\n", 1)[0]
+    return docstring(cls).strip().split("\n", 1)[0]

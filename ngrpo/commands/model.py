@@ -11,16 +11,17 @@ examples
 packaged models: {models}
 """
 
+import sys
 from collections.abc import Sequence
 
-from ngrpo.machine.console import Report
+from ngrpo.machine.console import Report, docstring
 from ngrpo.machine.models import packaged
 from perturbations.errors import UsageError, nearest
 
 
 def usage(command: str, argv: Sequence[str]) -> str:
     """The docstring with the models."""
-    return (__doc__ or "").replace("{models}", ", ".join(packaged.PACKAGED))
+    return docstring(sys.modules[__name__]).replace("{models}", ", ".join(packaged.PACKAGED))
 
 
 def run(argv: Sequence[str], *, report: Report) -> int:

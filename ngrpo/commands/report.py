@@ -3,7 +3,8 @@
 
 A result is a folder of ngrpo compare, diagnose or train, or the results.json,
 diagnosis.json or summary.json in it. The report is written next to it, as
-report.html, unless --out says otherwise.
+report.html, unless --out says otherwise. For a training without summary.json,
+as after a full disk, that file is written too.
 
 Several folders of ngrpo eval, or their samples.jsonl, are compared with the
 first one, problem by problem, in a table on the screen. NAME=FILE names one.
@@ -23,7 +24,7 @@ from perturbations.errors import UsageError
 
 def parser() -> CommandParser:
     """The command's flags and its help."""
-    made = CommandParser("report", __doc__)
+    made = CommandParser("report")
     made.add_argument("results", nargs="*", metavar="FOLDER|FILE", help="one result, or several files of samples")
     made.add_argument("--out", metavar="FILE", help="the page [report.html next to the result]")
     made.add_argument("--k", metavar="K,…", help="of Pass@k [1, 4, 8, 16, 32 up to the number of responses]")
@@ -49,8 +50,12 @@ def run(argv: list[str], report: Report) -> int:
         return 0
     if of_samples:
         raise UsageError(f"--{next(iter(of_samples))} is for files of samples, and {args.results[0]} is none.")
-    from ngrpo.workbench.report import load, write_report
+    from ngrpo.config.run import FILE
+    from ngrpo.workbench.report import load, summary, write_report
 
+    if (only / FILE).is_file() and not (only / "summary.json").exists():
+        summary.write_again(only)
+        report(f"summary of the logged steps: {only / 'summary.json'}")
     data, file = load(Path(args.results[0]).expanduser())
     target = Path(args.out).expanduser() if args.out else file.parent / "report.html"
     if target.is_dir():

@@ -109,11 +109,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngrpo.commands import dry_run, extensions
-from ngrpo.config import flag_checks, parse, rules, verl_lines
+from ngrpo.config import flag_checks, parse, rules, stretches, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine import console
 from ngrpo.machine.models import packaged
-from ngrpo.machine.storage.result_folder import read_json, reserved_folder
+from ngrpo.machine.storage.result_folder import CannotWrite, read_json, reserved_folder
 from ngrpo.machine.upstream import versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Flags, parsed
 from ngrpo.trainers.openrlhf import launch
@@ -123,7 +123,7 @@ from perturbations.errors import UsageError
 
 def usage(command: str, argv: Sequence[str]) -> str:
     """Our flags, and all registered names with their options."""
-    return extensions.train_help(__doc__ or "", argv) + "\n"
+    return extensions.train_help(console.docstring(sys.modules[__name__]), argv) + "\n"
 
 
 def run(argv: Sequence[str], *, report: console.Report) -> int:
@@ -150,7 +150,8 @@ def run(argv: Sequence[str], *, report: console.Report) -> int:
     name = "none" if asked.spec is None else asked.spec["name"].rpartition(":")[2]
     with reserved_folder(asked.run_dir, name) as folder:
         asked = replace(asked, run_dir=str(folder))
-        complete = _prepare(asked, folder, report)
+        complete, settings = _prepare(asked, folder, report)
+        stretches.write(folder, settings)
         asked.write(folder / FILE)
         return _train(complete, folder, report)
 
@@ -166,11 +167,20 @@ def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     if isinstance(ended, launch.TrainingFailed):
         report(f"training failed: {ended}")
     updates: list[float] = []
-    if text := summary.finish(folder, run, began=began, stopped=ended is not None):  # else no step was trained
-        written = read_json(folder / "summary.json")
-        write_report(written, folder / "report.html")
-        print(text, flush=True)
-        updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
+    try:
+        if text := summary.finish(folder, run, began=began, stopped=ended is not None):  # else no step was trained
+            written = read_json(folder / "summary.json")
+            write_report(written, folder / "report.html")
+            print(text, flush=True)
+            updates = [step.get("optimizer_steps", 1.0) for step in written["steps"]]
+    except CannotWrite as error:
+        report(
+            f"{error.path} cannot be written: {error.why}. The training has ended; its steps are logged in"
+            f" {summary.log_folder(folder, Flags(run.openrlhf))}. Make room, then write summary and report with: ngrpo"
+            f" report {shlex.quote(str(folder))}"
+        )
+        if not isinstance(ended, KeyboardInterrupt):
+            return 1
     if isinstance(ended, KeyboardInterrupt):
         report(f"stopped; {folder} has the finished steps. --ckpt.load_enable continues from the last checkpoint.")
         raise ended
@@ -180,8 +190,11 @@ def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     return int(ended is not None)
 
 
-def _prepare(run: RunConfig, folder: Path, report: console.Report) -> RunConfig:
-    """The run with complete flags, additions in front. All checks come before the first file in its folder."""
+def _prepare(run: RunConfig, folder: Path, report: console.Report) -> tuple[RunConfig, list[stretches.Stretch]]:
+    """The run with complete flags, additions in front, and the settings of its stretches.
+
+    All checks come before the first file in its folder.
+    """
     complete = rules.started(run)
     for note in rules.notes(complete, run):
         report(f"warning: {note}")
@@ -199,7 +212,9 @@ def _prepare(run: RunConfig, folder: Path, report: console.Report) -> RunConfig:
 
     complete = complete.replaced(MODEL_NAMES, resolved)
     rules.check("model", complete, run)
+    settings = stretches.of_start(complete, run)
     if run.task is not None:
         rules.copy_task(run.task, folder / "task")
     complete = rules.in_run_folder(complete, run)
-    return replace(run, openrlhf=tuple(complete.argv), hardware=run.profile.name, run_dir=str(folder.absolute()))
+    whole = replace(run, openrlhf=tuple(complete.argv), hardware=run.profile.name, run_dir=str(folder.absolute()))
+    return whole, settings

@@ -5,6 +5,7 @@ Values are checked one by one. Sizes of a step must fit each other.
 """
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from fnmatch import fnmatchcase
@@ -15,7 +16,7 @@ from pathlib import Path
 from ngrpo.config.features import MODEL
 from ngrpo.config.input_checks import rows_of
 from ngrpo.config.run import RunConfig
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import conversation, packaged
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flag, Flags
 from perturbations.errors import UsageError, nearest
@@ -98,10 +99,7 @@ def _allowed(flag: Flag, flags: Flags) -> str:
         if flag.name != "--ds.attn_implementation" or "/" not in value:  # a kernel of the hub
             return f"one of {', '.join(words)}.{nearest(value, words)}".rstrip(".")
     elif flag.name == "--data.input_template":
-        with suppress(LookupError, ValueError):
-            if value.format("a") != value.format("b"):
-                return ""
-        return "a text with {} once, where the prompt goes; other braces are doubled: {{ and }}"
+        return "" if conversation.is_input_template(value) else conversation.INPUT_TEMPLATES
     elif flag.name == "--data.prompt_probs":
         shares = [number(part, float) for part in value.split(",")]
         names = (flags.value("--data.prompt_dataset") or "").split(",")
@@ -156,6 +154,15 @@ def first_step(flags: Flags) -> str:
     if not latest.is_file():
         return f"warning: {LOAD}: there is no checkpoint in {latest.parent}, so the run starts at step 0"
     return f"continues after {latest.read_text().strip()} of {latest.parent} ({LOAD})"
+
+
+def resumed_step(flags: Flags) -> int:
+    """The step after which the run continues; 0 for a run that starts from the model."""
+    latest = _latest(flags)
+    if not flags.has(LOAD) or not latest.is_file():
+        return 0
+    step = re.search(r"\d+", latest.read_text(encoding="utf-8"))  # of OpenRLHF's global_step40
+    return int(step[0]) if step else 0
 
 
 def _latest(flags: Flags) -> Path:

@@ -2,7 +2,7 @@
 """Checks of what a run reads, OpenRLHF's datasets and the model, before any model loads."""
 
 import os
-import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -13,7 +13,7 @@ from ngrpo.config.features import MODEL
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture, conversation, packaged
 from ngrpo.machine.models.conversation import PICTURES, TOOLS
-from ngrpo.machine.storage.datafiles import ENDINGS, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, is_nothing, read_rows
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.policy_noises.base import PolicyNoise
@@ -29,10 +29,8 @@ _CHECKED = 100_000  # rows that are looked at before a run: a second or two
 _SHAPES = 64  # prompts that are kept to be rendered
 _IN_FOLDERS = (*ENDINGS, ".arrow", ".txt", ".gz", ".zst")
 _NOTHING, _EMPTY, _TEXT, _MESSAGES, _MARKED = "nothing", "empty", "a text", "chat messages", "a text with <image>"
-_WRITTEN, _ANSWERED = "chat messages written as a text", "chat messages that end with the assistant's text"
-_PADDED = "a number with leading zeros"
-_NUMBER = re.compile(r"[+-]?(?P<zero>0(?=\d))?\d+(\.\d*)?")  # of a CSV file
-TEMPLATE, IMAGES = "--data.apply_chat_template", "--data.max_images_per_prompt"
+_WRITTEN = "chat messages written as a text"
+TEMPLATE, IMAGES = conversation.APPLY, "--data.max_images_per_prompt"
 
 
 class _Content(NamedTuple):
@@ -53,28 +51,19 @@ def check_files(flags: Flags) -> None:
 
     Raises:
         UsageError: for a missing, empty or unreadable file; a column missing in it or in one of its first 100,000
-            rows; an input that the run cannot render; a tool or picture that no prompt shows; a column with several
-            types.
+            rows; an input that the run cannot render; a tool or picture that no prompt shows.
     """
     if not flags.value("--data.prompt_dataset"):
         raise UsageError("no prompts: give --task arithmetic, or --data.prompt_dataset with a file or hub dataset.")
     for flag, split in DATASETS.items():
-        types: dict[str, dict[str, str]] = {}
         for name in local_files(flag, flags.value(flag)):
             if (given := flags.value(split) or "train") != "train":
                 raise UsageError(f"{split} {given}: a file such as {name} has the split train alone. Leave it out.")
-            for column, kinds in _check_file(flag, name, flags).items():
-                for other, where in types.setdefault(column, {}).items():
-                    if kinds and other not in kinds:
-                        raise UsageError(
-                            f"{flag}: the column {column!r} is {next(iter(kinds))} in {name} and {other} in {where},"
-                            " which cannot be joined. Write both files alike."
-                        )
-                types[column] |= dict.fromkeys(kinds, name)
+            _check_file(flag, name, flags)
 
 
-def _check_file(flag: str, name: str, flags: Flags) -> dict[str, set[str]]:
-    """Raises ``UsageError`` as :func:`check_files`; returns the types of each column."""
+def _check_file(flag: str, name: str, flags: Flags) -> None:
+    """Raises ``UsageError`` as :func:`check_files`."""
     columns = _read(flag, name, flags).columns
     subject, (prompt, label, images) = f"{flag} {name}", _columns(flags)
     if name.startswith("~"):
@@ -90,11 +79,10 @@ def _check_file(flag: str, name: str, flags: Flags) -> dict[str, set[str]]:
             raise UsageError(f"{subject}: row {row} has no {column!r} ({column_flag}). Give it one, or leave it out.")
     shown = flags.value(IMAGES) not in (None, "0")
     no_pictures = f"Add {IMAGES} N with a model that reads pictures, or leave the pictures out."
-    fixes = {_TEXT: "", _MARKED: "", _MESSAGES: f"Add {TEMPLATE}, or write the prompts as texts."}
+    fixes = {_TEXT: "", _MARKED: "", _MESSAGES: f"Add {TEMPLATE}, or write the prompts as texts.", **conversation.FIXES}
     if flags.has(TEMPLATE):
         fixes[_MESSAGES] = ""
         fixes[PICTURES] = fixes[_MARKED] = "" if shown else no_pictures
-        fixes[_ANSWERED] = "Leave the last message out: training asks for the response that would follow."
     for kind, row in columns[prompt].items():
         if fix := fixes.get(kind, conversation.PROMPT):
             raise UsageError(f"{subject}: the input {prompt!r} is {kind} in row {row}. {fix}")
@@ -103,20 +91,6 @@ def _check_file(flag: str, name: str, flags: Flags) -> dict[str, set[str]]:
         rows = [row for kind, row in columns.get(column, {}).items() if kind != _NOTHING]
         if fix and rows and column not in (prompt, label):
             raise UsageError(f"{subject}: row {rows[0]} has {column}, which no prompt shows. {fix}")
-    if label and _PADDED in columns[label]:
-        padded = f"{_PADDED} in row {columns[label][_PADDED]}, which OpenRLHF would read without them"
-        raise UsageError(f"{subject}: the label {label!r} is {padded}. Write the file as JSONL, where it is a text.")
-    types = {column: {_type(kind) for kind in kinds} - {_NOTHING} for column, kinds in columns.items()}
-    # `datasets` 5.2, with which OpenRLHF reads files, makes the number 7 of the text 007 in such a column.
-    if label and len(types[label]) > 1 and _TEXT in types[label]:
-        first = {_type(kind): row for kind, row in reversed(columns[label].items())}
-        text = first.pop(_TEXT)
-        other, row = next(iter(first.items()))
-        raise UsageError(
-            f"{subject}: the label {label!r} is a text in row {text} and {other} in row {row}, and texts would be"
-            " read as numbers where they can be. Write all of them as texts."
-        )
-    return types
 
 
 def label_note(flag: str, flags: Flags) -> str | None:
@@ -198,7 +172,7 @@ def _read(flag: str, name: str, flags: Flags) -> _Content:
 @lru_cache  # a comparison checks the same file for each of its strategies
 def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> _Content:
     rows, (prompt, label, images) = read_rows(flag, name, _CHECKED), keys
-    columns: dict[str, dict[str, int]] = {column: {} for column in rows[0]}
+    columns: dict[str, dict[str, int]] = {column: {} for row in rows for column in row}
     kept: dict[tuple[Any, ...], tuple[int, Any, dict[str, Any]]] = {}
     longest, most = (0, None, {}), -1
     for number, row in enumerate(rows, start=1):
@@ -218,26 +192,14 @@ def _read_once(flag: str, name: str, keys: tuple[str, str, str], mtime: int) -> 
                 kept.setdefault(form, (number, value, tools))
         if (size := len(str(row.get(prompt)))) > most:
             longest, most = (number, row.get(prompt), tools), size
-    if name.lower().endswith(".csv") and label in columns:
-        numbers = [_NUMBER.fullmatch(row[label] or "") for row in rows]
-        padded = [row for row, number in enumerate(numbers, start=1) if number and number["zero"]]
-        if all(numbers) and padded:
-            columns[label][_PADDED] = padded[0]
     return _Content(columns, len(rows), kept, longest)
-
-
-def _type(kind: str) -> str:
-    """The type of a column with such values."""
-    if kind in (_EMPTY, _MARKED, _WRITTEN):
-        return _TEXT
-    return _MESSAGES if kind.startswith(_MESSAGES) else kind
 
 
 def _kind(value: object, *, of_prompt: bool) -> str:
     """A word for the kind of a value; of prompts there are more."""
     if isinstance(value, list):
         kind = conversation.fault(value) or _MESSAGES
-        return _ANSWERED if of_prompt and kind == _MESSAGES and value[-1]["role"] == "assistant" else kind
+        return kind if of_prompt or kind != conversation.ANSWERED else _MESSAGES
     if isinstance(value, str):
         if of_prompt and value.lstrip().startswith(('[{"role"', "[{'role'")):
             return _WRITTEN
@@ -246,7 +208,7 @@ def _kind(value: object, *, of_prompt: bool) -> str:
         return _TEXT if value.strip() else _EMPTY
     if isinstance(value, bool):
         return "true or false"
-    if value is None or value != value:  # a missing text is NaN in a file of pandas
+    if is_nothing(value):
         return _NOTHING
     kinds = ((dict, "an object"), ((int, float), "a number"))
     return next((word for kind, word in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
@@ -349,10 +311,9 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
     if arguments and not flags.has(TEMPLATE):
         raise UsageError(f"{conversation.FLAG} has no effect without {TEMPLATE}. Add that flag.")
     folder = Path(name_of(flags)).expanduser()
-    config = folder / "tokenizer_config.json"
-    if not flags.has(TEMPLATE) or not config.is_file():
+    if not flags.has(TEMPLATE) or not (folder / "tokenizer_config.json").is_file():
         return None
-    if not any(folder.glob("chat_template*")) and "chat_template" not in (read_json(config) or {}):
+    if not _has_template(folder):
         fix = "Use a model that has one, or leave the flag out and give prompts as texts."
         raise UsageError(f"{TEMPLATE}: the tokenizer in {folder} has no chat template. {fix}")
     try:
@@ -371,6 +332,23 @@ def check_template(flags: Flags, run: RunConfig) -> str | None:
             fix = f"Leave {TEMPLATE} out, or give the bare text."
             raise UsageError(f"{where}: the prompt has {marks[0]} of the chat template already. {fix}")
     return None
+
+
+def template_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """A warning about a training without the chat template that a local tokenizer has."""
+    folder = Path(name_of(flags)).expanduser()
+    if not flags.has(TEMPLATE) and _has_template(folder):
+        ((flag, text),) = conversation.flags_like(flags).items()
+        yield (
+            f"prompts reach the model without its chat template, which ngrpo eval and diagnose use. Add {TEMPLATE}, or"
+            f" evaluate with {flag} {shlex.quote(text)}."
+        )
+
+
+def _has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has a chat template; False where there is no tokenizer."""
+    config = read_json(folder / "tokenizer_config.json")
+    return config is not None and ("chat_template" in config or any(folder.glob("chat_template*")))
 
 
 def cut_notes(flags: Flags, run: RunConfig) -> Iterator[str]:

@@ -105,6 +105,7 @@ def with_files(argv: Sequence[str]) -> list[str]:
     """
     flags = Flags(argv)
     of_files = Flags()
+    booleans: dict[str, str] = {}
     for file in (value for flag in flags if flag.name == CONFIG_FILE for value in flag.values or ("",)):
         if not file:
             raise UsageError(f"{CONFIG_FILE} needs a file (see: ngrpo train --help).")
@@ -117,19 +118,44 @@ def with_files(argv: Sequence[str]) -> list[str]:
         if CONFIG_FILE in words:
             raise UsageError(f"{CONFIG_FILE} {file}: the key 'config' would read another file. Give both as flags.")
         of_files = override(of_files, Flags(words))
-    return override(of_files, flags.without(CONFIG_FILE)).argv
+        for key, value in lines.items():
+            booleans.pop(f"--{key}", None)  # of an earlier file
+            if isinstance(value, bool):
+                booleans[f"--{key}"] = file
+    command_line = flags.without(CONFIG_FILE)
+    merged = override(of_files, command_line)
+    for flag, file in booleans.items():
+        if merged.has(flag) and not command_line.has(flag):
+            _refuse_boolean(flag, file, merged)
+    return merged.argv
+
+
+def _refuse_boolean(flag: str, file: str, flags: Flags) -> None:
+    """Raises ``UsageError`` where YAML has read true or false for an option that takes a text."""
+    kind = next((kind for kind in KINDS.values() if kind.flag == _group_of(flag)), None)
+    if kind is None or not (name := flags.value(kind.flag)) or name == "none":
+        return  # a flag of OpenRLHF, a setting, or an option that is refused later
+    option = flag.removeprefix(f"{kind.flag}.")
+    owner, entry = kind.option_fields(name, {}).get(option, (None, None))
+    if owner is not None and entry is not None and bool not in kinds(owner, entry.name):
+        key = flag.removeprefix("--")
+        raise UsageError(
+            f"{CONFIG_FILE} {file}: {key} takes a text or a number. YAML reads yes, no, on and off as true or false:"
+            f' quote the text, {key}: "no".'
+        )
 
 
 def override(earlier: Flags, later: Flags) -> Flags:
     """Both; the later flags replace the earlier ones that set the same.
 
-    Where the later names another perturbation, gate, advantage and so on, the options of the earlier one go.
+    Where the later names another perturbation, gate, advantage and so on, the options of the earlier one go. Options
+    without a name stay: they are of the one that the later flags name.
     """
     names = {flag.name for flag in later}
     if names & set(_MODEL):
         names |= set(_MODEL)
     for root in FLAGS.values():
-        if root in names and later.value(root) != earlier.value(root):
+        if root in names and earlier.has(root) and later.value(root) != earlier.value(root):
             of_it = {flag.name for flag in earlier if flag.name.startswith(f"{root}.")}
             of_it -= SETTINGS.keys() | ALIASES.keys()
             names |= {name for name in of_it if root == REPLAY_BUFFER or not name.startswith(REPLAY_BUFFER)}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from ngrpo import patches
-from ngrpo.config import compatibility, flag_checks, input_checks
+from ngrpo.config import compatibility, flag_checks, input_checks, stretches
 from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, SIZES, Combination
 from ngrpo.config.input_checks import DATASETS, check_files, is_checked, label_note
 from ngrpo.config.kinds import run_level_kinds
@@ -234,6 +234,7 @@ RULES = (
     Rule("start", "the batches divide over the ranks", lambda flags, _: flag_checks.check_batches(flags.args)),
     Rule("start", "the upstream patches match the installed packages", check_patches),
     Rule("start", lambda flags, _: flag_checks.first_step(flags), flag_checks.check_checkpoint),
+    Rule("start", "a resumed run has its model and its methods", lambda flags, run: stretches.check(flags, run)),
     Rule("start", lambda _, run: f"{run.run_dir} can be written", flag_checks.check_output),
     Rule("data", "dataset and reward", check_data),
     Rule("data", "the last step of a pass", lambda flags, _: flag_checks.check_rows(flags)),
@@ -362,6 +363,8 @@ NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
     gap_notes,
     loss_notes,
     flag_checks.last_step_notes,
+    stretches.notes,
+    input_checks.template_notes,
     input_checks.cut_notes,
     lambda flags, run: gpu_plan.notes(flags.args, machine_of(run)),
 )

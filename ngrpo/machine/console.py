@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import io
 import os
 import re
 import sys
@@ -26,6 +29,36 @@ _DIGITS = 4
 _OURS = re.compile(r"\bngrpo: (.*)")  # a line for the user, of whichever process of a run
 _HEARTBEAT = 30.0
 _TAIL_LINES = 40
+
+
+def open_streams() -> None:
+    """Gives this process streams that take any text: /dev/null for a closed one, and ``?`` for what stdout cannot show.
+
+    The next file that is opened would otherwise get the number of a closed stream, and with it what a library prints.
+    """
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def docstring(target: Any) -> str:
+    """The docstring of a module, class or function, which commands print as help.
+
+    ``PYTHONOPTIMIZE=2`` drops docstrings, so that they are read from the source.
+    """
+    if sys.flags.optimize < 2:
+        return target.__doc__ or ""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(target)))
+    node: Any = tree if inspect.ismodule(target) else tree.body[0]
+    return ast.get_docstring(node, clean=False) or ""
 
 
 def text_table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
@@ -87,7 +120,7 @@ def into_file(path: Path) -> Iterator[None]:
         stream.flush()
     # File descriptors, not sys.stdout: Ray and the engines write from C and from other processes.
     descriptors = [os.dup(1), os.dup(2)]
-    with path.open("ab") as log, os.fdopen(os.dup(descriptors[0]), "w") as screen:
+    with path.open("ab") as log, os.fdopen(os.dup(descriptors[0]), "w", errors="replace") as screen:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         done = threading.Event()
@@ -107,7 +140,7 @@ def into_file(path: Path) -> Iterator[None]:
             done.set()
             watcher.join()
             if failed:
-                last = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+                last = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
                 print("\n".join(last) + f"\nngrpo: the whole log: {path}", file=sys.stderr)
 
 
@@ -117,7 +150,7 @@ def follow(path: Path, ended: Callable[[], bool], every: float = 0.5, start: int
     A progress bar's updates are lines too. An empty line follows each look at the file, so that the caller has a turn
     while nothing is written.
     """
-    with path.open(errors="replace") as log:
+    with path.open(encoding="utf-8", errors="replace") as log:
         log.seek(start)
         rest = ""
         while True:

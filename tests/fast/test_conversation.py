@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ngrpo.commands import eval as eval_command
+from ngrpo.commands.command_parser import problems_of
 from ngrpo.config import input_checks, rules, verl_lines
 from ngrpo.machine.models import sandbox
 from ngrpo.machine.models.conversation import rendered
@@ -25,6 +27,13 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+FIRST_SYSTEM = (  # as Qwen2.5's
+    "{% for m in messages %}{% if loop.first and m.role == 'system' or m.role in ('user', 'assistant') %}"
+    "{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"
+)
+NO_SYSTEM = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }};{% endfor %}"
+USERS = "{% for m in messages if m.role == 'user' %}{{ m.content }};{% endfor %}"
+SYSTEM = {"role": "system", "content": "Be brief."}
 ASKED = {"role": "user", "content": "2 + 2?"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}, {"type": "text", "text": "Briefly."}]}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -67,7 +76,7 @@ def tokenizer_with(template: str) -> Any:
 def test_training_and_evaluation_have_one_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], prompts: list[str], given: str | None
 ) -> None:
-    """Training reads the file with `datasets`, which fills rows with nulls; evaluation with our own reader."""
+    """Training reads hub datasets with `datasets`, which fills rows with nulls; evaluation reads the file."""
     import datasets
 
     from ngrpo.machine.models.conversation import template_arguments
@@ -99,6 +108,25 @@ def test_training_and_evaluation_have_one_prompt(
         (PLAIN, {"input": TURNS}, "the chat template shows no tool calls"),
         (sandbox.CHAT_TEMPLATE, {"input": TURNS}, "the chat template fails: "),
         ("", {"input": TURNS}, "the tokenizer has no chat template"),
+        (
+            TEMPLATE,
+            {"input": [ASKED, {"role": "assistant", "content": "4"}]},
+            "end with the assistant's text.*Leave the",
+        ),
+        (
+            FIRST_SYSTEM,
+            {"input": [SYSTEM, {"role": "system", "content": "In English."}, ASKED]},
+            "message 2, .*'system'",
+        ),
+        (FIRST_SYSTEM, {"input": [{"role": "developer", "content": "Be brief."}, ASKED]}, "message 1, .*'developer'"),
+        (USERS, {"input": [ASKED, {"role": "assistant", "content": "It is 4."}, ASKED]}, "message 2, .*'assistant'"),
+        (NO_SYSTEM, {"input": [SYSTEM, ASKED]}, "leaves out message 1, of the role 'system'. Write its text into"),
+        (NO_SYSTEM, {"input": [{**SYSTEM, "content": PARTS["content"]}, ASKED]}, "leaves out message 1"),
+        (
+            NO_SYSTEM,
+            {"input": [ASKED, {"role": "tool", "content": "4"}, ASKED]},
+            "leaves out message 2, of the role 'tool'",
+        ),
     ],
 )
 def test_what_cannot_be_rendered_is_refused_by_row(
@@ -175,3 +203,55 @@ def test_templates_that_take_parts_alone_and_arguments_as_text_show_all() -> Non
     for call in (CALL, AS_TEXT):
         called = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, ASKED]
         assert rendered(as_text, called) == '2 + 2?call add{"a": 2};2 + 2?'
+
+
+def test_a_template_that_changes_a_text_shows_it() -> None:
+    """Llama 3 writes a tool's text as JSON, and Qwen3 leaves the thinking of earlier turns out."""
+    as_json = tokenizer_with("{% for m in messages %}{{ m.content | tojson }};{% endfor %}")
+    assert rendered(as_json, [ASKED, {"role": "tool", "content": '{"sum": 4}'}, ASKED]).count("sum") == 1
+    visible = tokenizer_with("{% for m in messages %}{{ m.content.split('</think>')[-1] }};{% endfor %}")
+    thought = {"role": "assistant", "content": "<think>2 + 2</think>4"}
+    assert rendered(visible, [ASKED, thought, ASKED]) == "2 + 2?;4;2 + 2?;"
+
+
+@pytest.mark.parametrize("form", ["{}", "Q: {}\nA:"])
+def test_a_training_without_the_chat_template_and_evaluation_have_one_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    upstream = pytest.importorskip("openrlhf.datasets.prompts_dataset")
+    source = written(tmp_path / "a.jsonl", {"input": "2 + 2?"})
+    run_with(monkeypatch)
+    (trained, _) = trainer.preprocess_data(upstream.preprocess_data)({"input": "2 + 2?"}, form, "input")
+    words = ["--perturbations", "none", "--model", "m", "--data.prompt_dataset", source, "--eval.dataset", source]
+    plan, _ = read_plan([*words, "--base", "grpo", *(["--data.input_template", form] if form != "{}" else [])])
+    for argv in (eval_argv(plan, "m", Path("out")), plan.diagnosis or ()):
+        assert Flags(argv).value("--input-template") == form
+        args = eval_command.parser().read(["--data", source, "--input-template", form])
+        (problem,), _ = problems_of(args, None, print)
+        for template in (TEMPLATE, ""):
+            assert render(tokenizer_with(template), problem) == trained
+    if form == "{}":
+        assert render(tokenizer_with(""), load_problems(source)[0]) == trained, "a tokenizer without a chat template"
+
+
+@pytest.mark.parametrize(
+    ("words", "row", "says"),
+    [
+        (["--input-template", "Q:"], {"input": "2 + 2?"}, r"--input-template Q:: must be a text with \{\} once"),
+        (["--input-template", "{}", "--chat_template_kwargs", "a=1"], {"input": "2 + 2?"}, "has no effect with"),
+        (["--input-template", "{}"], {"input": [SYSTEM, ASKED]}, "row 1 .*several messages.*need a chat template"),
+    ],
+)
+def test_what_goes_with_no_input_template(tmp_path: Path, words: list[str], row: dict[str, Any], says: str) -> None:
+    source = written(tmp_path / "a.jsonl", row)
+    with pytest.raises(UsageError, match=says):
+        problems_of(eval_command.parser().read(["--data", source, *words]), None, print)
+
+
+def test_a_training_without_the_chat_template_that_the_model_has_is_said(tmp_path: Path) -> None:
+    tokenizer_with(TEMPLATE).save_pretrained(tmp_path)
+    source = written(tmp_path / "a.jsonl", {"input": "2 + 2?"})
+    words = ["--data.prompt_dataset", source, "--actor.model_name_or_path", str(tmp_path)]
+    (note,) = input_checks.template_notes(Flags(words), run_of())
+    assert "Add --data.apply_chat_template, or evaluate with --input-template '{}'" in note
+    assert not [*input_checks.template_notes(Flags([*words, "--data.apply_chat_template"]), run_of())]

@@ -74,7 +74,7 @@ def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
     first = json.loads(lines(tmp_path)[0])
     assert len(first.pop("checksum")) == 16
     verdict = {"reward": 1.0, "correct": True, "extracted": "2", "parsed": True, "verdict": "right"}
-    answer = {"prompt": "1 + 1?\n", "text": "It is 2.", "tokens": 5, "finish": "stop"}
+    answer = {"prompt": "1 + 1?", "text": "It is 2.", "tokens": 5, "finish": "stop"}
     assert first == {"problem": "p1", "sample": 0, **answer, **verdict}
 
 
@@ -98,7 +98,7 @@ def test_repeats_of_a_prompt_have_seeds_of_their_own(llm: MadeUp, tmp_path: Path
     llm.stop_after = 2
     with pytest.raises(KeyboardInterrupt):
         evaluate(llm, twice, out=tmp_path / "out", n=1)
-    texts = ["1 + 1?\n", "2 + 2?\n"]
+    texts = ["1 + 1?", "2 + 2?"]
     first, other = (trajectory_seed(0, json.dumps([ord(letter) for letter in text])) for text in texts)
     whole = llm.seeds
     assert whole[:2] == [first, other] and len(set(whole)) == 4

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command started ends with it: on SIGTERM, and when the command itself is killed."""
+"""What a command started ends with it: on SIGTERM and SIGHUP, and when the command itself is killed."""
 
+import os
+import pty
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -31,7 +34,7 @@ cli.console()
 """
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_stays(sign: signal.Signals) -> None:
     command = [sys.executable, "-c", COMMAND]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -41,6 +44,46 @@ def test_nothing_stays(sign: signal.Signals) -> None:
     process.send_signal(sign)
     _, error = process.communicate(timeout=30)
     assert psutil.wait_procs([engine], timeout=10)[1] == []
-    if sign == signal.SIGTERM:
-        assert process.returncode == 143 and error == "ngrpo: terminated\n"
+    if sign != signal.SIGKILL:
+        assert process.returncode == 128 + sign and error == "ngrpo: terminated\n"
         assert psutil.wait_procs(children, timeout=1)[1] == []
+
+
+WAITING = """
+import sys, time
+from ngrpo.machine.hardware import processes
+
+processes.raise_on_ending_signals()
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("the terminal is closed", flush=True)
+    print("and so is this", file=sys.stderr, flush=True)
+    with open(sys.argv[1], "w") as file:
+        file.write(str(processes.ending_signal()))
+"""
+
+
+def test_a_hangup_that_nohup_ignores_ends_nothing(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-c", WAITING, str(tmp_path / "came")]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert (tmp_path / "came").read_text() == str(int(signal.SIGTERM))
+
+
+def test_a_command_finishes_after_its_terminal_is_closed(tmp_path: Path) -> None:
+    """Each write to a closed terminal fails."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", WAITING, str(tmp_path / "came")])
+    while b"ready" not in os.read(terminal, 100):
+        pass
+    os.close(terminal)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (tmp_path / "came").read_text() == str(int(signal.SIGHUP))

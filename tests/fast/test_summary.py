@@ -5,11 +5,18 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ngrpo import cli
+from ngrpo.commands import train
+from ngrpo.config import parse
+from ngrpo.config.run import FILE
+from ngrpo.trainers.openrlhf import launch
 from ngrpo.workbench.report import summary
 from perturbations import create
+from tests.fast.file_limit import largest_file
 from tests.fast.run import run_of
 
 TRAINED = {"trained_groups": 3.0, "trained_responses": 24.0, "optimizer_steps": 2.0}
@@ -93,3 +100,39 @@ def test_no_steps(tmp_path: Path) -> None:
     assert "no training step was logged: are there fewer prompts" in text and found["steps"] == []
     text, _ = finish(tmp_path, 0.0, None, "--algo.dynamic_filtering_enable")
     assert "no training step was logged: all prompts were filtered out" in text
+
+
+def test_a_disk_that_is_full_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without --ckpt.load_enable the same command would start at step 0: `ngrpo report` writes what is missing."""
+    told: list[str] = []
+    words = "--model sandbox --preset grpo --perturbation neighbor --train.seed 7 --task arithmetic"
+    run = parse.run_config([*words.split(), "--run-dir", str(tmp_path)])
+    run.write(tmp_path / FILE)
+    # A training that logs, in place of engines and models.
+    monkeypatch.setattr(launch, "launch", lambda run: write_log(tmp_path / "tensorboard", [0.25, 0.5], {}))
+    made = summary.finish
+
+    def on_full_disk(*args: Any, **kwargs: Any) -> str:
+        with largest_file(100):
+            return made(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(summary, "finish", on_full_disk)
+        assert train._train(run, tmp_path, told.append) == 1
+    (line,) = told
+    assert "summary.json cannot be written: File too large" in line and "run the same command again" not in line
+    assert f"Make room, then write summary and report with: ngrpo report {tmp_path}" in line
+    assert cli.main(["report", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert [row["reward"] for row in written["steps"]] == [0.25, 0.5]
+    assert (written["seed"], written["hardware"], written["perturbation"]["name"]) == (7, "cpu", "neighbor")
+    assert written["places"]["checkpoint"] == str(tmp_path / "model") and written["seconds"] < 60
+    assert "neighbor" in (tmp_path / "report.html").read_text()
+
+
+def test_no_summary_of_a_run_without_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parse.run_config(["--model", "sandbox", "--task", "arithmetic"]).write(tmp_path / FILE)
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "logged no training step" in capsys.readouterr().err

@@ -79,3 +79,38 @@ def test_bad_files(text: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--config") as error:
         parsed(tmp_path, text)
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("perturbation: neighbor\nperturbation.until: no\n", "", r'until takes a text .*quote the text, .*until: "no"'),
+        ("perturbation: neighbor\nperturbation.until: Off\n", "", "until takes a text"),
+        ("perturbation.until: no\n", "--perturbation neighbor", "until takes a text"),
+        ("perturbation: neighbor\nperturbation.rate: on\n", "", "rate takes a text or a number"),
+        ("perturbation: neighbor\nperturbation.gate: no\n", "", "gate takes a text"),
+        ("perturbation: neighbor\nperturbation.until: ####\n", "", r'.until. has no value\. .*until: "####"'),
+        ("perturbation: neighbor\nperturbation.until:\n", "", "'perturbation.until' has no value"),
+        ("rollout.batch_size:\n", "", "'rollout.batch_size' has no value"),
+    ],
+)
+def test_texts_that_yaml_reads_otherwise(tmp_path: Path, text: str, line: str, said: str) -> None:
+    with pytest.raises(UsageError, match=rf"--config \S+run\.yaml: .*{said}"):
+        parsed(tmp_path, text, line)
+
+
+def test_quoted_texts_and_switches_are_taken(tmp_path: Path) -> None:
+    text = 'perturbation: neighbor\nperturbation.until: "no"\nperturbation.skip_special: yes\nreproducible: off\n'
+    command = parsed(tmp_path, text)
+    assert command.spec["until"] == "no" and command.spec["skip_special"] and not command.reproducible
+    unquoted = "perturbation: neighbor\nperturbation.until: no\n"
+    assert parsed(tmp_path, unquoted, "--perturbation.until END").spec["until"] == "END"
+    assert parsed(tmp_path, 'perturbation: neighbor\nperturbation.until: "####"\n').spec["until"] == "####"
+
+
+def test_the_file_of_a_perturbation_refuses_them_too(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    for value in ("no", "####"):
+        file.write_text(f"name: neighbor\nuntil: {value}\n")
+        with pytest.raises(UsageError, match=r"options\.yaml"):
+            parse.run_config(["--perturbation.config", str(file)])

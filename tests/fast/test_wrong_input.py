@@ -91,7 +91,7 @@ def test_a_prompt_without_room_is_said(folder: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(("text", "said"), run.refused("files"))
-def test_tables_that_would_be_read_otherwise(tmp_path: Path, text: str, said: str) -> None:
+def test_tables_without_a_value_or_with_one_too_many(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "rows.csv"
     file.write_text(text)
     assert said in refused("--data.prompt_dataset", str(file), "--data.label_key", "label")
@@ -156,16 +156,6 @@ def test_tools_reach_no_prompt(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({"input": "a", "tools": tools}) + "\n" for tools in (None, [], [{}])))
     said = refused("--data.prompt_dataset", str(file))
     assert "row 3 has tools, which no prompt shows. Add --data.apply_chat_template" in said
-
-
-def test_labels_of_several_kinds(tmp_path: Path) -> None:
-    """The package that OpenRLHF reads files with makes one type of a column: "007" beside 3 becomes 7."""
-    from datasets import load_dataset
-
-    args = rows(tmp_path, ("x", "007"), ("y", 3))
-    assert load_dataset("json", data_files=args[1], cache_dir=str(tmp_path / "cache"))["train"]["label"][0] == 7
-    assert "is a text in row 1 and a number in row 2" in refused(*args)
-    check_files(Flags(rows(tmp_path, ("x", 7), ("y", 3))))
 
 
 def labels(flags: Flags) -> list[str]:

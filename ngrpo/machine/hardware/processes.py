@@ -4,30 +4,57 @@
 import os
 import select
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 OWNER = "NGRPO_OWNER"
 _GRACE_SECONDS = 5.0
 
 
-SIGTERM_CAME = threading.Event()
-"""Tells SIGTERM from Ctrl-C: an exception of ours would not do, for Ray raises its own KeyboardInterrupt instead."""
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that end a command as Ctrl-C does; a terminal that is closed sends SIGHUP."""
+_came: list[int] = []
 
 
-def raise_on_sigterm() -> None:
-    """Makes SIGTERM raise ``KeyboardInterrupt`` in the main thread, unless another handler or SIG_IGN is installed."""
+def ending_signal() -> int | None:
+    """The one of :data:`ENDING_SIGNALS` that came; None for Ctrl-C.
+
+    An exception of ours would not tell, for Ray raises its own KeyboardInterrupt instead.
+    """
+    return _came[0] if _came else None
+
+
+def raise_on_ending_signals() -> None:
+    """Makes each of :data:`ENDING_SIGNALS` raise ``KeyboardInterrupt`` in the main thread.
+
+    A signal with another handler keeps it, and one that is ignored stays so: nohup ignores SIGHUP.
+    """
 
     def handler(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut short what the first one ends
-        SIGTERM_CAME.set()
+        for ending in ENDING_SIGNALS:  # a second one must not cut short what the first one ends
+            signal.signal(ending, signal.SIG_IGN)
+        _came.append(number)
+        if number == signal.SIGHUP:
+            _leave_terminal()
         raise KeyboardInterrupt
 
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, handler)
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, handler)
+
+
+def _leave_terminal() -> None:
+    """Lets output that would go to a closed terminal, where a write fails, go to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # isatty() is False once the terminal is closed
+                os.dup2(null, descriptor)
+    os.close(null)
 
 
 @contextmanager

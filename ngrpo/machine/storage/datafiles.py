@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are read: rows of datasets (JSONL, JSON, CSV, parquet), options in YAML, scalars of TensorBoard logs.
 
-The package `datasets` guesses types and makes 7.0 of the reference 007 in a CSV file, so rows are read here.
+The package `datasets` guesses types and makes 7.0 of the reference 007 in a CSV file. Training, evaluation, diagnosis
+and the checks at a start therefore read rows here.
 """
 
 import csv
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +22,7 @@ from perturbations.errors import UsageError, nearest
 Row = dict[str, Any]
 Series = dict[str, dict[int, float]]
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON escapes one
 
 
 def contents(argv: Iterable[str]) -> dict[str, str]:
@@ -69,15 +72,31 @@ def read_rows(flag: str, source: str, limit: int | None = None) -> list[Row]:
     return rows
 
 
+def is_nothing(value: object) -> bool:
+    """Whether a row has no value in a column; a table of pandas has NaN there."""
+    return value is None or value != value
+
+
+def label_of(value: object) -> Any:
+    """A label as a reward function gets it, in training and in evaluation: a text; a list or an object as it is.
+
+    A number is its text, since a CSV file has texts alone and most rewards compare texts; 7.0 is ``7``.
+    """
+    if is_nothing(value):
+        return ""
+    if isinstance(value, (str, list, tuple, dict)):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
 def _rows(path: Path) -> Iterator[Row]:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
-        from pyarrow import parquet
-
-        for batch in parquet.ParquetFile(path).iter_batches(1024):
-            yield from batch.to_pylist()
+        yield from _parquet_rows(path)
         return
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:  # Excel begins a CSV file with a byte order mark
         if suffix == ".csv":
             for row in (reader := csv.DictReader(file)):
                 if None in row:
@@ -86,9 +105,13 @@ def _rows(path: Path) -> Iterator[Row]:
             return
         if suffix == ".json" and file.read(1024).lstrip().startswith("["):
             file.seek(0)
-            rows = json.load(file)
+            text = file.read()
+            rows = json.loads(text, object_pairs_hook=_without_repeats)
             if not all(isinstance(row, dict) for row in rows):
                 raise ValueError("it must be an array of JSON objects.")
+            if _SURROGATE.search(text):
+                for number, row in enumerate(rows, start=1):
+                    _check_characters(f"row {number}", row)
             yield from rows
             return
         file.seek(0)
@@ -101,11 +124,39 @@ def _rows(path: Path) -> Iterator[Row]:
                 raise ValueError(f"line {number} is not JSON ({error}). Write one JSON object per line.") from None
             if not isinstance(row, dict):
                 raise ValueError(f"line {number} is not a JSON object. Write one JSON object per line.")
+            if _SURROGATE.search(line):
+                _check_characters(f"line {number}", row)
             yield row
 
 
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    from pyarrow import parquet
+
+    file = parquet.ParquetFile(path)
+    decoded = None
+    if b"huggingface" in (file.schema_arrow.metadata or {}):  # `datasets` wrote there which columns are pictures
+        from datasets import Features
+
+        decoded = Features.from_arrow_schema(file.schema_arrow).decode_example
+    for batch in file.iter_batches(1024):
+        for row in batch.to_pylist():
+            yield row if decoded is None else decoded(row)
+
+
+def _check_characters(where: str, row: Row) -> None:
+    """Raises ``ValueError`` for half of a surrogate pair, which JSON can write and no tokenizer takes."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        character = error.object[error.start].encode("unicode_escape").decode()
+        raise ValueError(
+            f"{where} has {character}, half of a surrogate pair, which is no character. Write both halves, or leave it"
+            " out."
+        ) from None
+
+
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; ``ValueError`` for a key given twice, over which the package `datasets` fails."""
+    """A JSON object; ``ValueError`` for a key given twice, of which Python's reader keeps the last one silently."""
     row = dict(pairs)
     if len(row) < len(pairs):
         raise ValueError(f"of the keys {', '.join(key for key, _ in pairs)} one is given twice")
@@ -113,7 +164,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
-    """The lines ``key: value`` of a YAML file; ``UsageError`` for any other content and for a key given twice."""
+    """The lines ``key: value`` of a YAML file.
+
+    Raises:
+        UsageError: for any other content, a key given twice, and a key without a value.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -134,6 +189,13 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
         raise UsageError(f"{flag} {path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
         raise UsageError(f"{flag} {path}: must hold lines such as {example}.")
+    for lines in (loaded, *(value for value in loaded.values() if isinstance(value, dict))):
+        for key, value in lines.items():
+            if value is None:
+                raise UsageError(
+                    f"{flag} {path}: the key {key!r} has no value. YAML takes what follows a # for a comment: quote a"
+                    f' text that begins with one, {key}: "####". A switch is {key}: true.'
+                )
     return loaded
 
 
@@ -149,7 +211,7 @@ def words(values: Mapping[str, Any], *, prefix: str = "") -> list[str]:
             inner = next(iter(value), "option")
             raise UsageError(f"{flag}: holds lines of its own. Write each in full: {flag}.{inner}: …")
         try:
-            parts = [] if value is True or value is None else shlex.split(",".join(texts(value)))
+            parts = [] if value is True else shlex.split(",".join(texts(value)))
         except ValueError as error:
             raise UsageError(f"{flag}: {value!r}: {error}. Quote it as in a shell.") from None
         argv += [f"--{prefix}{flag}", *parts]

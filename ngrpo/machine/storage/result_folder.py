@@ -33,6 +33,8 @@ class CannotWrite(UsageError):
             f"{path} cannot be written: {why}. What was finished is kept: make room, or give a folder that may be"
             " written, then run the same command again."
         )
+        self.path = path
+        self.why = why
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 from ngrpo.machine.console import Report
 from ngrpo.machine.models import conversation
 from ngrpo.machine.models.packaged import HUB_SECONDS
-from ngrpo.machine.storage.datafiles import ENDINGS, Row, read_rows
+from ngrpo.machine.storage.datafiles import ENDINGS, Row, label_of, read_rows
 from ngrpo.methods.scoring import Problem
 from ngrpo.methods.scoring.answers import last_boxed
 from ngrpo.methods.scoring.reward_files import check_scorer_name
@@ -91,6 +91,8 @@ def load_problems(
             raise UsageError(f"{where} has the {layout} layout, row 1 the {first} layout. Give each a file of its own.")
         try:
             problem = replace(read(row), template={**(template or {}), **conversation.tools_of(row)})
+            if conversation.INPUT_TEMPLATE in problem.template:  # needs no tokenizer
+                conversation.rendered(None, problem.messages, problem.template)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{where} ({layout} layout): {error}") from None
         problem = replace(problem, id=f"{name}-{i}", scorer=problem.scorer if scorer == "auto" else scorer)
@@ -223,17 +225,20 @@ def _verl(row: Row) -> Problem:
         # Some sets lost a target while their solution still has it in its box.
         truth = truth.get("target") or last_boxed(str(truth.get("solution") or ""))
     meta = {key: row[key] for key in ("data_source", "level", "type") if isinstance(row.get(key), str)}
-    return replace(_guessed(_messages(row["prompt"]), _reference(truth)), meta=meta)
+    return replace(_guessed(_messages(row["prompt"]), reference(truth)), meta=meta)
 
 
 def _openrlhf(row: Row, input_key: str, label_key: str) -> Problem:
     if label_key not in row:
         raise UsageError(f"a column {input_key!r}, but no {label_key!r}; name the reference's with --label-key.")
-    messages, answer = _messages(row[input_key]), _reference(row[label_key])
-    label = _mapping(answer)
-    if "entry" in label and "dataset" in label:  # written by the task reasoning_gym
-        return Problem("", messages, str(label["entry"].get("answer") or ""), "reasoning_gym", {"label": answer})
-    return _guessed(messages, answer)
+    messages = _messages(row[input_key])
+    label = label_of(row[label_key])
+    answer = reference(label)
+    entry = _mapping(answer)
+    if "entry" in entry and "dataset" in entry:  # written by the task reasoning_gym
+        return Problem("", messages, str(entry["entry"].get("answer") or ""), "reasoning_gym", {"label": answer})
+    problem = _guessed(messages, answer)
+    return problem if label == answer else replace(problem, meta={"raw_label": label})
 
 
 def _gpqa(row: Row) -> Problem:
@@ -255,7 +260,7 @@ def _question(row: Row) -> Problem:
         )
     question = next((name for name in _QUESTIONS if name in row), "question")
     column = next((name for name in _ANSWERS if name in row), "answer")
-    answer = _reference(row.get(column))
+    answer = reference(row.get(column))
     if "####" in answer:  # GSM8K: the solution, then the result
         answer = answer.rpartition("####")[2].strip()
     elif column == "solution":  # MATH: the solution, its result boxed
@@ -272,23 +277,20 @@ def _guessed(messages: Messages, answer: str) -> Problem:
 def _messages(value: Any) -> Messages:
     """A text as a user's message, or a list of messages with every field that a chat template may show."""
     if fault := conversation.fault(value):
-        raise UsageError(f"no question: the prompt is {fault}. {conversation.PROMPT}")
+        fix = conversation.FIXES.get(fault, conversation.PROMPT)
+        raise UsageError(f"no question: the prompt is {fault}. {fix}")
     return tuple(conversation.normalised([{"role": "user", "content": value}] if isinstance(value, str) else value))
 
 
-def _reference(value: object) -> str:
-    """The reference as text; a list must hold one."""
+def reference(value: object) -> str:
+    """A label as the text that our scorers compare with; a list must hold one."""
     if isinstance(value, (list, tuple)):
         if len(value) > 1:
             raise UsageError(f"{len(value)} reference answers ({value!r:.80}); one is supported.")
         value = value[0] if value else ""
     if isinstance(value, dict):
         return json.dumps(value, ensure_ascii=False)
-    if value is None or value != value:  # NaN, as a table has it where nothing is
-        return ""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return str(value).strip()
+    return str(label_of(value)).strip()
 
 
 def _mapping(value: object) -> dict[str, Any]:

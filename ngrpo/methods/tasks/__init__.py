@@ -24,7 +24,7 @@ from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Default
 from ngrpo.methods.scoring import Problem, Verdict
 from ngrpo.methods.scoring.answers import check_choice, check_math, generated, last_number, last_statement
-from ngrpo.methods.scoring.problems import load_problems
+from ngrpo.methods.scoring.problems import load_problems, reference
 from ngrpo.methods.scoring.reward_files import OF_TASK, check_scorer_name
 from perturbations.errors import UsageError, nearest
 
@@ -122,15 +122,18 @@ def reward_function(judge: Callable[[str, str], tuple[float, bool]], log: str) -
     """A reward function as OpenRLHF 0.11.2 calls it (``utils/agent.py``).
 
     From ``queries`` (prompts with responses, special tokens included), ``prompts`` and ``labels`` to ``rewards`` and
-    ``scores``, (N,) float32. ``judge`` gives a response's reward, and whether it has the form that is counted.
+    ``scores``, (N,) float32. ``judge`` takes a response and its label as evaluation reads it, and gives the response's
+    reward, and whether it has the form that is counted.
     """
 
     def reward_func(
-        queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **_: object
+        queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: object
     ) -> dict[str, Any]:
         import torch
 
-        judged = [judge(generated(query, prompt), label) for query, prompt, label in zip(queries, prompts, labels)]
+        judged = [
+            judge(generated(query, prompt), reference(label)) for query, prompt, label in zip(queries, prompts, labels)
+        ]
         rewards = torch.tensor([reward for reward, _ in judged])
         formed = torch.tensor([float(formed) for _, formed in judged])
         return {"rewards": rewards, "scores": rewards, "extra_logs": {log: formed}}
@@ -176,7 +179,8 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         reward = float(task.score(said, label))
         return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), task.final_answer(said), reward)
     try:
-        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
+        labels = [problem.meta.get("raw_label", label)]  # as training gives it
+        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=labels)
         outcome = result if isinstance(result, dict) else {"rewards": result}
         values = (outcome["rewards"], outcome.get("scores", outcome["rewards"]))
         reward, value = (float(np.asarray(each, dtype=np.float64).flat[0]) for each in values)

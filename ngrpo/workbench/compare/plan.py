@@ -231,9 +231,9 @@ def _diagnosis(options: Flags, rest: Flags, arms: Sequence[Arm]) -> tuple[str, .
     """The flags of ``ngrpo diagnose``, which draws as the rollouts of the training do."""
     draws = {"--max-tokens": "max_new_tokens", "--temperature": "temperature", "--top-p": "top_p"}
     alike = {there: f"--rollout.{here}" for there, here in draws.items()}
-    alike |= {conversation.FLAG: conversation.FLAG}
     problems = _problems(options, rest, "--data.prompt_dataset")
-    options = options.with_defaults({**problems, "--prompts": "8", **_values_of(rest, alike)})
+    template = {} if options.has(*conversation.EVALUATION_FLAGS) else conversation.flags_like(rest)
+    options = options.with_defaults({**problems, "--prompts": "8", **_values_of(rest, alike), **template})
     prompts = options.value("--prompts") or ""
     if not prompts.isdecimal():
         raise UsageError(f"--diagnose.prompts {prompts!r}: must be a whole number; 0 leaves the diagnosis out.")

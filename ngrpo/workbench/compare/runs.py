@@ -77,8 +77,9 @@ def eval_argv(plan: Plan, model: str, folder: Path, arm: Arm | None = None) -> l
 
     The perturbation stays off, unless the arm says ``perturb_eval``, as `hrpo` does: its gate is part of the policy.
     """
-    trained = Flags([*plan.shared, *(arm.training_flags if arm else ())]).value(conversation.FLAG)
-    template = [] if trained is None else [conversation.FLAG, trained]
+    training = Flags([*plan.shared, *(arm.training_flags if arm else ())])
+    own = Flags(plan.evaluation or ()).has(*conversation.EVALUATION_FLAGS)
+    template = [] if own else [word for flag in conversation.flags_like(training).items() for word in flag]
     perturbed = arm.perturbation_flags if arm and arm.spec and arm.spec.get("perturb_eval", False) else []
     return ["--model", model, *template, *(plan.evaluation or ()), *perturbed, "--out", str(folder)]
 

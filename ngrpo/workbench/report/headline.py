@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ngrpo.config import stretches
 from ngrpo.workbench.report import values
 from ngrpo.workbench.report.drawing import Series, by_series
 from ngrpo.workbench.report.values import dig, format_number, number, rows
@@ -87,6 +88,9 @@ def training(summary: Mapping[str, Any], series: Mapping[str, Series]) -> dict[s
     facts = {"Machine": _machine(summary), "Seed": summary.get("seed"), "Took": values.duration(summary.get("seconds"))}
     curves = {tag.rpartition("/")[2]: by_step for tag, by_step in (summary.get("evaluation") or {}).items() if by_step}
     facts |= {name: values.first_and_last(of) for name, of in curves.items() if "_pass" in name}
+    facts["Settings"] = (
+        "; ".join(f"from step {line}" for line in stretches.described(rows(summary, "stretches"))) or None
+    )
     return {"title": next(iter(series)), "facts": facts}
 
 

@@ -4,20 +4,23 @@
 import dataclasses
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ngrpo.config import parse, rules, stretches
 from ngrpo.config.flag_checks import LOAD
 from ngrpo.config.kinds import run_level_kinds
-from ngrpo.config.run import RunConfig
+from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import text_table
 from ngrpo.machine.storage.datafiles import Series, read_scalars
-from ngrpo.machine.storage.result_folder import write_json
+from ngrpo.machine.storage.result_folder import ResultFolder, write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.trainers.openrlhf import kept_groups
 from ngrpo.workbench.report.values import first_and_last
 from perturbations import registry
+from perturbations.errors import UsageError
 
 NO_STEP = "no training step was logged: are there fewer prompts than --rollout.batch_size?"
 ALL_FILTERED = (
@@ -46,19 +49,20 @@ _COLUMNS = (
 )
 
 
-def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False) -> str:
+def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = None, stopped: bool = False) -> str:
     """Writes ``summary.json`` of a run that has ended; nothing for one that was stopped before its first step.
 
     Args:
         folder: the run's folder.
         run: as it was started.
         began: Unix time of the start; older logs in the same folder are this run's only where it was resumed.
+        ended: Unix time of the end; None for now.
 
     Returns:
         The table for the screen; empty where nothing was written.
     """
     flags = Flags(run.openrlhf)
-    log = Path(flags.value("--logger.tensorboard_dir") or folder / "tensorboard")
+    log = log_folder(folder, flags)
     since = 0.0 if flags.has(LOAD) else began
     scalars = read_scalars(log, since) if log.is_dir() else {}
     if stopped and not steps(scalars):
@@ -67,12 +71,13 @@ def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False)
     summary: dict[str, Any] = {
         "format": 1,
         **run.methods,
+        "stretches": stretches.read(folder),
         "sampling": run.sampling.described(flags),
         "reproducible": run.reproducible,
         "replay_routing": run.replay_routing,
         "steps": steps(scalars),
         "evaluation": {tag: values for tag, values in scalars.items() if tag.startswith("eval/")},
-        "seconds": round(time.time() - began, 1),
+        "seconds": round((time.time() if ended is None else ended) - began, 1),
         "seed": int(flags.or_default("--train.seed")),
         "hardware": run.hardware,
         "machine": machine(),
@@ -89,6 +94,27 @@ def finish(folder: Path, run: RunConfig, *, began: float, stopped: bool = False)
     }
     write_json(place, summary)
     return table(summary)
+
+
+def log_folder(folder: Path, flags: Flags) -> Path:
+    """Where a run with these flags logs its steps."""
+    return Path(flags.value("--logger.tensorboard_dir") or folder / "tensorboard")
+
+
+def write_again(folder: Path) -> None:
+    """Writes the summary of a run from its ``run.yaml`` and its logs, as after a disk that was full at its end.
+
+    Raises:
+        UsageError: for a folder in which a command is at work, and for a run without a step.
+    """
+    with ResultFolder.opened(folder):
+        asked = parse.run_config(parse.with_files([parse.CONFIG_FILE, str(folder / FILE), "--run-dir", str(folder)]))
+        flags = rules.completed(asked)
+        run = replace(asked, openrlhf=tuple(flags.argv), hardware=asked.profile.name)
+        began = (folder / FILE).stat().st_mtime  # a start writes the file
+        ended = max((file.stat().st_mtime for file in log_folder(folder, flags).rglob("events*")), default=began)
+        if not finish(folder, run, began=began, ended=ended, stopped=True):
+            raise UsageError(f"{folder}: its run logged no training step, so that there is nothing to report.")
 
 
 def steps(scalars: Series) -> list[dict[str, float]]:
@@ -134,6 +160,7 @@ def table(summary: Mapping[str, Any]) -> str:
     else:
         filters = Flags(summary["openrlhf_args"]).has("--algo.dynamic_filtering_enable")
         lines += ["", ALL_FILTERED if filters else NO_STEP]
+    lines += [f"settings      from step {line}" for line in stretches.described(summary["stretches"])]
     lines.append(f"run           {summary['seconds']:.0f} s on {summary['hardware']}, seed {summary['seed']}")
     for name in ("checkpoint", "TensorBoard", "summary", "report"):
         lines.append(f"{name:<13} {places[name.lower()]}")

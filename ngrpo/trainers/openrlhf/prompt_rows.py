@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of a training's prompts: files are read as the checks at the start and `ngrpo eval` read them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ngrpo.machine.storage.datafiles import ENDINGS, Row, is_nothing, label_of, read_rows
+from ngrpo.machine.upstream.patch import around
+from ngrpo.machine.upstream.types import DeepspeedStrategy
+from perturbations.errors import UsageError, require
+
+Place = tuple[int, int]
+"""Where a row is: the number of its source, and its number there."""
+
+
+class Source(NamedTuple):
+    """One of the datasets of a flag.
+
+    Attributes:
+        subject: its flag and name, for messages.
+        rows: a list, or a dataset of the hub, which decodes a row's pictures when it is read.
+    """
+
+    subject: str
+    rows: Any
+
+
+class PromptRows:
+    """What `prepare_datasets` and `PromptDataset` use of a `datasets.Dataset`: a length, `select`, rows in order."""
+
+    def __init__(
+        self, sources: Sequence[Source], places: Sequence[Place], input_key: str, label_key: str | None
+    ) -> None:
+        self._sources = sources
+        self._places = places
+        self._input_key = input_key
+        self._label_key = label_key
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def select(self, numbers: Sequence[int]) -> "PromptRows":
+        """The rows with these numbers."""
+        places = [self._places[number] for number in numbers]
+        return PromptRows(self._sources, places, self._input_key, self._label_key)
+
+    def __iter__(self) -> Iterator[Row]:
+        """The rows; ``UsageError`` for one without a value, since a start looks at a file's first 100,000 rows only."""
+        columns = [column for column in (self._input_key, self._label_key) if column]
+        for source, number in self._places:
+            row = dict(self._sources[source].rows[number])
+            for column in columns:
+                if is_nothing(row.get(column)):
+                    subject = f"{self._sources[source].subject}: row {number + 1} has no {column!r}"
+                    raise UsageError(f"{subject}. Give it one, or leave the row out.")
+            if self._label_key:
+                row[self._label_key] = label_of(row[self._label_key])
+            yield row
+
+
+@around
+def blending_datasets(
+    original: Callable[..., Any],
+    datasets: str,
+    probabilities: str | None = None,
+    strategy: DeepspeedStrategy | None = None,
+    seed: int = 42,
+    max_count: float = 1e8,
+    stopping_strategy: str = "all_exhausted",
+    dataset_split: str = "train",
+) -> PromptRows:
+    """`blending_datasets`: our reader reads files, OpenRLHF loads folders and datasets of the hub.
+
+    OpenRLHF loads files with the package `datasets`, which guesses one type for a column: the label "2024-01-01"
+    becomes a datetime, and the labels 7 and 7.5 become 7.0 and 7.5.
+    """
+    args = require(require(strategy, "strategy").args, "strategy.args")
+    flag = "--data.prompt_dataset" if datasets == args.data.prompt_dataset else "--eval.dataset"
+    sources = []
+    for name in datasets.split(","):
+        name = name.strip()
+        if Path(name).suffix in ENDINGS:
+            rows = read_rows(flag, name, int(max_count))
+        else:
+            rows = original(name, None, strategy, max_count=max_count, dataset_split=dataset_split)
+        sources.append(Source(f"{flag} {name}", rows))
+    places = [(source, number) for source, held in enumerate(sources) for number in range(len(held.rows))]
+    if probabilities is not None:
+        shares = [float(share) for share in probabilities.split(",")]
+        places = _interleaved(places, len(sources), shares, seed, stopping_strategy)
+    return PromptRows(sources, places, args.data.input_key, args.data.label_key)
+
+
+def _interleaved(
+    places: Sequence[Place], sources: int, shares: list[float], seed: int, stopping_strategy: str
+) -> list[Place]:
+    """Places in the order in which `datasets` draws rows by ``--data.prompt_probs``; the draw needs no content."""
+    from datasets import Dataset, interleave_datasets
+
+    numbered = [
+        Dataset.from_list([{"source": source, "row": row} for source, row in places if source == number])
+        for number in range(sources)
+    ]
+    drawn: Any = interleave_datasets(numbered, probabilities=shares, seed=seed, stopping_strategy=stopping_strategy)
+    return [(place["source"], place["row"]) for place in drawn]
