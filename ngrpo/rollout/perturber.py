@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import HostBuffer, Note, Notes
-from ngrpo.rollout.batch import NO_POSITIONS, NO_ROWS, Batch
+from ngrpo.rollout.batch import NO_POSITIONS, NO_ROWS, Batch, Rows
 from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
