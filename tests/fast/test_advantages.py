@@ -13,7 +13,7 @@ from ngrpo.config import parse
 from ngrpo.config.run import current_run
 from ngrpo.methods.advantages import compute, create
 from ngrpo.methods.scoring.answers import outcome
-from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
+from ngrpo.trainers.openrlhf.rewards import check_step
 from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
 from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
@@ -135,10 +135,18 @@ class TestErrors:
         }
         fine, broken = (SimpleNamespace(rewards=torch.tensor([1.0, value]), **batch) for value in (-1e30, bad))
         with pytest.raises(UsageError) as caught:
-            refuse_non_finite(tokenizer, [fine, broken])
+            check_step(tokenizer, [fine, broken])
         assert all(part in str(caught.value) for part in (str(bad), "and 2 + 2?", "It is 2."))
         assert "1 + 1" not in str(caught.value)
-        refuse_non_finite(tokenizer, [fine])
+        check_step(tokenizer, [fine])
+
+    def test_a_step_has_one_reward_for_each_response(self) -> None:
+        column = SimpleNamespace(rewards=torch.tensor([[1.0], [0.0]]), prompts=["p", "p"])
+        check_step(SimpleNamespace(), [column])
+        assert column.rewards.tolist() == [1.0, 0.0]
+        two = SimpleNamespace(rewards=torch.zeros(2, 2), prompts=["p", "p"])
+        with pytest.raises(UsageError, match=r"2 responses have rewards of shape \(2, 2\); one number"):
+            check_step(SimpleNamespace(), [two])
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_rewards_that_are_not_finite(self, bad: float) -> None:

@@ -134,7 +134,8 @@ def three_answers() -> list[SimpleNamespace]:
 
     def experience(advantages: Tensor, mask: list[list[int]], index: list[int]) -> SimpleNamespace:
         masks = {"action_mask": torch.tensor(mask), "index": index}
-        return SimpleNamespace(advantages=advantages, action_log_probs=-advantages.abs(), **masks)
+        scored = {"rewards": torch.zeros(len(index)), "prompts": ["p"] * len(index)}
+        return SimpleNamespace(advantages=advantages, action_log_probs=-advantages.abs(), **masks, **scored)
 
     two, one = torch.tensor([[1.0, 7.0], [2.0, 2.0]]), torch.tensor([[-1.0, -1.0]])
     return [experience(two, [[1, 0], [1, 1]], [2, 1]), experience(one, [[1, 1]], [0])]
