@@ -26,7 +26,7 @@ from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
 from ngrpo.methods import tasks
-from ngrpo.methods.scoring import reward_files
+from ngrpo.methods.scoring import reward_alarms, reward_files
 from perturbations.errors import UsageError, require
 
 # --- complete flags: given, then of folder, methods, preset, task and hardware ----------------------
@@ -293,6 +293,13 @@ def label_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
                 yield note
 
 
+def alarm_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """Warnings about files for rewards with signals, which raise outside of the main thread."""
+    for name in ("--reward.remote_url", "--train.agent_func_path"):
+        if (path := flags.value(name) or "").endswith(".py"):
+            yield from reward_alarms.alarm_notes(name, path)
+
+
 def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """Warnings of the advantage and the sampling about flags, and about flags without an effect."""
     for part in (run.advantage, run.sampling):
@@ -358,6 +365,7 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
 NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
     flag_notes,
     label_notes,
+    alarm_notes,
     batch_notes,
     gap_notes,
     loss_notes,

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainers.openrlhf.rewards import SECONDS, CheckedExecutor, CheckedReward, RewardFailed
+from ngrpo.methods.scoring.reward_calls import SECONDS
+from ngrpo.trainers.openrlhf.rewards import CheckedExecutor, CheckedReward, RewardFailed
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor
 from tests.fast.run import run_with
 

@@ -8,8 +8,6 @@ the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wro
 """
 
 import pkgutil
-import runpy
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,11 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Default
-from ngrpo.methods.scoring import Problem, Verdict
+from ngrpo.methods.scoring import Problem, Verdict, reward_calls
 from ngrpo.methods.scoring.answers import check_choice, check_math, generated, last_number, last_statement
 from ngrpo.methods.scoring.problems import load_problems
 from ngrpo.methods.scoring.reward_files import OF_TASK, check_scorer_name
@@ -176,14 +172,19 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         reward = float(task.score(said, label))
         return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), task.final_answer(said), reward)
     try:
-        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=[label])
-        outcome = result if isinstance(result, dict) else {"rewards": result}
-        values = (outcome["rewards"], outcome.get("scores", outcome["rewards"]))
-        reward, value = (float(np.asarray(each, dtype=np.float64).flat[0]) for each in values)
+        reward_func = reward_calls.load(problem.scorer)
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
-    return Verdict.of(value >= _FULL, last_statement(text), reward)
+        raise UsageError(f"scorer {problem.scorer}: {type(error).__name__}: {error}. Correct the file.") from error
+    try:
+        result = reward_calls.call(reward_func, prompt + text, prompt, label, reward_calls.seconds_allowed())
+    except reward_calls.RewardFault as fault:
+        raise UsageError(
+            f"scorer {problem.scorer}: reward_func {fault}, for problem {problem.id!r}. It must return {{'rewards': a"
+            " finite number} for each response, such as 0 for one that it cannot read."
+        ) from fault
+    # Without a score, as None too, OpenRLHF takes the reward.
+    value = result["rewards"] if result.get("scores") is None else result["scores"]
+    return Verdict.of(value >= _FULL, last_statement(text), result["rewards"])
 
 
 def check_problems(problems: Sequence[Problem]) -> None:
@@ -202,9 +203,3 @@ def check_scorer(name: str) -> None:
     check_scorer_name(name)
     if name.startswith(OF_TASK):
         check_name(name[len(OF_TASK) :].partition(":")[0], argument_needed=False)
-
-
-@lru_cache(maxsize=8)
-def _reward_func(path: str) -> Any:
-    sys.path.append(str(Path(path).expanduser().resolve().parent))  # for what the file imports from its folder
-    return runpy.run_path(str(Path(path).expanduser()))["reward_func"]

@@ -6,21 +6,14 @@ OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward
 hangs it waits. Of a list or an array it makes a reward of shape (1, 1).
 """
 
-import math
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from ngrpo.config.flag_checks import number
 from ngrpo.machine.upstream.types import Experience, PreTrainedTokenizerBase
+from ngrpo.methods.scoring import reward_calls
+from ngrpo.methods.scoring.reward_calls import short
 from perturbations.errors import UsageError
-
-_SHOWN = 200
-# A verifier may run a program, or ask a judge; beyond this it hangs.
-SECONDS = "NGRPO_REWARD_SECONDS"
-_DEFAULT_SECONDS = 600.0
 
 
 class RewardFailed(RuntimeError):
@@ -67,7 +60,7 @@ class _Source:
     def _fail(self, fault: str, query: str, prompt: str) -> RewardFailed:
         """Keeps the failure and returns it; ``fault`` is a sentence without its full stop."""
         self._failure = (
-            f"{fault}.\n  prompt: {_short(prompt)}\n  response: {_short(query.removeprefix(prompt))}\n"
+            f"{fault}.\n  prompt: {short(prompt)}\n  response: {short(query.removeprefix(prompt))}\n"
             "It must return {'rewards': a finite number} for each response, such as 0 for one that it cannot read."
         )
         return RewardFailed(self._failure)
@@ -77,35 +70,15 @@ class CheckedReward(_Source):
     """OpenRLHF's ``reward_func``, watched. OpenRLHF calls it from a thread for each response."""
 
     def __init__(self, reward_func: Callable[..., Any]) -> None:
-        text = os.environ.get(SECONDS, str(_DEFAULT_SECONDS))
-        self._seconds = number(text, float)
-        if not self._seconds > 0.0:
-            raise UsageError(f"{SECONDS}={text}: a positive number of seconds is needed.")
         self._reward_func = reward_func
+        self._seconds = reward_calls.seconds_allowed()
 
     def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> dict[str, Any]:
-        """The reward function's result with floats. It runs in its own thread: one that hangs is left behind."""
-        returned: list[Any] = []
-
-        def run() -> None:
-            try:
-                returned.append(self._reward_func(queries, prompts, labels))
-            except BaseException as error:
-                returned.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(self._seconds)
-        if not returned:
-            fault = f"did not return within {self._seconds:g} s (the environment variable {SECONDS} sets the limit)"
-        elif isinstance(returned[0], BaseException):
-            fault = f"raised {type(returned[0]).__name__}: {returned[0]}"
-        else:
-            try:
-                return with_floats(returned[0])
-            except ValueError as error:
-                fault = f"returned {error}"
-        raise self._fail(f"the reward function {fault}", queries[0], prompts[0])
+        """The reward function's result for one response, with floats."""
+        try:
+            return reward_calls.call(self._reward_func, queries[0], prompts[0], labels[0], self._seconds)
+        except reward_calls.RewardFault as fault:
+            raise self._fail(f"the reward function {fault}", queries[0], prompts[0]) from None
 
 
 class CheckedServers(_Source):
@@ -122,36 +95,12 @@ class CheckedServers(_Source):
         address, client = next(self._clients)
         try:
             answers = await client._fetch_rewards_via_http(queries, prompts, labels)
-            return [with_floats(answer) for answer in answers]
+            return [reward_calls.with_floats(answer) for answer in answers]
         except ValueError as error:
             fault = f"answered {error}"
         except Exception as error:
             fault = f"gave no answer ({type(error).__name__}: {error})"
         raise self._fail(f"the reward server {address} {fault}", queries[0], prompts[0])
-
-
-def with_floats(result: object) -> dict[str, Any]:
-    """A reward function's result, or a server's answer, for one response: ``rewards`` and ``scores`` become floats.
-
-    Raises:
-        ValueError: for anything else than one finite number; the message says what there is.
-    """
-    if not isinstance(result, Mapping) or "rewards" not in result:
-        raise ValueError(f"{_short(str(result))} where a dictionary with 'rewards' is needed")
-    floats = {"rewards": _one_number("rewards", result["rewards"])}
-    if result.get("scores") is not None:
-        floats["scores"] = _one_number("scores", result["scores"])
-    return {**result, **floats}
-
-
-def _one_number(name: str, value: object) -> float:
-    """The one finite number in a value, which may be a list, an array or a tensor of one; ValueError if it is none."""
-    flat = value.flatten().tolist() if hasattr(value, "flatten") else value  # numpy's arrays, torch's tensors
-    while isinstance(flat, list | tuple) and len(flat) == 1:
-        (flat,) = flat
-    if not isinstance(flat, int | float) or not math.isfinite(flat):
-        raise ValueError(f"{_short(str(value))} as {name!r} of one response")
-    return float(flat)
 
 
 def _numbers_of_agent(executor: object, response: Mapping[str, Any]) -> dict[str, float]:
@@ -162,11 +111,13 @@ def _numbers_of_agent(executor: object, response: Mapping[str, Any]) -> dict[str
     """
     try:
         return {
-            name: _one_number(name, response[name]) for name in ("reward", "scores") if response.get(name) is not None
+            name: reward_calls.one_number(name, response[name])
+            for name in ("reward", "scores")
+            if response.get(name) is not None
         }
     except ValueError as error:
         raise RewardFailed(
-            f"{type(executor).__name__} returned {error}.\n  prompt: {_short(str(response.get('prompt')))}\n"
+            f"{type(executor).__name__} returned {error}.\n  prompt: {short(str(response.get('prompt')))}\n"
             "An agent must give each response one finite number, such as 0 for one that it cannot read."
         ) from None
 
@@ -197,7 +148,7 @@ def check_step(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[Experie
             response = responses(tokenizer, experience)[row]
             raise UsageError(
                 f"this response has the reward {experience.rewards[row].item()}; a finite number is needed.\n"
-                f"  prompt: {_short(experience.prompts[row])}\n  response: {_short(response)}\n"
+                f"  prompt: {short(experience.prompts[row])}\n  response: {short(response)}\n"
                 "Let the reward function, server or model give a finite number for every response, such as 0 for one"
                 " that it cannot read."
             )
@@ -209,7 +160,7 @@ def refuse_untrained(samples: Sequence[Experience]) -> None:
         for row in (sample.action_mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
             raise UsageError(
                 "a response has no token to train on: its prompt is as long as --data.max_len, or an agent masked all"
-                f" of it (action_ranges).\n  prompt: {_short(sample.prompts[row])}\nRaise --data.max_len, leave that"
+                f" of it (action_ranges).\n  prompt: {short(sample.prompts[row])}\nRaise --data.max_len, leave that"
                 " prompt out, or let the agent keep a token."
             )
 
@@ -232,7 +183,3 @@ def cut_turns(samples: Sequence[Experience], longest: int) -> int:
     """
     # Entry t of the mask is of token t + 1; an agent's message is not trained.
     return sum(s.action_mask.shape[1] + 1 >= longest and not s.action_mask[0, -1] for s in samples)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")

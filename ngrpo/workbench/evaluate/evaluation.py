@@ -18,6 +18,7 @@ from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
+from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.tasks import check_problems, check_scorer, score
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
@@ -200,6 +201,8 @@ def rescore(
         ks = checked_ks(k, settings["n"])
         if scorer != "auto":
             check_scorer(scorer)
+            for note in alarm_notes("--scorer", scorer) if scorer.endswith(".py") else ():
+                report(f"warning: {note}")
             problems = [replace(problem, scorer=scorer) for problem in problems]
             settings["digest"] = digest(problems)
         settings |= _scorers(problems)
