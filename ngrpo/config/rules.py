@@ -16,7 +16,7 @@ from typing import Literal
 
 from ngrpo import patches
 from ngrpo.config import compatibility, flag_checks, input_checks
-from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, SIZES, Combination
+from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, Combination
 from ngrpo.config.input_checks import DATASETS, check_files, is_checked, label_note
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import GROUP_BASELINES, OVERLONG, PRESETS, RunConfig
@@ -24,7 +24,7 @@ from ngrpo.machine.hardware import gpu_plan, stand_ins
 from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
-from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
+from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, SIZES, Default, Flags
 from ngrpo.methods import tasks
 from ngrpo.methods.scoring import reward_alarms, reward_files
 from perturbations.errors import UsageError, require
@@ -301,9 +301,10 @@ def alarm_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
 
 
 def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
-    """Warnings of the advantage and the sampling about flags, and about flags without an effect."""
+    """Warnings of the advantage, the sampling and the credit about flags, and about flags without an effect."""
     for part in (run.advantage, run.sampling):
         yield from part.notes(Flags(run.openrlhf)) if part is not None else ()
+    yield from run.credit.notes(flags) if run.credit is not None else ()
     if not flags.value("--eval.dataset") and (steps := flags.value("--eval.steps") or "-1") != "-1":
         yield f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE."
     if run.reproducible and flags.has("--algo.dynamic_filtering_enable"):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LENS, RepExp and SPO against numbers derived by hand, and what a step gives them in addition to its rewards."""
 
+import math
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from ngrpo.config import rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
+from ngrpo.methods.advantages.base import normalised
 from ngrpo.trainers.openrlhf import step_advantages
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Values, Visits
 from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
+from perturbations.errors import UsageError
 from tests.fast.openrlhf_doubles import LOGGED, maker
 from tests.fast.run import run_of, run_with
 from tests.fast.test_resume import Trainer
@@ -106,10 +109,32 @@ STATES = [[5.0], [2.0], [2.0]]
 def test_rep_exp() -> None:
     """States 5, 2, 2 less their mean are 2, −1, −1: Σ = 2 + 6, and bonuses 4/8, 1/8, 1/8, of which β takes 2."""
     found = of_group("rep_exp", [1, 1, 1], STATES, beta=2.0, ridge=2.0)
-    expected = advantages.compute("group_norm", torch.tensor([[2.0, 1.25, 1.25]], dtype=torch.float64))[0]
+    expected = normalised(torch.tensor([[2.0, 1.25, 1.25]], dtype=torch.float64), least=1e-6)[0]
     torch.testing.assert_close(found, expected)
     assert not of_group("rep_exp", [0, 0.5, 0.5], STATES, beta=0.0)[1:].diff().any()
     assert not of_group("rep_exp", [0, 0, 0], STATES).any(), "a group without a right answer has no bonus"
+
+
+def test_rep_exp_s_bonus_of_nearly_equal_states_stays_small() -> None:
+    """States that differ by rounding: r̂ differs by about 4e-8, of which 1e-6 makes 0.04 and 1e-9 about 1."""
+    states = [[1.0 + 1e-4 * place] for place in range(4)]
+    assert 0.0 < of_group("rep_exp", [1, 1, 1, 1], states).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("lens", [math.nan, 3.0], r"log_probs of prompt 0, response 1 are \[nan, 3\.0\]\. Finite numbers"),
+        ("lens", [-1.0, 0.0], "prompt 0, response 1 has 0 tokens. At least one is needed"),
+        ("rep_exp", [0.5, math.inf], r"hidden of prompt 0, response 1 are \[0\.5, inf\]"),
+    ],
+)
+def test_what_else_they_read_is_checked(name: str, wrong: list[float], said: str) -> None:
+    """One such number made its whole group NaN."""
+    with pytest.raises(UsageError, match=f"advantage {name}: {said}"):
+        advantages.compute(name, torch.tensor([[1.0, 0.0]]), further=torch.tensor([[[-1.0, 2.0], wrong]]))
+    with pytest.raises(UsageError, match=r"counts of prompt 0, response 0 are nan"):
+        advantages.compute("copo", torch.tensor([[1.0, 0.0]]), further=torch.tensor([[math.nan, 2.0]]))
 
 
 @pytest.mark.parametrize("dim", [2, 9])
@@ -120,7 +145,7 @@ def test_rep_exp_s_bonus_is_the_leverage_in_the_states_own_space(dim: int) -> No
     covariance = 0.3 * torch.eye(dim, dtype=torch.float64) + centered.T @ centered
     bonus = torch.stack([h @ torch.linalg.inv(covariance) @ h for h in centered])
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    expected = advantages.compute("group_norm", (rewards + 0.7 * bonus).unsqueeze(0))[0]
+    expected = normalised((rewards + 0.7 * bonus).unsqueeze(0), least=1e-6)[0]
     found = of_group("rep_exp", rewards.tolist(), states.tolist(), beta=0.7, ridge=0.3)
     torch.testing.assert_close(found, expected)
 

@@ -43,6 +43,17 @@ def test_paired_t_test_by_hand() -> None:
     assert result["spread"] == pytest.approx(0.12909944) and not result["within_noise"]
 
 
+def test_numbers_that_are_not_finite_are_no_difference() -> None:
+    """NaN is neither below nor above 0.05, so that it was called a difference."""
+    table = np.zeros((2, 3))
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="1 of 6 differences are not finite numbers"):
+            statistics.paired(table, np.array([[0.0, 0.0, 0.0], [0.0, wrong, 0.0]]))
+    for wrong in (math.nan, 1.5, -0.1):
+        with pytest.raises(ValueError, match="each must be in"):
+            statistics.holm([0.01, wrong])
+
+
 def test_equal_tables_are_equal_and_not_different() -> None:
     table = np.random.default_rng(0).random((2, 16))
     result = statistics.paired(table, table)
