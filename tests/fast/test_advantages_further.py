@@ -73,6 +73,27 @@ def test_lens_of_a_mixed_group(tokens: int, calibrated: list[float]) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "confidences", "calibrated"),
+    [
+        # π 1/2 each, D 1: (1/2)/(1/2) of 1/3, of which a reward of 1/2 pays half.
+        ([1.0, 0.5, 0.0], [HALF, HALF, HALF], [1.0, 1 / 3, -1 / 3]),
+        # D_imp = 1 / ((2 + 1/4 · 2) / 3) = 6/5; (1/2)/(7/10) of 1/3 is 5/21, and 3/4 of it; (1/4)/(19/20) of 1/3.
+        ([1.0, 0.25, 0.0], [HALF, HALF, QUARTER], [1.0, 1 / 14, -5 / 57]),
+    ],
+)
+def test_lens_of_fractional_rewards(rewards: list[float], confidences: list[float], calibrated: list[float]) -> None:
+    found = lens(rewards, [(value, 1) for value in confidences])
+    expected = advantages.compute("group_norm", torch.tensor([calibrated], dtype=torch.float64))[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_lens_takes_no_estimate_of_d_from_a_group_without_a_right_answer() -> None:
+    """π 1/2 each: D is 1, where Eq. 14 has 2. r̃ is 1/2 − 1/4 and −1/2, 3/8 from their mean, of which α takes 1/4."""
+    found = lens([0.5, 0.0], [(HALF, 1), (HALF, 1)], alpha=0.25)
+    assert found.tolist() == pytest.approx([3 / 32, -3 / 32])
+
+
 def test_lens_s_penalty_is_the_gradient_of_the_likelihood() -> None:
     """Theorem 1: −π / (D − π) ∇ log π is the gradient of log(1 − π / D), for one token an answer."""
     log_probs = torch.tensor([-0.3, -1.2, -2.5], dtype=torch.float64, requires_grad=True)
@@ -215,6 +236,14 @@ def test_spo_s_tracker() -> None:
     assert values.visit("pqppp", [1, 1, 0, 0, 0], 0.75) == pytest.approx([0.25, 0.4, 0.25, 0.25, 0.25])
     assert values.visit("pqp", [1, 0, 1], 0.75) == pytest.approx([0.25, 0.55, 0.25])
     assert values.visit("qp", [0.5, 0.5], 0.75) == pytest.approx([0.4125, 0.55])
+
+
+def test_spo_s_tracker_counts_each_wrong_answer() -> None:
+    """ρ = 3/4 and a half at the start: (2, 2). Two wrong answers make it (1.5, 3.5), and 1.5/5 is 0.3."""
+    values = Values()
+    values.visit("pp", [1, 0], 0.75)
+    assert values.visit("pp", [0, 0], 0.75) == pytest.approx([0.5, 0.5])
+    assert values.visit("pp", [0, 0], 0.75) == pytest.approx([0.3, 0.3])
 
 
 def step(at: Any, rewards: list[float], parts: list[list[int]], prompts: str) -> list[float]:
