@@ -35,7 +35,11 @@ class MadeUp:
         )
 
     def get_tokenizer(self) -> Any:
-        return SimpleNamespace(chat_template=None, encode=lambda text, **_: [ord(letter) for letter in text])
+        return SimpleNamespace(
+            chat_template=None,
+            encode=lambda text, **_: [ord(letter) for letter in text],
+            decode=lambda tokens, skip_special_tokens: "" if skip_special_tokens else "<end>" * len(tokens),
+        )
 
     def generate(self, llm: Any, jobs: Any, sampling: Any, **_: Any) -> Iterator[list[Generated]]:
         self.seeds = [seed for _, seed, _ in jobs]
@@ -74,7 +78,7 @@ def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
     first = json.loads(lines(tmp_path)[0])
     assert len(first.pop("checksum")) == 16
     verdict = {"reward": 1.0, "correct": True, "extracted": "2", "parsed": True, "verdict": "right"}
-    answer = {"prompt": "1 + 1?\n", "text": "It is 2.", "tokens": 5, "finish": "stop"}
+    answer = {"prompt": "1 + 1?\n", "text": "It is 2.", "end": "<end>", "tokens": 5, "finish": "stop"}
     assert first == {"problem": "p1", "sample": 0, **answer, **verdict}
 
 
@@ -119,6 +123,23 @@ def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             evaluate(llm, **{"problems": PROBLEMS, "out": tmp_path, "n": 3, **settings})
     assert lines(tmp_path) == before
+
+
+def test_a_reward_file_reads_the_end_token_as_in_training(llm: MadeUp, tmp_path: Path) -> None:
+    """A response that was cut, sample 2, has none. A rescored one has the same."""
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    return {'rewards': [float(queries[0].removeprefix(prompts[0]).endswith('.<end>'))]}\n"
+    )
+    problems = [replace(problem, scorer=str(scorer)) for problem in PROBLEMS]
+    result = evaluate(llm, problems, out=tmp_path / "out", n=3)
+    samples = [json.loads(line) for line in lines(tmp_path / "out")]
+    assert [sample["reward"] for sample in samples] == [1.0, 1.0, 0.0] * 2
+    assert [sample["end"] for sample in samples] == ["<end>", "<end>", ""] * 2
+    assert not any("<end>" in sample["text"] for sample in samples)
+    again = rescore(tmp_path / "out")
+    assert again is not None and again["problems"] == result["problems"]
 
 
 def test_another_scorer_s_source_or_engine_is_another_evaluation(llm: MadeUp, tmp_path: Path) -> None:

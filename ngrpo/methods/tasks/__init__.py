@@ -150,10 +150,11 @@ def _argument(name: str) -> str:
 # --- scorers ----------------------------------------------------------------------------------------
 
 
-def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
+def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = "") -> Verdict:
     """The verdict on a response; one that cannot be read is wrong, not an error.
 
-    ``prompt`` is the prompt as the model saw it, for a reward file; None: the question's own text.
+    ``prompt`` is the prompt as the model saw it, None for the question's own text; ``end`` the text of the response's
+    end token. A reward file reads them as in training.
 
     Raises:
         UsageError: for an unknown scorer, a missing package, or a reward file that fails.
@@ -176,7 +177,7 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
     except Exception as error:
         raise UsageError(f"scorer {problem.scorer}: {type(error).__name__}: {error}. Correct the file.") from error
     try:
-        result = reward_calls.call(reward_func, prompt + text, prompt, label, reward_calls.seconds_allowed())
+        result = reward_calls.call(reward_func, prompt + text + end, prompt, label, reward_calls.seconds_allowed())
     except reward_calls.RewardFault as fault:
         raise UsageError(
             f"scorer {problem.scorer}: reward_func {fault}, for problem {problem.id!r}. It must return {{'rewards': a"

@@ -152,14 +152,16 @@ def evaluate(
                     for answer in batch:
                         problem, number = missing[answer.job]
                         prompt = prompts[problem.id]
+                        end = answer.end(tokenizer)
                         row = {
                             "problem": problem.id,
                             "sample": number,
                             "prompt": prompt,
                             "text": answer.text,
+                            "end": end,
                             "tokens": len(answer.tokens),
                             "finish": answer.finish,
-                            **score(problem, answer.text, prompt=prompt).columns(),
+                            **score(problem, answer.text, prompt=prompt, end=end).columns(),
                         }
                         if perturbation is not None:
                             row["perturbed"] = None if answer.record is None else len(answer.record)
@@ -208,7 +210,8 @@ def rescore(
         settings |= _scorers(problems)
         by_id = {problem.id: problem for problem in problems}
         for sample in samples:
-            verdict = score(by_id[sample["problem"]], sample["text"], prompt=sample["prompt"])
+            end = sample.get("end", "")  # which samples of earlier releases lack
+            verdict = score(by_id[sample["problem"]], sample["text"], prompt=sample["prompt"], end=end)
             sample.update(verdict.columns())
         held.write_lines(SAMPLES, samples)
         held.write_lines(PROBLEMS, map(asdict, problems))
