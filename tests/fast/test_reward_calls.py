@@ -148,6 +148,16 @@ def test_alarms_in_a_reward_file(name: str, tmp_path: Path) -> None:
     assert all(note.startswith("--reward.remote_url ") and "raises ValueError outside" in note for note in notes)
 
 
+def test_a_file_beside_it_is_read_too(tmp_path: Path) -> None:
+    """Whoever imports whom, each is read once; `math_verify.py` is no file of this folder."""
+    (tmp_path / "reward.py").write_text("from grader import grade\nfrom missing import nothing\n")
+    (tmp_path / "grader.py").write_text(f"import reward\n{PARSE}parse('1')\n")
+    notes = list(alarm_notes("--scorer", str(tmp_path / "reward.py")))
+    assert [note.partition(" sets")[0] for note in notes] == [
+        f"--scorer {tmp_path / 'grader.py'}: line 3: math_verify.parse"
+    ]
+
+
 def test_they_are_said_at_the_start(tmp_path: Path) -> None:
     """Of training, of an agent's file too, and of evaluation."""
     from ngrpo.config.rules import alarm_notes as notes_of_run

@@ -6,7 +6,7 @@ alarms: its `parse` and `verify` raise there, and a reward function that catches
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 # A function of math-verify: the argument that limits its time, and the argument's place.
@@ -16,12 +16,26 @@ _METRIC = ("math_verify.metric.math_metric", "math_verify.math_metric")
 
 
 def alarm_notes(subject: str, path: str) -> Iterator[str]:
-    """A warning for each line of a reward file that raises outside of the main thread; none for an unreadable file."""
-    try:
-        tree = ast.parse(Path(path).expanduser().read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # which a start refuses
-        return
-    names = _imported(tree)
+    """A warning for each line that raises outside of the main thread.
+
+    Of a reward file, and of the files of its folder that it imports. One that cannot be read has no warning.
+    """
+    waiting, read = [Path(path).expanduser()], set[Path]()
+    while waiting:
+        file = waiting.pop(0)
+        read.add(file)
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError):  # which a start refuses
+            continue
+        names = _imported(tree)
+        yield from _notes(f"{subject} {file}", tree, names)
+        beside = {file.with_name(f"{name.partition('.')[0]}.py") for name in names.values()}
+        waiting += sorted(other for other in beside - read - {*waiting} if other.is_file())
+
+
+def _notes(subject: str, tree: ast.AST, names: Mapping[str, str]) -> Iterator[str]:
+    """A warning for each line of one file."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     for call in sorted(calls, key=lambda node: node.lineno):
         called = _full_name(call.func, names)
@@ -37,7 +51,7 @@ def alarm_notes(subject: str, path: str) -> Iterator[str]:
                 fix = f"Write {name}(..., {argument}=None)."
         if fix:
             yield (
-                f"{subject} {path}: line {call.lineno}: {called} sets a signal handler, and raises ValueError outside"
+                f"{subject}: line {call.lineno}: {called} sets a signal handler, and raises ValueError outside"
                 f" of the main thread, where rewards are computed. {fix}"
             )
 
@@ -55,7 +69,7 @@ def _imported(tree: ast.AST) -> dict[str, str]:
     return names
 
 
-def _full_name(node: ast.expr, names: dict[str, str]) -> str:
+def _full_name(node: ast.expr, names: Mapping[str, str]) -> str:
     """The full name of what is called, such as ``math_verify.parse``; empty for anything that was not imported."""
     if isinstance(node, ast.Name):
         return names.get(node.id, "")
