@@ -46,7 +46,7 @@ def load(path: str) -> Callable[..., Any]:
     return module.reward_func
 
 
-def call(reward_func: Callable[..., Any], query: str, prompt: str, label: Any, seconds: float) -> dict[str, Any]:
+def call(reward_func: Callable[..., Any], query: str, prompt: str, label: object, seconds: float) -> dict[str, Any]:
     """The result for one response, with floats.
 
     The function runs in a thread of its own, as OpenRLHF calls it from threads: one that hangs is left behind, and an

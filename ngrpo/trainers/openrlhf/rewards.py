@@ -35,7 +35,7 @@ class CheckedExecutor:
         elif addresses:
             self._source = executor._fetch_rewards_via_http = CheckedServers(addresses)
 
-    async def execute(self, **kwargs: Any) -> dict[str, Any]:
+    async def execute(self, **kwargs: object) -> dict[str, Any]:
         """As the wrapped executor's.
 
         Raises:

@@ -133,7 +133,7 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
 class RecordingExecutor:
     """Wraps OpenRLHF's agent executor: puts a trajectory's record into its response."""
 
-    def __init__(self, executor: Any, name: str | None = None) -> None:
+    def __init__(self, executor: rewards.CheckedExecutor, name: str | None = None) -> None:
         self._executor = executor
         self._name = name or type(executor).__name__  # for messages
         self._numbers = seeds.AnswerNumbers()
