@@ -3,6 +3,7 @@
 
 import asyncio
 import time
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ GOOD = {
     "nested tuple": (((0.25,),), 0.25),
     "numpy array": (np.array([0.5], np.float32), 0.5),
     "numpy number": (np.float64(0.5), 0.5),
+    "numpy bool": (np.bool_(True), 1.0),
+    "half precision": (torch.tensor([[0.5]], dtype=torch.bfloat16), 0.5),
     "tensor of a list": (torch.tensor([1.0]), 1.0),
     "tensor": (torch.tensor(0.0), 0.0),
 }
@@ -60,6 +63,11 @@ BAD = {
     "a string": (gives({"rewards": "1.0"}), "returned '1.0' as 'rewards' of one response"),
     "nan": (gives({"rewards": float("nan")}), "returned 'nan' as 'rewards'"),
     "infinite": (gives({"rewards": torch.tensor([torch.inf])}), "returned 'tensor"),
+    "too large": (gives({"rewards": 10**400}), "returned '1000"),
+    "an exact number of another kind": (gives({"rewards": Fraction(1, 2)}), "returned '1/2' as 'rewards'"),
+    "a complex number": (gives({"rewards": np.array([1j])}), "as 'rewards' of one response"),
+    "no value": (gives({"rewards": []}), "returned '[]' as 'rewards'"),
+    "a list of results": (gives([{"rewards": 1.0}]), "where a dictionary with 'rewards' is needed"),
     "two values": (gives({"rewards": [1.0, 0.0]}), "as 'rewards' of one response"),
     "scores": (gives({"rewards": 1.0, "scores": "good"}), "returned 'good' as 'scores'"),
 }

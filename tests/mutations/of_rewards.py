@@ -6,7 +6,7 @@ _FURTHER, _PAIRS = "test_advantages_further.py", "test_evaluate_math.py::test_pa
 
 MUTATIONS = {
     ("ngrpo/methods/scoring/reward_calls.py", _CALLS): [
-        (" or not math.isfinite(flat)", "", "rewards: NaN is a reward"),
+        ("if not math.isfinite(number):", "if False:", "rewards: NaN is a reward"),
         ('if result.get("scores") is not None:', 'if "scores" in result:', "rewards: scores of None are refused"),
         (
             "reward_func([query], [prompt], [label])",

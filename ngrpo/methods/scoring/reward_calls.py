@@ -95,9 +95,13 @@ def one_number(name: str, value: object) -> float:
     flat = value.flatten().tolist() if hasattr(value, "flatten") else value  # numpy's arrays, torch's tensors
     while isinstance(flat, list | tuple) and len(flat) == 1:
         (flat,) = flat
-    if not isinstance(flat, int | float) or not math.isfinite(flat):
+    try:
+        number = float(flat) if isinstance(flat, int | float) else math.nan
+    except OverflowError:  # of a whole number beyond the largest float
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{short(str(value))} as {name!r} of one response")
-    return float(flat)
+    return number
 
 
 def short(text: str) -> str:
