@@ -12,7 +12,7 @@ import pytest
 
 from ngrpo.commands.eval import run
 from ngrpo.machine.storage.result_folder import read_json
-from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, rescore
+from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, evaluation, rescore
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
@@ -80,6 +80,28 @@ def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
     verdict = {"reward": 1.0, "correct": True, "extracted": "2", "parsed": True, "verdict": "right"}
     answer = {"prompt": "1 + 1?\n", "text": "It is 2.", "end": "<end>", "tokens": 5, "finish": "stop"}
     assert first == {"problem": "p1", "sample": 0, **answer, **verdict}
+
+
+def test_the_table_counts_problems_by_how_often_they_are_solved(llm: MadeUp, tmp_path: Path) -> None:
+    """p1 is right in 2 of 3 samples, p2 in 1 of 3; of one sample p1 is right and p2 too, and of p9 none."""
+    text = evaluation.table(evaluate(llm, PROBLEMS, out=tmp_path / "three", n=3), "three")
+    assert "solved        0 always, 2 sometimes, 0 never" in text
+    wrong = replace(PROBLEMS[0], id="p9", answer="77")
+    text = evaluation.table(evaluate(llm, [*PROBLEMS, wrong], out=tmp_path / "one", n=1), "one")
+    assert "solved        2 always, 0 sometimes, 1 never" in text
+
+
+def test_the_default_ks_end_at_the_number_of_samples() -> None:
+    assert [evaluation.checked_ks(None, n) for n in (1, 15, 16)] == [(1,), (1, 4, 8), (1, 4, 8, 16)]
+
+
+def test_the_perturbed_rate_is_of_all_generated_tokens(llm: MadeUp, tmp_path: Path) -> None:
+    """3 and 1 positions of responses with 5 tokens each: 4 of 10."""
+    result = evaluate(llm, PROBLEMS, out=tmp_path, n=1)
+    settings = read_json(tmp_path / "settings.json")
+    samples = [{**json.loads(line), "perturbed": count} for line, count in zip(lines(tmp_path), (3, 1))]
+    summary = evaluation.summarise(settings, PROBLEMS, samples, (1,), 1.0, None)
+    assert summary["perturbed_rate"] == pytest.approx(0.4) and "perturbed_rate" not in result
 
 
 def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards on their way to a gradient, the scorers, and what an engine hands over."""
+"""Rewards on their way to a gradient, the scorers, and what an engine and an evaluation hand over."""
 
 _CALLS, _CHECKED, _FAULTS = "test_reward_calls.py", "test_rewards.py", "test_step_faults.py"
 _FURTHER, _PAIRS = "test_advantages_further.py", "test_evaluate_math.py::test_pairs"
@@ -52,6 +52,11 @@ MUTATIONS = {
     ("ngrpo/workbench/statistics.py", "test_significance.py"): [
         ("if not np.isfinite(table).all():", "if False:", "a difference of NaN is real"),
         ("(values >= 0.0) & (values <= 1.0)", "(values == values)", "holm: p-values beyond 1"),
+    ],
+    ("ngrpo/workbench/evaluate/evaluation.py", "test_evaluate_folder.py"): [
+        ("for k in DEFAULT_KS if k <= n}", "for k in DEFAULT_KS if k < n}", "evaluation: no Pass@n of n samples"),
+        ("sum(perturbed) / max(1, tokens)", "sum(perturbed) / len(perturbed)", "evaluation: positions a response"),
+        ('problem["correct"] == 0 for', 'problem["correct"] <= 1 for', "evaluation: solved once is never"),
     ],
     ("ngrpo/rollout/records.py", "test_records.py"): [
         ("if len(lengths) > _LENGTHS_KEPT:", "if False:", "records: lengths without a reader pile up"),
