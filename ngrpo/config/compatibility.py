@@ -137,6 +137,11 @@ TRAINING = (
         (given.ROUTING, _OTHER_PROMPT),
         (given.GSPO, "its ratio is of a whole response, the method's of each token"),
         (given.CREDIT_IN_LOSS, "both change the ratio of the same tokens"),
+        (
+            given.BY_VALUES,
+            "a prompt's value would count the right ones of further responses",
+            "choose another advantage",
+        ),
         (given.ONE_ANSWER, "one response of a group stays, and right ones take the place of others", "set it to 8"),
     ),
     *rows(

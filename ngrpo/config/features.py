@@ -11,7 +11,7 @@ from typing import Any
 from ngrpo.config.kinds import KINDS
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.models import architecture
-from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
 from ngrpo.methods.advantages.base import VerifiedAdvantage
 from perturbations.errors import UsageError
 
@@ -23,7 +23,6 @@ KL = "--algo.kl.init_coef"
 LOSS = "--actor.policy_loss_type"
 MODEL = "--actor.model_name_or_path"
 LONGEST, GENERATED = "--data.max_len", "--rollout.max_new_tokens"
-SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +301,7 @@ FULL_GROUPS = part("second_round", "with group=all", lambda made: made.group == 
 
 ADVANTAGE = part("advantage")
 FOLLOWED = part("advantage", "that follows a prompt over the run", lambda made: made.needs in ("counts", "values"))
+BY_VALUES = part("advantage", "that keeps a value of each prompt", lambda made: made.needs == "values")
 NO_ADVANTAGE = when("no --advantage", lambda asked: asked.part("advantage") is None)
 _OTHER = flag(ESTIMATOR, off="group_norm")
 OTHER_ESTIMATOR = Feature(_OTHER.name, lambda asked: _OTHER.given(Combination(flags=Flags(asked.flags.given))))

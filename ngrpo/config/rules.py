@@ -16,7 +16,7 @@ from typing import Literal
 
 from ngrpo import patches
 from ngrpo.config import compatibility, flag_checks, input_checks, stretches
-from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, SIZES, Combination
+from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, Combination
 from ngrpo.config.input_checks import DATASETS, check_files, is_checked, label_note
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import GROUP_BASELINES, OVERLONG, PRESETS, RunConfig
@@ -24,9 +24,9 @@ from ngrpo.machine.hardware import gpu_plan, stand_ins
 from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
-from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, Default, Flags
+from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, SIZES, Default, Flags
 from ngrpo.methods import tasks
-from ngrpo.methods.scoring import reward_files
+from ngrpo.methods.scoring import reward_alarms, reward_files
 from perturbations.errors import UsageError, require
 
 # --- complete flags: given, then of folder, methods, preset, task and hardware ----------------------
@@ -294,10 +294,18 @@ def label_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
                 yield note
 
 
+def alarm_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
+    """Warnings about files for rewards with signals, which raise outside of the main thread."""
+    for name in ("--reward.remote_url", "--train.agent_func_path"):
+        if (path := flags.value(name) or "").endswith(".py"):
+            yield from reward_alarms.alarm_notes(name, path)
+
+
 def flag_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
-    """Warnings of the advantage and the sampling about flags, and about flags without an effect."""
+    """Warnings of the advantage, the sampling and the credit about flags, and about flags without an effect."""
     for part in (run.advantage, run.sampling):
         yield from part.notes(Flags(run.openrlhf)) if part is not None else ()
+    yield from run.credit.notes(flags) if run.credit is not None else ()
     if not flags.value("--eval.dataset") and (steps := flags.value("--eval.steps") or "-1") != "-1":
         yield f"--eval.steps {steps} has no effect without problems: give --eval.dataset FILE."
     if run.reproducible and flags.has("--algo.dynamic_filtering_enable"):
@@ -359,6 +367,7 @@ def loss_notes(flags: Flags, run: RunConfig) -> Iterator[str]:
 NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
     flag_notes,
     label_notes,
+    alarm_notes,
     batch_notes,
     gap_notes,
     loss_notes,

@@ -256,7 +256,6 @@ class RunConfig:
             "eval_at_start": self.eval_at_start,
             "chat_template": Flags(self.openrlhf).has("--data.apply_chat_template"),
             "report_groups": self.report_groups > 0,
-            "engine_limits": bool(self.engine_limits),
         }
         return tuple(name for name, holds in conditions.items() if holds)
 

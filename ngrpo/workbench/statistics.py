@@ -115,6 +115,8 @@ def paired(ours: np.ndarray, baseline: np.ndarray) -> Interval:
     if np.shape(ours) != np.shape(baseline):
         raise ValueError(f"{np.shape(ours)} and {np.shape(baseline)}: pairs need the same seeds and problems.")
     table = np.atleast_2d(np.asarray(ours, dtype=np.float64) - np.asarray(baseline, dtype=np.float64))
+    if not np.isfinite(table).all():
+        raise ValueError(f"{int((~np.isfinite(table)).sum())} of {table.size} differences are not finite numbers.")
     seeds, problems = table.shape
     found: Interval = {**interval(table), "p": None, "spread": None, "seeds": seeds}
     if found["low"] is not None:
@@ -157,6 +159,8 @@ def correct(differences: Sequence[Interval]) -> None:
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values corrected for their number by Holm's step-down method (Scandinavian Journal of Statistics 6, 1979)."""
     values = np.asarray(p_values, dtype=np.float64)
+    if not ((values >= 0.0) & (values <= 1.0)).all():
+        raise ValueError(f"p-values {p_values}: each must be in [0, 1].")
     order, corrected = np.argsort(values, kind="stable"), np.empty_like(values)
     corrected[order] = np.maximum.accumulate(np.minimum(1.0, np.arange(len(values), 0, -1) * values[order]))
     return corrected.tolist()

@@ -4,6 +4,7 @@
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 
 from ngrpo.config import parse
 from ngrpo.config.run import current_run
+from ngrpo.methods import credits
 from ngrpo.methods.advantages import compute, create
 from ngrpo.methods.scoring.answers import outcome
-from ngrpo.trainers.openrlhf.rewards import refuse_non_finite
-from ngrpo.trainers.openrlhf.step_advantages import Visits, advantage_measures
+from ngrpo.trainers.openrlhf.rewards import check_step
+from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Visits, advantage_measures
 from ngrpo.trainers.verl.overrides import estimator
 from perturbations.errors import UsageError
 from tests.conftest import ROOT
@@ -123,7 +125,56 @@ def test_a_users_own_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     close(current_run().advantage.compute(REWARDS[:1]), [[0.375, -0.125, -0.125, -0.125]])
 
 
+def test_equal_rewards_are_a_uniform_group_where_their_float32_mean_is_another_number() -> None:
+    rewards = torch.full((1, 7), 0.3)
+    assert (rewards.mean(-1, keepdim=True) != rewards).any()
+    assert advantage_measures(rewards, torch.zeros(1, 7))["advantage/uniform_groups"] == 1.0
+
+
+def test_a_step_computes_with_the_options_of_its_time() -> None:
+    """PKPO's k is 4, and 1 from step 10 on: then it is the reward, less nothing, of each of four responses."""
+    made = create("pkpo", k=4, k_end=1, k_steps=10)
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    batch = [SimpleNamespace(index=[0, 1, 2, 3], rewards=rewards, prompts=["p"] * 4)]
+    for at, k in ((9, 4), (10, 1)):
+        args = SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4))
+        found = StepAdvantages(SimpleNamespace(args=args, training_step=at), batch, made).next(rewards)
+        assert torch.equal(found, create("pkpo", k=k).compute(rewards.unsqueeze(0))[0])
+
+
+def test_the_only_response_that_is_not_overlong_is_a_group_of_one() -> None:
+    """GRPO gives it 0 in any case; a user's advantage need not."""
+
+    class Plain(type(create("psr"))):
+        leaves_out_overlong = True
+
+    overlong = torch.tensor([[False, True, True], [True, True, True]])
+    found = Plain().compute(torch.ones(2, 3), overlong=overlong)
+    assert found.tolist() == [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("made", "option", "default"),
+    [
+        (create("rep_exp"), "ridge", 0.01),
+        (create("s_grpo"), "p", 0.15),
+        (create("spo"), "rho", 0.875),
+        (credits.create("kl_cov"), "share", 2e-3),
+        (credits.create("clip_cov"), "low", 1.0),
+        (credits.create("lp_reg"), "kappa", 0.02),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_defaults_are_the_papers(made: Any, option: str, default: float) -> None:
+    assert getattr(made, option) == default
+
+
 class TestErrors:
+    @pytest.mark.parametrize("p", [0.5, 0.495])
+    def test_a_verifier_that_is_wrong_half_the_time_says_nothing(self, p: float) -> None:
+        with pytest.raises(UsageError, match=r"p=0\.\d+: must be in \[0, 0\.49\]"):
+            create("s_grpo", p=p)
+
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_a_reward_that_is_not_finite_names_prompt_answer_and_value(self, bad: float) -> None:
         """Two batches of two answers, of tokens 1 and 2 after a prompt of one token."""
@@ -135,10 +186,18 @@ class TestErrors:
         }
         fine, broken = (SimpleNamespace(rewards=torch.tensor([1.0, value]), **batch) for value in (-1e30, bad))
         with pytest.raises(UsageError) as caught:
-            refuse_non_finite(tokenizer, [fine, broken])
+            check_step(tokenizer, [fine, broken])
         assert all(part in str(caught.value) for part in (str(bad), "and 2 + 2?", "It is 2."))
         assert "1 + 1" not in str(caught.value)
-        refuse_non_finite(tokenizer, [fine])
+        check_step(tokenizer, [fine])
+
+    def test_a_step_has_one_reward_for_each_response(self) -> None:
+        column = SimpleNamespace(rewards=torch.tensor([[1.0], [0.0]]), prompts=["p", "p"])
+        check_step(SimpleNamespace(), [column])
+        assert column.rewards.tolist() == [1.0, 0.0]
+        two = SimpleNamespace(rewards=torch.zeros(2, 2), prompts=["p", "p"])
+        with pytest.raises(UsageError, match=r"2 responses have rewards of shape \(2, 2\); one number"):
+            check_step(SimpleNamespace(), [two])
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_rewards_that_are_not_finite(self, bad: float) -> None:

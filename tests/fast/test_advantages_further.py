@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LENS, RepExp and SPO against numbers derived by hand, and what a step gives them in addition to its rewards."""
 
+import math
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from ngrpo.config import rules
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages
+from ngrpo.methods.advantages.base import normalised
 from ngrpo.trainers.openrlhf import step_advantages
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from ngrpo.trainers.openrlhf.step_advantages import StepAdvantages, Values, Visits
 from ngrpo.trainers.openrlhf.trainer import trainer as our_trainer
+from perturbations.errors import UsageError
 from tests.fast.openrlhf_doubles import LOGGED, maker
 from tests.fast.run import run_of, run_with
 from tests.fast.test_resume import Trainer
@@ -70,6 +73,27 @@ def test_lens_of_a_mixed_group(tokens: int, calibrated: list[float]) -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize(
+    ("rewards", "confidences", "calibrated"),
+    [
+        # π 1/2 each, D 1: (1/2)/(1/2) of 1/3, of which a reward of 1/2 pays half.
+        ([1.0, 0.5, 0.0], [HALF, HALF, HALF], [1.0, 1 / 3, -1 / 3]),
+        # D_imp = 1 / ((2 + 1/4 · 2) / 3) = 6/5; (1/2)/(7/10) of 1/3 is 5/21, and 3/4 of it; (1/4)/(19/20) of 1/3.
+        ([1.0, 0.25, 0.0], [HALF, HALF, QUARTER], [1.0, 1 / 14, -5 / 57]),
+    ],
+)
+def test_lens_of_fractional_rewards(rewards: list[float], confidences: list[float], calibrated: list[float]) -> None:
+    found = lens(rewards, [(value, 1) for value in confidences])
+    expected = advantages.compute("group_norm", torch.tensor([calibrated], dtype=torch.float64))[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_lens_takes_no_estimate_of_d_from_a_group_without_a_right_answer() -> None:
+    """π 1/2 each: D is 1, where Eq. 14 has 2. r̃ is 1/2 − 1/4 and −1/2, 3/8 from their mean, of which α takes 1/4."""
+    found = lens([0.5, 0.0], [(HALF, 1), (HALF, 1)], alpha=0.25)
+    assert found.tolist() == pytest.approx([3 / 32, -3 / 32])
+
+
 def test_lens_s_penalty_is_the_gradient_of_the_likelihood() -> None:
     """Theorem 1: −π / (D − π) ∇ log π is the gradient of log(1 − π / D), for one token an answer."""
     log_probs = torch.tensor([-0.3, -1.2, -2.5], dtype=torch.float64, requires_grad=True)
@@ -106,10 +130,32 @@ STATES = [[5.0], [2.0], [2.0]]
 def test_rep_exp() -> None:
     """States 5, 2, 2 less their mean are 2, −1, −1: Σ = 2 + 6, and bonuses 4/8, 1/8, 1/8, of which β takes 2."""
     found = of_group("rep_exp", [1, 1, 1], STATES, beta=2.0, ridge=2.0)
-    expected = advantages.compute("group_norm", torch.tensor([[2.0, 1.25, 1.25]], dtype=torch.float64))[0]
+    expected = normalised(torch.tensor([[2.0, 1.25, 1.25]], dtype=torch.float64), least=1e-6)[0]
     torch.testing.assert_close(found, expected)
     assert not of_group("rep_exp", [0, 0.5, 0.5], STATES, beta=0.0)[1:].diff().any()
     assert not of_group("rep_exp", [0, 0, 0], STATES).any(), "a group without a right answer has no bonus"
+
+
+def test_rep_exp_s_bonus_of_nearly_equal_states_stays_small() -> None:
+    """States that differ by rounding: r̂ differs by about 4e-8, of which 1e-6 makes 0.04 and 1e-9 about 1."""
+    states = [[1.0 + 1e-4 * place] for place in range(4)]
+    assert 0.0 < of_group("rep_exp", [1, 1, 1, 1], states).abs().max() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "said"),
+    [
+        ("lens", [math.nan, 3.0], r"log_probs of prompt 0, response 1 are \[nan, 3\.0\]\. Finite numbers"),
+        ("lens", [-1.0, 0.0], "prompt 0, response 1 has 0 tokens. At least one is needed"),
+        ("rep_exp", [0.5, math.inf], r"hidden of prompt 0, response 1 are \[0\.5, inf\]"),
+    ],
+)
+def test_what_else_they_read_is_checked(name: str, wrong: list[float], said: str) -> None:
+    """One such number made its whole group NaN."""
+    with pytest.raises(UsageError, match=f"advantage {name}: {said}"):
+        advantages.compute(name, torch.tensor([[1.0, 0.0]]), further=torch.tensor([[[-1.0, 2.0], wrong]]))
+    with pytest.raises(UsageError, match=r"counts of prompt 0, response 0 are nan"):
+        advantages.compute("copo", torch.tensor([[1.0, 0.0]]), further=torch.tensor([[math.nan, 2.0]]))
 
 
 @pytest.mark.parametrize("dim", [2, 9])
@@ -120,7 +166,7 @@ def test_rep_exp_s_bonus_is_the_leverage_in_the_states_own_space(dim: int) -> No
     covariance = 0.3 * torch.eye(dim, dtype=torch.float64) + centered.T @ centered
     bonus = torch.stack([h @ torch.linalg.inv(covariance) @ h for h in centered])
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    expected = advantages.compute("group_norm", (rewards + 0.7 * bonus).unsqueeze(0))[0]
+    expected = normalised((rewards + 0.7 * bonus).unsqueeze(0), least=1e-6)[0]
     found = of_group("rep_exp", rewards.tolist(), states.tolist(), beta=0.7, ridge=0.3)
     torch.testing.assert_close(found, expected)
 
@@ -190,6 +236,14 @@ def test_spo_s_tracker() -> None:
     assert values.visit("pqppp", [1, 1, 0, 0, 0], 0.75) == pytest.approx([0.25, 0.4, 0.25, 0.25, 0.25])
     assert values.visit("pqp", [1, 0, 1], 0.75) == pytest.approx([0.25, 0.55, 0.25])
     assert values.visit("qp", [0.5, 0.5], 0.75) == pytest.approx([0.4125, 0.55])
+
+
+def test_spo_s_tracker_counts_each_wrong_answer() -> None:
+    """ρ = 3/4 and a half at the start: (2, 2). Two wrong answers make it (1.5, 3.5), and 1.5/5 is 0.3."""
+    values = Values()
+    values.visit("pp", [1, 0], 0.75)
+    assert values.visit("pp", [0, 0], 0.75) == pytest.approx([0.5, 0.5])
+    assert values.visit("pp", [0, 0], 0.75) == pytest.approx([0.3, 0.3])
 
 
 def step(at: Any, rewards: list[float], parts: list[list[int]], prompts: str) -> list[float]:

@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ngrpo.config import rules
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import credits
 from ngrpo.methods.credits.base import StepTokens
 from ngrpo.trainers.openrlhf.model_actors import policy_model_actor
 from perturbations.errors import UsageError
 from perturbations.seeds import trajectory_seed
 from tests.fast import openrlhf_doubles
-from tests.fast.run import run_with
+from tests.fast.run import run_of, run_with
 
 
 def step(advantages: list[float], **given: list[float]) -> StepTokens:
@@ -134,7 +136,8 @@ def three_answers() -> list[SimpleNamespace]:
 
     def experience(advantages: Tensor, mask: list[list[int]], index: list[int]) -> SimpleNamespace:
         masks = {"action_mask": torch.tensor(mask), "index": index}
-        return SimpleNamespace(advantages=advantages, action_log_probs=-advantages.abs(), **masks)
+        scored = {"rewards": torch.zeros(len(index)), "prompts": ["p"] * len(index)}
+        return SimpleNamespace(advantages=advantages, action_log_probs=-advantages.abs(), **masks, **scored)
 
     two, one = torch.tensor([[1.0, 7.0], [2.0, 2.0]]), torch.tensor([[-1.0, -1.0]])
     return [experience(two, [[1, 0], [1, 1]], [2, 1]), experience(one, [[1, 1]], [0])]
@@ -206,3 +209,22 @@ def test_a_credit_that_answers_in_another_shape(method: str, monkeypatch: pytest
     monkeypatch.setattr(type(credits.create("kl_cov")), method, lambda self, tokens: tokens.advantages[:1])
     with pytest.raises(RuntimeError, match=rf"{method} returns \(1,\) for 5 tokens"):
         maker.compute_advantages_and_returns(three_answers())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--rollout.batch_size 4 --rollout.n_samples_per_prompt 8 --train.batch_size 32", True),
+        ("--rollout.batch_size 4 --rollout.n_samples_per_prompt 8 --train.batch_size 64", True),
+        ("--rollout.batch_size 4 --rollout.n_samples_per_prompt 8 --train.batch_size 16", False),
+        ("--rollout.batch_size 4 --rollout.n_samples_per_prompt 8 --train.batch_size 32 --train.max_epochs 2", False),
+    ],
+)
+def test_a_start_says_that_kl_cov_needs_several_updates(words: str, said: bool) -> None:
+    """The gradient of |log π − log π_old| is exactly 0 where both are equal."""
+    flags = Flags(words.split())
+    notes = [note for note in rules.flag_notes(flags, run_of(credit={"name": "kl_cov"})) if "kl_cov" in note]
+    assert [note.partition(":")[0] for note in notes] == [
+        "--credit kl_cov has no effect with one update a rollout"
+    ] * said
+    assert not [note for note in rules.flag_notes(flags, run_of(credit={"name": "lp_reg"})) if "lp_reg" in note]

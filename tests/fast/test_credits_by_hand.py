@@ -135,6 +135,13 @@ def test_lp_reg_by_hand() -> None:
     assert not credits.create("lp_reg", kappa=0.0).marked_loss(tokens, torch.tensor([1]), torch.zeros(1)).any()
 
 
+def test_lp_reg_keeps_the_token_at_the_boundary() -> None:
+    """κ = 1: all but the likeliest token are noise, so Z is its probability, 0.6."""
+    tokens, _ = one_answer([P.tolist()] * 2, [0, 1], -1.0)
+    penalty = credits.create("lp_reg", kappa=1.0).marked_loss(tokens, torch.tensor([0, 1]), torch.zeros(2))
+    assert penalty.tolist() == pytest.approx([1 / 0.6 - 1.0 + math.log(0.6), 0.0], rel=1e-6)
+
+
 def test_lp_regs_gradient_estimates_the_forward_kls() -> None:
     """Over draws of y from π: with ∇log π(y) for noise, the limit where q(y) is 0, it is the gradient of KL(q ‖ π)."""
     tokens, logits = one_answer([P.tolist()] * 5, [0, 1, 2, 3, 4], -1.0)

@@ -43,9 +43,10 @@ class Trainer:
             log_probs = scored(self.logits, ids.roll(-1, 1))
         own = log_probs[:, :-1][:, -experience.action_mask.shape[1] :] * experience.action_mask
         self.seen = own.detach()
-        loss, *_ = self.actor_loss_fn(
-            own, experience.action_log_probs, experience.advantages, action_mask=experience.action_mask
-        )
+        given = {"action_mask": experience.action_mask}
+        if hasattr(experience, "rollout_log_probs"):
+            given["rollout_log_probs"] = experience.rollout_log_probs
+        loss, *_ = self.actor_loss_fn(own, experience.action_log_probs, experience.advantages, **given)
         self.loss = loss.detach()
         loss.backward()
         return {"metrics": {}, "weights": {}}
@@ -169,6 +170,28 @@ def test_the_gradient_is_the_loss_and_the_penalty(
     penalty = torch.where(MARKS, penalties(name, options, other, own - old, made.sequences), 0.0)
     per_response = ((penalty * mask).sum(-1) / mask.sum(-1)).mean()
     (total + ((penalty * mask).sum() / mask.sum() if by_token else per_response)).backward()
+    torch.testing.assert_close(logits.grad, other.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "options"), PENALTIES)
+def test_the_penalty_has_the_importance_weights_of_the_loss(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """min(π_old / π_rollout, 2) of each token, as its policy loss has it."""
+    run_with(monkeypatch, credit={"name": name, **options})
+    loss = policy_loss("token", "clip", (0.0, 2.0))
+    logits, made = experience(marks=MARKS)
+    made.rollout_log_probs = made.action_log_probs - torch.linspace(-0.5, 1.5, B * A, dtype=torch.float64).view(B, A)
+    actor_trainer(Trainer)(logits, False, loss).training_step(made, 0.0, 0)
+
+    other = again(logits)
+    own = log_probs_of(other, made.sequences.roll(-1, 1))[:, :-1][:, -A:] * ACTIONS
+    old, rollout = made.action_log_probs, made.rollout_log_probs
+    total = loss(own, old, made.advantages, action_mask=ACTIONS, rollout_log_probs=rollout)[0]
+    weights = (old - rollout).exp().clamp(0.0, 2.0)
+    assert weights[MARKS].min() < 0.9 and weights[MARKS].max() == 2.0
+    penalty = torch.where(MARKS, penalties(name, options, other, own - old, made.sequences), 0.0)
+    (total + (weights * penalty * ACTIONS).sum() / ACTIONS.sum()).backward()
     torch.testing.assert_close(logits.grad, other.grad, rtol=1e-5, atol=1e-7)
 
 

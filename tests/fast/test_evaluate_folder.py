@@ -12,7 +12,7 @@ import pytest
 
 from ngrpo.commands.eval import run
 from ngrpo.machine.storage.result_folder import read_json
-from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, rescore
+from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, evaluation, rescore
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.evaluate.engine import Generated
 from perturbations.errors import UsageError
@@ -35,7 +35,11 @@ class MadeUp:
         )
 
     def get_tokenizer(self) -> Any:
-        return SimpleNamespace(chat_template=None, encode=lambda text, **_: [ord(letter) for letter in text])
+        return SimpleNamespace(
+            chat_template=None,
+            encode=lambda text, **_: [ord(letter) for letter in text],
+            decode=lambda tokens, skip_special_tokens: "" if skip_special_tokens else "<end>" * len(tokens),
+        )
 
     def generate(self, llm: Any, jobs: Any, sampling: Any, **_: Any) -> Iterator[list[Generated]]:
         self.seeds = [seed for _, seed, _ in jobs]
@@ -74,8 +78,30 @@ def test_result_by_hand(llm: MadeUp, tmp_path: Path) -> None:
     first = json.loads(lines(tmp_path)[0])
     assert len(first.pop("checksum")) == 16
     verdict = {"reward": 1.0, "correct": True, "extracted": "2", "parsed": True, "verdict": "right"}
-    answer = {"prompt": "1 + 1?", "text": "It is 2.", "tokens": 5, "finish": "stop"}
+    answer = {"prompt": "1 + 1?", "text": "It is 2.", "end": "<end>", "tokens": 5, "finish": "stop"}
     assert first == {"problem": "p1", "sample": 0, **answer, **verdict}
+
+
+def test_the_table_counts_problems_by_how_often_they_are_solved(llm: MadeUp, tmp_path: Path) -> None:
+    """p1 is right in 2 of 3 samples, p2 in 1 of 3; of one sample p1 is right and p2 too, and of p9 none."""
+    text = evaluation.table(evaluate(llm, PROBLEMS, out=tmp_path / "three", n=3), "three")
+    assert "solved        0 always, 2 sometimes, 0 never" in text
+    wrong = replace(PROBLEMS[0], id="p9", answer="77")
+    text = evaluation.table(evaluate(llm, [*PROBLEMS, wrong], out=tmp_path / "one", n=1), "one")
+    assert "solved        2 always, 0 sometimes, 1 never" in text
+
+
+def test_the_default_ks_end_at_the_number_of_samples() -> None:
+    assert [evaluation.checked_ks(None, n) for n in (1, 15, 16)] == [(1,), (1, 4, 8), (1, 4, 8, 16)]
+
+
+def test_the_perturbed_rate_is_of_all_generated_tokens(llm: MadeUp, tmp_path: Path) -> None:
+    """3 and 1 positions of responses with 5 tokens each: 4 of 10."""
+    result = evaluate(llm, PROBLEMS, out=tmp_path, n=1)
+    settings = read_json(tmp_path / "settings.json")
+    samples = [{**json.loads(line), "perturbed": count} for line, count in zip(lines(tmp_path), (3, 1))]
+    summary = evaluation.summarise(settings, PROBLEMS, samples, (1,), 1.0, None)
+    assert summary["perturbed_rate"] == pytest.approx(0.4) and "perturbed_rate" not in result
 
 
 def test_goes_on_where_it_was_interrupted(llm: MadeUp, tmp_path: Path) -> None:
@@ -119,6 +145,23 @@ def test_other_settings_are_refused(llm: MadeUp, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             evaluate(llm, **{"problems": PROBLEMS, "out": tmp_path, "n": 3, **settings})
     assert lines(tmp_path) == before
+
+
+def test_a_reward_file_reads_the_end_token_as_in_training(llm: MadeUp, tmp_path: Path) -> None:
+    """A response that was cut, sample 2, has none. A rescored one has the same."""
+    scorer = tmp_path / "scorer.py"
+    scorer.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    return {'rewards': [float(queries[0].removeprefix(prompts[0]).endswith('.<end>'))]}\n"
+    )
+    problems = [replace(problem, scorer=str(scorer)) for problem in PROBLEMS]
+    result = evaluate(llm, problems, out=tmp_path / "out", n=3)
+    samples = [json.loads(line) for line in lines(tmp_path / "out")]
+    assert [sample["reward"] for sample in samples] == [1.0, 1.0, 0.0] * 2
+    assert [sample["end"] for sample in samples] == ["<end>", "<end>", ""] * 2
+    assert not any("<end>" in sample["text"] for sample in samples)
+    again = rescore(tmp_path / "out")
+    assert again is not None and again["problems"] == result["problems"]
 
 
 def test_another_scorer_s_source_or_engine_is_another_evaluation(llm: MadeUp, tmp_path: Path) -> None:

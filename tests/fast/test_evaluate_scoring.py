@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ngrpo.methods import tasks
+from ngrpo.methods.scoring import reward_calls
 from ngrpo.methods.scoring.answers import (
     chosen_letter,
     generated,
@@ -90,7 +90,7 @@ def test_a_task_has_its_rewards_verdict() -> None:
 
 FIRST = "return {'rewards': [len(queries[0]) - len(prompts[0])], 'scores': [float(queries[0].endswith(labels[0]))]}"
 TENSORS = "import torch; return {'rewards': torch.tensor([0.25]), 'scores': torch.tensor([1.0])}"
-NEIGHBOR = "from neighbor_of_the_reward import FULL; return [FULL]"
+NEIGHBOR = "from neighbor_of_the_reward import FULL; return {'rewards': [FULL]}"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_reward_file(tmp_path: Path, body: str, gold: str, reward: float, correc
     verdict = score(problem(gold, str(file)), "it is 7", prompt="<user>Which?")
     assert (verdict.reward, verdict.correct, verdict.extracted) == (reward, correct, "7")
     file.write_text("def reward_func(queries, prompts, labels):\n    raise KeyError('gold')\n")
-    tasks._reward_func.cache_clear()
-    with pytest.raises(UsageError, match=r"reward\.py: reward_func failed on problem 'p' \(KeyError: 'gold'\)"):
+    reward_calls.load.cache_clear()
+    with pytest.raises(UsageError, match=r"reward\.py: reward_func raised KeyError: 'gold', for problem 'p'"):
         score(problem("7", str(file)), "7")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from perturbations import InputEdit, Positions, Proposal, create, streams
-from perturbations.gates.default import BoundGate, GateOptions, protected_tokens
+from perturbations.gates.default import BoundGate, GateOptions, StopText, protected_tokens
 from tests.fast.gate_steps import F, T, of_one, step_with
 
 
@@ -117,6 +117,13 @@ def test_a_prompt_that_ends_with_the_end_of_thinking_is_not_perturbed() -> None:
     assert admitted(state, [1, 2]) == [F, F]
     state.gate.reset(0, [7, 8, 1])  # an earlier turn's
     assert admitted(state, [1, 2]) == [T, T]
+
+
+def test_white_space_after_the_end_of_thinking_changes_nothing() -> None:
+    """As in a template that ends an empty thought with line feeds; each token is one space here."""
+    text = StopText("</think>", [b" ", b"</think>", b"x"], 3, "cpu")
+    assert text.after_prompt([2, 1, *[0] * 30]) == text.complete
+    assert text.after_prompt([1, 2, *[0] * 30]) == 0
 
 
 @pytest.mark.parametrize("back", [1, 2, 3])

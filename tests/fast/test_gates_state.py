@@ -94,7 +94,7 @@ def test_confidence_by_hand() -> None:
     p = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.25] * 4, [0.02, 0.95, 0.02, 0.01], [1.0, 0.0, 0.0, 0.0]])
     step = step_with(p.log() + torch.tensor([[3.0], [-50.0], [0.0], [7.0]]))
     assert create_gate("confidence").open(step).tolist() == [F, F, T, T]
-    for tau, want in [(0.0, [T, T, T, T]), (0.4, [T, F, T, T]), (0.96, [F, F, F, T])]:
+    for tau, want in [(0.0, [T, T, T, T]), (0.4, [T, F, T, T]), (0.96, [F, F, F, T]), (1.0, [F, F, F, T])]:
         assert create_gate("confidence", tau=tau).open(step).tolist() == want
 
 

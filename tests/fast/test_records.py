@@ -56,6 +56,33 @@ def test_a_record_is_cut_to_the_answer() -> None:
         assert (record.num_tokens, record.positions.tolist(), len(log_probs)) == (PROMPT + COMPUTED, [4, 8], COMPUTED)
 
 
+def test_a_length_is_told_once_and_few_wait_for_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_LENGTHS_KEPT", 2)
+    front = FrontEnd()
+    for tokens, name in enumerate("abc", start=1):
+        front.finish(name, tokens)
+    assert [records.taken_length(front, name) for name in "abc"] == [None, 2, 3], "the oldest makes room"
+    assert records.taken_length(front, "b") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (AttributeError("no attribute 'perturbation_fingerprint'"), RuntimeError, "vLLM worker 0 runs unperturbed"),
+        (MemoryError("no room for the KV cache"), MemoryError, "no room"),
+    ],
+)
+def test_only_a_worker_without_the_method_runs_unperturbed(
+    error: Exception, kind: type[Exception], message: str
+) -> None:
+    def collective_rpc(method: str) -> Any:
+        raise error
+
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(output_processor=FrontEnd(), collective_rpc=collective_rpc))
+    with pytest.raises(kind, match=message):
+        take_trajectories(llm)
+
+
 def test_one_node_without_the_plugin_is_named() -> None:
     check_installed(["right", "right"], "right")
     with pytest.raises(RuntimeError, match=r"worker 1 runs unperturbed: .*pip install ngrpo"):

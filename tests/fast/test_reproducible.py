@@ -65,10 +65,11 @@ def test_an_unperturbed_run_has_stock_training() -> None:
     """Its draws are seeded and its order is fixed, without replay and density; the rest is in every run."""
     rows = active(run_of(reproducible=True).conditions), active([TRAINING])
     ours, always = ({row.ours.split(":")[0].rpartition(".")[2] for row in part if row.ours} for part in rows)
-    assert ours == {"rollout_actor", "samples_generator", "trainer"}
+    assert ours == {"samples_generator", "trainer"}
     novelty = active(run_of(advantage=advantages.create("rep_exp").spec()).conditions)
     assert any("PolicyModelActor" in row.target for row in novelty), "its actors hand over hidden states"
-    assert always == {"trainer", "experience_maker", "step_advantages", "actor_trainer", "prompt_rows"}
+    common = {"trainer", "experience_maker", "step_advantages", "actor_trainer", "rollout_actor", "prompt_rows"}
+    assert always == common
 
 
 def test_the_order_of_prompts_follows_the_seed_alone() -> None:

@@ -3,12 +3,15 @@
 
 import asyncio
 import time
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from ngrpo.trainers.openrlhf.rewards import SECONDS, CheckedReward, RewardFailed
+from ngrpo.methods.scoring.reward_calls import SECONDS
+from ngrpo.trainers.openrlhf.rewards import CheckedExecutor, CheckedReward, RewardFailed
 from ngrpo.trainers.openrlhf.rollout_actor import RecordingExecutor
 from tests.fast.run import run_with
 
@@ -27,14 +30,30 @@ def gives(value: Any) -> Any:
     return lambda queries, prompts, labels: value
 
 
-GOOD = [{"rewards": value} for value in (1, 0.5, True, [0.25], torch.tensor([1.0]), torch.tensor(0.0))]
+GOOD = {
+    "int": (1, 1.0),
+    "float": (0.5, 0.5),
+    "bool": (True, 1.0),
+    "list": ([0.25], 0.25),
+    "nested tuple": (((0.25,),), 0.25),
+    "numpy array": (np.array([0.5], np.float32), 0.5),
+    "numpy number": (np.float64(0.5), 0.5),
+    "numpy bool": (np.bool_(True), 1.0),
+    "half precision": (torch.tensor([[0.5]], dtype=torch.bfloat16), 0.5),
+    "tensor of a list": (torch.tensor([1.0]), 1.0),
+    "tensor": (torch.tensor(0.0), 0.0),
+}
 
 
-@pytest.mark.parametrize("result", [*GOOD, {"rewards": [1.0], "scores": [0.5], "extra_logs": {}}], ids=str)
-def test_numbers_pass_as_they_are(result: dict[str, Any]) -> None:
-    checked = CheckedReward(gives(result))
-    assert checked(*ANSWER) is result
+@pytest.mark.parametrize("name", GOOD)
+def test_one_number_becomes_a_float(name: str) -> None:
+    given, wanted = GOOD[name]
+    checked = CheckedReward(gives({"rewards": given, "scores": given, "extra_logs": {"length": 3}}))
+    result = checked(*ANSWER)
+    assert result == {"rewards": wanted, "scores": wanted, "extra_logs": {"length": 3}}
+    assert type(result["rewards"]) is type(result["scores"]) is float
     checked.raise_failure()
+    assert CheckedReward(gives({"rewards": given, "scores": None}))(*ANSWER)["scores"] is None
 
 
 BAD = {
@@ -44,6 +63,11 @@ BAD = {
     "a string": (gives({"rewards": "1.0"}), "returned '1.0' as 'rewards' of one response"),
     "nan": (gives({"rewards": float("nan")}), "returned 'nan' as 'rewards'"),
     "infinite": (gives({"rewards": torch.tensor([torch.inf])}), "returned 'tensor"),
+    "too large": (gives({"rewards": 10**400}), "returned '1000"),
+    "an exact number of another kind": (gives({"rewards": Fraction(1, 2)}), "returned '1/2' as 'rewards'"),
+    "a complex number": (gives({"rewards": np.array([1j])}), "as 'rewards' of one response"),
+    "no value": (gives({"rewards": []}), "returned '[]' as 'rewards'"),
+    "a list of results": (gives([{"rewards": 1.0}]), "where a dictionary with 'rewards' is needed"),
     "two values": (gives({"rewards": [1.0, 0.0]}), "as 'rewards' of one response"),
     "scores": (gives({"rewards": 1.0, "scores": "good"}), "returned 'good' as 'scores'"),
 }
@@ -78,4 +102,31 @@ def test_the_executor_raises_what_openrlhf_swallows(monkeypatch: pytest.MonkeyPa
 
     run_with(monkeypatch, perturbation={"name": "gumbel"})
     with pytest.raises(RewardFailed, match="raised KeyError"):
-        asyncio.run(RecordingExecutor(Executor()).execute(prompt="p", sampling_params=None))
+        asyncio.run(CheckedExecutor(Executor()).execute(prompt="p", sampling_params=None))
+    with pytest.raises(RewardFailed, match=r"^the reward function raised KeyError"):
+        recording = RecordingExecutor(CheckedExecutor(Executor()))
+        asyncio.run(recording.execute(prompt="p", sampling_params=None))
+
+
+class Agent:
+    """As an agent of a user: nothing of OpenRLHF looks at its numbers."""
+
+    def __init__(self, **response: Any) -> None:
+        self._response = {"prompt": "What is 1 + 1?", "observation_tokens": [1, 2], **response}
+
+    async def execute(self, **kwargs: Any) -> dict[str, Any]:
+        return self._response
+
+
+def test_an_agent_has_one_number_too() -> None:
+    response = asyncio.run(CheckedExecutor(Agent(reward=np.array([1]), scores=torch.tensor([[0.5]]))).execute())
+    assert (response["reward"], response["scores"]) == (1.0, 0.5) and response["observation_tokens"] == [1, 2]
+    assert type(response["reward"]) is type(response["scores"]) is float
+    unscored = asyncio.run(CheckedExecutor(Agent(reward=None, scores=None)).execute())
+    assert unscored["reward"] is unscored["scores"] is None, "a reward model scores it later"
+
+
+@pytest.mark.parametrize("wrong", [{"reward": float("nan")}, {"reward": 1.0, "scores": [1.0, 2.0]}], ids=str)
+def test_an_agent_without_a_number_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RewardFailed, match=r"Agent returned '.*' as '.*' of one response.\n  prompt: 'What is 1 \+ 1"):
+        asyncio.run(CheckedExecutor(Agent(**wrong)).execute())

@@ -19,13 +19,20 @@ BLOCK = 2
 class Layer:
     """A layer of vLLM, one of two, that sends a token to one of 300 experts."""
 
-    def __init__(self, chosen: int = 1, *, is_monolithic: bool = False) -> None:
-        self.moe_config = SimpleNamespace(experts_per_token=chosen, num_logical_experts=300)
+    def __init__(self, chosen: int = 1, *, is_monolithic: bool = False, experts: int = 300) -> None:
+        self.moe_config = SimpleNamespace(experts_per_token=chosen, num_logical_experts=experts)
         self.is_monolithic, self._quant_method = is_monolithic, None
         self.router, self.take = self, None
 
     def set_capture_fn(self, take: Callable[[torch.Tensor], None]) -> None:
         self.take = take
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
+def test_an_id_below_256_takes_one_byte(experts: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed_experts, "_layers", lambda model: [Layer(experts=experts)])
+    runner = SimpleNamespace(get_model=lambda: None, max_num_tokens=4, device="cpu")
+    assert RoutedExperts(runner)._step.dtype == dtype
 
 
 class Worker:

@@ -57,6 +57,32 @@ def test_the_scores_weigh_the_recorded_experts() -> None:
     assert output().item() == pytest.approx(own, rel=1e-6), "nothing is left behind"
 
 
+class TwoChoices(Softmax):
+    """A router that chooses twice, as one with a choice of its own for shared experts would."""
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        torch.topk(hidden, 2, dim=-1)
+        return super().forward(hidden)
+
+
+def test_a_router_that_chooses_twice_is_refused() -> None:
+    model, mask = nn.ModuleDict({"router": TwoChoices()}), torch.ones(1, 1, dtype=torch.int64)
+    with pytest.raises(UsageError, match="TwoChoices chooses its experts by topk 2 times, not once"):  # noqa: SIM117
+        with RoutingScope(model)([np.array([[[0, 2]]], dtype=np.uint8)], mask):
+            model.router(torch.tensor([[2.0, 1.0, 0.0]]))
+
+
+def test_an_outer_scope_replays_again_after_an_inner_one() -> None:
+    model, mask = nn.ModuleDict({"router": Softmax()}), torch.ones(1, 1, dtype=torch.int64)
+    outer, inner = (np.array([[experts]], dtype=np.uint8) for experts in ([0, 2], [1, 2]))
+    hidden = torch.tensor([[2.0, 1.0, 0.0]])
+    with RoutingScope(model)([outer], mask):
+        with RoutingScope(model)([inner], mask):
+            model.router(hidden)
+        assert model.router(hidden)[1].tolist() == [[0, 2]]
+    assert model.router(hidden)[1].tolist() == [[0, 1]]
+
+
 def choices(model: Any, tokens: Tensor, mask: Tensor) -> np.ndarray:
     """The experts that a model's own routers choose, (B, T, L, K)."""
     seen = []
@@ -171,6 +197,9 @@ def test_experts_of_another_model_are_refused(mixture: Any) -> None:
     recorded, mask = np.zeros((4, 3, 2), np.uint8), torch.ones(1, 4)
     refused = pytest.raises(ValueError, match="recorded are 3 layers with 2 experts a token, the model has 2 with 2")
     with refused, RoutingScope(mixture)([recorded], mask):
+        pass
+    refused = pytest.raises(ValueError, match="recorded are 2 layers with 3 experts a token, the model has 2 with 2")
+    with refused, RoutingScope(mixture)([np.zeros((4, 2, 3), np.uint8)], mask):
         pass
 
 

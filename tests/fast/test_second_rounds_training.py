@@ -178,6 +178,14 @@ def test_what_refinements_go_with(words: str) -> None:
         ("igrpo", "no --rollout.max_new_tokens cannot be used with --second_round igrpo"),
         ("igrpo --rollout.max_new_tokens 64 --data.max_len 128", "--data.max_len 128 .*: a prompt, a"),
         ("igrpo --rollout.max_new_tokens 64 --advantage copo", "--advantage copo cannot"),
+        (
+            "lope --second_round.group kept --advantage spo",
+            "--advantage spo cannot be used with --second_round lope: a",
+        ),
+        (
+            "repeat --second_round.group kept --advantage spo",
+            "--advantage spo cannot be used with --second_round repeat",
+        ),
         ("igrpo --rollout.max_new_tokens 64 --train.agent_func_path agent.py", "agent.py cannot"),
     ],
 )

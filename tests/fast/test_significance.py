@@ -43,6 +43,17 @@ def test_paired_t_test_by_hand() -> None:
     assert result["spread"] == pytest.approx(0.12909944) and not result["within_noise"]
 
 
+def test_numbers_that_are_not_finite_are_no_difference() -> None:
+    """NaN is neither below nor above 0.05, so that it was called a difference."""
+    table = np.zeros((2, 3))
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="1 of 6 differences are not finite numbers"):
+            statistics.paired(table, np.array([[0.0, 0.0, 0.0], [0.0, wrong, 0.0]]))
+    for wrong in (math.nan, 1.5, -0.1):
+        with pytest.raises(ValueError, match="each must be in"):
+            statistics.holm([0.01, wrong])
+
+
 def test_equal_tables_are_equal_and_not_different() -> None:
     table = np.random.default_rng(0).random((2, 16))
     result = statistics.paired(table, table)
@@ -86,12 +97,31 @@ def test_one_seed_whose_problems_all_gain(problems: int, noise: bool) -> None:
         (np.array([[1.0], [0.0], [0.0]]), 0.0615, 0.7923),
         # Student's t of 0.5, 0.9, 1.0 is 0.8 ± 0.6572; the rest is beyond a share.
         (np.array([[0.5], [0.9], [1.0]]), 0.1428, 1.0),
+        # That of 0, 0.1, 0.2 is 0.1 ± 0.2484; the rest is beyond a share.
+        (np.array([[0.0], [0.1], [0.2]]), 0.0, 0.3484),
+        # (0.3 + 0) / 2 and (0.1 + 0.2) / 2 differ in their last bit alone.
+        (np.array([[0.3, 0.0], [0.1, 0.2]]), None, None),
         (np.full((3, 4), 0.5), None, None),  # nothing varies: neither t nor the bootstrap can say anything
     ],
 )
 def test_intervals_of_shares_at_the_edge(table: np.ndarray, low: float | None, high: float | None) -> None:
     found = statistics.interval(table, share=True)
     assert (found["low"], found["high"]) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_wilsons_interval_is_of_problems_where_these_are_more() -> None:
+    assert [statistics.interval(np.ones(shape), share=True)["over"] for shape in ((3, 3), (3, 4))] == [
+        "seeds",
+        "problems",
+    ]
+
+
+def test_a_p_value_at_the_level_itself_is_noise() -> None:
+    at, below = 1 - statistics.LEVEL, np.nextafter(1 - statistics.LEVEL, 0.0)
+    found = [{"p": p, "spread": 0.1, "seeds": 3, "within_noise": None} for p in (at, below)]
+    for difference in found:
+        statistics.correct([difference])
+    assert [difference["within_noise"] for difference in found] == [True, False]
 
 
 def test_a_difference_of_shares_is_at_most_1() -> None:

@@ -69,31 +69,63 @@ def test_spo_is_normalized_over_the_step_before_the_kl_penalty(moved: dict[str, 
         assert beside == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
-def test_a_step_without_an_update_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run_with(monkeypatch, preset="dapo")
+class _ActorPPOTrainer:
+    """OpenRLHF's, of which an update has two micro-batches; each of them logs the latest update's gradient norm."""
 
-    class ActorPPOTrainer:
-        actor = SimpleNamespace(model=SimpleNamespace(global_steps=5))
-        args = SimpleNamespace(
+    actor_loss_fn = None
+
+    def __init__(self) -> None:
+        self.actor = SimpleNamespace(model=SimpleNamespace(global_steps=5))
+        self.args = SimpleNamespace(
             train=SimpleNamespace(batch_size=32, max_epochs=2), rollout=SimpleNamespace(n_samples_per_prompt=8)
         )
+        self._latest, self._norms = 15.0, iter(())
 
-        def ppo_train(self, updates: int) -> dict[str, float]:
-            self.actor.model.global_steps += updates
-            return {"policy_loss": 0.5}
+    def ppo_train(self, *norms: float) -> dict[str, float]:
+        self._norms = iter(norms)
+        for step in range(2 * len(norms)):
+            self.training_step(SimpleNamespace(mm_train_inputs=None, attention_mask=None, advantages=None), 0.0, step)
+        return {"policy_loss": 0.5}
 
-    actor = actor_trainer(ActorPPOTrainer)()
-    trained = {"optimizer_steps": 2.0, "trained_responses": 32.0, "trained_groups": 4.0}
-    assert actor.ppo_train(2) == {"policy_loss": 0.5, **trained}
+    def training_step(self, experience: Any, kl_ctl: float, step: int) -> dict[str, Any]:
+        if step % 2:
+            self._latest = next(self._norms)
+            self.actor.model.global_steps += 1
+        return {"metrics": {"actor_grad_norm": self._latest}, "weights": {"actor_grad_norm": None}}
+
+
+def said_of_a_step(*norms: float, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a step prints whose updates have these gradient norms."""
+    actor = actor_trainer(_ActorPPOTrainer)()
 
     class PPOTrainer:
         experience_maker = makers_state()
 
         def train_step(self, samples: list[Any], step: int) -> tuple[dict[str, float], int]:
-            return actor.ppo_train(0), step + 1
+            return actor.ppo_train(*norms), step + 1
 
     trainer(PPOTrainer)().train_step([None] * 28, 3)
-    assert "step 4 made no optimizer step: 28 responses do not fill --train.batch_size" in capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_a_step_without_an_update_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_with(monkeypatch, preset="dapo")
+    trained = {"optimizer_steps": 2.0, "zero_gradients": 0.0, "trained_responses": 32.0, "trained_groups": 4.0}
+    assert actor_trainer(_ActorPPOTrainer)().ppo_train(1.0, 2.0) == {"policy_loss": 0.5, **trained}
+    message = "step 4 made no optimizer step: 28 responses do not fill --train.batch_size"
+    assert message in said_of_a_step(capsys=capsys)
+
+
+def test_a_gradient_of_zero_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is exactly zero in all of a step's updates; the step before had another one."""
+    run_with(monkeypatch, preset="dapo")
+    message = "warning: step 4 trained nothing: the gradient was exactly 0 in each of its updates (2)."
+    assert message in said_of_a_step(0.0, 0.0, capsys=capsys)
+    assert "updates (1)" in said_of_a_step(0.0, capsys=capsys)
+    assert said_of_a_step(1e-12, 0.0, capsys=capsys) == ""
+    actor = actor_trainer(_ActorPPOTrainer)()
+    found = [actor.ppo_train(*norms)["zero_gradients"] for norms in ((1e-12, 0.0), (1.0, 2.0), (0.0, 0.0))]
+    assert found == [1.0, 0.0, 2.0], "the last update of the rollout before does not count"
 
 
 def test_a_response_without_a_trained_token_is_named() -> None:

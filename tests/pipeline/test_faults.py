@@ -43,7 +43,7 @@ def test_a_reward_function_that_fails(tmp_path: Path, smollm2: str) -> None:
     file.write_text(REWARD)
     result = train(tmp_path / "run", smollm2, *FLAGS, "--reward.remote_url", str(file))
     assert result.returncode == 1
-    for told in ("raised KeyError: 'no such label'", "prompt:", "answer:"):
+    for told in ("raised KeyError: 'no such label'", "prompt:", "response:"):
         assert told in result.stdout[-3000:]
     assert_nothing_runs(tmp_path)
 

@@ -26,6 +26,8 @@ from perturbations.errors import UsageError, nearest
 Default = str | tuple[str, ...] | None
 MODEL_NAMES = "model_name_or_path"
 """The end of each flag that names a model."""
+SIZES = ("--rollout.batch_size", "--rollout.n_samples_per_prompt", "--train.batch_size", "--train.max_epochs")
+"""Prompts of a step, responses to each, responses of an update, and how often a step trains its responses."""
 # For a loss that is weighted by min(π / π_rollout, 10).
 TRUNCATED_WEIGHTS: dict[str, Default] = {
     "--algo.advantage.is_correction_level": "token",

@@ -82,6 +82,8 @@ class Advantage(Options, ABC):
         for row, column in (~rewards.isfinite()).nonzero().tolist():
             given = f"the reward of prompt {row}, response {column} is {rewards[row, column].item()}"
             raise UsageError(f"{label} {given}. Finite rewards are needed: repair the reward function.")
+        if further is not None:
+            self.check_further(further)
         rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
         self.check_rewards(rewards)
         if overlong is None or not self.leaves_out_overlong:
@@ -96,6 +98,14 @@ class Advantage(Options, ABC):
 
     def check_rewards(self, rewards: Tensor) -> None:
         """Raises ``UsageError`` for rewards (P, G) that the formula is not made for."""
+
+    def check_further(self, further: Tensor) -> None:
+        """Raises ``UsageError`` for what else it needs, (P, G, …), if that is not finite."""
+        for row, column in (~further.isfinite()).unsqueeze(-1).flatten(2).any(-1).nonzero().tolist():
+            raise UsageError(
+                f"advantage {self.name}: {self.needs} of prompt {row}, response {column} are"
+                f" {further[row, column].tolist()}. Finite numbers are needed: {FURTHER[self.needs]}."
+            )
 
     def refuse(self, rewards: Tensor, fault: str) -> None:
         """Raises ``UsageError`` for the first of these rewards, if any."""
@@ -116,12 +126,12 @@ class Advantage(Options, ABC):
         return []
 
 
-def normalised(rewards: Tensor) -> Tensor:
-    """(r − mean) / (std + 1e-9) within each row of (P, G), with the sample standard deviation."""
+def normalised(rewards: Tensor, least: float = 1e-9) -> Tensor:
+    """(r − mean) / (std + least) within each row of (P, G), with the sample standard deviation."""
     # A row of equal values gives exactly 0; its float32 mean may be off, which division by 1e-9 would blow up.
     apart = rewards - rewards[:, :1]
     deviation = apart.std(-1, correction=min(1, rewards.shape[1] - 1), keepdim=True)
-    return (apart - apart.mean(-1, keepdim=True)) / (deviation + 1e-9)
+    return (apart - apart.mean(-1, keepdim=True)) / (deviation + least)
 
 
 @dataclass(frozen=True, kw_only=True)

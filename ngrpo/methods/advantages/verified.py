@@ -10,7 +10,7 @@ from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.methods.advantages import register
 from ngrpo.methods.advantages.base import ROUNDING, VerifiedAdvantage, normalised
 from perturbations import option
-from perturbations.errors import require
+from perturbations.errors import UsageError, require
 
 
 @register("maxrl")
@@ -47,6 +47,15 @@ class ConfidentMistakes(VerifiedAdvantage):
 
     alpha: float = option(0.25, "α, the weight of groups without a right response", low=0.0)
 
+    def check_further(self, further: Tensor) -> None:
+        """Also: a response without a token has no mean log-probability."""
+        super().check_further(further)
+        for row, column in (further[..., 1] < 1.0).nonzero().tolist():
+            raise UsageError(
+                f"advantage {self.name}: prompt {row}, response {column} has {further[row, column, 1].item():g} tokens."
+                " At least one is needed: leave that response out."
+            )
+
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
         """group_norm of r̃ = r − (1 − r) / G · π̄ / (D − π̄); in a group without a right response α (r̃ − mean r̃).
 
@@ -79,9 +88,10 @@ class NovelRepresentation(VerifiedAdvantage):
     dim: int = option(32, "numbers that a hidden state is projected to at random, drawn in each step", low=1)
 
     def formula(self, rewards: Tensor, further: Tensor | None) -> Tensor:
-        """The normalised r + β h̄ᵀ Σ⁻¹ h̄, Σ = λ I + Σ_j h̄_j h̄_jᵀ; as the release has it.
+        """(r̂ − mean r̂) / (std r̂ + 1e-6), r̂ = r + β h̄ᵀ Σ⁻¹ h̄, Σ = λ I + Σ_j h̄_j h̄_jᵀ; as the release has it.
 
         h̄ is a response's projected mean hidden state less the group's mean. Groups without a right one have no bonus.
+        With a smaller ε than 1e-6 the noise of nearly equal states would give an all-right group large advantages.
         """
         states = require(further, self.needs).to(torch.float64)
         states = states - states.mean(1, keepdim=True)
@@ -89,7 +99,7 @@ class NovelRepresentation(VerifiedAdvantage):
         ridged = kernel + self.ridge * torch.eye(rewards.shape[1], dtype=kernel.dtype, device=kernel.device)
         bonus = torch.linalg.solve(ridged, kernel).diagonal(dim1=-2, dim2=-1)
         right = rewards.amax(-1, keepdim=True) >= 1.0 - ROUNDING
-        return normalised(torch.where(right, rewards + self.beta * bonus.to(rewards.dtype), rewards))
+        return normalised(torch.where(right, rewards + self.beta * bonus.to(rewards.dtype), rewards), least=1e-6)
 
 
 @register("s_grpo")

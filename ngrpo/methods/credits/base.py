@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.credits import registry as _registry
 from perturbations import row_blocks
 from perturbations.errors import UsageError
@@ -131,6 +132,10 @@ class Credit(Options, ABC):
             log_ratio: their log π − log π_old as in PPO's ratio, (M,), with gradient.
         """
         raise NotImplementedError
+
+    def notes(self, flags: Flags) -> list[str]:
+        """Warnings for the user about OpenRLHF's flags, which are complete."""
+        return []
 
     @property
     def acts_in_loss(self) -> bool:

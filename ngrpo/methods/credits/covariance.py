@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ngrpo.machine.upstream.openrlhf_flags import SIZES, Flags
 from ngrpo.methods.credits import register
 from ngrpo.methods.credits.base import Credit, LossTokens, StepTokens
 from perturbations import option
@@ -67,6 +68,17 @@ class KLCov(Credit):
     def marked_loss(self, tokens: LossTokens, marked: Tensor, log_ratio: Tensor) -> Tensor:
         """β |log π(y) − log π_old(y)|, the estimate of KL(π_old ‖ π) in §4.2 of the paper."""
         return self.beta * log_ratio.abs()
+
+    def notes(self, flags: Flags) -> list[str]:
+        """Where a rollout has one update: its policy is still the old one, and |log π − log π_old| has no gradient."""
+        prompts, responses, batch, epochs = (int(flags.or_default(name)) for name in SIZES)
+        if prompts * responses * epochs > batch:
+            return []
+        return [
+            f"--credit kl_cov has no effect with one update a rollout: --train.batch_size {batch} takes all"
+            f" {prompts * responses} responses of a step, so that its penalty's gradient is exactly 0. Lower"
+            " --train.batch_size, or raise --train.max_epochs."
+        ]
 
 
 def covariances(tokens: StepTokens) -> Tensor:

@@ -155,7 +155,9 @@ def _items(text: str) -> tuple[str, ...]:
 
 
 def unfinished(items: Sequence[str]) -> bool:
-    return any(_OPERATION.search(_POWER_OF_TEN.sub("e", item).rpartition("=")[2]) for item in items)
+    """Whether an item still has an operation to be done; a leading plus, as in ``+35`` and ``x = +2``, is a sign."""
+    values = (_POWER_OF_TEN.sub("e", item).rpartition("=")[2] for item in items)
+    return any(_OPERATION.search(value.lstrip().removeprefix("+")) for value in values)
 
 
 def _value(item: str) -> Value:

@@ -13,7 +13,7 @@ _LONGEST = 120
 _MARKUP = re.compile(
     r"<\|[^|<>]*\|>|</?s>|^[ \t]*#{1,3}[ \t]|(?P<mark>\*\*|__|`)(?=\S)(?P<inside>.*?\S)(?P=mark)", re.MULTILINE
 )
-_NUMBER = r"(?:\$[^$\n]+\$|\\boxed\{[^{}]*\}|\\\(.+?\\\)|[€£$]?-?\d(?:[\d.,/]*\d)?)"
+_NUMBER = r"(?:\$[^$\n]+\$|\\boxed\{[^{}]*\}|\\\(.+?\\\)|[€£$]?[-+]?\d(?:[\d.,/]*\d)?)"
 _DENIED = re.compile(
     rf"(?:\bnot|n[’']t|\bnever|\bcannot)(?:\s+(?:be|equal|equal to))?\s+{_NUMBER}"
     rf"|{_NUMBER}\s+(?:is\s+not|isn[’']t|cannot\s+be)\s+(?:the\s+)?(?:\w+\s+)?answer\b"
@@ -33,6 +33,9 @@ _STATED = re.compile(
 _BOUND = re.compile(
     r"\b(?:at (?:most|least)|(?:greater|less|more|fewer|larger|smaller) than|between|or (?:more|less|fewer|greater))\b"
 )
+# "It might be 12, or it could also be 15" leaves open which.
+_MAYBE = r"\b(?:(?:might|may|could)\s+(?:(?:also|well|even)\s+)?be|maybe|perhaps|possibly)"
+_OPEN = re.compile(rf"{_MAYBE}\s+(?:either\s+)?(?P<first>{_NUMBER})(?:,?\s+or\s+(?P<second>{_NUMBER}))?", re.I)
 _QUESTION = re.compile(r"(?:[^.!?\n]|\.(?=\d))*\?(?=\s|$)")
 _MATH = re.compile(r"\$\$?(?!\s)(?P<a>[^$\n]+?)(?<!\s)\$\$?|\\\((?P<b>.+?)\\\)|\\\[(?P<c>.+?)\\\]", re.DOTALL)
 _SENTENCE_ENDS = re.compile(
@@ -52,7 +55,7 @@ TEXT = r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|sf|it|tt)|bf|rm|operatorname)
 SPACE = r"(?:\\[ ,;:!]|\\q?quad|[~\s])"
 _FRACTIONS = {"½": "12", "⅓": "13", "⅔": "23", "¼": "14", "¾": "34", "⅕": "15", "⅛": "18"}
 _SIGNS = "times div cdot cdot pi infty le ge ne cup in pm"
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 # 7 million, $7$ million, 7\text{ million} and 7\text{ million dollars}, whose text continues.
 _SCALE = re.compile(
     rf"(?<![\d.,])(\d+(?:,\d{{3}})*(?:\.\d+)?)(\$?){SPACE}*({TEXT}\{{)?\s*({'|'.join(_SCALES)})s?\b(?(3)\s*(\}})?)"
@@ -60,7 +63,7 @@ _SCALE = re.compile(
 
 
 def _scaled(match: re.Match[str]) -> str:
-    number = Decimal(match[1].replace(",", "")).scaleb(_SCALES[match[4]])
+    number = Decimal(match[1].replace(",", "")) * _SCALES[match[4]]
     return f"{number.normalize():f}{match[2]}{'' if match[5] else match[3] or ''}"
 
 
@@ -121,9 +124,9 @@ _REWRITTEN = [
 def prepared(text: str) -> tuple[str, bool]:
     """What a response settles on.
 
-    Text that was corrected or denied later does not count. The first of these does: the last box with the boxes joined
-    to it; the last ``<answer>``; the text after the last "answer is", "answer:" or "####"; the whole, if it is only an
-    answer.
+    Text that was corrected or denied later does not count, nor several numbers that it leaves open. The first of these
+    does: the last box with the boxes joined to it; the last ``<answer>``; the text after the last "answer is",
+    "answer:" or "####"; the whole, if it is only an answer.
 
     Returns:
         The answer as LaTeX, empty where it is cut off, and True; or the text in which to search for it, and False.
@@ -132,6 +135,7 @@ def prepared(text: str) -> tuple[str, bool]:
     text = _SCALE.sub(_scaled, _DENIED.sub(" ", text))
     answer: str | None = None
     tail = text[-_TAIL:].strip()
+    open_until = _open_until(text)
 
     # From the last correction backwards to the whole text: the first part that settles on something.
     corrections = [match.end() for match in _CORRECTION.finditer(text)]
@@ -148,11 +152,16 @@ def prepared(text: str) -> tuple[str, bool]:
                 return rewritten(answer), True
             break
         corrected = _CORRECTED.fullmatch(text[start:]) if start else None
-        stated = corrected or next(reversed(list(_STATED.finditer(part[-_TAIL:]))), None)
+        statements = list(_STATED.finditer(part[-_TAIL:]))
+        if open_until:
+            statements = [match for match in statements if not re.search(_MAYBE, match[0], re.I)]
+        stated = corrected or next(reversed(statements), None)
         if stated:
             answer = stated.groupdict().get("below") or stated["rest"]
             break
 
+    if open_until and answer is None:
+        tail = text[open_until:][-_TAIL:].strip()
     for candidate in (answer, tail):
         if not candidate or "\n" in candidate.strip():
             continue
@@ -182,6 +191,13 @@ def prepared(text: str) -> tuple[str, bool]:
         ):
             return rewritten(said), True
     return _QUESTION.sub("", tail), False
+
+
+def _open_until(text: str) -> int:
+    """Where the last of several different numbers ends that a text leaves open; 0 if it leaves none or one open."""
+    hedges = list(_OPEN.finditer(text))
+    numbers = {match[name] for match in hedges for name in ("first", "second") if match[name]}
+    return hedges[-1].end() if len(numbers) > 1 else 0
 
 
 def rewritten(answer: str) -> str:

@@ -18,6 +18,7 @@ from ngrpo.machine.models.packaged import HUB_SECONDS
 from ngrpo.machine.storage.datafiles import ENDINGS, Row, label_of, read_rows
 from ngrpo.methods.scoring import Problem
 from ngrpo.methods.scoring.answers import last_boxed
+from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.scoring.reward_files import check_scorer_name
 from perturbations.errors import UsageError, nearest
 
@@ -71,13 +72,15 @@ def load_problems(
         instruction: appended to the last message of each; None: a sentence on the answer's form after bare questions.
         skip_unanswered: leave problems without an answer out, instead of refusing the dataset.
         template: arguments of the chat template for all rows.
-        report: called with a line that says how many were left out.
+        report: called with a line that says how many were left out, and with warnings about a scorer's file.
 
     Raises:
         UsageError: for a missing, empty or unknown dataset, a problem without an answer, or an unknown scorer.
     """
     if scorer != "auto":
         check_scorer_name(scorer)
+    for note in alarm_notes("--scorer", scorer) if scorer.endswith(".py") else ():
+        report(f"warning: {note}")
     if limit is not None and limit < 1:
         raise UsageError(f"limit={limit}: must be at least 1.")
     name, rows = _rows(source, limit, split)

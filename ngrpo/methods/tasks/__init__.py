@@ -8,8 +8,6 @@ the task is ``name:argument``: ``problems`` takes it and ``check`` refuses a wro
 """
 
 import pkgutil
-import runpy
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,11 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ngrpo.machine.storage.result_folder import json_lines, write_text, writing
 from ngrpo.machine.upstream.openrlhf_flags import Default
-from ngrpo.methods.scoring import Problem, Verdict
+from ngrpo.methods.scoring import Problem, Verdict, reward_calls
 from ngrpo.methods.scoring.answers import check_choice, check_math, generated, last_number, last_statement
 from ngrpo.methods.scoring.problems import load_problems, reference
 from ngrpo.methods.scoring.reward_files import OF_TASK, check_scorer_name
@@ -157,10 +153,11 @@ def _argument(name: str) -> str:
 # --- scorers ----------------------------------------------------------------------------------------
 
 
-def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
+def score(problem: Problem, text: str, *, prompt: str | None = None, end: str = "") -> Verdict:
     """The verdict on a response; one that cannot be read is wrong, not an error.
 
-    ``prompt`` is the prompt as the model saw it, for a reward file; None: the question's own text.
+    ``prompt`` is the prompt as the model saw it, None for the question's own text; ``end`` the text of the response's
+    end token. A reward file reads them as in training.
 
     Raises:
         UsageError: for an unknown scorer, a missing package, or a reward file that fails.
@@ -179,15 +176,20 @@ def score(problem: Problem, text: str, *, prompt: str | None = None) -> Verdict:
         reward = float(task.score(said, label))
         return Verdict.of(reward >= getattr(task, "RIGHT_FROM", _FULL), task.final_answer(said), reward)
     try:
-        labels = [problem.meta.get("raw_label", label)]  # as training gives it
-        result = _reward_func(problem.scorer)(queries=[prompt + text], prompts=[prompt], labels=labels)
-        outcome = result if isinstance(result, dict) else {"rewards": result}
-        values = (outcome["rewards"], outcome.get("scores", outcome["rewards"]))
-        reward, value = (float(np.asarray(each, dtype=np.float64).flat[0]) for each in values)
+        reward_func = reward_calls.load(problem.scorer)
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise UsageError(f"scorer {problem.scorer}: reward_func failed on problem {problem.id!r} ({cause}).") from error
-    return Verdict.of(value >= _FULL, last_statement(text), reward)
+        raise UsageError(f"scorer {problem.scorer}: {type(error).__name__}: {error}. Correct the file.") from error
+    try:
+        raw_label = problem.meta.get("raw_label", label)  # as training gives it
+        result = reward_calls.call(reward_func, prompt + text + end, prompt, raw_label, reward_calls.seconds_allowed())
+    except reward_calls.RewardFault as fault:
+        raise UsageError(
+            f"scorer {problem.scorer}: reward_func {fault}, for problem {problem.id!r}. It must return {{'rewards': a"
+            " finite number} for each response, such as 0 for one that it cannot read."
+        ) from fault
+    # Without a score, as None too, OpenRLHF takes the reward.
+    value = result["rewards"] if result.get("scores") is None else result["scores"]
+    return Verdict.of(value >= _FULL, last_statement(text), result["rewards"])
 
 
 def check_problems(problems: Sequence[Problem]) -> None:
@@ -206,9 +208,3 @@ def check_scorer(name: str) -> None:
     check_scorer_name(name)
     if name.startswith(OF_TASK):
         check_name(name[len(OF_TASK) :].partition(":")[0], argument_needed=False)
-
-
-@lru_cache(maxsize=8)
-def _reward_func(path: str) -> Any:
-    sys.path.append(str(Path(path).expanduser().resolve().parent))  # for what the file imports from its folder
-    return runpy.run_path(str(Path(path).expanduser()))["reward_func"]

@@ -5,7 +5,9 @@ OpenRLHF's loss is changed in two places. ``log_probs_from_logits`` gives the ol
 which densities and sampling masks override. ``actor_loss_fn`` is the policy loss alone, which others wrap.
 """
 
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,19 +32,35 @@ def actor_trainer(plain: Any) -> type:
     """A subclass of `ActorPPOTrainer`; a run without a feature skips its line."""
 
     class PerturbedActorTrainer(plain):
-        policy_noise = (0.0, 0)  # σ and number of the next weight sync, set by the trainer
+        """
+        Attributes:
+            policy_noise: σ and number of the next weight sync, set by the trainer.
+            gradient_norms: of a rollout's updates, by the number of updates that the actor then has had.
+        """
+
+        policy_noise = (0.0, 0)
+        gradient_norms: Mapping[int, float] = MappingProxyType({})
 
         def ppo_train(self, *args: object, **kwargs: object) -> Any:
             if current_run().reproducible:
                 # DeepSpeed's count of updates is part of a checkpoint: a resumed run continues with the same orders.
                 torch.manual_seed(seeds.trajectory_seed(self.args.train.seed, self.actor.model.global_steps))
             updates = self.actor.model.global_steps
+            self.gradient_norms = {}
             status = super().ppo_train(*args, **kwargs)
             steps = float(self.actor.model.global_steps - updates)
+            # Micro-batches before the first update still have the norm of the last rollout's update.
+            norms = [norm for update, norm in self.gradient_norms.items() if update > updates]
             # Each optimizer step takes --train.batch_size responses, and an epoch takes each of them once.
             responses = steps * self.args.train.batch_size / self.args.train.max_epochs
             groups = responses / self.args.rollout.n_samples_per_prompt
-            return {**status, "optimizer_steps": steps, "trained_responses": responses, "trained_groups": groups}
+            return {
+                **status,
+                "optimizer_steps": steps,
+                "zero_gradients": float(norms.count(0.0)),
+                "trained_responses": responses,
+                "trained_groups": groups,
+            }
 
         def training_step(self, experience: Experience, kl_ctl: float, step: int, *args: object) -> dict[str, Any]:
             run, side_inputs = current_run(), experience.mm_train_inputs
@@ -69,6 +87,9 @@ def actor_trainer(plain: Any) -> type:
                     result = super().training_step(experience, kl_ctl, step, *args)
                 finally:
                     self.actor_loss_fn = upstream_loss
+            if "actor_grad_norm" in result["metrics"]:
+                norms = {self.actor.model.global_steps: result["metrics"]["actor_grad_norm"]}
+                self.gradient_norms = {**self.gradient_norms, **norms}
             if credit is not None:
                 result["metrics"]["credit/in_loss"], result["weights"]["credit/in_loss"] = credit.share, "token"
             if ratio is not None:

@@ -63,7 +63,6 @@ def experience_maker(plain: Any) -> type:
                     self.note({name: float(cut)})
             experiences = super().make_experience_batch(rollout_samples)
             if run.perturbation is not None or run.has_side_records:
-                rewards.refuse_non_finite(self.tokenizer, experiences)
                 self.note(replay_measures(self, experiences))  # before the update
             if run.changes_rollout_policy:
                 self.note(rollout_policy_measures(self, experiences))
@@ -77,6 +76,7 @@ def experience_maker(plain: Any) -> type:
 
         def compute_advantages_and_returns(self, experiences: list[Experience]) -> list[Experience]:
             run = current_run()
+            rewards.check_step(self.tokenizer, experiences)
             if run.advantage is None and self.args.algo.advantage.estimator not in GROUP_BASELINES:
                 experiences = super().compute_advantages_and_returns(experiences)
                 step_advantages.level_equal(experiences)

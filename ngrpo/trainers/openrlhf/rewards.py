@@ -1,91 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: a reward function that fails, hangs or gives no number ends the run with its prompt and response.
+"""Rewards: every response has one finite reward and one finite score, wherever they come from.
 
-OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward and fails later; for one that hangs it
-waits.
+A reward function or server that fails, hangs or gives something else ends the run with its prompt and response.
+OpenRLHF 0.11.2 logs such an error in one line, continues with None for a reward and fails later; for a function that
+hangs it waits. Of a list or an array it makes a reward of shape (1, 1).
 """
 
-import math
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
-from ngrpo.config.flag_checks import number
 from ngrpo.machine.upstream.types import Experience, PreTrainedTokenizerBase
+from ngrpo.methods.scoring import reward_calls
+from ngrpo.methods.scoring.reward_calls import short
 from perturbations.errors import UsageError
-
-_SHOWN = 200
-# A verifier may run a program, or ask a judge; beyond this it hangs.
-SECONDS = "NGRPO_REWARD_SECONDS"
-_DEFAULT_SECONDS = 600.0
 
 
 class RewardFailed(RuntimeError):
-    """The reward function gave nothing that can be trained on; the message names prompt and response."""
+    """A response has no reward that can be trained on; the message names prompt and response."""
 
 
-class CheckedReward:
-    """OpenRLHF's ``reward_func``, watched.
+class CheckedExecutor:
+    """Wraps OpenRLHF's agent executor: in its responses ``reward`` and ``scores`` are finite floats.
 
-    OpenRLHF calls it from a thread for each response, and swallows its errors: :meth:`raise_failure` raises them later.
+    Both stay None where a reward model scores the responses.
     """
 
-    def __init__(self, reward_func: Callable[..., Any]) -> None:
-        text = os.environ.get(SECONDS, str(_DEFAULT_SECONDS))
-        self._seconds = number(text, float)
-        if not self._seconds > 0.0:
-            raise UsageError(f"{SECONDS}={text}: a positive number of seconds is needed.")
-        self._reward_func = reward_func
-        self._failure: str | None = None
+    def __init__(self, executor: Any) -> None:
+        self.executor = executor
+        self._source: CheckedReward | CheckedServers | None = None
+        addresses = getattr(executor, "reward_endpoints", None)
+        if getattr(executor, "reward_func", None) is not None:
+            self._source = executor.reward_func = CheckedReward(executor.reward_func)
+        elif addresses:
+            self._source = executor._fetch_rewards_via_http = CheckedServers(addresses)
 
-    def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> Any:
-        """The reward function's result. It runs in its own thread: one that hangs is left behind."""
-        returned: list[Any] = []
+    async def execute(self, **kwargs: object) -> dict[str, Any]:
+        """As the wrapped executor's.
 
-        def run() -> None:
-            try:
-                returned.append(self._reward_func(queries, prompts, labels))
-            except BaseException as error:
-                returned.append(error)
+        Raises:
+            RewardFailed: if a call of the reward function or server has failed, or an agent's reward is no number.
+        """
+        response = await self.executor.execute(**kwargs)
+        if self._source is not None:
+            self._source.raise_failure()
+        return {**response, **_numbers_of_agent(self.executor, response)}
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(self._seconds)
-        if not returned:
-            fault = f"did not return within {self._seconds:g} s (the environment variable {SECONDS} sets the limit)"
-        elif isinstance(returned[0], BaseException):
-            fault = f"raised {type(returned[0]).__name__}: {returned[0]}"
-        else:
-            fault = _fault(returned[0])
-        if fault is None:
-            return returned[0]
-        response = queries[0].removeprefix(prompts[0])
-        self._failure = (
-            f"the reward function {fault}.\n  prompt: {_short(prompts[0])}\n  response: {_short(response)}\n"
-            "It must return {'rewards': a finite number} for each response, such as 0 for one that it cannot read."
-        )
-        raise RewardFailed(self._failure)
+
+class _Source:
+    """Where rewards come from. OpenRLHF swallows its errors: :meth:`raise_failure` raises them later."""
+
+    _failure: str | None = None
 
     def raise_failure(self) -> None:
         """Raises :class:`RewardFailed` if any call has failed."""
         if self._failure is not None:
             raise RewardFailed(self._failure)
 
+    def _fail(self, fault: str, query: str, prompt: str) -> RewardFailed:
+        """Keeps the failure and returns it; ``fault`` is a sentence without its full stop."""
+        self._failure = (
+            f"{fault}.\n  prompt: {short(prompt)}\n  response: {short(query.removeprefix(prompt))}\n"
+            "It must return {'rewards': a finite number} for each response, such as 0 for one that it cannot read."
+        )
+        return RewardFailed(self._failure)
 
-def _fault(result: object) -> str | None:
-    """The fault of a reward function's result for one response; None if there is none."""
-    if not isinstance(result, Mapping) or "rewards" not in result:
-        return f"returned {_short(str(result))} where a dictionary with 'rewards' is needed"
-    for name in ("rewards", "scores"):
-        value = result.get(name)
-        if value is None and name == "scores":
-            continue
-        flat = value.flatten().tolist() if hasattr(value, "flatten") else value
-        values = list(flat) if isinstance(flat, (list, tuple)) else [flat]
-        if len(values) != 1 or not isinstance(values[0], (int, float)) or not math.isfinite(values[0]):
-            return f"returned {_short(str(value))} as {name!r} of one response"
-    return None
+
+class CheckedReward(_Source):
+    """OpenRLHF's ``reward_func``, watched. OpenRLHF calls it from a thread for each response."""
+
+    def __init__(self, reward_func: Callable[..., Any]) -> None:
+        self._reward_func = reward_func
+        self._seconds = reward_calls.seconds_allowed()
+
+    def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> dict[str, Any]:
+        """The reward function's result for one response, with floats."""
+        try:
+            return reward_calls.call(self._reward_func, queries[0], prompts[0], labels[0], self._seconds)
+        except reward_calls.RewardFault as fault:
+            raise self._fail(f"the reward function {fault}", queries[0], prompts[0]) from None
+
+
+class CheckedServers(_Source):
+    """OpenRLHF's requests to reward servers, in turns, each answer checked as a reward function's result is."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+        # An executor for each address, so that a failure can name it.
+        self._clients = cycle([(address, SingleTurnAgentExecutor(address)) for address in addresses])
+
+    async def __call__(self, queries: list[str], prompts: list[str], labels: list[Any]) -> list[dict[str, Any]]:
+        """The next server's answer to one query, with floats."""
+        address, client = next(self._clients)
+        try:
+            answers = await client._fetch_rewards_via_http(queries, prompts, labels)
+            return [reward_calls.with_floats(answer) for answer in answers]
+        except ValueError as error:
+            fault = f"answered {error}"
+        except Exception as error:
+            fault = f"gave no answer ({type(error).__name__}: {error})"
+        raise self._fail(f"the reward server {address} {fault}", queries[0], prompts[0])
+
+
+def _numbers_of_agent(executor: object, response: Mapping[str, Any]) -> dict[str, float]:
+    """The reward and the score of a response as floats, where it has them.
+
+    Raises:
+        RewardFailed: for an agent's reward or score that is not one finite number.
+    """
+    try:
+        return {
+            name: reward_calls.one_number(name, response[name])
+            for name in ("reward", "scores")
+            if response.get(name) is not None
+        }
+    except ValueError as error:
+        raise RewardFailed(
+            f"{type(executor).__name__} returned {error}.\n  prompt: {short(str(response.get('prompt')))}\n"
+            "An agent must give each response one finite number, such as 0 for one that it cannot read."
+        ) from None
 
 
 def responses(tokenizer: PreTrainedTokenizerBase, experience: Experience) -> list[str]:
@@ -95,16 +129,28 @@ def responses(tokenizer: PreTrainedTokenizerBase, experience: Experience) -> lis
     return [str(tokenizer.decode(tokens[mask], skip_special_tokens=True)) for tokens, mask in pairs]
 
 
-def refuse_non_finite(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[Experience]) -> None:
-    """Raises ``UsageError`` for the first reward that is NaN or infinite: all advantages of its group would be NaN."""
+def check_step(tokenizer: PreTrainedTokenizerBase, experiences: Sequence[Experience]) -> None:
+    """Makes a step's rewards one number for each response, (B,) in each micro-batch, in-place.
+
+    Raises:
+        UsageError: for the first reward that is NaN or infinite, since all advantages of its group would be NaN, and
+            for another number of rewards than responses.
+    """
     for experience in experiences:
-        rewards = experience.rewards
-        for row in [] if rewards is None else (~rewards.isfinite()).nonzero().flatten().tolist():
+        rewards, count = experience.rewards, len(experience.prompts)
+        if rewards.numel() != count:
+            raise UsageError(
+                f"{count} responses have rewards of shape {tuple(rewards.shape)}; one number for each is needed. Use a"
+                " reward model with one output."
+            )
+        experience.rewards = rewards.reshape(count)
+        for row in (~experience.rewards.isfinite()).nonzero().flatten().tolist():
             response = responses(tokenizer, experience)[row]
             raise UsageError(
-                f"the reward function gave {rewards[row].item()} to this response; a finite number is needed.\n"
-                f"  prompt: {_short(experience.prompts[row])}\n  response: {_short(response)}\n"
-                "Let the reward function return a finite number for every response, such as 0 for one it cannot read."
+                f"this response has the reward {experience.rewards[row].item()}; a finite number is needed.\n"
+                f"  prompt: {short(experience.prompts[row])}\n  response: {short(response)}\n"
+                "Let the reward function, server or model give a finite number for every response, such as 0 for one"
+                " that it cannot read."
             )
 
 
@@ -114,7 +160,7 @@ def refuse_untrained(samples: Sequence[Experience]) -> None:
         for row in (sample.action_mask.sum(dim=-1) == 0).nonzero().flatten().tolist():
             raise UsageError(
                 "a response has no token to train on: its prompt is as long as --data.max_len, or an agent masked all"
-                f" of it (action_ranges).\n  prompt: {_short(sample.prompts[row])}\nRaise --data.max_len, leave that"
+                f" of it (action_ranges).\n  prompt: {short(sample.prompts[row])}\nRaise --data.max_len, leave that"
                 " prompt out, or let the agent keep a token."
             )
 
@@ -137,7 +183,3 @@ def cut_turns(samples: Sequence[Experience], longest: int) -> int:
     """
     # Entry t of the mask is of token t + 1; an agent's message is not trained.
     return sum(s.action_mask.shape[1] + 1 >= longest and not s.action_mask[0, -1] for s in samples)
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")

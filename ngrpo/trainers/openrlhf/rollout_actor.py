@@ -51,13 +51,15 @@ def rollout_actor(plain: Any) -> type:
                 kwargs |= cpu.engine_arguments(run.openrlhf, kwargs.get("tensor_parallel_size", 1))
             with processes.own_children():
                 await plain.__init__(self, *args, **kwargs)
+            name = type(self.executor).__name__
+            self.executor = rewards.CheckedExecutor(self.executor)
             if spec is not None:
                 perturbation = registry.create(**spec)
                 await records.confirm(self.llm, settings.fingerprint(perturbation, run.sampling_schedule))
                 self.engine_check = sample_records.EngineCheck(self.llm, perturbation.active, again=run.strict)
                 await self.engine_check.passed()
                 self.pick_ups = sample_records.PickUps(self.llm)
-                self.executor = RecordingExecutor(self.executor)
+                self.executor = RecordingExecutor(self.executor, name)
 
         async def generate(
             self,
@@ -131,13 +133,11 @@ def engine_settings(spec: Mapping[str, Any]) -> dict[str, Any]:
 class RecordingExecutor:
     """Wraps OpenRLHF's agent executor: puts a trajectory's record into its response."""
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: rewards.CheckedExecutor, name: str | None = None) -> None:
         self._executor = executor
+        self._name = name or type(executor).__name__  # for messages
         self._numbers = seeds.AnswerNumbers()
         self._round, self._controls = 0, 0
-        self._reward: rewards.CheckedReward | None = None
-        if getattr(executor, "reward_func", None) is not None:
-            self._reward = executor.reward_func = rewards.CheckedReward(executor.reward_func)
 
     async def execute(self, **kwargs: Any) -> dict[str, Any]:
         """As the wrapped executor's, with the record in ``mm_train_inputs``."""
@@ -160,15 +160,15 @@ class RecordingExecutor:
         conversation.redrawn = run.perturbation is not None and run.perturbation.has_density
         conversation.filters = filters_of(kwargs.get("sampling_params"))
         token = _conversation.set(conversation)
-        where = f"{type(self._executor).__name__}, for the prompt {str(kwargs.get('prompt'))[:_SHOWN]!r}"
+        where = f"{self._name}, for the prompt {str(kwargs.get('prompt'))[:_SHOWN]!r}"
         try:
             response = await self._executor.execute(**kwargs)
+        except rewards.RewardFailed:
+            raise
         except Exception as error:
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         finally:
             _conversation.reset(token)
-        if self._reward is not None:
-            self._reward.raise_failure()
         if replayed and conversation.trajectory is None:
             raise RuntimeError(
                 f"{where}: it returned a response without a call of generate(), so that nothing was recorded. Let the"

@@ -15,7 +15,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-import torch
 
 from ngrpo.config.run import current_run
 from ngrpo.machine.models import conversation
@@ -35,7 +34,7 @@ def reward_of(response: Mapping[str, Any]) -> float:
     reward = response.get("reward")
     if reward is None:
         raise RuntimeError("--second_round: a response came without a reward, so it is neither right nor wrong.")
-    return float(torch.as_tensor(reward).flatten()[0])
+    return float(reward)
 
 
 def regrouped(

@@ -19,7 +19,7 @@ from ngrpo.methods.credits.base import StepTokens, check_shapes
 from ngrpo.methods.scoring.answers import outcome
 from ngrpo.trainers.common.sample_records import TwoRounds, two_rounds
 from ngrpo.trainers.openrlhf.model_actors import kept_by_actors
-from ngrpo.trainers.openrlhf.rewards import refuse_non_finite, responses
+from ngrpo.trainers.openrlhf.rewards import responses
 from perturbations.errors import require
 from perturbations.seeds import trajectory_seed
 
@@ -106,7 +106,6 @@ class StepAdvantages:
         if count % size:
             groups = f"groups of {size} (--rollout.n_samples_per_prompt)"
             raise RuntimeError(f"{count} responses are not a whole number of {groups}: a prompt has too few.")
-        refuse_non_finite(maker.tokenizer, experiences)
         self.measures: dict[str, float] = {}
         self._maker, self._experiences, self._size = maker, experiences, size
         self._advantage = advantage and advantage.at_step(maker.training_step)

@@ -23,6 +23,10 @@ NO_UPDATE = (
     "ngrpo: warning: step {step} made no optimizer step: {responses} responses do not fill --train.batch_size, as where"
     " prompts were filtered out or the last batch is a short one. The weights are those of the step before."
 )
+NO_GRADIENT = (
+    "ngrpo: warning: step {step} trained nothing: the gradient was exactly 0 in each of its updates ({updates:g}). All"
+    " advantages were 0, as where all responses to each prompt have the same reward, or the loss left out every token."
+)
 _STATE, _ROUND, _LENGTH = "ngrpo", "ngrpo_round", "ngrpo_length"
 
 
@@ -68,8 +72,11 @@ def trainer(plain: Any) -> type:
             self.experience_maker.training_step, self.noise_step = global_step, global_step + 1
             status, global_step = super().train_step(rollout_samples, global_step)
             add_measures(status, self.experience_maker.step_measures)
-            if status.get("optimizer_steps") == 0.0:
+            updates = status.get("optimizer_steps")
+            if updates == 0.0:
                 print(NO_UPDATE.format(step=global_step, responses=len(rollout_samples)), flush=True)
+            elif updates is not None and status.get("zero_gradients") == updates:
+                print(NO_GRADIENT.format(step=global_step, updates=updates), flush=True)
             self.experience_maker.step_measures = {}
             if run.perturbation is not None:
                 status |= neighbor_drift(self.vllm_engines)

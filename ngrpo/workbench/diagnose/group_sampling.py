@@ -203,7 +203,7 @@ def sample_strategy(
     samples = []
     for output, loss in zip(outputs, losses_of(llm, [prompt for prompt, _, _ in jobs], tokens)):
         prompt, member = divmod(output.job, group)
-        verdict = score(problems[prompt], output.text, prompt=texts[prompt])
+        verdict = score(problems[prompt], output.text, prompt=texts[prompt], end=output.end(tokenizer))
         place = (strategy.id, problems[prompt].id, prompt, member)
         said = (output.text, output.tokens, output.finish == "stop")
         judged = (verdict.reward, verdict.correct, verdict.extracted, verdict.parsed)

@@ -69,6 +69,15 @@ class Generated:
     finish: str
     record: ReplayRecord | None
 
+    def end(self, tokenizer: TokenizerLike) -> str:
+        """The text of the end token, such as ``<|im_end|>``, which ``text`` lacks; empty for a response that was cut.
+
+        OpenRLHF decodes it with the response that a reward function reads.
+        """
+        if self.finish != "stop" or not self.tokens:
+            return ""
+        return tokenizer.decode(self.tokens[-1:], skip_special_tokens=False)
+
 
 # --- the policy ---------------------------------------------------------------------------------------
 # Its sampling schedule and the noise on its weights, with which a given training step draws its rollouts.

@@ -18,6 +18,7 @@ from ngrpo.machine.storage.result_folder import SETTINGS, ResultFolder
 from ngrpo.machine.upstream.types import LLM, TokenizerLike
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.methods.scoring import TIMED_OUT, Problem, digest
+from ngrpo.methods.scoring.reward_alarms import alarm_notes
 from ngrpo.methods.tasks import check_problems, check_scorer, score
 from ngrpo.workbench.evaluate import engine as engines
 from ngrpo.workbench.statistics import mean_at_n, pass_at_k
@@ -151,14 +152,16 @@ def evaluate(
                     for answer in batch:
                         problem, number = missing[answer.job]
                         prompt = prompts[problem.id]
+                        end = answer.end(tokenizer)
                         row = {
                             "problem": problem.id,
                             "sample": number,
                             "prompt": prompt,
                             "text": answer.text,
+                            "end": end,
                             "tokens": len(answer.tokens),
                             "finish": answer.finish,
-                            **score(problem, answer.text, prompt=prompt).columns(),
+                            **score(problem, answer.text, prompt=prompt, end=end).columns(),
                         }
                         if perturbation is not None:
                             row["perturbed"] = None if answer.record is None else len(answer.record)
@@ -200,12 +203,15 @@ def rescore(
         ks = checked_ks(k, settings["n"])
         if scorer != "auto":
             check_scorer(scorer)
+            for note in alarm_notes("--scorer", scorer) if scorer.endswith(".py") else ():
+                report(f"warning: {note}")
             problems = [replace(problem, scorer=scorer) for problem in problems]
             settings["digest"] = digest(problems)
         settings |= _scorers(problems)
         by_id = {problem.id: problem for problem in problems}
         for sample in samples:
-            verdict = score(by_id[sample["problem"]], sample["text"], prompt=sample["prompt"])
+            end = sample.get("end", "")  # which samples of earlier releases lack
+            verdict = score(by_id[sample["problem"]], sample["text"], prompt=sample["prompt"], end=end)
             sample.update(verdict.columns())
         held.write_lines(SAMPLES, samples)
         held.write_lines(PROBLEMS, map(asdict, problems))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's reward function: loaded, called and checked in one way, in training and in evaluation."""
+
+import importlib.util
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from perturbations.errors import UsageError, require
+
+# A verifier may run a program, or ask a judge; beyond this it hangs.
+SECONDS = "NGRPO_REWARD_SECONDS"
+_DEFAULT_SECONDS = 600.0
+_SHOWN = 200
+
+
+class RewardFault(Exception):
+    """A call gave no reward; the message continues a sentence that begins with the function or server."""
+
+
+def seconds_allowed() -> float:
+    """How long a call may take; ``UsageError`` for an environment variable that is no positive number."""
+    text = os.environ.get(SECONDS, str(_DEFAULT_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0.0:
+        raise UsageError(f"{SECONDS}={text}: a positive number of seconds is needed.")
+    return seconds
+
+
+@lru_cache(maxsize=8)
+def load(path: str) -> Callable[..., Any]:
+    """The ``reward_func`` of a file, which is run as OpenRLHF 0.11.2 runs it; the file may import its neighbors."""
+    file = Path(path).expanduser().resolve()
+    sys.path.append(str(file.parent))
+    spec = require(importlib.util.spec_from_file_location("reward_func", file), f"a loader of {file}")
+    module = importlib.util.module_from_spec(spec)
+    require(spec.loader, f"a loader of {file}").exec_module(module)
+    return module.reward_func
+
+
+def call(reward_func: Callable[..., Any], query: str, prompt: str, label: object, seconds: float) -> dict[str, Any]:
+    """The result for one response, with floats.
+
+    The function runs in a thread of its own, as OpenRLHF calls it from threads: one that hangs is left behind, and an
+    alarm raises everywhere or nowhere.
+
+    Raises:
+        RewardFault: if the function raises, takes longer, or returns anything else than a finite number.
+    """
+    returned: list[Any] = []
+
+    def run() -> None:
+        try:
+            returned.append(reward_func([query], [prompt], [label]))
+        except BaseException as error:
+            returned.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not returned:
+        raise RewardFault(f"did not return within {seconds:g} s (the environment variable {SECONDS} sets the limit)")
+    if isinstance(returned[0], BaseException):
+        raise RewardFault(f"raised {type(returned[0]).__name__}: {returned[0]}") from returned[0]
+    try:
+        return with_floats(returned[0])
+    except ValueError as error:
+        raise RewardFault(f"returned {error}") from None
+
+
+def with_floats(result: object) -> dict[str, Any]:
+    """A reward function's result, or a server's answer, for one response: ``rewards`` and ``scores`` become floats.
+
+    Raises:
+        ValueError: for anything else than one finite number; the message says what there is.
+    """
+    if not isinstance(result, Mapping) or "rewards" not in result:
+        raise ValueError(f"{short(str(result))} where a dictionary with 'rewards' is needed")
+    floats = {"rewards": one_number("rewards", result["rewards"])}
+    if result.get("scores") is not None:
+        floats["scores"] = one_number("scores", result["scores"])
+    return {**result, **floats}
+
+
+def one_number(name: str, value: object) -> float:
+    """The one finite number in a value, which may be a list, an array or a tensor of one; ValueError if it is none."""
+    flat = value.flatten().tolist() if hasattr(value, "flatten") else value  # numpy's arrays, torch's tensors
+    while isinstance(flat, list | tuple) and len(flat) == 1:
+        (flat,) = flat
+    try:
+        number = float(flat) if isinstance(flat, int | float) else math.nan
+    except OverflowError:  # of a whole number beyond the largest float
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{short(str(value))} as {name!r} of one response")
+    return number
+
+
+def short(text: str) -> str:
+    """A text in quotes, cut where it is long."""
+    return repr(text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…")

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bounds, defaults and refusals: lines that only a value at the edge holds."""
+
+_ADVANTAGES = "test_advantages.py"
+_FURTHER = "test_advantages_further.py"
+_ROUTING = "test_routing.py"
+_SIGNIFICANCE = "test_significance.py"
+
+MUTATIONS = {
+    ("ngrpo/methods/advantages/verified.py", _FURTHER): [
+        ("(1.0 - rewards) * penalty", "(rewards < 1.0) * penalty", "lens: a fractional reward pays the whole penalty"),
+        (
+            "torch.where(right, torch.maximum(difficulty, by_sampling), difficulty)",
+            "torch.maximum(difficulty, by_sampling)",
+            "lens: D of Eq. 14 without a right response",
+        ),
+        (
+            "torch.where(rewards > 0.0, rewards * (-total).exp(), 0.0)",
+            "torch.where(rewards > 0.0, (-total).exp(), 0.0)",
+            "lens: a fractional reward counts 1 in D",
+        ),
+    ],
+    ("ngrpo/methods/advantages/verified.py", _ADVANTAGES): [
+        ("low=0.0, high=0.49", "low=0.0, high=0.5", "s_grpo: a verifier without information"),
+        ('ridge: float = option(0.01, "λ', 'ridge: float = option(0.1, "λ', "rep_exp: another default of ridge"),
+        ("p: float = option(0.15", "p: float = option(0.1", "s_grpo: another default of p"),
+        ("rho: float = option(0.875", "rho: float = option(0.9", "spo: another default of rho"),
+    ],
+    ("ngrpo/methods/advantages/base.py", _ADVANTAGES): [
+        ("left[left > 0]", "left[left > 1]", "a response whose group is all overlong gets 0"),
+    ],
+    ("ngrpo/methods/credits/covariance.py", _ADVANTAGES): [
+        ("share: float = option(2e-3", "share: float = option(2e-2", "kl_cov: another default of share"),
+        ("low: float = option(1.0", "low: float = option(0.5", "clip_cov: another default of low"),
+    ],
+    ("ngrpo/methods/credits/token_credits.py", _ADVANTAGES): [
+        ("        0.02, ", "        0.05, ", "lp_reg: another default of kappa"),
+    ],
+    ("ngrpo/methods/credits/token_credits.py", "test_credits_by_hand.py"): [
+        ("torch.where(probabilities >= least", "torch.where(probabilities > least", "lp_reg: Z without the boundary"),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _FURTHER): [
+        (
+            "rho * wrong + len(own) - sum(own)",
+            "rho * wrong + 1.0 - sum(own) / len(own)",
+            "spo: wrong answers are a share",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/step_advantages.py", _ADVANTAGES): [
+        ("advantage.at_step(maker.training_step)", "advantage.at_step(0)", "options that change stay at step 0"),
+        (
+            "uniform = rewards.amax(-1) == rewards.amin(-1)",
+            "uniform = (rewards == rewards.mean(-1, keepdim=True)).all(-1)",
+            "uniform groups are found by their mean",
+        ),
+    ],
+    ("ngrpo/trainers/openrlhf/second_round.py", "test_second_rounds.py"): [
+        ("if extra > room:", "if extra >= room:", "igrpo: a draft that just fits is not shown"),
+    ],
+    ("ngrpo/trainers/common/policy_loss.py", "test_credits_loss.py"): [
+        (
+            "torch.ones_like(changed), **kwargs)",
+            'torch.ones_like(changed), **({**kwargs, "rollout_log_probs": old_log_probs}))',
+            "a penalty without the loss's importance weights",
+        ),
+    ],
+    ("perturbations/gates/further.py", "test_gates_state.py"): [
+        ("step.log_total()) >= self.tau", "step.log_total()) > self.tau", "confidence: closed at τ itself"),
+    ],
+    ("perturbations/gates/default.py", "test_gates.py"): [
+        ("_MARGIN = 32", "_MARGIN = 0", "until: white space after the text hides it"),
+    ],
+    ("ngrpo/workbench/statistics.py", _SIGNIFICANCE): [
+        ('"low": max(low, 0.0) if share else low', '"low": low', "a share below 0"),
+        ("float(np.ptp(values)) <= 1e-12", "float(np.ptp(values)) == 0.0", "ties need equal bits"),
+        ("if problems > seeds and", "if problems >= seeds and", "Wilson: of as many problems as seeds"),
+        (
+            'difference["within_noise"] = p >= 1 - LEVEL',
+            'difference["within_noise"] = p > 1 - LEVEL',
+            "a p-value at the level itself is a difference",
+        ),
+    ],
+    ("perturbations/replay/routing.py", _ROUTING): [
+        ("if choice.choices != 1:", "if choice.choices < 1:", "routing: a router that chooses twice passes"),
+        (
+            "                if own is not None:\n                    router.forward = own\n",
+            "",
+            "routing: an outer scope is lost",
+        ),
+        ("if each.shape[1:] != wanted:", "if each.shape[1] != wanted[0]:", "routing: another number of experts passes"),
+    ],
+    ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
+        ("<= _MOST_IN_A_BYTE", "< _MOST_IN_A_BYTE", "routing: 256 experts take two bytes"),
+    ],
+}

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards on their way to a gradient, the scorers, and what an engine and an evaluation hand over."""
+
+_CALLS, _CHECKED, _FAULTS = "test_reward_calls.py", "test_rewards.py", "test_step_faults.py"
+_FURTHER, _PAIRS = "test_advantages_further.py", "test_evaluate_math.py::test_pairs"
+
+MUTATIONS = {
+    ("ngrpo/methods/scoring/reward_calls.py", _CALLS): [
+        ("if not math.isfinite(number):", "if False:", "rewards: NaN is a reward"),
+        ('if result.get("scores") is not None:', 'if "scores" in result:', "rewards: scores of None are refused"),
+        (
+            "reward_func([query], [prompt], [label])",
+            "reward_func(queries=[query], prompts=[prompt], labels=[label])",
+            "rewards: evaluation needs the names of the parameters",
+        ),
+    ],
+    ("ngrpo/methods/scoring/reward_calls.py", _CHECKED): [
+        ("while isinstance(flat, list | tuple)", "if isinstance(flat, list | tuple)", "rewards: a nested list of one"),
+    ],
+    ("ngrpo/methods/scoring/reward_alarms.py", _CALLS): [
+        ("return None not in values", "return True", "alarms: options that may have the argument are named"),
+        ("names |= {alias.asname: alias.name} if", "names |= {alias.name: alias.name} if", "alarms: a module as"),
+    ],
+    ("ngrpo/methods/tasks/__init__.py", "test_evaluate_folder.py"): [
+        ("prompt + text + end, prompt", "prompt + text, prompt", "rewards: evaluation leaves the end token out"),
+    ],
+    ("ngrpo/trainers/openrlhf/rewards.py", "test_advantages.py"): [
+        ("experience.rewards = rewards.reshape(count)", "experience.rewards = rewards", "rewards: a column of a model"),
+    ],
+    ("ngrpo/trainers/openrlhf/rewards.py", _CHECKED): [
+        ("if response.get(name) is not None", "if False", "rewards: an agent's are not looked at"),
+    ],
+    ("ngrpo/trainers/openrlhf/actor_trainer.py", _FAULTS): [
+        (" if update > updates]", "]", "zero gradients: the norm of the last rollout counts"),
+    ],
+    ("ngrpo/trainers/openrlhf/trainer.py", _FAULTS): [
+        ('status.get("zero_gradients") == updates', 'status.get("zero_gradients")', "one zero gradient of two is said"),
+    ],
+    ("ngrpo/methods/advantages/base.py", _FURTHER): [
+        ("            self.check_further(further)\n", "            pass\n", "what an advantage reads may be NaN"),
+    ],
+    ("ngrpo/methods/advantages/verified.py", _FURTHER): [
+        ("(further[..., 1] < 1.0)", "(further[..., 1] < 0.0)", "lens: a response without a token"),
+        ("least=1e-6", "least=1e-9", "rep_exp: rounding of equal states is normalized"),
+    ],
+    ("ngrpo/methods/credits/covariance.py", "test_credits.py"): [
+        ("prompts * responses * epochs > batch", "prompts * responses * epochs >= batch", "kl_cov: one update passes"),
+    ],
+    ("ngrpo/config/features.py", "test_second_rounds_training.py"): [
+        ('lambda made: made.needs == "values")', "lambda made: False)", "spo: values of a second round's responses"),
+    ],
+    ("ngrpo/workbench/statistics.py", "test_significance.py"): [
+        ("if not np.isfinite(table).all():", "if False:", "a difference of NaN is real"),
+        ("(values >= 0.0) & (values <= 1.0)", "(values == values)", "holm: p-values beyond 1"),
+    ],
+    ("ngrpo/workbench/evaluate/evaluation.py", "test_evaluate_folder.py"): [
+        ("for k in DEFAULT_KS if k <= n}", "for k in DEFAULT_KS if k < n}", "evaluation: no Pass@n of n samples"),
+        ("sum(perturbed) / max(1, tokens)", "sum(perturbed) / len(perturbed)", "evaluation: positions a response"),
+        ('problem["correct"] == 0 for', 'problem["correct"] <= 1 for', "evaluation: solved once is never"),
+    ],
+    ("ngrpo/rollout/records.py", "test_records.py"): [
+        ("if len(lengths) > _LENGTHS_KEPT:", "if False:", "records: lengths without a reader pile up"),
+        ("{}).pop(name, None)", "{}).get(name)", "records: a length is kept after it was told"),
+        ('if "perturbation_fingerprint" not in str(error):', "if False:", "records: any error is a missing plugin"),
+    ],
+    ("ngrpo/methods/scoring/math_reading.py", _PAIRS): [
+        ('.lstrip().removeprefix("+")', "", "math: a leading plus is an operation"),
+    ],
+    ("ngrpo/methods/scoring/math_response.py", _PAIRS): [
+        ('"dozen": 12', '"dozen": 1', "math: a dozen is one"),
+        ("if len(numbers) > 1 else 0", "if len(numbers) > 0 else 0", "math: a single guess is no answer"),
+        ("        tail = text[open_until:]", "        tail = text[0:]", "math: the last of several guesses counts"),
+    ],
+}
