@@ -13,6 +13,7 @@ import pytest
 from ngrpo.config.input_checks import check_files
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import tasks
+from ngrpo.methods.scoring import reward_calls
 from ngrpo.trainers.openrlhf import prompt_rows
 from ngrpo.workbench.evaluate import load_problems
 from perturbations.errors import UsageError
@@ -47,11 +48,12 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: str, **optio
 def evaluated(tmp_path: Path, source: str) -> list[tuple[str, Any]]:
     """The question of each problem, and the label that `ngrpo eval` hands to a user's reward function."""
     file = tmp_path / "reward.py"
-    file.write_text("SEEN = []\ndef reward_func(queries, prompts, labels):\n    SEEN.extend(labels)\n    return 1.0\n")
+    body = "SEEN.extend(labels)\n    return {'rewards': 1.0}"
+    file.write_text(f"SEEN = []\ndef reward_func(queries, prompts, labels):\n    {body}\n")
     problems = load_problems(source, scorer=str(file))
     for problem in problems:
         tasks.score(problem, "1")
-    seen = tasks._reward_func(str(file)).__globals__["SEEN"]
+    seen = reward_calls.load(str(file)).__globals__["SEEN"]
     labels, seen[:] = [*seen], []
     return [(problem.question, label) for problem, label in zip(problems, labels, strict=True)]
 
