@@ -207,6 +207,13 @@ def check_patches(flags: Flags, run: RunConfig) -> None:
     patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
 
 
+def check_support(flags: Flags, run: RunConfig) -> str | None:
+    """Raises ``UsageError`` for a model that the run's perturbation cannot use; returns why it was not read."""
+    room = 0 if run.second_round is None else run.second_round.room
+    longest = int(flags.or_default("--data.max_len")) + room
+    return architecture.check_perturbed(input_checks.name_of(flags), run.spec, longest)
+
+
 def check_data(flags: Flags, run: RunConfig) -> str | None:
     """The dataset and where rewards come from, and why not all rows were looked at."""
     if run.task is not None and flags.value("--data.prompt_dataset") == UNPREPARED["--data.prompt_dataset"]:
@@ -241,7 +248,7 @@ RULES = (
     Rule(
         "model",
         lambda flags, _: architecture.in_words(input_checks.name_of(flags)),
-        lambda flags, run: architecture.check_perturbed(input_checks.name_of(flags), run.spec),
+        check_support,
     ),
     Rule("model", "the model's files and context", input_checks.check_folder),
     Rule("model", "the prompts can be rendered", input_checks.check_template),
