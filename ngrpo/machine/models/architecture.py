@@ -71,12 +71,12 @@ def parameter_names(folder: str) -> tuple[str, ...] | None:
     path = Path(folder).expanduser() / "config.json"
     config = read_config(path) if path.is_file() else {"auto_map": True}
     try:
-        return None if config.get("auto_map") else tuple(name for name, _ in _on_meta(config).named_parameters())
+        return None if config.get("auto_map") else tuple(name for name, _ in on_meta(config).named_parameters())
     except Exception:  # of any model's code; loading the model reports it
         return None
 
 
-def _on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
+def on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
     """The model on the meta device, of the class that OpenRLHF chooses."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -153,7 +153,7 @@ def _size(text: str, source: str) -> ModelSize:
     config = json.loads(text)
     parameters, head_norms = config.pop("parameters", None), config.get("model_type") == "qwen3"
     if parameters is None:
-        model = _on_meta(config)
+        model = on_meta(config)
         named = dict(model.named_parameters())
         parameters = sum(parameter.numel() for parameter in named.values())
         head_norms = any("q_norm" in name for name in named)

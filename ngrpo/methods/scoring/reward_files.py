@@ -5,8 +5,11 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, build_opener
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError, nearest
@@ -16,6 +19,7 @@ OF_TASK = "task:"
 _REWARD_FUNC, _EXECUTOR = "reward_func(queries, prompts, labels)", "AgentExecutor()"
 _FILE, _AGENT, _MODEL = "--reward.remote_url", "--train.agent_func_path", "--reward.model_name_or_path"
 _LABELS = "--data.label_key"
+_SERVER_SECONDS = 10.0
 _NO_LABELS = f"reward_func reads its labels, and each is an empty text. Add {_LABELS} with the column of answers."
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -47,6 +51,22 @@ def check_rewards(flags: Flags) -> None:
             raise UsageError(f"{_FILE} {part}: must be a Python file, or an address such as http://localhost:5000.")
     if agent:
         _check_python(_AGENT, agent, _EXECUTOR)
+
+
+def check_server(address: str) -> None:
+    """Raises ``UsageError`` where no HTTP server answers at an address; the answer to a GET may be any status."""
+    opener = build_opener(ProxyHandler({}))  # OpenRLHF 0.11.2 asks its servers past any proxy
+    try:
+        with opener.open(address, timeout=_SERVER_SECONDS):
+            return
+    except HTTPError:  # most servers of rewards answer a POST alone
+        return
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        raise UsageError(
+            f"{_FILE} {address}: no reward server answers there ({reason or type(error).__name__}). Start it before the"
+            " run, or correct the address."
+        ) from None
 
 
 def label_note(flags: Flags) -> str | None:
