@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from ngrpo.machine.upstream.patch import source_of
 
+Config = Any  # of transformers, of any model type's own class
+
 
 class Difference(NamedTuple):
     """What engine and trainer read differently, and the fix. It matters if texts may have more tokens than ``beyond``.
@@ -44,14 +46,14 @@ def differences(config: Mapping[str, Any], engine_source: str) -> list[Differenc
     ]
 
 
-def _rotary_settings(text: Any) -> list[Mapping[str, Any]]:
+def _rotary_settings(text: Config) -> list[Mapping[str, Any]]:
     """The rotary settings of a configuration: one dictionary, or one for each type of layers."""
     settings = getattr(text, "rope_parameters", None) or {}
     by_layers = [value for value in settings.values() if isinstance(value, Mapping)]
     return by_layers or ([settings] if settings else [])
 
 
-def _rotary(rope: Mapping[str, Any], text: Any, trainer_source: str) -> Iterator[Difference]:
+def _rotary(rope: Mapping[str, Any], text: Config, trainer_source: str) -> Iterator[Difference]:
     kind = rope.get("rope_type", "default")
     yield from _rotated_dimensions(rope, kind, text, trainer_source)
     if kind == "yarn":
@@ -70,7 +72,7 @@ def _rotary(rope: Mapping[str, Any], text: Any, trainer_source: str) -> Iterator
         )
 
 
-def _rotated_dimensions(rope: Mapping[str, Any], kind: str, text: Any, trainer_source: str) -> Iterator[Difference]:
+def _rotated_dimensions(rope: Mapping[str, Any], kind: str, text: Config, trainer_source: str) -> Iterator[Difference]:
     share = rope.get("partial_rotary_factor") or 1.0
     # Without a scaling, each class of transformers computes the frequencies itself, and not all read the share.
     reads_share = share == 1.0 or kind != "default" or "partial_rotary_factor" in trainer_source
@@ -112,7 +114,7 @@ def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _longrope(rope: Mapping[str, Any], text: Any, trainer_source: str) -> Iterator[Difference]:
+def _longrope(rope: Mapping[str, Any], text: Config, trainer_source: str) -> Iterator[Difference]:
     original = rope["original_max_position_embeddings"]
     if rope.get("long_factor") != rope.get("short_factor"):
         yield Difference(
@@ -144,7 +146,7 @@ def _longrope_magnitude(factor: float, original: int) -> float:
     return math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
 
 
-def _dynamic(rope: Mapping[str, Any], text: Any, trainer_source: str) -> Iterator[Difference]:
+def _dynamic(rope: Mapping[str, Any], text: Config, trainer_source: str) -> Iterator[Difference]:
     if "alpha" in rope:
         if "alpha" not in trainer_source:
             yield Difference("of a dynamic rotary embedding, vLLM alone reads alpha", "Use a model type that reads it")
@@ -161,7 +163,7 @@ def _dynamic(rope: Mapping[str, Any], text: Any, trainer_source: str) -> Iterato
         )
 
 
-def _window(text: Any, trainer_source: str) -> Iterator[Difference]:
+def _window(text: Config, trainer_source: str) -> Iterator[Difference]:
     window = getattr(text, "sliding_window", None)
     if not window:
         return
@@ -186,7 +188,7 @@ def _window(text: Any, trainer_source: str) -> Iterator[Difference]:
         )
 
 
-def _logit_scale(text: Any, engine_source: str, trainer_source: str) -> Iterator[Difference]:
+def _logit_scale(text: Config, engine_source: str, trainer_source: str) -> Iterator[Difference]:
     scale = getattr(text, "logit_scale", None)
     if scale not in (None, 1.0) and '"logit_scale"' in engine_source and "logit_scale" not in trainer_source:
         yield Difference(
