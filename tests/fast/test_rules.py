@@ -203,10 +203,10 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """A server of rewards that answers a POST alone, as OpenRLHF's does."""
+    """A server of rewards that answers a POST alone, as OpenRLHF's does, but for a path behind a gateway."""
 
-    def do_POST(self) -> None:
-        """Not called."""
+    def do_GET(self) -> None:
+        self.send_error(502 if self.path == "/behind" else 405)
 
     def log_message(self, *args: object) -> None:
         """Not on the screen."""
@@ -218,6 +218,8 @@ def test_a_reward_server_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_address[1]}/get_reward"
         reward_files.check_server(address)
+        with pytest.raises(UsageError, match=r"/behind: no reward server answers there .*502.*Bad Gateway"):
+            reward_files.check_server(address.replace("get_reward", "behind"))
         server.shutdown()
     with pytest.raises(UsageError, match=f"{address}: no reward server answers there .*refused.* Start it before"):
         reward_files.check_server(address)

@@ -11,12 +11,13 @@ from ngrpo.machine.hardware import surroundings
 from ngrpo.machine.upstream import placement
 from perturbations.errors import UsageError
 
-CACHES = ("HF_HOME", "VLLM_CACHE_ROOT", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "XDG_CACHE_HOME")
+CACHES = ("HF_DATASETS_CACHE", "VLLM_CACHE_ROOT", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR")
+FOLDERS = ("HF_HOME", "TRITON_HOME", "XDG_CACHE_HOME")
 
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*CACHES, "RAY_TMPDIR", "RAY_ADDRESS", "VLLM_RPC_BASE_PATH"):
+    for name in (*CACHES, *FOLDERS, "RAY_TMPDIR", "RAY_ADDRESS", "VLLM_RPC_BASE_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(placement, "started_here", lambda: None)
 
@@ -30,9 +31,9 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("HOME", str(home))
     with pytest.raises(UsageError) as error:
         surroundings.check_caches()
-    for word in (*CACHES[:4], str(home), f"{home}/.triton/cache", f"{home}/.cache/torch_extensions"):
+    for word in (*CACHES, str(home), f"{home}/.triton/cache", f"{home}/.cache/torch_extensions"):
         assert word in str(error.value)
-    for name in CACHES[:4]:
+    for name in CACHES:
         monkeypatch.setenv(name, str(tmp_path / name))
     surroundings.check_caches()
 

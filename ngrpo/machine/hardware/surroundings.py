@@ -41,7 +41,8 @@ def _caches() -> Iterator[tuple[str, str, Path]]:
     home = Path("~").expanduser()
     shared = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     folders = {
-        ("datasets'", "HF_HOME"): shared / "huggingface",
+        # Not all of HF_HOME: models may be in a shared folder that nobody writes to.
+        ("datasets'", "HF_DATASETS_CACHE"): Path(os.environ.get("HF_HOME") or shared / "huggingface") / "datasets",
         ("vLLM's", "VLLM_CACHE_ROOT"): shared / "vllm",
         ("torch's and DeepSpeed's compiled extensions'", "TORCH_EXTENSIONS_DIR"): shared / "torch_extensions",
         ("Triton's", "TRITON_CACHE_DIR"): Path(os.environ.get("TRITON_HOME") or home) / ".triton" / "cache",
