@@ -198,7 +198,10 @@ def test_an_agent_draws_tokens_as_the_run_does(
 
 
 def test_a_control_is_drawn_with_the_models_probabilities() -> None:
-    """Otherwise penalties that both the responses and their controls have would hide in the scale of the mismatch."""
+    """Otherwise penalties that both the responses and their controls have would hide in the scale of the mismatch.
+
+    OpenRLHF's own min_tokens stays: all responses have it, so the scale without it would ring for each of them.
+    """
     pytest.importorskip("vllm")
     from vllm import SamplingParams
 
@@ -217,7 +220,7 @@ def test_a_control_is_drawn_with_the_models_probabilities() -> None:
         asyncio.run(rollout_actor.unperturbed_response(SimpleNamespace(llm=Engine()), [1, 2], params, seed=3))
     (control,) = received
     extra = {"perturbation": {"enabled": False, "scheduled": False, "seed": 3}}
-    assert control == SamplingParams(temperature=0.7, max_tokens=16, extra_args=extra)
+    assert control == SamplingParams(temperature=0.7, max_tokens=16, min_tokens=4, extra_args=extra)
     assert params.repetition_penalty == 1.3, "the response's own parameters stay"
 
 

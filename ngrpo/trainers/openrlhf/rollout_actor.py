@@ -247,7 +247,7 @@ async def unperturbed_response(
     """A short response to a prompt as all rollouts have, unperturbed; None for a prompt too long to be worth its
     forward.
 
-    It is drawn without the rollout's filters and changes of logits, so that log π is the model's over all tokens.
+    It is drawn without the rollout's filters and penalties, so that log π is the model's over all tokens.
     """
     if len(prompt) > _LONGEST_CONTROL_PROMPT:
         return None
@@ -255,7 +255,11 @@ async def unperturbed_response(
     short.max_tokens = min(short.max_tokens or _CONTROL_TOKENS, _CONTROL_TOKENS)
     short.top_p, short.top_k, short.min_p = 1.0, 0, 0.0
     for name, neutral in LOGITS_UNCHANGED.items():
-        setattr(short, name, neutral)
+        if name != "min_tokens":
+            setattr(short, name, neutral)
+    # OpenRLHF gives all responses a min_tokens of 1, which takes the end's probability from the first token. That is a
+    # part of every response's gap, and so of the scale.
+    short.min_tokens = min(short.min_tokens or 0, short.max_tokens)
     short.extra_args = {**(short.extra_args or {}), settings.KEY: {"enabled": False, "scheduled": False, "seed": seed}}
     output, parts = await _asked(actor, {"prompt_token_ids": prompt}, short)
     tokens = list(output.outputs[0].token_ids)
