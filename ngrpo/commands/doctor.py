@@ -33,14 +33,19 @@ from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import compatibility
 from ngrpo.machine.console import Report
-from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins
-from ngrpo.machine.models import architecture, packaged
+from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins, surroundings
+from ngrpo.machine.models import architecture, experts, packaged
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError
 
 _PLUGIN = "ngrpo_perturbation"
 _SECONDS = 300
+_SURROUNDINGS = {
+    "caches": surroundings.check_caches,
+    "folder for temporary files": surroundings.check_sockets,
+    "working directory": surroundings.check_shadowed,
+}
 
 
 class Finding(NamedTuple):
@@ -88,6 +93,9 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
     yield Finding("compiler", "not ready" if broken else "the code that is compiled on first use can be", broken)
     if missing or _error_of(versions.check_transformers):  # what follows imports them
         return
+    for subject, look in _SURROUNDINGS.items():
+        broken = _error_of(look)
+        yield Finding(subject, "not usable" if broken else "usable", broken)
     yield _placement(profile.name)
     release = versions.installed("flash-attn") if stand_ins.has_flash_attn() else None
     attention = f"{release}: OpenRLHF's default attention"
@@ -113,6 +121,9 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
         support, subject = architecture.support_of(named, ask_hub=True), f"model {named}"
         refused = "; ".join(support.refused) if support else ""
         refused = refused or _error_of(lambda: compatibility.check_model(named, profile.name))
+        path = architecture.find_config(named)
+        if path is not None and not refused:
+            refused = _error_of(lambda: experts.check(path, replayed=False)) or ""
         unknown = "not known: its config.json is not here, and the hub is out of reach"
         yield Finding(subject, str(support) if support else unknown, refused or None)
         if refused:

@@ -158,6 +158,7 @@ def run(argv: Sequence[str], *, report: console.Report) -> int:
 
 def _train(run: RunConfig, folder: Path, report: console.Report) -> int:
     """Launches a complete run. One that was stopped or failed leaves its summary and report too."""
+    summary.note_logs(folder, run)
     began, ended = time.time(), None
     try:
         with console.into_file(Path(run.log_file).expanduser()) if run.log_file else nullcontext():

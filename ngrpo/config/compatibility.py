@@ -284,7 +284,7 @@ VERL = (
     ),
 )
 
-_UNFILTERED = "leave the filters out, or set vllm_importance_sampling_correction=False"
+_UNFILTERED = "leave them out, or set vllm_importance_sampling_correction=False"
 TRL = (
     *rows(
         given.IN_ENGINE,
@@ -294,7 +294,7 @@ TRL = (
         (when("environments", lambda asked: asked.arguments.get("environment_factory")), _TURNS),
         (when("rollout_func", lambda asked: asked.arguments.get("rollout_func")), "it has no records"),
         (given.LIGER, "its loss bypasses the log-probabilities"),
-        (given.filtered_weights, "its weights would compare the filtered distribution with the whole one", _UNFILTERED),
+        (given.filtered_weights, "its weights would compare the changed distribution with the model's", _UNFILTERED),
     ),
     Row(given.PARAMETERS, given.IN_TRL, "TRL would neither train nor send its parameters", _WITHOUT),
     Row(given.DENSITY, given.IN_TRL, "TRL's loss takes the token's log-probability", "set density='token'"),

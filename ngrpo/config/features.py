@@ -360,10 +360,10 @@ VLLM_SERVER = when("a vLLM server", lambda asked: getattr(asked.settings, "vllm_
 LIGER = when("use_liger_kernel", lambda asked: getattr(asked.settings, "use_liger_kernel", False))
 
 
-@partial(when, "top_p, top_k or min_p with vllm_importance_sampling_correction")
+@partial(when, "top_p, top_k, min_p or repetition_penalty with vllm_importance_sampling_correction")
 def filtered_weights(asked: Combination) -> bool:
-    """Whether TRL weighs tokens by importance that filters of the rollout's sampling have changed."""
-    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    """Whether TRL weighs tokens by importance that filters of the rollout's sampling or a penalty have changed."""
+    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
     filtered = any(getattr(asked.settings, name, None) not in values for name, values in neutral.items())
     return filtered and bool(getattr(asked.settings, "vllm_importance_sampling_correction", False))
 

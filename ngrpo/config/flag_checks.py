@@ -25,6 +25,7 @@ from perturbations.errors import UsageError, nearest
 
 LOAD = "--ckpt.load_enable"
 _UNIVERSAL = "--ds.use_universal_ckpt"
+_OF_A_RANK = "*zero_pp_rank_*_optim_states.pt"  # DeepSpeed 0.19: a rank's part of the optimizer
 _OUTPUTS = ("--logger.tensorboard_dir", "--ckpt.path", "--ckpt.output_dir")
 _READ = ("model_name_or_path", "dataset", "remote_url", "agent_func_path")  # ends of flags that name files
 # What a number may be, in words: its type, whether it is one, and the flags, with patterns of the shell.
@@ -144,6 +145,21 @@ def check_checkpoint(flags: Flags, run: RunConfig) -> None:
         raise UsageError(f"{subject}, and there is no such folder with files. {fix}")
     if flags.has("--train.enable_ema"):
         raise UsageError(f"{LOAD}: a checkpoint lacks the moving average. Leave --train.enable_ema out. {fix}")
+    ranks = len(list((latest.parent / step).glob(_OF_A_RANK)))
+    if ranks and not flags.has(_UNIVERSAL):
+        _check_ranks(latest.parent / step, ranks, flags.args)
+
+
+def _check_ranks(checkpoint: Path, ranks: int, args: placement.Args) -> None:
+    """Raises ``UsageError`` for a checkpoint of another number of ranks than the actor's: DeepSpeed refuses it."""
+    world = placement.world_size(args, "actor")
+    if ranks != world:
+        nodes, gpus = args["actor.num_nodes"], args["actor.num_gpus_per_node"]
+        raise UsageError(
+            f"{LOAD}: the checkpoint {checkpoint} is of {ranks} ranks, and --actor.num_nodes {nodes} ×"
+            f" --actor.num_gpus_per_node {gpus} are {world}. Train on {ranks} GPUs, or convert the checkpoint with"
+            f" DeepSpeed's ds_to_universal.py and add {_UNIVERSAL}."
+        )
 
 
 def first_step(flags: Flags) -> str:

@@ -20,8 +20,8 @@ from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, Combinati
 from ngrpo.config.input_checks import DATASETS, check_files, is_checked, label_note
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import GROUP_BASELINES, OVERLONG, PRESETS, RunConfig
-from ngrpo.machine.hardware import gpu_plan, stand_ins
-from ngrpo.machine.models import architecture, packaged
+from ngrpo.machine.hardware import gpu_plan, stand_ins, surroundings
+from ngrpo.machine.models import architecture, experts, packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import MODEL_NAMES, SIZES, Default, Flags
@@ -207,6 +207,16 @@ def check_patches(flags: Flags, run: RunConfig) -> None:
     patches.check(patches.active((*conditions, *patches.VLLM_CONDITIONS) if run.conditions else conditions))
 
 
+def check_support(flags: Flags, run: RunConfig) -> str | None:
+    """Raises ``UsageError`` for a model that the run cannot use; returns why its config.json was not read."""
+    path = architecture.find_config(input_checks.name_of(flags))
+    if path is not None:
+        experts.check(path, replayed=run.replay_routing)
+    room = 0 if run.second_round is None else run.second_round.room
+    longest = int(flags.or_default("--data.max_len")) + room
+    return architecture.check_perturbed(input_checks.name_of(flags), run.spec, longest)
+
+
 def check_data(flags: Flags, run: RunConfig) -> str | None:
     """The dataset and where rewards come from, and why not all rows were looked at."""
     if run.task is not None and flags.value("--data.prompt_dataset") == UNPREPARED["--data.prompt_dataset"]:
@@ -218,7 +228,11 @@ def check_data(flags: Flags, run: RunConfig) -> str | None:
         if value and not is_checked(name, value):
             return f"not checked: the rows of {name} {value}; OpenRLHF loads what is no file from a folder or the hub."
     addresses = [part for part in (flags.value("--reward.remote_url") or "").split(",") if part.startswith("http")]
-    return f"not checked: whether a reward server runs at {', '.join(addresses)}." if addresses else None
+    if run.machine is not None and addresses:  # a run that is only planned
+        return f"not checked: whether a reward server runs at {', '.join(addresses)}."
+    for address in addresses:
+        reward_files.check_server(address)
+    return None
 
 
 RULES = (
@@ -228,6 +242,7 @@ RULES = (
         lambda *_: versions.check_stack(),
     ),
     Rule("start", lambda _, run: f"hardware {run.profile.name} can do it", check_hardware),
+    Rule("start", "caches, sockets and the working directory can be used", lambda *_: surroundings.check()),
     Rule("start", "OpenRLHF's parser and its conditions accept the flags", lambda flags, _: check_parsed(flags)),
     Rule("start", "engines and models that share GPUs agree", lambda flags, _: gpu_plan.check(flags.args)),
     Rule("start", about_gpus, lambda flags, run: gpu_plan.check_machine(flags.args, machine_of(run))),
@@ -242,7 +257,7 @@ RULES = (
     Rule(
         "model",
         lambda flags, _: architecture.in_words(input_checks.name_of(flags)),
-        lambda flags, run: architecture.check_perturbed(input_checks.name_of(flags), run.spec),
+        check_support,
     ),
     Rule("model", "the model's files and context", input_checks.check_folder),
     Rule("model", "the prompts can be rendered", input_checks.check_template),

@@ -279,8 +279,10 @@ class _LazyTokenizer:
         return self._tokenizer.batch_decode([[i] for i in range(len(self._tokenizer))])
 
     def special_ids(self, size: int) -> list[int]:
-        """Special tokens, and rows of the embedding that no token uses."""
-        return sorted({*self._tokenizer.all_special_ids, *range(len(self._tokenizer), size)})
+        """The rows of special tokens among the embedding's ``size`` ones, and rows without a token."""
+        # A tokenizer may have tokens beyond the embedding, such as a placeholder that was added to it.
+        special = {token for token in self._tokenizer.all_special_ids if token < size}
+        return sorted({*special, *range(len(self._tokenizer), size)})
 
 
 def _embeddings(

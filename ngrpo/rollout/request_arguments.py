@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's arguments for its perturbation: checked where they come in, numbered, and keys of its cached blocks.
 
+Also here: which of its sampling parameters change the logits, so that its recorded log π is not the model's.
+
 They are checked in the caller's process, because a worker that fails takes its engine along. The functions that take
 an ``original`` are rows of `ngrpo.patches`.
 """
@@ -8,7 +10,7 @@ an ``original`` are rows of `ngrpo.patches`.
 import base64
 import importlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ngrpo.machine.upstream.patch import around
@@ -31,12 +33,36 @@ _ALLOWED = {
     "answers": _INTEGER,
 }
 _FIRST_POSITION = "perturbation_first_position"
+RETURN_RECORD = "return_record"
+"""An argument of the server's requests alone: the response is to have its record and its log-probabilities."""
+
+LOGITS_UNCHANGED: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+    "logit_bias": None,
+    "bad_words": [],  # what vLLM makes of None
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+}
+"""vLLM's sampling parameters that change logits before they are recorded, with the values that change nothing.
+
+Temperature, top-p, top-k and min-p are not among them: log π is recorded at the temperature and before the filters.
+"""
+
+
+def logit_changes(params: SamplingParams) -> dict[str, Any]:
+    """The parameters of :data:`LOGITS_UNCHANGED` by which a request changes its logits, with their values."""
+    values = {name: getattr(params, name, None) or neutral for name, neutral in LOGITS_UNCHANGED.items()}
+    return {name: value for name, value in values.items() if value != LOGITS_UNCHANGED[name]}
 
 
 def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams:
     """The parameters, or a copy, with valid arguments for the perturbation; UsageError for others.
 
-    The arguments may be JSON text with the record in base64, as a server passes them on.
+    The arguments may be JSON text with the record in base64, as a server passes them on; with ``return_record`` if the
+    server is to return log-probabilities, which must be the model's.
     """
     raw = (getattr(params, "extra_args", None) or {}).get(KEY)
     if raw is None:
@@ -48,6 +74,13 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{_WHERE} is no JSON object: {error}. Send one, such as {{}}.") from None
         arguments = with_record_read(arguments)
+        if isinstance(arguments, dict) and arguments.pop(RETURN_RECORD, False) and (changes := logit_changes(params)):
+            raise UsageError(
+                f"{KEY}.{RETURN_RECORD}: the request is sampled with {in_words(changes)}, so that its recorded"
+                " log-probabilities would not be the model's. Leave these parameters or return_record out. Send"
+                " repetition_penalty 1.0 where the model's generation_config.json sets another one, or start the server"
+                " with --generation-config vllm."
+            )
     arguments = checked_fields(arguments)
     if arguments.get("record"):
         if (getattr(params, "n", None) or 1) > 1:
@@ -64,6 +97,11 @@ def checked(params: SamplingParams, model_config: ModelConfig) -> SamplingParams
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), KEY: arguments}
     return params
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    """Parameters and their values, for a message."""
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def checked_fields(arguments: object, where: str = _WHERE, further: Sequence[str] = ()) -> dict[str, Any]:

@@ -7,7 +7,8 @@ A request to ``/v1/completions`` or ``/v1/chat/completions`` may have a field ``
 - ``enabled``: false for an unperturbed response;
 - ``record``: the record of earlier turns, in base64; its inputs are replayed in the prompt;
 - ``return_record``: true for the response's record, which each choice then has as ``perturbation_record``, in base64
-  (`perturbations.ReplayRecord.from_bytes`), with ``perturbation_log_probs``, a number for each token.
+  (`perturbations.ReplayRecord.from_bytes`), with ``perturbation_log_probs``, a number for each token. Refused with
+  penalties, biases and lists of tokens, which change the probabilities (`request_arguments.LOGITS_UNCHANGED`).
 
 vLLM passes on no objects, so the field travels to the workers as JSON text. What these two paths are sent must be a
 JSON object. Everything else goes by untouched.
@@ -26,14 +27,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ngrpo.machine.upstream.types import AsyncLLM
 from ngrpo.rollout.records import check_installed, of_all_workers, of_answers
-from ngrpo.rollout.request_arguments import checked_fields, with_record_read
+from ngrpo.rollout.request_arguments import RETURN_RECORD, checked_fields, with_record_read
 from ngrpo.rollout.settings import KEY
 from perturbations import UsageError
 
 JsonObject = dict[str, Any]
 _PATHS = ("/v1/completions", "/v1/chat/completions")
 _ID_HEADER = "x-request-id"
-_RETURN_RECORD, _XARGS = "return_record", "vllm_xargs"
+_XARGS = "vllm_xargs"
 
 
 class PerturbationMiddleware:
@@ -83,18 +84,20 @@ def _read(body: bytes) -> tuple[JsonObject, bool] | None:
     arguments = request.pop(KEY, None)
     if arguments is None:
         return None
-    with_record = arguments.pop(_RETURN_RECORD, False) if isinstance(arguments, dict) else False
-    where = f"{KEY}.{_RETURN_RECORD}"
+    with_record = arguments.pop(RETURN_RECORD, False) if isinstance(arguments, dict) else False
+    where = f"{KEY}.{RETURN_RECORD}"
     if not isinstance(with_record, bool):
         raise UsageError(f"{where} is {with_record!r}: must be true or false.")
     if with_record and request.get("stream"):
         raise UsageError(f"{where} needs a response that is not streamed. Leave one of them out.")
     if with_record and request.get("use_beam_search"):
         raise UsageError(f"{where} needs a response that is sampled, and no beam search. Leave one of them out.")
-    checked_fields(with_record_read(arguments, KEY), KEY, (_RETURN_RECORD,))
+    checked_fields(with_record_read(arguments, KEY), KEY, (RETURN_RECORD,))
     others = {} if request.get(_XARGS) is None else request[_XARGS]
     if not isinstance(others, dict):
         raise UsageError(f"{_XARGS} is {others!r}: must be a JSON object. Leave it out, or send {{}}.")
+    if with_record:  # vLLM's own process checks what else the request and the server's defaults set
+        arguments[RETURN_RECORD] = True
     request[_XARGS] = {**others, KEY: json.dumps(arguments)}
     return request, with_record
 

@@ -292,8 +292,10 @@ class FinishedTrajectory:
 
     Attributes:
         record: its perturbed inputs.
-        log_probs: log π at the rollout of the trajectory's last L tokens, (L,) float32. From a worker these are the
-            generated ones; of a whole conversation all, NaN where none was generated.
+        log_probs: log π at the rollout of the trajectory's last L tokens, (L,) float32, at the request's temperature,
+            before its top-k, top-p and min-p, and after what else changed its logits (penalties, biases, lists of
+            tokens). From a worker these are the generated ones; of a whole conversation all, NaN where none was
+            generated.
         sampling_mask: the tokens that sampling left; None where these are not recorded.
         dropped: edits of earlier turns on tokens that an agent or a chat template has changed.
         prompted, cached: tokens of the prompts of all turns, and those in the engine's prefix cache.

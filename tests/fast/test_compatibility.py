@@ -106,13 +106,20 @@ CORRECTION = "vllm_importance_sampling_correction"
 
 @pytest.mark.parametrize(
     ("settings", "refused"),
-    [({"top_p": 0.9}, True), ({"top_k": 20}, True), ({}, False), ({"top_p": 0.9, CORRECTION: False}, False)],
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": 20}, True),
+        ({"repetition_penalty": 1.1}, True),
+        ({"repetition_penalty": 1.0}, False),
+        ({}, False),
+        ({"top_p": 0.9, CORRECTION: False}, False),
+    ],
 )
 def test_trl_s_weights_are_of_the_whole_distribution(settings: dict[str, Any], refused: bool) -> None:
     base = {"use_vllm": True, "vllm_mode": "colocate", "top_p": 1.0, "top_k": 0, "min_p": None, CORRECTION: True}
     config = SimpleNamespace(**{**base, **settings})
     asked = Combination(parts={"perturbation": create("neighbor")}, settings=config, arguments={})
-    with pytest.raises(UsageError, match="the filtered distribution") if refused else nullcontext():
+    with pytest.raises(UsageError, match="the changed distribution") if refused else nullcontext():
         compatibility.check(compatibility.TRL, asked)
 
 

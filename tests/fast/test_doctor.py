@@ -48,8 +48,9 @@ def test_all_is_well_here(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert code == 0
     assert "WRONG" not in head
     assert "fix:" not in head
-    told = ("Python", "releases", "hardware", "compiler", "placement", "flash-attn", "upstream patches")
-    assert [line[7:].split(":")[0] for line in head.splitlines()] == [*told, "vLLM's plugin"]
+    told = ["Python", "releases", "hardware", "compiler", "caches", "folder for temporary files", "working directory"]
+    told += ["placement", "flash-attn", "upstream patches", "vLLM's plugin"]
+    assert [line[7:].split(":")[0] for line in head.splitlines()] == told
     assert versions.OPENRLHF in head
 
 

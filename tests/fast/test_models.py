@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model names: packaged, local, hub; and a folder that is whole or not there."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -106,3 +109,28 @@ def test_a_name_that_neither_the_hub_nor_its_cache_has(tmp_path: Path, monkeypat
         file.write_text(text)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert packaged.resolve("owner/kept") == "owner/kept"
+
+
+_HOLD = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print('held', flush=True); time.sleep(60)"
+
+
+def test_a_draft_is_removed_once_its_process_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its age: on a shared cache the file server's clock may be hours before this machine's."""
+    monkeypatch.setenv("NGRPO_CACHE", str(tmp_path))
+    folder = packaged.folder_of("smollm2-135m")
+    drafts = [tmp_path / f".{folder.name}-{name}" for name in ("alive", "dead")]
+    for draft in drafts:
+        draft.mkdir()
+        (draft / "weights").touch()
+        draft.with_name(f"{draft.name}.lock").touch()
+        os.utime(draft, (1000, 1000))
+    monkeypatch.setattr(packaged, "_convert", lambda source, target: (target / "config.json").write_text("{}"))
+    holder = subprocess.Popen([sys.executable, "-c", _HOLD, f"{drafts[0]}.lock"], stdout=subprocess.PIPE)
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        assert packaged.materialise("smollm2-135m") == folder
+        assert (drafts[0] / "weights").is_file() and not drafts[1].exists()
+        holder.kill()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [folder.name, drafts[0].name, f"{drafts[0].name}.lock"]
+    )

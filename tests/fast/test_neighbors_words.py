@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens are the same word, and neighbors that are another one."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from ngrpo.rollout.attach import _LazyTokenizer
 from perturbations import create
 from perturbations.embeddings import ModelEmbeddings, matrix_embeddings
 from perturbations.neighbors import ExactIndex, OtherWords, word_key, word_numbers
@@ -95,3 +100,25 @@ def test_through_the_geometry_and_the_perturbation() -> None:
     with pytest.raises(ValueError, match="token_texts"):
         untold.index("l2", skip_same_word=True)
     assert create("neighbor").skip_same_word is False
+
+
+@pytest.mark.more
+def test_a_special_token_beyond_the_embedding_excludes_no_row(smollm2: str, tmp_path: Path) -> None:
+    """Tokens may have been added to a tokenizer, and not to the model."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<added>"]})
+    assert max(tokenizer.all_special_ids) == size
+    tokenizer.save_pretrained(tmp_path)
+    config: Any = SimpleNamespace(tokenizer=str(tmp_path), tokenizer_revision=None, trust_remote_code=False)
+    engine_tokenizer = _LazyTokenizer(config)
+    special = engine_tokenizer.special_ids(size)
+    assert special == sorted(token for token in tokenizer.all_special_ids if token < size)
+    assert engine_tokenizer.special_ids(size + 3) == [*special, size, size + 1, size + 2]
+    matrix = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
+    embeddings = matrix_embeddings(matrix, special, engine_tokenizer.vocabulary())
+    index = embeddings.index("cosine", skip_special=True, skip_same_word=True)
+    ids, _ = index.query(torch.tensor([5, special[0]]), 3)
+    assert not set(ids.flatten().tolist()) & set(special)

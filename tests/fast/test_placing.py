@@ -131,6 +131,27 @@ def test_plans_that_cannot_work(more: str, said: str) -> None:
     assert said in refusal(more), refusal(more)
 
 
+@pytest.mark.parametrize(
+    ("shape", "share", "smaller"),
+    [
+        ("4x40", None, None),  # OpenRLHF's share is 0.95, which leaves 2 of 39.6 GiB
+        ("4x16", None, None),
+        ("4x8", None, "0.93"),  # half a GiB of 7.92 is more than 0.05
+        ("4x80", "0.999", "0.99"),
+    ],
+)
+def test_engines_of_their_own_leave_room_for_a_context(shape: str, share: str | None, smaller: str | None) -> None:
+    apart = "--model sandbox --train.colocate_actor_ref --actor.num_gpus_per_node 2 --vllm.num_engines 2"
+    apart += " --rollout.micro_batch_size 2 --train.micro_batch_size 2"
+    words = apart if share is None else f"{apart} --vllm.gpu_memory_utilization {share}"
+    flags, machine = completed(words, shape, SIZES), placement.planned(shape, "-")
+    notes = gpu_plan.notes(flags.args, machine)
+    assert [note.split("Fix: ")[1] for note in notes] == [f"--vllm.gpu_memory_utilization {smaller}."] * bool(smaller)
+    if smaller:
+        fixed = completed(f"{apart} --vllm.gpu_memory_utilization {smaller}", shape, SIZES)
+        assert not gpu_plan.notes(fixed.args, machine)
+
+
 class TestRows:
     """`answers` of a step go to the ranks in micro-batches, the last ranks getting fewer."""
 

@@ -25,14 +25,21 @@ RIGHT = {"correct": True, "finish": "stop", "parsed": True, "verdict": "right"}
 WRONG = {"correct": False, "finish": "length", "parsed": False, "verdict": "timed_out"}
 
 
-def of_eval(folder: Path, right: dict[str, list[int]], asked: str = "{}?", names: str | None = None) -> str:
+def of_eval(
+    folder: Path,
+    right: dict[str, list[int]],
+    asked: str = "{}?",
+    names: str | None = None,
+    answers: dict[str, str] | None = None,
+) -> str:
     """The folder of an evaluation, its samples in the order in which they finished.
 
-    ``asked`` is each problem's text; ``names`` are their names, other than their keys.
+    ``asked`` is each problem's text; ``names`` are their names, other than their keys; ``answers`` their references.
     """
     rows, problems = [], []
     for name, key in reversed([*zip(names or right, right)]):
-        problems.append({"id": name, "messages": [{"content": asked.format(key)}]})
+        answer = (answers or {}).get(key, "7")
+        problems.append({"id": name, "messages": [{"content": asked.format(key)}], "answer": answer})
         row = {"problem": name, "prompt": f"<user>{asked.format(key)}"}
         rows += [{**row, "sample": i, **(RIGHT if one else WRONG)} for i, one in enumerate(right[key])]
     written(folder / "evaluation.json", [{}])
@@ -54,10 +61,10 @@ def test_means_differences_and_p_by_hand(tmp_path: Path) -> None:
     measures_of_both = np.repeat(["mean", "Pass@4", "Cover@0.25", "Cover@0.5", "Cover@0.75"], 2)
     assert [row[:3] for row in table] == [[*row] for row in zip(measures_of_both, ["base", "ours"] * 5, values)]
     differences = np.array([0.5, 0.0, 0.25, 0.25, 0.25])
-    test = stats.ttest_1samp(differences, 0.0)
-    low, high = test.confidence_interval(0.95)
+    low, high = stats.ttest_1samp(differences, 0.0).confidence_interval(0.95)
     ours = table[1]
-    assert ours[10:] == ["+0.250", f"[{low:+.3f},", f"{high:+.3f}]", f"{test.pvalue:.3f}", "*", ours[-1]]
+    # Of 2^4 patterns of the four signs two are as far from 0.
+    assert ours[10:] == ["+0.250", f"[{low:+.3f},", f"{high:+.3f}]", "0.125", ours[-1]]
     assert 0.25 < float(ours[-1]) < 0.5, "the spread of five problems shows no smaller difference reliably"
 
 
@@ -172,5 +179,59 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_cover() -> None:
     cover = measures("1", "0.5,0.7", 4)
-    assert [cover["Cover@0.5"](4, c) for c in range(5)] == [0.0, 0.0, 1.0, 1.0, 1.0]
-    assert cover["Cover@0.7"](10, 7) == 1.0, "no rounding takes a problem away"
+    assert [cover["Cover@0.5"](4, c, 4) for c in range(5)] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert cover["Cover@0.7"](10, 7, 10) == 1.0, "no rounding takes a problem away"
+    # Two of four right; at least one of two drawn, unless both others are: 1 − 1/6.
+    assert cover["Cover@0.5"](4, 2, 2) == pytest.approx(5 / 6)
+
+
+def test_cover_is_compared_at_as_many_responses(tmp_path: Path) -> None:
+    """The same success rates at 8 and at 4 responses have the same Cover@τ in expectation."""
+    draws = np.random.default_rng(1)
+    rates = draws.random(400)
+    eight = {str(i): (draws.random(8) < rate).astype(int).tolist() for i, rate in enumerate(rates)}
+    four = {str(i): (draws.random(4) < rate).astype(int).tolist() for i, rate in enumerate(rates)}
+    told = lines([of_eval(tmp_path / "eight", eight), of_eval(tmp_path / "four", four)])
+    assert told[0] == "400 problems, 4 to 8 responses to each"
+    compared = [row.split() for row in told if row.startswith("Cover@") and "four" in row]
+    assert len(compared) == 3 and "*" not in {word for row in compared for word in row}
+    assert all(abs(float(row[10])) < 0.04 for row in compared), compared
+    assert told[-1].startswith("Cover@τ is of as many responses")
+
+
+def test_few_problems_that_gain_are_judged_by_their_signs(tmp_path: Path) -> None:
+    base = {str(i): [int(i >= 5)] for i in range(30)}
+    told = lines([of_eval(tmp_path / "base", base), of_eval(tmp_path / "ours", {name: [1] for name in base})])
+    (row,) = [row.split() for row in told if row.startswith("mean") and "+" in row]
+    assert row[-2] == "0.062" and "*" not in row, "a t test has p 0.023"
+
+
+def test_shares_of_cut_responses_are_those_of_the_compared_problems(tmp_path: Path) -> None:
+    more = {"a": [1, 1, 1, 1], "b": [1, 1, 1, 1], "z": [0, 0, 0, 0]}
+    told = lines([of_eval(tmp_path / "base", {"a": [0, 1, 1, 1], "b": [1, 1, 1, 1]}), of_eval(tmp_path / "more", more)])
+    base, ours = [row for row in told if row.startswith("mean")]
+    assert "12% / 0% / 12%" in base and "0% / 0% / 0%" in ours
+    assert not [line for line in told if line.startswith("warning: more")]
+
+
+def test_one_question_with_two_references_is_two_problems(tmp_path: Path) -> None:
+    base = of_eval(tmp_path / "base", {"a": [1], "b": [0]}, answers={"a": "1", "b": "2"})
+    other = of_eval(tmp_path / "other", {"a": [1], "b": [1]}, answers={"a": "1", "b": "3"})
+    assert lines([base, other])[0].startswith("1 problems")
+    with pytest.raises(UsageError, match="paired by their text and reference"):
+        lines([base, of_eval(tmp_path / "third", {"a": [1]}, answers={"a": "4"})])
+
+
+@pytest.mark.parametrize("value", ["NaN", '"false"', "0.5", "null", "2", "[]"])
+def test_a_response_is_right_or_not(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_text(f'{{"problem": "a", "sample": 3, "correct": {value}}}\n')
+    with pytest.raises(UsageError, match=r"problem 'a', sample 3: 'correct' is .*, and must be true or false"):
+        read(str(file))
+
+
+def test_rows_without_a_number_all_count(tmp_path: Path) -> None:
+    rows = [{"problem": "a", "correct": value} for value in (True, False, 1.0, 0)]
+    assert read(written(tmp_path / "of_another.jsonl", rows)).counts == {"a": (4, 2)}
+    numbered = [{**row, "sample": 0} for row in rows]
+    assert read(written(tmp_path / "numbered.jsonl", numbered)).counts == {"a": (1, 1)}

@@ -80,6 +80,26 @@ def test_checkpoints_of_stock_openrlhf_are_taken_too() -> None:
     assert not vars(trainer.samples_generator) and trainer.experience_maker == makers_state()
 
 
+@pytest.mark.parametrize("prefix", ["", "bf16_"])
+def test_a_checkpoint_of_other_ranks_is_refused(prefix: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "_actor" / "global_step40"
+    checkpoint.mkdir(parents=True)
+    (checkpoint.parent / "latest").write_text("global_step40")
+    for rank in range(4):
+        (checkpoint / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    words = "--actor.model_name_or_path m --reward.remote_url http://r --ckpt.load_enable --actor.num_nodes 2"
+
+    def check(gpus: int, *more: str) -> None:
+        given = [*words.split(), "--ckpt.path", str(tmp_path), "--actor.num_gpus_per_node", str(gpus), *more]
+        flag_checks.check_checkpoint(Flags(given), run_of())
+
+    check(2)
+    with pytest.raises(UsageError, match=r"global_step40 is of 4 ranks, and .* 2 × .* 4 are 8\. Train on 4 GPUs"):
+        check(4)
+    (checkpoint.parent / "latest_universal").write_text("global_step40")
+    check(4, "--ds.use_universal_ckpt")
+
+
 def test_where_a_run_starts_is_said(tmp_path: Path) -> None:
     """Whole runs: tests/pipeline/test_faults.py, whose folder DeepSpeed writes."""
     flags = Flags(["--ckpt.path", str(tmp_path), "--ckpt.load_enable"])

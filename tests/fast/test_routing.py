@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routing replay: recorded experts in the routers of transformers, as bytes, through turns, and its refusals."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 
 from benchmarks.models.tiny import random_model
 from ngrpo.config import parse, rules
+from ngrpo.machine.models import experts
+from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.rollout.settings import check_engine, read
 from ngrpo.trainers.common.sample_records import Conversation, routed
 from perturbations import FinishedTrajectory
@@ -18,6 +22,7 @@ from perturbations.errors import UsageError
 from perturbations.replay import packing
 from perturbations.replay.routing import RecordedChoice, RoutingScope, routers
 from tests.fast.replay_examples import a_record
+from tests.fast.run import run_of
 
 TYPES = ["qwen2_moe", "qwen3_moe", "qwen3_next", "mixtral", "glm4_moe", "gpt_oss", "olmoe", "granitemoe"]
 TYPES += ["deepseek_v2", "deepseek_v3", "ernie4_5_moe", "minimax_m2", "llama4_text"]
@@ -241,6 +246,45 @@ def test_turns_keep_the_experts_that_their_tokens_were_drawn_with() -> None:
 
 
 # ---- the flag ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("model_type", [*TYPES, "afmoe", "hunyuan_v1_moe"])
+def test_routers_are_known_by_the_config_json(model_type: str, tmp_path: Path) -> None:
+    config, _ = random_model(model_type)
+    config.save_pretrained(tmp_path)
+    experts.check(tmp_path / "config.json", replayed=False)
+    if model_type in TYPES:
+        experts.check(tmp_path / "config.json", replayed=True)
+    else:
+        with pytest.raises(UsageError, match="has no router with `top_k` and `num_experts`"):
+            experts.check(tmp_path / "config.json", replayed=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (
+            {"num_experts": 4, "num_experts_per_tok": 8},
+            "num_experts_per_tok 8 is more than num_experts 4: .* most 4",
+        ),
+        ({"num_local_experts": 2, "num_experts_per_tok": 3}, "more than num_local_experts 2"),
+        ({"text_config": {"n_routed_experts": 2, "num_experts_per_tok": 3}}, "more than n_routed_experts 2"),
+        ({"num_experts": 4, "num_experts_per_tok": 4}, None),
+        ({"num_experts_per_tok": 4}, None),
+    ],
+)
+def test_more_chosen_experts_than_there_are(values: dict[str, Any], said: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **values}))
+    if said is None:
+        experts.check(path, replayed=False)
+        return
+    with pytest.raises(UsageError, match=said):
+        experts.check(path, replayed=False)
+    flags = Flags(["--actor.model_name_or_path", str(tmp_path)])
+    with pytest.raises(UsageError, match=said):
+        rules.check_support(flags, run_of())
 
 
 def test_a_dense_model_is_refused(smollm2: str) -> None:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every problem that can be known before a model loads is one message with its fix."""
 
+import dataclasses
 import json
 import re
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +16,7 @@ from pyarrow import parquet
 from ngrpo import cli
 from ngrpo.config import input_checks, rules
 from ngrpo.config.input_checks import check_files
-from ngrpo.machine.upstream import versions
+from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods.scoring import reward_files
 from perturbations import create
@@ -196,6 +200,44 @@ def test_rewards_that_can_be_used(tmp_path: Path) -> None:
     assert "reads its labels" in (reward_files.label_note(Flags(["--reward.remote_url", str(file)])) or "")
     check_rewards("--reward.remote_url", "http://host/x")
     check_rewards("--reward.model_name_or_path", "m")
+
+
+class Answer(BaseHTTPRequestHandler):
+    """A server of rewards that answers a POST alone, as OpenRLHF's does, but for a path behind a gateway."""
+
+    def do_GET(self) -> None:
+        self.send_error(502 if self.path == "/behind" else 405)
+
+    def log_message(self, *args: object) -> None:
+        """Not on the screen."""
+
+
+def test_a_reward_server_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}/get_reward"
+        reward_files.check_server(address)
+        with pytest.raises(UsageError, match=r"/behind: no reward server answers there .*502.*Bad Gateway"):
+            reward_files.check_server(address.replace("get_reward", "behind"))
+        server.shutdown()
+    with pytest.raises(UsageError, match=f"{address}: no reward server answers there .*refused.* Start it before"):
+        reward_files.check_server(address)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"http://127.0.0.1:{other.getsockname()[1]}"
+        threading.Thread(target=lambda: other.accept()[0].sendall(b"SSH-2.0\r\n\r\n"), daemon=True).start()
+        with pytest.raises(UsageError, match=r"no reward server answers there .*SSH-2\.0"):
+            reward_files.check_server(address)
+
+
+def test_a_start_tries_its_reward_server_and_a_plan_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"input": "x", "label": "y"}\n')
+    words = ["--data.prompt_dataset", str(file), "--reward.remote_url", "http://127.0.0.1:9"]
+    with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:9: no reward server answers there"):
+        rules.check_data(Flags(words), run_of())
+    planned = dataclasses.replace(run_of(), machine=placement.planned("8x80", "-"))
+    assert "not checked: whether a reward server runs" in (rules.check_data(Flags(words), planned) or "")
 
 
 def test_a_refused_run_prepares_and_writes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

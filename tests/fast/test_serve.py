@@ -87,6 +87,31 @@ def test_bad_arguments_are_refused(arguments: Any, said: str) -> None:
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"repetition_penalty": 1.1}, r"sampled with repetition_penalty=1\.1, so .* --generation-config vllm"),
+        ({"presence_penalty": 0.5, "min_tokens": 3}, r"presence_penalty=0\.5, min_tokens=3, so"),
+        ({"logit_bias": {7: 5.0}}, r"logit_bias=\{7: 5\.0\}"),
+        ({"bad_words": ["no"]}, r"bad_words=\['no'\]"),
+        ({"allowed_token_ids": [1, 2]}, r"allowed_token_ids=\[1, 2\]"),
+        ({"structured_outputs": "a grammar"}, "structured_outputs='a grammar'"),
+        ({"temperature": 0.3, "top_p": 0.5, "bad_words": [], "repetition_penalty": 1.0}, None),
+    ],
+)
+def test_a_server_returns_log_probabilities_of_the_model_alone(changed: dict[str, Any], said: str | None) -> None:
+    """``checked`` sees the parameters that vLLM has made, with what the model's generation_config.json sets."""
+    text = '{"seed": 3, "return_record": true}'
+    request = Params(extra_args={"perturbation": text}, **changed)
+    if said is None:
+        assert checked(request, MODEL).extra_args == {"perturbation": {"seed": 3}}
+    else:
+        with pytest.raises(UsageError, match=said):
+            checked(request, MODEL)
+    without_record = Params(extra_args={"perturbation": '{"seed": 3}'}, **changed)
+    assert checked(without_record, MODEL).extra_args == {"perturbation": {"seed": 3}}
+
+
 def test_a_record_is_for_one_answer() -> None:
     given = Params(extra_args={"perturbation": {"record": RECORD}}, n=2)
     with pytest.raises(UsageError, match=r"'record'.*with n=2: .* would all be the same"):
@@ -198,7 +223,7 @@ def test_each_choice_has_its_record(path: str, choices: list[int], names: list[s
     for choice in found["choices"]:
         assert base64.b64decode(choice["perturbation_record"]) == kept[choice["index"]].to_bytes()
         assert choice["perturbation_log_probs"] == [-0.5, -1.0]
-    assert server.got == {"prompt": "a", "vllm_xargs": {"perturbation": '{"seed": 3}'}}
+    assert server.got == {"prompt": "a", "vllm_xargs": {"perturbation": '{"seed": 3, "return_record": true}'}}
 
 
 class NamingServer(Server):

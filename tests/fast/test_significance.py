@@ -69,15 +69,21 @@ def test_equal_tables_are_equal_and_not_different() -> None:
         (np.ones((5, 16)), 2 / 2**16, "better: Mean@8 +1.000 against none with each of 5 seeds (p 3.1e-05 over"),
         # One problem: over seeds.
         (np.ones((6, 1)), 2 / 2**6, "better: Mean@8 +1.000 against none with each of 6 seeds (p 0.031)"),
-        # Seeds differ by the same, problems do not: t of 0, 0.5, 0.5, 1 is 0.5 / (0.40825 / 2) = 2.4495, 3 degrees.
-        (np.tile([0.0, 0.5, 0.5, 1.0], (3, 1)), 0.0917, "within noise: Mean@8 +0.500 against none with each of 3"),
+        # Seeds differ by the same, problems do not: of 2^3 patterns of signs of 0.5, 0.5 and 1 two are as far from 0.
+        (np.tile([0.0, 0.5, 0.5, 1.0], (3, 1)), 0.25, "within noise: Mean@8 +0.500 against none with each of 3"),
+        # 30 of 30 right against 29, another wrong one with each seed: a t test over problems has p 0.023.
+        (np.eye(5, 30), 0.0625, "within noise: Mean@8 +0.033 against none with each of 5 seeds"),
+        # 1 or more in size: of 2^4 patterns 6, those with both 0.5 of one sign and not both 0.25 of the other.
+        (np.tile([0.5, 0.5, 0.25, -0.25, 0.0], (2, 1)), 0.375, "within noise: Mean@8 +0.200 against none with each"),
+        # More problems that differ than are counted: t = 0.5 / 0.1.
+        (np.tile([0.4, 0.6] * 9, (2, 1)), 1e-15, "Mean@8 +0.500 against none with each of 2 seeds"),
     ],
 )  # fmt: skip
 def test_seeds_that_differ_by_the_same(table: np.ndarray, p: float, verdict: str) -> None:
     """Without a spread over seeds the problems decide: exact signs where they differ by the same too."""
     result = statistics.paired(table, np.zeros_like(table))
     statistics.correct([result])
-    assert result["p"] == pytest.approx(p, abs=1e-4 if p == 0.0917 else 1e-12)
+    assert result["p"] == pytest.approx(p, abs=1e-12)
     assert (result["low"], result["high"], result["detectable"]) == (None, None, None)
     assert results.verdict(result, "Mean@8", "none", len(table)).startswith(verdict)
 
@@ -135,6 +141,13 @@ def test_holm_by_hand() -> None:
     assert statistics.holm([0.6, 0.01, 0.03, 0.02]) == pytest.approx([0.6, 0.04, 0.06, 0.06])
     assert statistics.holm([0.031, 0.03]) == pytest.approx([0.06, 0.06])
     assert statistics.holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def test_no_difference_of_shares_above_1_can_be_seen() -> None:
+    difference = statistics.paired(np.array([[1.0], [0.0]]), np.array([[0.0], [0.3]]))
+    statistics.correct([difference])
+    least = statistics.detectable(difference["spread"], 2)
+    assert least is not None and least > 1.0 and difference["detectable"] is None
 
 
 def test_correction_decides_and_leaves_the_untested_out() -> None:

@@ -192,21 +192,68 @@ def test_an_agent_that_generates_nothing_is_named(
         asyncio.run(rollout_actor.RecordingExecutor(Agent()).execute(prompt="the question"))
 
 
-def test_an_agent_keeps_the_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("requested", "said"),
+    [
+        ({"temperature": 0.2}, r"requested temperature=0\.2 where the run samples with temperature=0\.7, so"),
+        ({"repetition_penalty": 1.3}, r"requested repetition_penalty=1\.3 where .* repetition_penalty=1\.0, so"),
+        ({"presence_penalty": 0.5, "frequency_penalty": 0.5}, r"presence_penalty=0\.5, frequency_penalty=0\.5 where"),
+        ({"logit_bias": {7: 5.0}}, r"requested logit_bias=\{7: 5\.0\} where the run samples with logit_bias=None"),
+        ({"bad_words": ["no"]}, r"bad_words=\['no'\] where"),
+        ({"allowed_token_ids": [1, 2]}, r"allowed_token_ids=\[1, 2\] where"),
+        ({"min_tokens": 4}, "min_tokens=4 where the run samples with min_tokens=1"),
+        ({"structured_outputs": "a digit"}, "structured_outputs=.*regex.* where"),
+        ({"min_tokens": 0, "max_tokens": 5, "stop": ["."], "logprobs": 2}, None),
+    ],
+)
+def test_an_agent_draws_tokens_as_the_run_does(
+    requested: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    run_with(monkeypatch, perturbation={"name": "neighbor"})
+    if "structured_outputs" in requested:
+        requested = {"structured_outputs": StructuredOutputsParams(regex="[0-9]")}
+
+    class Agent:
+        async def execute(self, sampling_params: SamplingParams, **kwargs: Any) -> Any:
+            params = SamplingParams(**{"temperature": 0.7, "min_tokens": 1, "max_tokens": 8, **requested})
+            await rollout_actor.generate(SimpleNamespace(), [1, 2], params)
+
+    of_the_run = SamplingParams(temperature=0.7, min_tokens=1, max_tokens=8)
+    call = rollout_actor.RecordingExecutor(Agent()).execute(prompt="p", sampling_params=of_the_run)
+    # An agent that is let through reaches the engine, which this test does not have.
+    with pytest.raises(RuntimeError, match=said or "AttributeError: .*no attribute 'llm'"):
+        asyncio.run(call)
+
+
+def test_a_control_is_drawn_with_the_models_probabilities() -> None:
+    """Otherwise penalties that both the responses and their controls have would hide in the scale of the mismatch.
+
+    OpenRLHF's own min_tokens stays: all responses have it, so the scale without it would ring for each of them.
+    """
     pytest.importorskip("vllm")
     from vllm import SamplingParams
 
-    run_with(monkeypatch, perturbation={"name": "neighbor"})
+    received: list[SamplingParams] = []
 
-    class Colder:
-        async def execute(self, sampling_params: SamplingParams, **kwargs: Any) -> Any:
-            await rollout_actor.generate(SimpleNamespace(), [1, 2], SamplingParams(temperature=0.2))
+    class Engine:
+        async def generate(self, request: Any, params: SamplingParams, request_id: str) -> Any:
+            received.append(params)
+            raise ConnectionError
+            yield
 
-    asked = rollout_actor.RecordingExecutor(Colder()).execute(
-        prompt="p", sampling_params=SamplingParams(temperature=0.7)
-    )
-    with pytest.raises(RuntimeError, match=r"requested \(0\.2, 1\.0.* where the run samples with \(0\.7, 1\.0"):
-        asyncio.run(asked)
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 4}
+    lists = {"logit_bias": {7: 5.0}, "bad_words": ["no"], "allowed_token_ids": [1, 2]}
+    params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100, **penalties, **lists)
+    with pytest.raises(ConnectionError):
+        asyncio.run(rollout_actor.unperturbed_response(SimpleNamespace(llm=Engine()), [1, 2], params, seed=3))
+    (control,) = received
+    extra = {"perturbation": {"enabled": False, "scheduled": False, "seed": 3}}
+    assert control == SamplingParams(temperature=0.7, max_tokens=16, min_tokens=4, extra_args=extra)
+    assert params.repetition_penalty == 1.3, "the response's own parameters stay"
 
 
 def main() -> None:

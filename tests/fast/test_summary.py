@@ -26,9 +26,11 @@ MEASURES |= {"gap_perturbed_mean": 0.001, "gap_perturbed_max": 0.01, "gap_plain_
 PERTURBED = TRAINED | {f"perturbation/{name}": value for name, value in MEASURES.items()}
 
 
-def write_log(folder: Path, rewards: list[float], extra: dict[str, float], first: int = 1) -> None:
+def write_log(folder: Path, rewards: list[float], extra: dict[str, float], first: int = 1) -> Path:
+    """Writes a log as one start of a run does; returns its file."""
     from torch.utils.tensorboard import SummaryWriter
 
+    before = set(folder.rglob("events*"))
     writer = SummaryWriter(log_dir=str(folder / "ppo_run"))
     for step, reward in enumerate(rewards, start=first):
         logged = {"rollout/reward_mean": reward, "rollout/response_length_mean": 10.0, "rollout/num_samples": 32.0}
@@ -38,11 +40,16 @@ def write_log(folder: Path, rewards: list[float], extra: dict[str, float], first
     writer.add_scalar("eval/eval_default_pass1", 0.5, len(rewards))
     writer.add_text("train/generated_samples", "a sample", 1)
     writer.close()
+    (file,) = set(folder.rglob("events*")) - before
+    return file
 
 
-def make_old(folder: Path) -> None:
-    for file in folder.rglob("events*"):
-        os.utime(file, (1000, 1000))
+def make_other_time(file: Path, hours: int) -> None:
+    """As a node writes it that has another clock: the time is in a log's name, too."""
+    written = int(file.name.split(".")[3])
+    moved = written + 3600 * hours
+    os.utime(file, (moved, moved))
+    file.rename(file.with_name(file.name.replace(str(written), str(moved))))
 
 
 def finish(folder: Path, began: float = 0.0, spec: dict | None = None, *more: str) -> tuple[str, dict]:
@@ -76,23 +83,39 @@ def test_perturbed_run(tmp_path: Path) -> None:
         assert part in text
 
 
-def test_logs_of_earlier_runs_are_left_out(tmp_path: Path) -> None:
+def start(folder: Path, *more: str) -> None:
+    summary.note_logs(folder, run_of(openrlhf=("--logger.tensorboard_dir", str(folder / "tb"), *more)))
+
+
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_logs_of_earlier_runs_are_left_out(hours: int, tmp_path: Path) -> None:
+    """Whatever the clock of the node that writes the new one."""
     write_log(tmp_path / "tb", [0.9, 0.9, 0.9], {})
-    make_old(tmp_path)
-    began = time.time()
-    write_log(tmp_path / "tb", [0.1], {})
-    assert [row["reward"] for row in finish(tmp_path, began)[1]["steps"]] == [pytest.approx(0.1)]
+    start(tmp_path)
+    make_other_time(write_log(tmp_path / "tb", [0.1], {}), hours)
+    assert [row["reward"] for row in finish(tmp_path, time.time())[1]["steps"]] == [pytest.approx(0.1)]
 
 
-def test_a_resumed_run_keeps_its_history(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_resumed_run_keeps_its_history(hours: int, tmp_path: Path) -> None:
     """Killed after step 3, resumed from the checkpoint of step 1; then resumed again when it was finished."""
-    write_log(tmp_path / "tb", [0.25, 0.5, 0.5], {})
-    make_old(tmp_path)
-    began = time.time()
-    write_log(tmp_path / "tb", [0.75, 1.0, 0.25], {}, first=2)
-    for start in (began, began + 100.0):
-        _, found = finish(tmp_path, start, None, "--ckpt.load_enable")
+    write_log(tmp_path / "tb", [0.9] * 9, {})
+    start(tmp_path)
+    make_other_time(write_log(tmp_path / "tb", [0.25, 0.5, 0.5], {}), -hours)
+    start(tmp_path, "--ckpt.load_enable")
+    make_other_time(write_log(tmp_path / "tb", [0.75, 1.0, 0.25], {}, first=2), hours)
+    for _ in range(2):
+        _, found = finish(tmp_path, time.time(), None, "--ckpt.load_enable")
         assert [(row["step"], row["reward"]) for row in found["steps"]] == [(1, 0.25), (2, 0.75), (3, 1.0), (4, 0.25)]
+        start(tmp_path, "--ckpt.load_enable")
+
+
+def test_a_run_of_an_earlier_release_is_resumed_with_its_logs(tmp_path: Path) -> None:
+    write_log(tmp_path / "tb", [0.25, 0.5], {})
+    start(tmp_path, "--ckpt.load_enable")
+    write_log(tmp_path / "tb", [0.75], {}, first=2)
+    _, found = finish(tmp_path, time.time(), None, "--ckpt.load_enable")
+    assert [row["reward"] for row in found["steps"]] == [0.25, 0.75]
 
 
 def test_no_steps(tmp_path: Path) -> None:

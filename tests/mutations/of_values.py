@@ -99,7 +99,7 @@ MUTATIONS = {
         ("low <= 0.0 <= high", "low < 0.0 < high", "bootstrap: 0 at the end of an interval"),
     ],
     ("ngrpo/workbench/evaluate/sample_comparison.py", "test_report_samples.py"): [
-        ("c / n >= tau", "c / n > tau", "cover: exactly the share is too few"),
+        ("right / m >= tau", "right / m > tau", "cover: exactly the share is too few"),
     ],
     ("perturbations/replay/trajectory.py", "test_record_bytes.py"): [
         ("highest >= vocabulary", "highest > vocabulary", "replay: token V is one of V tokens"),

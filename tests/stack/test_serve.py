@@ -119,6 +119,15 @@ def test_a_record_ends_at_the_stop_string(client: Any, model: str) -> None:
     assert len(choice.perturbation_log_probs) == len(choice.token_ids)
 
 
+def test_log_probabilities_under_a_penalty_are_refused(client: Any, model: str) -> None:
+    import openai
+
+    extra = {"perturbation": {"return_record": True}, "repetition_penalty": 1.2}
+    with pytest.raises(openai.BadRequestError, match=r"sampled with repetition_penalty=1\.2"):
+        client.completions.create(model=model, prompt="a", max_tokens=2, extra_body=extra)
+    assert client.completions.create(model=model, prompt="a", max_tokens=2, extra_body=extra | {"perturbation": {}})
+
+
 @pytest.mark.parametrize(
     ("asked", "said"), [({"training_step": 1 << 63}, "must be an integer from 0 to"), ({"record": "AAAA"}, "record")]
 )

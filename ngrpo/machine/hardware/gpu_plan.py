@@ -8,7 +8,7 @@ master copy and Adam's two moments.
 
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
+from math import ceil, gcd
 
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement
@@ -20,6 +20,8 @@ from perturbations.errors import UsageError
 _LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 2 + 4 + 4
 # What a GPU has to keep free, and what a sleeping engine keeps of it: CUDA contexts, graphs, buffers of NCCL.
 _FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
+# An engine counts its graphs and NCCL's buffers in its share of the GPU, so the CUDA context alone is beyond it.
+_FREE_ENGINE = GIB / 2
 _ALL, _NODES, _ACTOR = "--train.colocate_all", "--actor.num_nodes", "--actor.num_gpus_per_node"
 _ENGINES, _TENSOR, _SHARE = "--vllm.num_engines", "--vllm.tensor_parallel_size", "--vllm.gpu_memory_utilization"
 # With these, engines or further models have GPUs of their own.
@@ -67,8 +69,12 @@ def parts_of(group: Group, args: Args, gpu: float) -> list[Part]:
             parts.append(frozen(model, size, args, group.gpus, offloaded=offloaded))
         if model in (placement.ACTOR, placement.REFERENCE) and model == group.models[0]:
             parts.append(scored(size, args))
-    free = _FREE_HYBRID if placement.is_hybrid(args) else _FREE
-    return [*parts, Part("kept free", "CUDA contexts, NCCL, fragmentation", (free,) * 4)] if parts else []
+    if not parts:
+        return []
+    free, reason = _FREE_HYBRID if placement.is_hybrid(args) else _FREE, "CUDA contexts, NCCL, fragmentation"
+    if group.models == (placement.ENGINES,):
+        free, reason = _FREE_ENGINE, "CUDA context"
+    return [*parts, Part("kept free", reason, (free,) * 4)]
 
 
 def fits(args: Args, gpu: float) -> bool:
@@ -221,10 +227,18 @@ def notes(args: Args, machine: Machine | None) -> list[str]:
     """What to know of a placement that by its estimate does not fit; nothing without GPUs."""
     if machine is None or fits(args, machine.memory):
         return []
-    return [
-        f"{args['actor.model_name_or_path']} does not fit on {machine}, by the estimate that --dry-run prints. Fix:"
-        " more GPUs, a smaller --data.max_len, --ds.adam_offload, or a smaller model."
-    ]
+    subject = f"{args['actor.model_name_or_path']} does not fit on {machine}, by the estimate that --dry-run prints."
+    smaller = _fitting_share(args, machine.memory)
+    if smaller is not None:
+        return [f"{subject} Fix: {_SHARE} {smaller:g}."]
+    return [f"{subject} Fix: more GPUs, a smaller --data.max_len, --ds.adam_offload, or a smaller model."]
+
+
+def _fitting_share(args: Args, gpu: float) -> float | None:
+    """The largest smaller share of a GPU for engines with which a placement fits, in hundredths; None without any."""
+    given = args[_SHARE.removeprefix("--")]
+    shares = (hundredths / 100 for hundredths in range(ceil(100 * given) - 1, 0, -1))
+    return next((share for share in shares if fits({**args, _SHARE.removeprefix("--"): share}, gpu)), None)
 
 
 def check(args: Args) -> None:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ngrpo.machine.models import packaged
+from ngrpo.machine.models import packaged, positions
 from ngrpo.machine.upstream.patch import definition, source_of
 from ngrpo.machine.upstream.types import PreTrainedModel
 from perturbations.errors import UsageError
@@ -71,12 +71,12 @@ def parameter_names(folder: str) -> tuple[str, ...] | None:
     path = Path(folder).expanduser() / "config.json"
     config = read_config(path) if path.is_file() else {"auto_map": True}
     try:
-        return None if config.get("auto_map") else tuple(name for name, _ in _on_meta(config).named_parameters())
+        return None if config.get("auto_map") else tuple(name for name, _ in on_meta(config).named_parameters())
     except Exception:  # of any model's code; loading the model reports it
         return None
 
 
-def _on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
+def on_meta(config: Mapping[str, Any]) -> PreTrainedModel:
     """The model on the meta device, of the class that OpenRLHF chooses."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -153,7 +153,7 @@ def _size(text: str, source: str) -> ModelSize:
     config = json.loads(text)
     parameters, head_norms = config.pop("parameters", None), config.get("model_type") == "qwen3"
     if parameters is None:
-        model = _on_meta(config)
+        model = on_meta(config)
         named = dict(model.named_parameters())
         parameters = sum(parameter.numel() for parameter in named.values())
         head_norms = any("q_norm" in name for name in named)
@@ -215,15 +215,18 @@ class Support:
         return "; ".join([*parts, *(f"not known: {each}" for each in self.unknown)])
 
 
-def support_of(name: str, *, ask_hub: bool = False) -> Support | None:
+def support_of(name: str, *, ask_hub: bool = False, longest: int | None = None) -> Support | None:
     """:func:`support_from` a model's config.json; None if :func:`find_config` does not find it."""
     path = find_config(name, ask_hub=ask_hub) if name else None
-    return None if path is None else support_from(read_config(path))
+    return None if path is None else support_from(read_config(path), longest)
 
 
-def check_perturbed(model: str, spec: Mapping[str, Any] | None) -> str | None:
-    """Raises ``UsageError`` for a model that a perturbation cannot use; returns why it was not read, or None."""
-    support = support_of(model)
+def check_perturbed(model: str, spec: Mapping[str, Any] | None, longest: int | None = None) -> str | None:
+    """Raises ``UsageError`` for a model that a perturbation cannot use; returns why it was not read, or None.
+
+    longest: the most tokens that a text of the run may have.
+    """
+    support = support_of(model, longest=longest)
     if support is None:
         return "not checked: its config.json is not here."
     if spec is not None and support.refused:
@@ -237,8 +240,8 @@ def in_words(model: str) -> str:
     return f"model {model}{f': {support}' if support else ''}"
 
 
-def support_from(config: Mapping[str, Any]) -> Support:
-    """The support of a model by its config.json."""
+def support_from(config: Mapping[str, Any], longest: int | None = None) -> Support:
+    """The support of a model by its config.json, for texts of at most ``longest`` tokens, None for any."""
     from transformers.models.auto import modeling_auto as auto
 
     architecture, model_type = str((config.get("architectures") or [""])[0]), str(config.get("model_type") or "")
@@ -275,13 +278,8 @@ def support_from(config: Mapping[str, Any]) -> Support:
         found.refused.append(
             "vLLM multiplies logits by its logit_scale and transformers' class does not (docs/models.md)"
         )
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    scaled = "mscale" in rope and "mscale_all_dim" in rope and rope.get("apply_yarn_scaling", True)
-    if text.get("model_type") == "ministral3" and scaled:
-        found.unknown.append(
-            "whether vLLM scales its rotary embedding as transformers does: from config.json it does not, and"
-            ' "apply_yarn_scaling": false in rope_parameters corrects it (docs/models.md)'
-        )
+    if not found.refused and not remote:
+        _compare_keys(found, config, longest)
     unlisted = ("unknown", "docs/models.md does not list it; python -m benchmarks.models measures it")
     verdict, sentence = _packaged_table("measured_models.json").get(model_type, unlisted)  # written by `make models`
     if verdict == "unknown" and not found.refused:
@@ -291,6 +289,28 @@ def support_from(config: Mapping[str, Any]) -> Support:
     elif verdict != "unknown":
         found.notes.append(f"a tiny model of this type: {sentence}" + " (docs/models.md)" * (verdict == "doubtful"))
     return found
+
+
+def _compare_keys(found: Support, config: Mapping[str, Any], longest: int | None) -> None:
+    """Fills in the keys that vLLM and transformers read differently in texts of this length."""
+    served = {name: module for table in _SERVING for name, module in (_vllm_modules() or {}).get(table, {}).items()}
+    module = served.get(found.architecture)
+    if module is None or found.engine.endswith(f"({_BACKEND})"):  # the backend computes with transformers' own classes
+        return
+    source = source_of(f"vllm.model_executor.models.{module}") or ""
+    try:
+        differences = positions.differences(config, source)
+    except Exception:  # of any type's own class of a configuration; loading the model reports what is wrong
+        found.unknown.append("whether vLLM and transformers read its rotary settings alike")
+        return
+    for difference in differences:
+        if found.model_type == "ministral3":
+            # vLLM may read Mistral's params.json in place of the config.json, and then scales as transformers does.
+            found.unknown.append(f"whether vLLM reads this config.json: {difference.what}. {difference.fix}")
+        elif difference.beyond and longest is None:
+            found.notes.append(f"with more than {difference.beyond} tokens {difference.what}")
+        elif longest is None or longest > difference.beyond:
+            found.refused.append(f"{difference.what}. {difference.fix}")
 
 
 def _find_engine(found: Support, remote: bool) -> None:
@@ -319,9 +339,19 @@ def _find_engine(found: Support, remote: bool) -> None:
         )
 
 
-@cache
 def _vllm_tables() -> dict[str, dict[str, str]] | None:
     """The tables of vLLM's registry: architecture to class; None where vLLM is not installed."""
+    return _registry_column(1)
+
+
+def _vllm_modules() -> dict[str, dict[str, str]] | None:
+    """The tables of vLLM's registry: architecture to the module of its class; None where vLLM is not installed."""
+    return _registry_column(0)
+
+
+@cache
+def _registry_column(column: int) -> dict[str, dict[str, str]] | None:
+    """Of each table the architectures with a column of their entries: (module, class)."""
     source = source_of("vllm.model_executor.models.registry")
     if source is None:
         return None
@@ -332,7 +362,7 @@ def _vllm_tables() -> dict[str, dict[str, str]] | None:
         if isinstance(target, ast.Name) and isinstance(table, ast.Dict):
             # Entries of other tables that are merged into this one have no key.
             tables[target.id] = {
-                str(ast.literal_eval(key)): str(ast.literal_eval(value)[1])
+                str(ast.literal_eval(key)): str(ast.literal_eval(value)[column])
                 for key, value in zip(table.keys, table.values)
                 if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
             }

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name: packaged weights, or a training from scratch, become a normal Hugging Face folder, once."""
 
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,7 @@ from perturbations.errors import UsageError, nearest
 
 # A new recipe gets a new folder, so that nobody trains on what an older release made.
 _RECIPE = "r1"
-_STALE_SECONDS = 3600
+_LOCK = ".lock"  # the end of the name of a draft's lock
 HUB_SECONDS = 10
 _FINGERPRINT = 1 << 20
 
@@ -161,20 +162,42 @@ def materialise(name: str, *, report: Report = lambda line: None) -> Path:
         report(f"making {name} into a Hugging Face folder, once: {folder}")
         make = partial(_convert, Path(spec.origin).parent)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for draft in folder.parent.glob(f".{folder.name}-*"):  # of killed runs; one that still runs is younger than an hour
-        if time.time() - draft.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(draft, ignore_errors=True)
+    _remove_abandoned(folder)
+    with _held_draft(folder) as draft:
+        try:
+            make(draft)
+            draft.chmod(0o755)
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster, with the same result
+                raise
+    return folder
+
+
+@contextmanager
+def _held_draft(folder: Path) -> Iterator[Path]:
+    """A new folder next to another one, removed at the end; a lock says meanwhile that its process lives."""
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    lock = draft.with_name(f"{draft.name}{_LOCK}")
     try:
-        make(draft)
-        draft.chmod(0o755)
-        draft.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process was faster, with the same result
-            raise
+        with lock.open("w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return folder
+        lock.unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes the drafts of killed processes.
+
+    Their locks are free. (Their age does not tell: a file server's clock is another one.)
+    """
+    for lock in folder.parent.glob(f".{folder.name}-*{_LOCK}"):
+        with suppress(OSError), lock.open("r+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)
+            lock.unlink()
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -224,18 +224,21 @@ def texts(value: object) -> list[str]:
     return [str(part).lower() if isinstance(part, bool) else str(part) for part in values]
 
 
-def read_scalars(folder: Path, since: float = 0.0) -> Series:
-    """Every scalar of the TensorBoard logs under a folder: ``{tag: {step: value}}``, steps ascending.
+def event_files(folder: Path) -> list[str]:
+    """The names of TensorBoard's logs under a folder, relative to it, in their own order."""
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("events.out.tfevents.*"))
 
-    Files from before the Unix time ``since`` are left out; a later file wins where two have the same step.
+
+def read_scalars(folder: Path, files: Iterable[str]) -> Series:
+    """Every scalar of TensorBoard logs in a folder: ``{tag: {step: value}}``, steps ascending.
+
+    A later one of the files wins where two have the same step.
     """
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     series: Series = {}
-    for file in sorted(folder.rglob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime):
-        if file.stat().st_mtime < since - 1.0:  # some file systems keep whole seconds
-            continue
-        events = EventAccumulator(str(file), size_guidance={SCALARS: 0})
+    for file in files:
+        events = EventAccumulator(str(folder / file), size_guidance={SCALARS: 0})
         events.Reload()
         tags: Any = events.Tags()["scalars"]
         for tag in tags:

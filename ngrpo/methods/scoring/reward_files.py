@@ -5,8 +5,11 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, build_opener
 
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from perturbations.errors import UsageError, nearest
@@ -16,6 +19,8 @@ OF_TASK = "task:"
 _REWARD_FUNC, _EXECUTOR = "reward_func(queries, prompts, labels)", "AgentExecutor()"
 _FILE, _AGENT, _MODEL = "--reward.remote_url", "--train.agent_func_path", "--reward.model_name_or_path"
 _LABELS = "--data.label_key"
+_SERVER_SECONDS = 10.0
+_NO_SERVER_BEHIND = (502, 503, 504)  # Bad Gateway, Service Unavailable, Gateway Timeout
 _NO_LABELS = f"reward_func reads its labels, and each is an empty text. Add {_LABELS} with the column of answers."
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -47,6 +52,28 @@ def check_rewards(flags: Flags) -> None:
             raise UsageError(f"{_FILE} {part}: must be a Python file, or an address such as http://localhost:5000.")
     if agent:
         _check_python(_AGENT, agent, _EXECUTOR)
+
+
+def check_server(address: str) -> None:
+    """Raises ``UsageError`` where no HTTP server answers a GET, or a gateway answers that none is behind it.
+
+    Other answers are fine: most servers of rewards take a POST alone.
+    """
+    opener = build_opener(ProxyHandler({}))  # OpenRLHF 0.11.2 asks its servers past any proxy
+    try:
+        opener.open(address, timeout=_SERVER_SECONDS).close()
+        return
+    except HTTPError as error:
+        if error.code not in _NO_SERVER_BEHIND:
+            return
+        answer = str(error)
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        answer = str(reason) or type(reason).__name__
+    raise UsageError(
+        f"{_FILE} {address}: no reward server answers there ({answer}). Start it before the run, or correct the"
+        " address."
+    )
 
 
 def label_note(flags: Flags) -> str | None:

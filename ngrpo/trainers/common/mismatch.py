@@ -22,12 +22,21 @@ _DIFFERENT = {False: 1e-2, True: 0.25}
 
 _warned: list[str] = []
 
+_CONFIG_CAUSE = (
+    "Engine and trainer read the model's config.json differently: rotary settings, a window or a scale of logits (ngrpo"
+    " doctor --model NAME compares the keys)."
+)
+_MODEL_CAUSES = (
+    "They have not the same weights: an engine that loaded another checkpoint, or a weight sync that was not taken.",
+    _CONFIG_CAUSE,
+)
 _SCALE_CAUSES = (
     "Only one side is fed other inputs: the engine's override or the trainer's replay misses its row (run"
     " ngrpo doctor --model NAME).",
     "Engine and trainer have different weights: a weight sync that was not taken, or a resumed run's checkpoint on one"
     " side only.",
     "The record of another sample is replayed: an agent or a data step has changed the order of samples.",
+    _CONFIG_CAUSE,
     "Engine and trainer read pictures differently: config.json lacks the axes of their positions (mrope_section), or"
     " the processors differ.",
 )
@@ -144,9 +153,9 @@ class GapScale:
         if unperturbed is not None and unperturbed > _DIFFERENT[self._half] and not self._noisy:
             _report(
                 f"log-probabilities of rollout and trainer differ by {unperturbed:.2g} on average where nothing is"
-                f" perturbed; at most {_DIFFERENT[self._half]:g} is expected of one model on two sides. They have not"
-                " the same weights: an engine that loaded another checkpoint, or a weight sync that was not taken.",
+                f" perturbed; at most {_DIFFERENT[self._half]:g} is expected of one model on two sides.",
                 strict,
+                _MODEL_CAUSES,
             )
         # Plain tokens are many, and each is the same kind of token as an unperturbed response's.
         parts = []

@@ -90,7 +90,7 @@ class Conversation:
         arguments: of its requests, for the engine.
         trajectory: of all turns; None before the first.
         followed: whether an unperturbed response is still to be requested.
-        filters: temperature, top-p, top-k and min-p that its requests must have.
+        sampling: the run's parameters of drawing tokens, by vLLM's names, which its requests must have.
         redrawn: whether the trainer draws the noise of its turns again, as a density does.
         again: how often the latest request's prompt was asked before it.
     """
@@ -98,7 +98,7 @@ class Conversation:
     def __init__(self, arguments: Mapping[str, Any], followed: bool = False) -> None:
         self.arguments, self.followed = arguments, followed
         self.unperturbed: UnperturbedAnswer | None = None
-        self.filters: tuple[float, ...] = ()
+        self.sampling: Mapping[str, Any] = {}
         self.redrawn, self.again = False, 0
         self.trajectory: FinishedTrajectory | None = None
         self._tokens = np.zeros(0, dtype=np.int64)

@@ -15,6 +15,7 @@ from ngrpo.config.run import current_run
 from ngrpo.machine.hardware import cpu, processes
 from ngrpo.machine.upstream.types import SamplingParams
 from ngrpo.rollout import records, settings
+from ngrpo.rollout.request_arguments import LOGITS_UNCHANGED, in_words, logit_changes
 from ngrpo.trainers.common import sample_records, weights_file
 from ngrpo.trainers.openrlhf import rewards, second_round
 from perturbations import registry, seeds
@@ -23,6 +24,7 @@ from perturbations.replay.trajectory import FinishedTrajectory, UnperturbedAnswe
 
 CONTROLS, _CONTROL_TOKENS = 4, 16
 """Unperturbed responses, the controls, of each engine in each round and of the trainer's forward; tokens of each."""
+_FILTERS = ("temperature", "top_p", "top_k", "min_p")
 _SHOWN = 200
 _LONGEST_CONTROL_PROMPT = 512  # the trainer's forward has logits for the whole vocabulary at each token
 # Each trajectory of OpenRLHF runs as its own asyncio task, so a context variable keeps them apart.
@@ -158,7 +160,7 @@ class RecordingExecutor:
         self._controls += followed
         conversation = sample_records.Conversation({"sample": number, **arguments}, followed)
         conversation.redrawn = run.perturbation is not None and run.perturbation.has_density
-        conversation.filters = filters_of(kwargs.get("sampling_params"))
+        conversation.sampling = sampling_of(kwargs.get("sampling_params"))
         token = _conversation.set(conversation)
         where = f"{self._name}, for the prompt {str(kwargs.get('prompt'))[:_SHOWN]!r}"
         try:
@@ -180,9 +182,22 @@ class RecordingExecutor:
         return {**response, "mm_train_inputs": {**(response.get("mm_train_inputs") or {}), **record}}
 
 
-def filters_of(params: SamplingParams | None) -> tuple[float, ...]:
-    """Temperature, top-p, top-k and min-p of sampling parameters."""
-    return tuple(getattr(params, name, 0.0) for name in ("temperature", "top_p", "top_k", "min_p"))
+def sampling_of(params: SamplingParams | None) -> dict[str, Any]:
+    """The sampling parameters that decide with which probabilities tokens are drawn."""
+    return {name: getattr(params, name, None) for name in (*_FILTERS, *LOGITS_UNCHANGED)}
+
+
+def check_sampling(requested: SamplingParams, of_the_run: Mapping[str, Any]) -> None:
+    """Raises RuntimeError if an agent draws tokens with other probabilities than the trainer scores them with."""
+    changed = {name: value for name in _FILTERS if (value := getattr(requested, name)) != of_the_run[name]}
+    # A parameter may also be left at the value that changes nothing: OpenRLHF's own min_tokens is 1.
+    changed |= {name: value for name, value in logit_changes(requested).items() if value != of_the_run[name]}
+    if changed:
+        raise RuntimeError(
+            f"an agent requested {in_words(changed)} where the run samples with"
+            f" {in_words({name: of_the_run[name] for name in changed})}, so the trainer would score its tokens with"
+            " other probabilities than they were drawn with. Hand on the sampling parameters that execute() was given."
+        )
 
 
 async def generate(
@@ -196,12 +211,7 @@ async def generate(
     params, arguments = deepcopy(sampling_params), dict(settings.request_arguments(sampling_params))
     arguments.pop("round", None)
     if conversation is not None:
-        if conversation.filters != (given := filters_of(sampling_params)):
-            raise RuntimeError(
-                f"an agent requested {given} where the run samples with {conversation.filters} (temperature, top_p,"
-                " top_k, min_p), so the trainer would score its tokens at another temperature. Hand on the sampling"
-                " parameters that execute() was given."
-            )
+        check_sampling(sampling_params, conversation.sampling)
         # An agent may have made its own sampling parameters: the trajectory's arguments win.
         seed = seeds.of_prompt(prompt, pictures_key((pictures or {}).get("image")))
         arguments = {"seed": seed, **arguments, **conversation.arguments}
@@ -237,14 +247,19 @@ async def unperturbed_response(
     """A short response to a prompt as all rollouts have, unperturbed; None for a prompt too long to be worth its
     forward.
 
-    It is drawn without the rollout's filters of tokens, so that log π is over all of them.
+    It is drawn without the rollout's filters and penalties, so that log π is the model's over all tokens.
     """
     if len(prompt) > _LONGEST_CONTROL_PROMPT:
         return None
     short = deepcopy(sampling_params)
     short.max_tokens = min(short.max_tokens or _CONTROL_TOKENS, _CONTROL_TOKENS)
-    short.min_tokens = min(short.min_tokens or 0, short.max_tokens)
     short.top_p, short.top_k, short.min_p = 1.0, 0, 0.0
+    for name, neutral in LOGITS_UNCHANGED.items():
+        if name != "min_tokens":
+            setattr(short, name, neutral)
+    # OpenRLHF gives all responses a min_tokens of 1, which takes the end's probability from the first token. That is a
+    # part of every response's gap, and so of the scale.
+    short.min_tokens = min(short.min_tokens or 0, short.max_tokens)
     short.extra_args = {**(short.extra_args or {}), settings.KEY: {"enabled": False, "scheduled": False, "seed": seed}}
     output, parts = await _asked(actor, {"prompt_token_ids": prompt}, short)
     tokens = list(output.outputs[0].token_ids)

@@ -252,9 +252,10 @@ def _jobs(
 
 def read_samples(folder: ResultFolder, name: str = SAMPLES, *keys: str, mend: bool = True) -> list[dict[str, Any]]:
     """The samples in a file of a folder, each with ``keys``; of two with the same number the first counts."""
-    samples: dict[tuple[str | None, int | None], dict[str, Any]] = {}
-    for row in folder.lines(name, *keys, mend=mend):
-        samples.setdefault((row.get("problem"), row.get("sample")), row)
+    samples: dict[tuple[str | None, object], dict[str, Any]] = {}
+    for line, row in enumerate(folder.lines(name, *keys, mend=mend)):
+        number = ("sample", row["sample"]) if "sample" in row else ("line", line)  # a file of another program
+        samples.setdefault((row.get("problem"), number), row)
     return list(samples.values())
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares per-sample results of ``ngrpo eval`` with the first file's: a paired t test over problems (Holm's p)."""
+"""Compares per-sample results of ``ngrpo eval`` with the first file's, by a paired test over problems (Holm's p)."""
 
 import json
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,15 +29,21 @@ _TAUS = (0.25, 0.5, 0.75)
 
 
 class SampleFile(NamedTuple):
-    """One evaluation; by problem the number of responses and of right ones, and its content.
+    """One evaluation; by problem its rows, the number of responses and of right ones, and its content.
 
-    ``texts``: the messages, then the prompt, each with its number among equal ones; empty where a file has none.
+    ``texts``: messages with the reference, the prompt with the reference, and the prompt alone, each with its number
+    among equal ones; empty where a file has none.
     """
 
     name: str
+    rows: dict[str, list[dict[str, Any]]]
     counts: dict[str, tuple[int, int]]
-    unscored: dict[str, float | None]
-    texts: tuple[dict[str, tuple[str, int]], dict[str, tuple[str, int]]]
+    texts: tuple[dict[str, tuple[str, int]], ...]
+
+    def unscored(self, problems: Iterable[str]) -> dict[str, float | None]:
+        """The shares of these problems' responses that a score says little of; None where the file does not tell."""
+        rows = [row for problem in problems for row in self.rows[problem]]
+        return unscored(readability(rows) if all(row.keys() >= {"parsed", "finish"} for row in rows) else {})
 
 
 def lines(
@@ -65,8 +72,8 @@ def lines(
         if bare := [file for file, one in zip(files, sample_files) if not any(one.texts)]:
             fix = f"{' and '.join(bare)} has neither. Give an evaluation's folder, or each line a 'prompt'"
         raise UsageError(
-            f"{' and '.join(files)} have no problem in common. Problems are paired by their text, or by the prompts in"
-            f" the files: {fix}."
+            f"{' and '.join(files)} have no problem in common. Problems are paired by their text and reference, or by"
+            f" the prompts in the files: {fix}."
         )
     counts = [[one.counts[ids[i]] for ids in shared] for i, one in enumerate(sample_files)]
     sizes = {n for of_file in counts for n, _ in of_file}
@@ -80,12 +87,15 @@ def lines(
     ]
     heads = ["measure", "of", "value [95%]", "cut / unreadable / timed out"]
     rows = [[*heads, "difference [95%]", "corrected p", "could be seen"]]
+    lost = [one.unscored(ids[i] for ids in shared) for i, one in enumerate(sample_files)]
+    # Of each problem the responses that all files have.
+    common = [min(n for n, _ in of_problem) for of_problem in zip(*counts)]
     for measure, of_problem in measures(k, tau, fewest).items():
-        tables = [np.array([[of_problem(*each)] for each in of_file]) for of_file in counts]
-        differences = [statistics.paired(table, tables[0]) for table in tables[1:]]
+        tables = [np.array([[of_problem(n, c, m)] for (n, c), m in zip(of_file, common)]) for of_file in counts]
+        differences = [statistics.paired(table, tables[0], of_problems=True) for table in tables[1:]]
         statistics.correct(differences)
-        for one, table, difference in zip(sample_files, tables, [None, *differences]):
-            row = [measure, one.name, statistics.in_words(statistics.interval(table, share=True)), shares(one.unscored)]
+        for one, table, of_file, difference in zip(sample_files, tables, lost, [None, *differences]):
+            row = [measure, one.name, statistics.in_words(statistics.interval(table, share=True)), shares(of_file)]
             if difference is None:
                 rows.append([*row, "", "", ""])
                 continue
@@ -94,19 +104,28 @@ def lines(
             mark = "" if difference["within_noise"] else " *"
             seen = "–" if least is None else f"{least:.3f}"
             rows.append([*row, statistics.in_words(difference, "+.3f"), p_text + mark, seen])
-    warnings = [line for one in sample_files for line in unscored_warnings(one.name, one.unscored)]
+    warnings = [line for one, of_file in zip(sample_files, lost) for line in unscored_warnings(one.name, of_file)]
     notes = [
         *(f"warning: {line}" for line in warnings),
-        "difference: to the first; * beyond noise, corrected p below 0.05 (paired t test over problems, Holm; an exact"
-        " sign-flip test where all problems differ by the same).",
-        "could be seen: the smallest true difference that this many problems would show in four of five repetitions.",
+        "difference: to the first; * beyond noise, corrected p below 0.05 (over problems, Holm: the exact sign-flip"
+        f" test where at most {statistics.MOST_FLIPPED} of them differ or all by the same, else a paired t test).",
+        "could be seen: the smallest true difference that this many problems would show in four of five repetitions; –"
+        " where even 1 might not be.",
     ]
+    if len(sizes) > 1:
+        notes.append("Cover@τ is of as many responses to a problem as all files have, expected over which ones.")
     return [*head, "", *text_table(rows, left=2), "", *notes]
 
 
 def _paired(files: Sequence[SampleFile]) -> tuple[str, list[tuple[str, ...]]]:
-    """How problems are paired, and for each that all files have its names in them."""
-    for how, texts in zip(("their text", "their prompt"), zip(*(one.texts for one in files))):
+    """How problems are paired, and for each that all files have its names in them.
+
+    A question with two references is two problems, so prompts alone pair only where a file has no references.
+    """
+    ways = ["their text", "their prompt"]
+    if not all(one.texts[0] for one in files):
+        ways.append("their prompt")
+    for how, texts in zip(ways, zip(*(one.texts for one in files))):
         named = [{text: problem for problem, text in of_file.items()} for of_file in texts]
         if shared := [tuple(each[text] for each in named) for text in named[0] if all(text in each for each in named)]:
             return how, shared
@@ -132,18 +151,25 @@ def read(named_path: str, report: Report = lambda line: None) -> SampleFile:
         raise UsageError(
             f"{file} holds no per-sample results: its lines need 'problem' and 'correct', as ngrpo eval writes them."
         )
-    answers: dict[str, list[bool]] = defaultdict(list)
+    by_problem: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        answers[row["problem"]].append(bool(row["correct"]))
+        if row["correct"] not in (0, 1):
+            which = f"problem {row['problem']!r}, sample {row.get('sample')}"
+            raise UsageError(f"{file}: {which}: 'correct' is {row['correct']!r}, and must be true or false.")
+        by_problem[row["problem"]].append(row)
     listed = folder.lines(PROBLEMS, "id", "messages", mend=False) if file.name == SAMPLES else []
+    messages = {row["id"]: json.dumps(row["messages"]) for row in listed if row["id"] in by_problem}
+    references = {row["id"]: json.dumps(row.get("answer")) for row in listed}
+    prompts = {row["problem"]: row["prompt"] for row in rows if "prompt" in row}
+
+    def with_reference(texts: Mapping[str, str]) -> dict[str, str]:
+        return {problem: f"{text}\n{references[problem]}" for problem, text in texts.items() if problem in references}
+
     return SampleFile(
-        name or (file.parent.name if file.name == SAMPLES else file.name),
-        {problem: (len(correct), sum(correct)) for problem, correct in answers.items()},
-        unscored(readability(rows) if all(row.keys() >= {"parsed", "finish"} for row in rows) else {}),
-        (
-            _numbered({row["id"]: json.dumps(row["messages"]) for row in listed if row["id"] in answers}),
-            _numbered({row["problem"]: row["prompt"] for row in rows if "prompt" in row}),
-        ),
+        name=name or (file.parent.name if file.name == SAMPLES else file.name),
+        rows=by_problem,
+        counts={problem: (len(of), sum(int(row["correct"]) for row in of)) for problem, of in by_problem.items()},
+        texts=(_numbered(with_reference(messages)), _numbered(with_reference(prompts)), _numbered(prompts)),
     )
 
 
@@ -157,10 +183,11 @@ def _numbered(texts: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     return numbered
 
 
-def measures(k: str | None, tau: str | None, fewest: int) -> dict[str, Callable[[int, int], float]]:
-    """By name, functions of a problem's number of responses and of right ones.
+def measures(k: str | None, tau: str | None, fewest: int) -> dict[str, Callable[[int, int, int], float]]:
+    """By name, functions of a problem's responses n, of the right ones c, and of the responses m that all files have.
 
-    Cover@τ: whether at least the fraction τ is right (Dragoi et al. 2025, arXiv 2510.08325).
+    Cover@τ: whether at least the fraction τ is right (Dragoi et al. 2025, arXiv 2510.08325). It depends on n, so it is
+    :func:`cover` of m responses.
     """
 
     def numbers(flag: str, text: str | None, kind: type, usual: Sequence[float]) -> Sequence[Any]:
@@ -176,6 +203,12 @@ def measures(k: str | None, tau: str | None, fewest: int) -> dict[str, Callable[
         raise UsageError(f"--k {bad[0]}: must be in [1, {fewest}], the responses that each problem has.")
     if bad := [tau for tau in taus if not 0.0 < tau <= 1.0]:
         raise UsageError(f"--tau {bad[0]:g}: must be in (0, 1].")
-    measures: dict[str, Callable[[int, int], float]] = {"mean": lambda n, c: c / n}
-    measures |= {f"Pass@{k}": lambda n, c, k=k: statistics.pass_at_k(n, c, k) for k in ks}
-    return measures | {f"Cover@{tau:g}": lambda n, c, tau=tau: float(c / n >= tau) for tau in taus}
+    measures: dict[str, Callable[[int, int, int], float]] = {"mean": lambda n, c, m: c / n}
+    measures |= {f"Pass@{k}": lambda n, c, m, k=k: statistics.pass_at_k(n, c, k) for k in ks}
+    return measures | {f"Cover@{tau:g}": lambda n, c, m, tau=tau: cover(n, c, m, tau) for tau in taus}
+
+
+def cover(n: int, c: int, m: int, tau: float) -> float:
+    """The chance that of m of n responses, c of them right, at least the fraction τ is right; exact as Pass@k is."""
+    ways = (math.comb(c, right) * math.comb(n - c, m - right) for right in range(m + 1) if right / m >= tau)
+    return sum(ways) / math.comb(n, m)

@@ -13,8 +13,8 @@ from ngrpo.config.flag_checks import LOAD
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine.console import text_table
-from ngrpo.machine.storage.datafiles import Series, read_scalars
-from ngrpo.machine.storage.result_folder import ResultFolder, write_json
+from ngrpo.machine.storage.datafiles import Series, event_files, read_scalars
+from ngrpo.machine.storage.result_folder import ResultFolder, read_json, write_json
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.versions import machine, versions
 from ngrpo.trainers.openrlhf import kept_groups
@@ -27,6 +27,7 @@ ALL_FILTERED = (
     "no training step was logged: all prompts were filtered out, because the mean score of every group was outside"
     " --algo.dynamic_filtering_range."
 )
+_LOGS = "event_files.json"
 _PREFIX = "train/"
 _PERTURBATION = "perturbation/"
 _PARTS = ("advantage/", "credit/", "importance/", "policy_noise/", "sampling/", "second_round/", "task/")
@@ -49,13 +50,39 @@ _COLUMNS = (
 )
 
 
+def note_logs(folder: Path, run: RunConfig) -> None:
+    """Writes down which logs are there when a run starts.
+
+    A new run leaves them out, and a resumed one continues them. Times of files do not tell: the clocks of the nodes
+    that write them, of their file server and of this machine differ.
+    """
+    flags = Flags(run.openrlhf)
+    there = event_files(log_folder(folder, flags))
+    noted = {"left_out": there, "in_order": []}
+    if flags.has(LOAD):
+        earlier = _noted(folder)
+        noted = {"left_out": earlier["left_out"], "in_order": _in_order(there, earlier)}
+    write_json(folder / _LOGS, noted)
+
+
+def _noted(folder: Path) -> dict[str, list[str]]:
+    """What :func:`note_logs` wrote last: logs of other runs, and logs of this one in the order of its starts."""
+    return read_json(folder / _LOGS) or {"left_out": [], "in_order": []}
+
+
+def _in_order(there: list[str], noted: Mapping[str, list[str]]) -> list[str]:
+    """The logs of a run: of its earlier starts in their order, then what has appeared since."""
+    older = [name for name in noted["in_order"] if name in there]
+    return [*older, *(name for name in there if name not in older and name not in noted["left_out"])]
+
+
 def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = None, stopped: bool = False) -> str:
     """Writes ``summary.json`` of a run that has ended; nothing for one that was stopped before its first step.
 
     Args:
-        folder: the run's folder.
+        folder: the run's folder, in which :func:`note_logs` was called at the start.
         run: as it was started.
-        began: Unix time of the start; older logs in the same folder are this run's only where it was resumed.
+        began: Unix time of the start.
         ended: Unix time of the end; None for now.
 
     Returns:
@@ -63,8 +90,7 @@ def finish(folder: Path, run: RunConfig, *, began: float, ended: float | None = 
     """
     flags = Flags(run.openrlhf)
     log = log_folder(folder, flags)
-    since = 0.0 if flags.has(LOAD) else began
-    scalars = read_scalars(log, since) if log.is_dir() else {}
+    scalars = read_scalars(log, _in_order(event_files(log), _noted(folder)))
     if stopped and not steps(scalars):
         return ""
     place = folder / "summary.json"
