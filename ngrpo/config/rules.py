@@ -266,7 +266,12 @@ def outcomes(flags: Flags, run: RunConfig) -> list[tuple[str, Callable[[], str |
 
 def started(run: RunConfig) -> Flags:
     """The complete flags of a run after the rules of a start, which come before the files of its task are written."""
-    flags = on_hardware(run)
+    flags = completed(run)
+    if run.profile.name == "cuda" and not flags.has("--use_ms"):  # ModelScope's models need not be on the hub
+        for flag in flags:
+            if flag.name.endswith(MODEL_NAMES) and flag.values:
+                architecture.ask_hub_for_size(flag.values[0])
+    flags = with_hardware(flags, run)
     check("start", with_stand_ins(flags, run), run)
     return with_task(flags, run)
 

@@ -218,13 +218,31 @@ def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
 
 
 def notes(args: Args, machine: Machine | None) -> list[str]:
-    """What to know of a placement that by its estimate does not fit; nothing without GPUs."""
-    if machine is None or fits(args, machine.memory):
+    """Warnings about a model of unknown size, and a placement that by its estimate does not fit; none without GPUs."""
+    if machine is None:
+        return []
+    names = models(args)
+    held = {names[model] for group in placement.groups(args) for model in group.models}
+    unknown = sorted(name for name in held if name is not None and architecture.size_of(name) is None)
+    if unknown:
+        return [_unknown_size(name) for name in unknown]
+    if fits(args, machine.memory):
         return []
     return [
         f"{args['actor.model_name_or_path']} does not fit on {machine}, by the estimate that --dry-run prints. Fix:"
         " more GPUs, a smaller --data.max_len, --ds.adam_offload, or a smaller model."
     ]
+
+
+def _unknown_size(name: str) -> str:
+    """The warning about a model that the placement was not fitted to."""
+    plan = f"the size of {name} is unknown, so the placement is that of a small model and its memory is not estimated:"
+    if architecture.find_config(name) is None:
+        return (
+            f"{plan} its config.json is not here, and only a start asks the hub for it. Fix: run `hf download {name}"
+            " config.json`, or give the model's folder."
+        )
+    return f"{plan} transformers cannot make a model from its config.json. Give the placement's flags ({_DOCS})."
 
 
 def check(args: Args) -> None:

@@ -140,6 +140,16 @@ def size_of(name: str | None) -> ModelSize | None:
     return size_from(table[name], "the table of this project") if name in table else None
 
 
+def ask_hub_for_size(name: str) -> None:
+    """Loads the config.json of a hub model of unknown size into the hub's cache, where :func:`size_of` looks.
+
+    Raises ``UsageError`` for a model that neither the hub nor its cache has.
+    """
+    if size_of(name) is None:
+        packaged.check_available(name)
+        find_config(name, ask_hub=True)
+
+
 def size_from(config: Mapping[str, Any], source: str) -> ModelSize | None:
     """The sizes in a config.json; None where the installed transformers cannot make a model from it."""
     try:
