@@ -91,6 +91,9 @@ OPENRLHF: tuple[Patch, ...] = (
         "the same: the dtype that models are loaded in"),
     _row(_DEEPSPEED, "get_train_ds_config", "hardware.cpu:with_torch_adam", "cpu", "import",
         "DeepSpeed compiles its own Adam for one to two minutes; PyTorch's is there"),
+    # ---- CUDA -------------------------------------------------------------------------------------
+    _row(_DEEPSPEED, "get_train_ds_config", "hardware.cuda:with_available_adam", "any_adam", "import",
+        "DeepSpeed compiles its own Adam; PyTorch's takes its place without toolkit, headers, libraries or ninja"),
     # ---- without flash-attn (see ngrpo.machine.hardware.stand_ins) ----------------------------------------
     _row("openrlhf.models.ring_attn_utils", IMPORT, "hardware.stand_ins:flash_attn_stand_in", "without_flash_attn",
         "import", "imports flash_attn at module level, packing or not"),

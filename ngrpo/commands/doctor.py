@@ -85,7 +85,8 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
     profile = profile_for("auto")
     yield _device(profile.name)
     broken = _error_of(lambda: profile.check(Flags()))
-    yield Finding("compiler", "not ready" if broken else "the code that is compiled on first use can be", broken)
+    compiled = " ".join(profile.notes(Flags())) or "the code that is compiled on first use can be"
+    yield Finding("compiler", "not ready" if broken else compiled, broken)
     if missing or _error_of(versions.check_transformers):  # what follows imports them
         return
     yield _placement(profile.name)

@@ -369,4 +369,5 @@ NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
     flag_checks.last_step_notes,
     input_checks.cut_notes,
     lambda flags, run: gpu_plan.notes(flags.args, machine_of(run)),
+    lambda flags, run: run.profile.notes(flags),
 )

@@ -68,7 +68,8 @@ def test_what_cuda_starts_with_and_without_flash_attn(
 ) -> None:
     monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: installed)
     start(run_of(openrlhf=(*given, *PLACED), hardware="cuda"))
-    held = dict.fromkeys(("ray", "patches"), ("training",) if installed else ("training", "without_flash_attn"))
+    conditions = ("training", "any_adam") if installed else ("training", "any_adam", "without_flash_attn")
+    held = dict.fromkeys(("ray", "patches"), conditions)
     assert launched == {**held, "words": [*added, *given, *PLACED]}, "the patch is in this process and in the workers"
 
 
@@ -102,7 +103,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, her
     hook()
     assert os.environ["PATH"].startswith(os.path.dirname(sys.executable)), "DeepSpeed finds ninja there"
     assert run.current_run() == settings and run.current_run().perturbation.name == "neighbor"
-    assert held == {"training", "perturbation", *(() if here and there else ("without_flash_attn",))}
+    assert held == {"training", "perturbation", "any_adam", *(() if here and there else ("without_flash_attn",))}
 
 
 @pytest.mark.parametrize(

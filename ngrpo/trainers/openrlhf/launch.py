@@ -97,10 +97,11 @@ def launch(run: RunConfig) -> None:
 
 
 def worker_env(profile: Profile) -> dict[str, str]:
-    """The environment of every Ray worker process; the user's own values win."""
+    """The environment of every Ray worker process; the user's own values win, except over the profile's forced ones."""
     env = {name: os.environ.get(name, value) for name, value in {**_OPENRLHF_ENV, **profile.env}.items()}
     # The processes of a cluster that was joined do not have this process's environment.
     env |= {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _OF_A_NODE}
+    env |= profile.forced_env
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     here = str(Path(__file__).resolve().parents[3])
