@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ngrpo import patches
+from ngrpo import cli, patches
 from ngrpo.config import rules, run
 from ngrpo.config.run import RunConfig
 from ngrpo.machine.hardware import profile_for, stand_ins
@@ -29,6 +29,43 @@ def test_auto_is_what_torch_sees(monkeypatch: pytest.MonkeyPatch, has_gpu: bool,
     assert profile_for("auto").name == name
     with pytest.raises(UsageError, match=r"Unknown hardware 'gpu': choose .*\. Did you mean 'cuda'\?"):
         profile_for("gpu")
+
+
+@pytest.fixture
+def unusable_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A torch for CUDA 13.0 that sees no GPU, and a driver that lists one."""
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 535.104.05\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_training_on_the_cpu(
+    unusable_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("openrlhf")
+    line = "train --dry-run --task arithmetic --model smollm2-135m --preset grpo --rollout.n_samples_per_prompt 4"
+    assert cli.main([*line.split(), "--run-dir", "runs/none"]) == 2
+    told = capsys.readouterr().err
+    for words in ("a GPU with driver 535.104.05", "built for CUDA 13.0, cannot use it", "Fix: ", "--hardware cpu"):
+        assert words in told
+    assert profile_for("cpu").name == "cpu"
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert profile_for("auto").name == "cpu", "the user hides the GPU"
+
+
+def test_a_gpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: ((8, 0), (7, 5))[index])
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: ("A100", "Tesla T4")[index])
+    with pytest.raises(UsageError, match=r"^GPU 1, Tesla T4, has compute capability 7\.5 .*bfloat16.* Fix: .*8\.0"):
+        profile_for("cuda").check(Flags())
 
 
 # A whole placement, to which nothing is added.

@@ -36,11 +36,18 @@ class Profile:
 
 
 def profile_for(hardware: str) -> Profile:
-    """The profile of ``"cpu"``, ``"cuda"`` or ``"auto"`` (CUDA if torch sees a device); raises ``UsageError``."""
+    """The profile of ``"cpu"``, ``"cuda"`` or ``"auto"``: CUDA if torch sees a device, a CPU if there is none.
+
+    Raises ``UsageError`` for an unknown name, and with ``"auto"`` for a GPU that torch cannot use.
+    """
     if hardware == "auto":
         import torch
 
-        hardware = "cuda" if torch.cuda.is_available() else "cpu"
+        if torch.cuda.is_available():
+            hardware = "cuda"
+        else:
+            import_module("ngrpo.machine.hardware.cuda").check_unused()
+            hardware = "cpu"
     if hardware not in ("cpu", "cuda"):
         hint = nearest("cuda" if hardware == "gpu" else hardware, ("cpu", "cuda", "auto"))
         raise UsageError(f"Unknown hardware {hardware!r}: choose 'auto', 'cpu' or 'cuda'.{hint}")

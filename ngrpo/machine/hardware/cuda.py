@@ -19,6 +19,7 @@ from perturbations.errors import UsageError
 _DEFAULT_HOME = Path("/usr/local/cuda")
 # The last major release with minor releases that DeepSpeed treats as equal (op_builder/builder.py).
 _MINORS_MIX = 12
+_LEAST_CAPABILITY = 8  # the first with bfloat16
 # What the CUDA code of DeepSpeed's fused Adam includes through torch 2.13 (ATen/cuda/CUDAContextLight.h).
 HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
 # What DeepSpeed's two Adams are linked with (op_builder/builder.py, torch's cpp_extension.py).
@@ -37,6 +38,39 @@ def toolkit() -> tuple[Path | None, str | None]:
         return home, None
     match = re.search(r"release (\d+\.\d+)", process.stdout)
     return home, match and match[1]
+
+
+def installed_driver() -> str | None:
+    """The release of the driver of this machine's GPUs, as ``nvidia-smi`` tells it; None where there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.partition("\n")[0] or None
+
+
+def check_unused() -> None:
+    """Raises ``UsageError`` for a GPU that a torch for CUDA cannot use, unless CUDA_VISIBLE_DEVICES hides it.
+
+    To be called where torch sees no GPU.
+    """
+    import torch
+
+    if torch.version.cuda is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
+    if (driver := installed_driver()) is None:
+        return
+    try:
+        torch.cuda.init()
+        reason = "it names no reason"
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+    raise UsageError(
+        f"there is a GPU with driver {driver}, and torch, built for CUDA {torch.version.cuda}, cannot use it: {reason}"
+        f" Fix: install a driver for CUDA {torch.version.cuda} (docs/install.md), or a torch for this driver. To use"
+        " the CPU, give --hardware cpu."
+    )
 
 
 def obstacle(*, offload: bool) -> str | None:
@@ -105,7 +139,7 @@ def _unseen() -> str | None:
 
 
 def check(flags: Flags) -> str | None:
-    """Raises ``UsageError`` for a run that needs DeepSpeed's own Adam where it cannot be compiled.
+    """Raises ``UsageError`` for GPUs without bfloat16, and where DeepSpeed's own Adam is needed and cannot be compiled.
 
     Returns why it could not check, or None.
     """
@@ -115,6 +149,14 @@ def check(flags: Flags) -> str | None:
         return None
     if (unseen := _unseen()) is not None:
         return unseen
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major < _LEAST_CAPABILITY:
+            raise UsageError(
+                f"GPU {index}, {torch.cuda.get_device_name(index)}, has compute capability {major}.{minor} and thus no"
+                f" bfloat16, in which OpenRLHF's engines compute. Fix: use GPUs of {_LEAST_CAPABILITY}.0 or later, such"
+                " as an A100, or --hardware cpu."
+            )
     missing = obstacle(offload=False) if is_moved_by_deepspeed(flags) else None
     if missing is not None:
         raise UsageError(
