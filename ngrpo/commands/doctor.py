@@ -95,6 +95,8 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
     attention = f"{release}: OpenRLHF's default attention"
     if profile.name == "cpu":
         attention = "of no use on a CPU; the trainer's attention is PyTorch's own"
+    elif stand_ins.is_flash_attn_installed() and release is None:
+        attention = f"cannot be imported ({stand_ins.flash_attn_failure()}); the trainer's attention is PyTorch's own"
     elif release is None:
         attention = "missing: the trainer's attention is PyTorch's own (docs/install.md)"
     yield Finding("flash-attn", attention)

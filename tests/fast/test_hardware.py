@@ -110,6 +110,26 @@ def test_what_cuda_starts_with_and_without_flash_attn(
     assert launched == {**held, "words": [*added, *given, *PLACED]}, "the patch is in this process and in the workers"
 
 
+def test_a_flash_attn_that_cannot_be_imported_counts_as_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, launched: dict[str, Any]
+) -> None:
+    """As a build for another torch, which Python finds."""
+    package = tmp_path / "flash_attn" / "__init__.py"
+    package.parent.mkdir()
+    package.write_text("raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(stand_ins, "flash_attn_failure", stand_ins.flash_attn_failure.__wrapped__)
+    assert stand_ins.is_flash_attn_installed() and not stand_ins.has_flash_attn()
+    start(run_of(openrlhf=PLACED, hardware="cuda"))
+    assert launched["words"] == ["--ds.attn_implementation", "sdpa", *PLACED]
+    assert "without_flash_attn" in launched["ray"]
+    told = profile_for("cuda").notes(Flags(PLACED))[0]
+    assert "cannot be imported (ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c10)" in told
+    assert launch.explanation(ImportError("flash_attn_2_cuda.so: undefined symbol: _ZN3c10"))
+
+
 RING = ["--ds.ring_attn_size", "2"]
 FLASH = ["--ds.attn_implementation", "flash_attention_2"]
 
@@ -132,7 +152,7 @@ def test_a_worker_adds_what_it_finds_itself(monkeypatch: pytest.MonkeyPatch, her
     monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: here)
     settings = run_of(perturbation={"name": "neighbor"}, hardware="cuda")
     hook = launch.setup_hook(settings.training_conditions, settings)
-    monkeypatch.setattr(stand_ins, "has_flash_attn", lambda: there)
+    monkeypatch.setattr(stand_ins, "is_flash_attn_installed", lambda: there)
     held: set[str] = set()
     monkeypatch.setattr(patches, "install", held.update)
     monkeypatch.setattr(run, "_current", run.current_run())  # put back after the test

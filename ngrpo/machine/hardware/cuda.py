@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ngrpo.machine.hardware import Profile
+from ngrpo.machine.hardware import Profile, stand_ins
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.patch import around
 from perturbations.errors import UsageError
@@ -168,15 +168,18 @@ def check(flags: Flags) -> str | None:
 
 
 def notes(flags: Flags) -> list[str]:
-    """A line about the Adam that takes the place of DeepSpeed's on this machine."""
-    if _unseen() is not None or is_moved_by_deepspeed(flags):
-        return []
+    """Lines about the attention and the Adam that take the place of others on this machine."""
+    lines = []
+    if stand_ins.is_flash_attn_installed() and (failure := stand_ins.flash_attn_failure()) is not None:
+        lines.append(
+            f"flash-attn is installed and cannot be imported ({failure}), so the trainer's attention is PyTorch's own."
+            " Install a build for this torch, or uninstall it (docs/install.md)."
+        )
     offload = flags.has("--ds.adam_offload")
-    missing = obstacle(offload=offload)
-    if missing is None:
-        return []
-    name = "the Adam of --ds.adam_offload" if offload else "DeepSpeed's fused Adam"
-    return [f"PyTorch's fused AdamW takes the place of {name}, which cannot be compiled here: {missing}."]
+    if _unseen() is None and not is_moved_by_deepspeed(flags) and (missing := obstacle(offload=offload)) is not None:
+        name = "the Adam of --ds.adam_offload" if offload else "DeepSpeed's fused Adam"
+        lines.append(f"PyTorch's fused AdamW takes the place of {name}, which cannot be compiled here: {missing}.")
+    return lines
 
 
 @around

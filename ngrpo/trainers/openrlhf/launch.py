@@ -51,8 +51,8 @@ _KNOWN = {
         "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
         " (docs/install.md). The node said:"
     ),
-    # Python's message at OpenRLHF's import, and transformers 5.15's for a missing attention.
-    r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used": (
+    # Python's messages at OpenRLHF's import, and transformers 5.15's for a missing attention.
+    r"No module named 'flash_attn|flash_attn\S*\.so: |FlashAttention\d has been toggled on, but it cannot be used": (
         "a node of the cluster has no working flash-attn, unlike the machine where the run was started. Install the"
         " same one on every node (docs/install.md), or remove it where runs are started. The node said:"
     ),
@@ -168,8 +168,10 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
         files = (Flags(run.openrlhf).value(flag) or "" for flag in ("--reward.remote_url", "--train.agent_func_path"))
         sys.path.extend(str(Path(file).resolve().parent) for file in files if file.endswith(".py"))
         begin(run)
-        # Nodes of a cluster may differ, and the driver looked at its own only.
-        patches.install(conditions if stand_ins.has_flash_attn() else [*conditions, stand_ins.WITHOUT_FLASH_ATTN])
+        # Nodes of a cluster may differ, and the driver looked at its own only. Every worker does this, so that none can
+        # afford the seconds of `stand_ins.flash_attn_failure`.
+        installed = stand_ins.is_flash_attn_installed()
+        patches.install(conditions if installed else [*conditions, stand_ins.WITHOUT_FLASH_ATTN])
 
     return in_worker
 
