@@ -20,7 +20,7 @@ from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, SIZES, Co
 from ngrpo.config.input_checks import DATASETS, check_files, is_checked, label_note
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import GROUP_BASELINES, OVERLONG, PRESETS, RunConfig
-from ngrpo.machine.hardware import gpu_plan, stand_ins
+from ngrpo.machine.hardware import gpu_plan, host_plan, stand_ins
 from ngrpo.machine.models import architecture, packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
@@ -235,6 +235,11 @@ RULES = (
     Rule("start", "the upstream patches match the installed packages", check_patches),
     Rule("start", lambda flags, _: flag_checks.first_step(flags), flag_checks.check_checkpoint),
     Rule("start", lambda _, run: f"{run.run_dir} can be written", flag_checks.check_output),
+    Rule(
+        "start",
+        lambda flags, _: host_plan.about_checkpoints(flags.args),
+        lambda flags, run: host_plan.check_disk(flags.args, machine_of(run)),
+    ),
     Rule("data", "dataset and reward", check_data),
     Rule("data", "the last step of a pass", lambda flags, _: flag_checks.check_rows(flags)),
     Rule("data", "evaluation", flag_checks.check_evaluated),

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run takes of the host beside its GPUs: the disk for its checkpoints."""
+
+from pathlib import Path
+from shutil import disk_usage
+
+from ngrpo.machine.models import architecture
+from ngrpo.machine.upstream import placement
+from ngrpo.machine.upstream.placement import Args, Machine
+from perturbations.errors import UsageError
+
+_GB = 1e9  # as disks are sold
+_STATES = 12  # float32 bytes for each parameter: a master copy and Adam's two moments
+_ELSEWHERE = "not checked: it is planned for another machine."
+
+
+# ---- checkpoints ----
+
+
+def about_checkpoints(args: Args) -> str:
+    """A line about the disk that the checkpoints of a run take."""
+    if args["ckpt.save_steps"] < 1:
+        return "no checkpoint is saved before the end (--ckpt.save_steps)"
+    folder, steps = args["ckpt.path"], args["ckpt.save_steps"]
+    size, number = checkpoint_bytes(args), args["ckpt.max_num"]
+    if size is None:
+        return f"checkpoints of unknown size in {folder}, every {steps} steps, {number} at a time"
+    space = f"{size * number / _GB:.0f} GB, {number} of {size / _GB:.1f} GB each" if size > _GB / 10 else "below 1 GB"
+    return f"checkpoints in {folder} take {space} (one every {steps} steps, --ckpt.max_num {number})"
+
+
+def checkpoint_bytes(args: Args) -> float | None:
+    """The size of one checkpoint, with the weights and the optimizer states of actor and critic; None where unknown."""
+    if args["ds.lora.rank"] or args["ds.load_in_4bit"]:
+        return None
+    names = [args[f"{role}.model_name_or_path"] for role in ("actor", "critic")]
+    sizes = [architecture.size_of(name) for name in names if name]
+    weights = 4 if args["ds.param_dtype"] == "fp32" else 2
+    stored = 0 if args["ckpt.disable_ds"] else weights + _STATES
+    if args["ckpt.save_hf"]:
+        stored += 2
+    known = [size.parameters for size in sizes if size is not None]
+    return float(stored * sum(known)) if len(known) == len(sizes) else None
+
+
+def check_disk(args: Args, machine: Machine | None) -> str | None:
+    """Raises ``UsageError`` for checkpoints that the disk has no room for; returns why it could not look, or None."""
+    if machine is not None and machine != placement.here():
+        return _ELSEWHERE
+    size = checkpoint_bytes(args) if args["ckpt.save_steps"] > 0 else 0.0
+    if size is None:
+        return "not checked: the size of a checkpoint is not known."
+    folder = Path(args["ckpt.path"]).expanduser().absolute()
+    kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())  # the oldest of them is replaced
+    free = disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    needed = size * args["ckpt.max_num"]
+    if needed > free + kept:
+        raise UsageError(
+            f"--ckpt.path {args['ckpt.path']}: {args['ckpt.max_num']} checkpoints take {needed / _GB:.0f} GB, and its"
+            f" disk has {(free + kept) / _GB:.0f} GB. Fix: a smaller --ckpt.max_num, or another --run-dir."
+        )
+    return None
