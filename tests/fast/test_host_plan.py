@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ngrpo.machine.hardware import host_plan
@@ -50,6 +51,47 @@ def test_checkpoints_without_room_are_refused() -> None:
     assert host_plan.check_disk(args_of("--ckpt.max_num 100000000"), None) is None, "none is saved"
     elsewhere = host_plan.check_disk(many, placement.planned("8x80", "--dry-run"))
     assert elsewhere is not None and "another machine" in elsewhere
+
+
+@pytest.mark.parametrize(
+    ("files", "gibibytes"),
+    [
+        ({"own": "0::/"}, None),
+        ({"own": "0::/", "memory.max": "max"}, None),
+        ({"own": "0::/", "memory.max": f"{3 * 2**30}"}, 3),
+        ({"own": "0::/job/step", "job/memory.max": f"{2 * 2**30}", "job/step/memory.max": "max"}, 2),
+        ({"own": "4:cpu:/x\n9:cpu,memory:/x", "memory/x/memory.limit_in_bytes": f"{5 * 2**30}"}, 5),
+        ({"own": "9:memory:/x", "memory/memory.limit_in_bytes": f"{2**63 - 4096}"}, None),
+    ],
+)
+def test_the_hosts_memory_is_what_cgroups_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], gibibytes: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    monkeypatch.setattr(host_plan, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_plan, "_OWN_CGROUP", tmp_path / "own")
+    expected = psutil.virtual_memory().total if gibibytes is None else gibibytes * 2**30
+    assert host_plan.memory_limit() == expected
+
+
+def test_an_offload_beyond_the_hosts_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """7,615,616,512 parameters, 18 bytes each and 2 of the engine asleep: 142 GiB."""
+    card = placement.planned("1x80", "--dry-run")
+    monkeypatch.setattr(placement, "here", lambda: card)
+    monkeypatch.setattr(host_plan, "_CGROUPS", tmp_path)
+    (tmp_path / "own").write_text("0::/")
+    monkeypatch.setattr(host_plan, "_OWN_CGROUP", tmp_path / "own")
+    (tmp_path / "memory.max").write_text(f"{4 * 2**30}")
+    more = "--actor.model_name_or_path deepseek-ai/DeepSeek-R1-Distill-Qwen-7B --ds.adam_offload --vllm.enable_sleep"
+    args = args_of(f"{more} --train.colocate_all --ref.num_gpus_per_node 1")
+    assert host_plan.about_memory(args, card).startswith("142 GiB of the host's memory")
+    told = r"^--ds.adam_offload, --vllm.enable_sleep takes 142 GiB of the host's memory, .* may have 4 GiB\. Fix: "
+    with pytest.raises(UsageError, match=told):
+        host_plan.check_memory(args, card)
+    assert host_plan.check_memory(args_of(), card) is None
+    assert host_plan.check_memory(args, placement.planned("1x40", "--dry-run")) is not None, "another machine's"
 
 
 CHECKPOINT = """

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run takes of the host beside its GPUs: the disk for its checkpoints."""
+"""What a run takes of its host: the disk for checkpoints, and memory for what leaves the GPUs."""
 
 from pathlib import Path
 from shutil import disk_usage
 
+import psutil
+
+from ngrpo.machine.hardware import gpu_plan
 from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream import placement
-from ngrpo.machine.upstream.placement import Args, Machine
+from ngrpo.machine.upstream.placement import GIB, Args, Machine
 from perturbations.errors import UsageError
 
 _GB = 1e9  # as disks are sold
 _STATES = 12  # float32 bytes for each parameter: a master copy and Adam's two moments
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 _ELSEWHERE = "not checked: it is planned for another machine."
 
 
@@ -58,5 +62,61 @@ def check_disk(args: Args, machine: Machine | None) -> str | None:
         raise UsageError(
             f"--ckpt.path {args['ckpt.path']}: {args['ckpt.max_num']} checkpoints take {needed / _GB:.0f} GB, and its"
             f" disk has {(free + kept) / _GB:.0f} GB. Fix: a smaller --ckpt.max_num, or another --run-dir."
+        )
+    return None
+
+
+# ---- memory ----
+
+
+def memory_limit() -> float:
+    """Bytes that this machine gives to a run's processes: its memory, or less by the limit of a cgroup.
+
+    Slurm, Kubernetes and Docker set such limits. A limit of a cgroup holds for the cgroups in it.
+    """
+    limits = [float(psutil.virtual_memory().total)]
+    lines = _OWN_CGROUP.read_text(encoding="utf-8").splitlines() if _OWN_CGROUP.is_file() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, name = _CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):  # version 1
+            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        own = root / path.strip("/")
+        for folder in (own, *own.parents):
+            file = folder / name
+            if folder.is_relative_to(root) and file.is_file() and (text := file.read_text().strip()).isdecimal():
+                limits.append(float(text))
+    return min(limits)
+
+
+def host_bytes(args: Args, gpu: float) -> float:
+    """Bytes of the host's memory for all GPUs of a run, without models of unknown size."""
+    groups = placement.groups(args)
+    return sum(group.gpus * sum(part.host for part in gpu_plan.parts_of(group, args, gpu)) for group in groups)
+
+
+def about_memory(args: Args, machine: Machine | None) -> str:
+    """A line about the host's memory that a run takes."""
+    if machine is None:
+        return "the models are in the machine's memory"
+    return f"{host_bytes(args, machine.memory) / GIB:.0f} GiB of the host's memory for what leaves the GPUs"
+
+
+def check_memory(args: Args, machine: Machine | None) -> str | None:
+    """Raises ``UsageError`` where the host's memory is too small; returns why it could not look, or None."""
+    if machine is None:
+        return None
+    if machine != placement.here() or placement.cluster() is not None:
+        return _ELSEWHERE
+    needed, limit = host_bytes(args, machine.memory), memory_limit()
+    if needed > limit:
+        switches = ("ds.adam_offload", "ds.enable_sleep", "vllm.enable_sleep")
+        used = ", ".join(f"--{name}" for name in switches if args[name])
+        raise UsageError(
+            f"{used} takes {needed / GIB:.0f} GiB of the host's memory, and its processes may have {limit / GIB:.0f}"
+            " GiB. Fix: more memory (a job's or a container's limit counts), more GPUs, or a smaller model."
         )
     return None
