@@ -245,6 +245,11 @@ RULES = (
         lambda flags, run: host_plan.about_memory(flags.args, machine_of(run)),
         lambda flags, run: host_plan.check_memory(flags.args, machine_of(run)),
     ),
+    Rule(
+        "start",
+        "shared memory for several ranks",
+        lambda flags, run: host_plan.check_shared_memory(flags.args, machine_of(run)),
+    ),
     Rule("data", "dataset and reward", check_data),
     Rule("data", "the last step of a pass", lambda flags, _: flag_checks.check_rows(flags)),
     Rule("data", "evaluation", flag_checks.check_evaluated),

@@ -94,6 +94,18 @@ def test_an_offload_beyond_the_hosts_memory_is_refused(monkeypatch: pytest.Monke
     assert host_plan.check_memory(args, placement.planned("1x40", "--dry-run")) is not None, "another machine's"
 
 
+def test_several_ranks_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = placement.planned("2x80", "--dry-run")
+    monkeypatch.setattr(placement, "here", lambda: cards)
+    two = args_of("--train.colocate_all --ref.num_gpus_per_node 2 --actor.num_gpus_per_node 2 --vllm.num_engines 2")
+    monkeypatch.setattr(host_plan, "_LEAST_SHARED", 2**60)
+    with pytest.raises(UsageError, match=r"^/dev/shm has \d+ MiB, and ranks on several GPUs need .* --ipc host"):
+        host_plan.check_shared_memory(two, cards)
+    assert host_plan.check_shared_memory(args_of("--train.colocate_all --ref.num_gpus_per_node 1"), cards) is None
+    monkeypatch.setattr(host_plan, "_LEAST_SHARED", 1)
+    assert host_plan.check_shared_memory(two, cards) is None
+
+
 CHECKPOINT = """
 import os, sys, torch, deepspeed
 import deepspeed.comm.torch

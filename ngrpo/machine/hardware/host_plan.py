@@ -15,6 +15,7 @@ from perturbations.errors import UsageError
 _GB = 1e9  # as disks are sold
 _STATES = 12  # float32 bytes for each parameter: a master copy and Adam's two moments
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_SHARED, _LEAST_SHARED = Path("/dev/shm"), GIB  # what NVIDIA's page on NCCL in Docker names
 _ELSEWHERE = "not checked: it is planned for another machine."
 
 
@@ -118,5 +119,26 @@ def check_memory(args: Args, machine: Machine | None) -> str | None:
         raise UsageError(
             f"{used} takes {needed / GIB:.0f} GiB of the host's memory, and its processes may have {limit / GIB:.0f}"
             " GiB. Fix: more memory (a job's or a container's limit counts), more GPUs, or a smaller model."
+        )
+    return None
+
+
+# ---- shared memory ----
+
+
+def check_shared_memory(args: Args, machine: Machine | None) -> str | None:
+    """Raises ``UsageError`` where several ranks have too little of it for NCCL; returns why it could not look, or None.
+
+    Ranks of NCCL without a direct link of their GPUs exchange through files in /dev/shm.
+    """
+    if machine is None or sum(group.gpus for group in placement.groups(args)) < 2:
+        return None
+    if machine != placement.here() or placement.cluster() is not None:
+        return _ELSEWHERE
+    size = disk_usage(_SHARED).total if _SHARED.is_dir() else 0
+    if size < _LEAST_SHARED:
+        raise UsageError(
+            f"{_SHARED} has {size / 2**20:.0f} MiB, and ranks on several GPUs need {_LEAST_SHARED / 2**20:.0f} MiB."
+            " Docker gives 64 MiB. Fix: start the container with --ipc host, or with --shm-size 16g."
         )
     return None

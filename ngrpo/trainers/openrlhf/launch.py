@@ -46,6 +46,32 @@ _KNOWN = {
         " --train.micro_batch_size, --rollout.batch_size, --rollout.max_new_tokens, vLLM's memory"
         " (--vllm.gpu_memory_utilization; on a CPU VLLM_CPU_KVCACHE_SPACE) or the model. Ray said:"
     ),
+    # vLLM 0.29's own messages; the allocator's is of a sleeping engine that wakes up (csrc/cumem_allocator.cpp).
+    r"Free memory on device": (
+        "other processes hold memory of the GPU that an engine needs. End them (`nvidia-smi` lists them; `ray stop`"
+        " ends those of an earlier run), or lower --vllm.gpu_memory_utilization. vLLM said:"
+    ),
+    r"No available memory for the cache blocks|larger than the available KV cache": (
+        "an engine's share of the GPU leaves no room for one response. Raise --vllm.gpu_memory_utilization or"
+        " --vllm.tensor_parallel_size, or lower --data.max_len. vLLM said:"
+    ),
+    r"CUDA Error: out of memory at .*cumem_allocator": (
+        "an engine could not wake up, because the trainer had not left it its share of the GPU. Lower"
+        " --vllm.gpu_memory_utilization, or add --ds.enable_sleep or --ds.adam_offload, which move the optimizer's"
+        " states to the host. vLLM said:"
+    ),
+    # torch 2.13.
+    r"CUDA out of memory": (
+        "a GPU ran out of memory. Lower --train.micro_batch_size, --rollout.micro_batch_size, --data.max_len or, where"
+        " engines share the GPU, --vllm.gpu_memory_utilization; or add --actor.gradient_checkpointing_enable,"
+        " --ds.zero_stage 3 or --ds.adam_offload. The same command with --dry-run estimates what each part takes"
+        " (docs/clusters.md). torch said:"
+    ),
+    # NCCL, and Python's multiprocessing. Docker gives a container 64 MB.
+    r"/dev/shm|shared memory segment": (
+        "the shared memory of this machine is used up. Start a container with --ipc host or --shm-size 16g, a pod with"
+        " a memory volume at /dev/shm. The process said:"
+    ),
     # Python's message on a node without this project, or with an older one.
     r"No module named '(ngrpo|perturbations)(\.\w+)*'": (
         "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
@@ -217,7 +243,7 @@ def _failed(error: Exception) -> TrainingFailed:
         node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
         if node is not None:
             if "Engine core initialization failed" in cause and (said := engine_error(Path(node.get_logs_dir_path()))):
-                cause = f"an engine did not start: {said}"
+                cause = f"an engine did not start: {explanation(RuntimeError(said)) or said}"
             logs = f"\n  logs of all processes: {node.get_logs_dir_path()}"
     return TrainingFailed(cause + logs)
 
