@@ -16,8 +16,12 @@ from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import GIB, Args, Group, Machine
 from perturbations.errors import UsageError
 
-# Bytes of one logit: in the parameters' type and in float32 (models/actor.py), and its float32 gradient.
-_LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 2 + 4 + 4
+# Bytes of one logit: in the parameters' type and in float32 (models/actor.py). In the backward pass of OpenRLHF's
+# log-probabilities without flash-attn, its softmax, the gradient and a copy of it join the float32 ones. Both measured
+# (tests/fast/test_memory_profile.py).
+_LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 16
+# DeepSpeed 0.19.6's buffer for the gradients that ranks exchange, 5e8 of 2 bytes whatever the model's size.
+_BUCKET = 2 * 500_000_000
 # What a GPU has to keep free, and what a sleeping engine keeps of it: CUDA contexts, graphs, buffers of NCCL.
 _FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
 _ALL, _NODES, _ACTOR = "--train.colocate_all", "--actor.num_nodes", "--actor.num_gpus_per_node"
@@ -94,29 +98,48 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
     split = whole / (max(world // tensor, 1) if stage else 1)  # fewer ranks than that are refused later
     weights, of_weights = (split, of_split) if stage == 3 else (whole, of_whole)
     gradients, of_gradients = (split, of_split) if stage >= 2 else (whole, of_whole)
-    parts = [Part(f"{role}: weights", f"2{of_weights}", (2 * weights,) * 4)]
+    # What the backward pass needs of the forward pass, for the longest samples. Logits come first and are gone before
+    # the layers' gradients are made.
+    tokens, layer = _tokens("train", args), size.saved_bytes_per_token
+    of_logits = 0 if role == placement.CRITIC else _LOGIT_WITH_GRADIENT * size.vocabulary
+    if args["actor.gradient_checkpointing_enable"]:
+        saved, of_saved, recomputed = size.layers * 2 * size.hidden, f"{size.layers} × 2h", layer
+    else:
+        saved, of_saved, recomputed = size.layers * layer, f"{size.layers} × {layer}", 0
+    new_gradients = 0 if args["ds.adam_offload"] else 2 * gradients
+    if tokens * of_logits > tokens * recomputed + new_gradients:
+        new_gradients, largest, of_largest = 0, of_logits, f" + {_LOGIT_WITH_GRADIENT}V"
+    else:
+        largest, of_largest = recomputed, f" + {recomputed}" * (recomputed > 0)
+    activations = (0, 0, tokens * (saved + largest), 0)
+    kept = _BUCKET if stage == 3 else 0  # ZeRO-3 makes its buffer once
+    parts = [
+        Part(f"{role}: weights", f"2{of_weights}", (2 * weights,) * 4),
+        Part(f"{role}: activations", f"{tokens} tokens × ({of_saved}{of_largest}), roughly", activations),
+        Part(f"{role}: gradients, in exchange", "1 GB for any model", (kept, kept, _BUCKET, kept)),
+    ]
     if args["ds.adam_offload"]:
         note = f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split} on the host"
-        parts.append(Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=18 * split))
-    else:
-        # OpenRLHF loads the states for its training alone and takes them off again after it.
-        states = 12 * split
-        note = f"12{of_split}" + (", on the host meanwhile" if asleep else "")
-        at_rest = 0 if asleep else states
-        parts += [
-            Part(f"{role}: gradients", f"2{of_gradients}", (0, 0, 2 * gradients, 2 * gradients)),
-            Part(f"{role}: gradients, float32", f"4{of_split}", (0, 0, 0, 4 * split)),
-            Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=states - at_rest),
-        ]
-    # What the backward pass needs of the forward pass, for the longest samples.
-    tokens, layer = _tokens("train", args), size.saved_bytes_per_token
-    terms, of_layers = f"{size.layers} × {layer}", size.layers * layer
-    if args["actor.gradient_checkpointing_enable"]:
-        terms, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
-    if role != placement.CRITIC:
-        terms, of_layers = f"{terms} + {_LOGIT_WITH_GRADIENT}V", of_layers + _LOGIT_WITH_GRADIENT * size.vocabulary
-    activations = (0, 0, tokens * of_layers, 0)
-    return [*parts, Part(f"{role}: activations", f"{tokens} tokens × ({terms}), roughly", activations)]
+        return [*parts, Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=18 * split)]
+    # Of a further micro-batch, ZeRO-1 and 2 have the sum and the new gradients before they add them.
+    sums = 2 * split if stage < 3 and _accumulates(args) else 0
+    of_sums = f"2{of_gradients}" + f" + 2{of_split} of earlier micro-batches" * (sums > 0)
+    # OpenRLHF loads the states for its training alone and takes them off again after it.
+    states = 12 * split
+    note = f"12{of_split}" + (", on the host meanwhile" if asleep else "")
+    at_rest = 0 if asleep else states
+    return [
+        *parts,
+        Part(f"{role}: gradients", of_sums, (0, 0, new_gradients + sums, 2 * gradients)),
+        Part(f"{role}: gradients, float32 and scaled", f"6{of_split}", (0, 0, 0, 6 * split)),
+        Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=states - at_rest),
+    ]
+
+
+def _accumulates(args: Args) -> bool:
+    """Whether an update has several micro-batches."""
+    per_group = args["train.batch_size"] // placement.rank_groups(args)["actor"]
+    return args["train.dynamic_batch_enable"] or per_group > args["train.micro_batch_size"]
 
 
 def _tokens(kind: str, args: Args) -> int:
