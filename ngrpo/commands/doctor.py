@@ -159,16 +159,21 @@ def _placement(hardware: str) -> Finding:
         state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
         return Finding(subject, state if hardware == "cpu" else "no GPU in the Ray cluster that a run would join")
     size = {"by estimate, with responses of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
-    base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
-    base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
     models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = Flags([*base, name])
-        flags = flags.with_defaults(gpu_plan.default_flags(flags, there))
+        flags = planned_flags(name, there)
         fits = not gpu_plan.notes(flags.args, there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
+
+
+def planned_flags(model: str, machine: placement.Machine, *words: str) -> Flags:
+    """The flags of a GRPO training on a machine, with ``words`` and a placement."""
+    base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
+    base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path", model]
+    flags = Flags([*base, *words])
+    return flags.with_defaults(gpu_plan.default_flags(flags, machine))
 
 
 def _self_test(model: str) -> Finding:

@@ -233,6 +233,9 @@ class TestCommand:
         # layers of 112,640 bytes and logits of 16, 10.65, earlier gradients, 0.40, and their exchange, 0.93; gradients,
         # 0.40, and 1.20 in float32 and scaled.
         assert ["sum", "52.4", "16.6", "26.8", "16.4", "3.2"] in table
+        # The rollout takes half of the GPU. It needs weights, states and 4, 12.81, the engine's weights, 3.20, 2 for
+        # its graphs and a cache of 2048 tokens, 0.22: less than the backward pass.
+        assert "needed: 26.8 GiB, with a KV cache for one response; taken: 52.4" in text
         assert list(tmp_path.iterdir()) == []
 
     def test_what_does_not_fit_or_divide_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ _ENGINES, _TENSOR, _SHARE = "--vllm.num_engines", "--vllm.tensor_parallel_size",
 _APART = ("--train.colocate_actor_ref", "--train.async_enable", "--train.colocate_critic_reward")
 # What an engine that does not sleep may take of a GPU shared with the trainer.
 _MOST_AWAKE = 0.8
-_DOCS = "docs/clusters.md"
+_DOCS, _ENGINE = "docs/clusters.md", "vLLM engine"
 PHASES = ("rollout", "scoring", "backward", "update")
 """A step's phases: responses are sampled; old and reference log-probabilities; backward passes; optimizer step."""
 
@@ -174,15 +174,34 @@ def engine(size: architecture.ModelSize, args: Args, gpu: float) -> Part:
     formula = f"{share:g} of the GPU, of which weights {weights / GIB:.1f} GiB"
     if args["vllm.enable_sleep"]:
         asleep = (share * gpu, _ASLEEP, _ASLEEP, _ASLEEP)
-        return Part("vLLM engine", f"{formula}; asleep from then on", asleep, host=weights)
-    return Part("vLLM engine", formula, (share * gpu,) * 4)
+        return Part(_ENGINE, f"{formula}; asleep from then on", asleep, host=weights)
+    return Part(_ENGINE, formula, (share * gpu,) * 4)
 
 
 def kv_cache_tokens(size: architecture.ModelSize, args: Args, gpu: float) -> int:
     """Tokens that an engine's KV cache holds at most: its fraction of the GPU without the weights."""
-    tensor = args["vllm.tensor_parallel_size"]
-    free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / tensor
-    return max(0, int(free // (size.layers * 2 * max(size.kv_heads // tensor, 1) * size.head_dim * 2)))
+    free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / args["vllm.tensor_parallel_size"]
+    return max(0, int(free // _token_bytes(size, args)))
+
+
+def _token_bytes(size: architecture.ModelSize, args: Args) -> int:
+    """Bytes of a token in the KV cache of one GPU."""
+    heads = max(size.kv_heads // args["vllm.tensor_parallel_size"], 1)
+    return size.layers * 2 * heads * size.head_dim * 2
+
+
+def needed(group: Group, args: Args, gpu: float) -> float:
+    """Bytes that one GPU of a group must have: its fullest phase, with a KV cache for one response of full length.
+
+    An engine takes its share of any GPU, and so more of a larger one.
+    """
+    size = architecture.size_of(models(args)[placement.ENGINES])
+    phases = [list(part.phases) for part in parts_of(group, args, gpu) if part.name != _ENGINE]
+    if placement.ENGINES in group.models and size is not None:
+        weights = 2 * size.parameters / args["vllm.tensor_parallel_size"]
+        least = weights + _token_bytes(size, args) * args["data.max_len"] + _ASLEEP
+        phases.append([least, *[_ASLEEP if args["vllm.enable_sleep"] else least] * 3])
+    return max(sum(phase) for phase in zip(*phases))
 
 
 def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dict[str, Default]:
