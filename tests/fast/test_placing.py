@@ -3,12 +3,14 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +188,30 @@ def test_doctor_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     fitting, offloaded = state.split("with --ds.adam_offload: ")
     assert state.startswith("hybrid on 1 GPU of 79.2 GiB")
     assert "Qwen/Qwen3-1.7B" in fitting and SEVEN not in fitting and SEVEN in offloaded
+
+
+def test_a_gpu_in_use_is_not_planned_as_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the second GPU another process holds the most; nvidia-smi tells MiB."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    card = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho 81000\n[ "$3" = --id=0 ] || echo 21504\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    in_use = placement.here()
+    assert in_use is not None and in_use.free == 21 * 2**30
+    args = completed("", "2x80").args
+    with pytest.raises(
+        UsageError, match=r"0\.6 is 48\.0 GiB of a GPU, and other processes leave 21\.0 GiB of one\. Fix: "
+    ):
+        gpu_plan.check_machine(args, in_use)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    free = placement.here()
+    assert free is not None and free.free == 81000 * 2**20 and free == in_use
+    assert gpu_plan.check_machine(args, dataclasses.replace(free, cpus=None)) is None
 
 
 LLAMA = {

@@ -8,6 +8,9 @@ import sys
 import psutil
 import pytest
 
+from ngrpo import patches
+from ngrpo.machine.hardware import processes
+
 # A command with a child that has started a child of its own; the innermost waits as an engine's process does.
 COMMAND = """
 import subprocess, sys, time
@@ -44,3 +47,10 @@ def test_nothing_stays(sign: signal.Signals) -> None:
     if sign == signal.SIGTERM:
         assert process.returncode == 143 and error == "ngrpo: terminated\n"
         assert psutil.wait_procs(children, timeout=1)[1] == []
+
+
+def test_ports_are_below_those_of_outgoing_connections_on_any_hardware() -> None:
+    rows = [row for row in patches.OPENRLHF if row.attribute == "BaseDistributedActor._get_free_port"]
+    assert [row.when for row in rows] == [patches.TRAINING]
+    ports = {processes.port_below_outgoing(lambda: 0).__func__() for _ in range(8)}
+    assert len(ports) > 1 and all(20000 <= port < 32768 for port in ports)

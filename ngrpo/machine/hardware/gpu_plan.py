@@ -332,6 +332,12 @@ def check_machine(args: Args, machine: Machine | None) -> str | None:
             f"{_SHARE} {share:g} without --vllm.enable_sleep leaves the trainer too little of the GPUs that it shares"
             f" with the engines ({_ALL}). Fix: add --vllm.enable_sleep --ds.enable_sleep {_SHARE} 0.5."
         )
+    if machine.free is not None and args["vllm.num_engines"] and share * machine.memory > machine.free:
+        raise UsageError(
+            f"{_SHARE} {share:g} is {share * machine.memory / GIB:.1f} GiB of a GPU, and other processes leave"
+            f" {machine.free / GIB:.1f} GiB of one. Fix: end them (`nvidia-smi` lists them), choose GPUs by"
+            " CUDA_VISIBLE_DEVICES, or lower the share."
+        )
     groups = placement.groups(args)
     needed = sum(group.gpus for group in groups)
     if machine.assumed:
