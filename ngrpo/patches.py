@@ -99,6 +99,8 @@ OPENRLHF: tuple[Patch, ...] = (
         "is given flash_attention_2 where samples are packed, whatever the command line says"),
     _row(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.processes:port_below_outgoing", TRAINING,
         "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
+    _row("torch.utils.file_baton", "FileBaton.try_acquire", "hardware.build_locks:without_stale_lock", TRAINING,
+        "(self)", "a build that was killed leaves its lock, which the next run would wait for", "torch 2.13.0"),
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
     _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer", TRAINING, "sha:74b355e75a15",
         "measures join the step's log, and states the checkpoint; noise and temperature of each step"),

@@ -190,6 +190,7 @@ def test_float32_is_the_default_of_a_cpu_and_refused_elsewhere() -> None:
 
 def test_variables_reach_the_workers_of_any_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = ("VLLM_USE_V2_MODEL_RUNNER", "NGRPO_REWARD_SECONDS", "DS_SKIP_CUDA_CHECK")
+    ours += ("GLOO_SOCKET_IFNAME", "TORCH_NCCL_BLOCKING_WAIT", "FI_PROVIDER", "UCX_NET_DEVICES")
     for name in (*ours, "HF_TOKEN", "HF_HOME", "HF_ENDPOINT", "WANDB_API_KEY", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "as here")
         assert worker_env(profile_for("cuda")).get(name) == "as here", name

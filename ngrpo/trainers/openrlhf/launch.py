@@ -29,7 +29,8 @@ _PROGRAM = "openrlhf.cli.train_ppo_ray"
 _OPENRLHF_ENV = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 # How the variables begin that docs name and every worker gets as they are here; the last two differ by node.
-_TRAVELS = ("DS_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TRANSFORMERS_", "VLLM_", "WANDB_")
+_TRAVELS = ("DS_", "FI_", "GLOO_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TORCH_NCCL_", "TRANSFORMERS_", "UCX_")
+_TRAVELS += ("VLLM_", "WANDB_")
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
 _OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags that take paths
 
