@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hardware profiles: choosing one, its default flags, what it refuses, and the launch environment."""
 
+import json
 import os
 import re
 import sys
@@ -66,6 +67,24 @@ def test_a_gpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torch.cuda.get_device_name", lambda index: ("A100", "Tesla T4")[index])
     with pytest.raises(UsageError, match=r"^GPU 1, Tesla T4, has compute capability 7\.5 .*bfloat16.* Fix: .*8\.0"):
         profile_for("cuda").check(Flags())
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_experts_on_blackwell_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nested: bool) -> None:
+    """vLLM's FlashInfer kernels repack the experts, and a weight sync writes into them as they were before."""
+    text = {"num_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text} if nested else text))
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: "NVIDIA B200")
+    experts = Flags(["--actor.model_name_or_path", str(tmp_path)])
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (10, 0))
+    with pytest.raises(UsageError, match=r"is a mixture of experts, and GPU 0, NVIDIA B200, .*10\.0.*#42821.* Fix: "):
+        profile_for("cuda").check(experts)
+    profile_for("cuda").check(Flags(["--actor.model_name_or_path", "smollm2-135m"]))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda index: (9, 0))
+    profile_for("cuda").check(experts)
 
 
 # A whole placement, to which nothing is added.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngrpo.machine.hardware import Profile, stand_ins
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.machine.upstream.patch import around
 from perturbations.errors import UsageError
@@ -20,6 +21,8 @@ _DEFAULT_HOME = Path("/usr/local/cuda")
 # The last major release with minor releases that DeepSpeed treats as equal (op_builder/builder.py).
 _MINORS_MIX = 12
 _LEAST_CAPABILITY = 8  # the first with bfloat16
+_BLACKWELL = 10  # the first on which vLLM 0.29 prefers FlashInfer for experts (fused_moe/oracle/unquantized.py)
+_MODEL = "--actor.model_name_or_path"
 # What the CUDA code of DeepSpeed's fused Adam includes through torch 2.13 (ATen/cuda/CUDAContextLight.h).
 HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
 # What DeepSpeed's two Adams are linked with (op_builder/builder.py, torch's cpp_extension.py).
@@ -139,7 +142,7 @@ def _unseen() -> str | None:
 
 
 def check(flags: Flags) -> str | None:
-    """Raises ``UsageError`` for GPUs without bfloat16, and where DeepSpeed's own Adam is needed and cannot be compiled.
+    """Raises ``UsageError`` for GPUs without bfloat16, or that compute experts wrongly, and for a missing Adam.
 
     Returns why it could not check, or None.
     """
@@ -156,6 +159,14 @@ def check(flags: Flags) -> str | None:
                 f"GPU {index}, {torch.cuda.get_device_name(index)}, has compute capability {major}.{minor} and thus no"
                 f" bfloat16, in which OpenRLHF's engines compute. Fix: use GPUs of {_LEAST_CAPABILITY}.0 or later, such"
                 " as an A100, or --hardware cpu."
+            )
+        model = flags.value(_MODEL) or ""
+        if major >= _BLACKWELL and architecture.has_experts(model):
+            raise UsageError(
+                f"{_MODEL} {model} is a mixture of experts, and GPU {index}, {torch.cuda.get_device_name(index)}, has"
+                f" compute capability {major}.{minor}: vLLM computes its experts with FlashInfer there, which a weight"
+                " sync leaves wrong or fails over (vllm-project/vllm#42821). Fix: use GPUs of 9.0 or earlier, such as"
+                " an H200, or a model without experts."
             )
     missing = obstacle(offload=False) if is_moved_by_deepspeed(flags) else None
     if missing is not None:

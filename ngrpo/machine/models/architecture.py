@@ -198,6 +198,17 @@ def unfit_for_cpu(name: str) -> str:
     return "" if size.head_dim in sizes else f"{size.head_dim} (vLLM has {', '.join(map(str, sizes))})"
 
 
+def has_experts(name: str) -> bool:
+    """Whether a model is a mixture of experts by its config.json; False where that is not here."""
+    path = find_config(name)
+    if path is None:
+        return False
+    config = read_config(path)
+    text = config.get("text_config") or config
+    numbers = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((text.get(number) or 0) > 1 for number in numbers)
+
+
 # ---- support ----
 
 
