@@ -145,7 +145,9 @@ class GapScale:
             _report(
                 f"log-probabilities of rollout and trainer differ by {unperturbed:.2g} on average where nothing is"
                 f" perturbed; at most {_DIFFERENT[self._half]:g} is expected of one model on two sides. They have not"
-                " the same weights: an engine that loaded another checkpoint, or a weight sync that was not taken.",
+                " the same weights: an engine that loaded another checkpoint, or a weight sync that was not taken."
+                " Random weights alone differ so much in bfloat16: the first step of the same run with"
+                " --perturbation none decides (docs/troubleshooting.md).",
                 strict,
             )
         # Plain tokens are many, and each is the same kind of token as an unperturbed response's.
