@@ -82,8 +82,6 @@ OPENRLHF: tuple[Patch, ...] = (
     _row("deepspeed.comm.torch", "TorchBackend.all_gather_into_tensor", "hardware.cpu:waited_for", "cpu",
         "(self, output_tensor, input_tensor, group, async_op)",
         "of several gathers DeepSpeed waits for the last, and gloo finishes them in any order", "deepspeed 0.19.6"),
-    _row(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.cpu:port_below_outgoing", "cpu",
-        "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
     # ---- float32 on a CPU -------------------------------------------------------------------------
     _row("argparse", "_ActionsContainer.add_argument", "upstream.openrlhf_flags:with_float32", "cpu", "(self)",
         "OpenRLHF's --ds.param_dtype takes bf16 and fp16 only", "Python 3.12"),
@@ -91,11 +89,18 @@ OPENRLHF: tuple[Patch, ...] = (
         "the same: the dtype that models are loaded in"),
     _row(_DEEPSPEED, "get_train_ds_config", "hardware.cpu:with_torch_adam", "cpu", "import",
         "DeepSpeed compiles its own Adam for one to two minutes; PyTorch's is there"),
+    # ---- CUDA -------------------------------------------------------------------------------------
+    _row(_DEEPSPEED, "get_train_ds_config", "hardware.cuda:with_available_adam", "any_adam", "import",
+        "DeepSpeed compiles its own Adam; PyTorch's takes its place without toolkit, headers, libraries or ninja"),
     # ---- without flash-attn (see ngrpo.machine.hardware.stand_ins) ----------------------------------------
     _row("openrlhf.models.ring_attn_utils", IMPORT, "hardware.stand_ins:flash_attn_stand_in", "without_flash_attn",
         "import", "imports flash_attn at module level, packing or not"),
     _row("openrlhf.utils", "get_strategy", "hardware.stand_ins:attention_as_given", "without_flash_attn", "import",
         "is given flash_attention_2 where samples are packed, whatever the command line says"),
+    _row(_LAUNCHER, "BaseDistributedActor._get_free_port", "hardware.processes:port_below_outgoing", TRAINING,
+        "sha:2e43720d4972", "chooses a port long before it listens; an outgoing connection may have it by then"),
+    _row("torch.utils.file_baton", "FileBaton.try_acquire", "hardware.build_locks:without_stale_lock", TRAINING,
+        "(self)", "a build that was killed leaves its lock, which the next run would wait for", "torch 2.13.0"),
     # ---- the classes of OpenRLHF, one subclass each -----------------------------------------------
     _row("openrlhf.trainer.ppo_trainer", "PPOTrainer", "trainer:trainer", TRAINING, "sha:74b355e75a15",
         "measures join the step's log, and states the checkpoint; noise and temperature of each step"),

@@ -33,7 +33,7 @@ from ngrpo import patches
 from ngrpo.commands.command_parser import CommandParser
 from ngrpo.config import compatibility
 from ngrpo.machine.console import Report
-from ngrpo.machine.hardware import gpu_plan, profile_for, stand_ins, surroundings
+from ngrpo.machine.hardware import cuda, gpu_plan, profile_for, stand_ins, surroundings
 from ngrpo.machine.models import architecture, experts, packaged
 from ngrpo.machine.upstream import placement, versions
 from ngrpo.machine.upstream.openrlhf_flags import Flags
@@ -87,10 +87,12 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
     releases = ", ".join(f"{name} {release or 'missing'}" for name, release in found.items())
     fix = _error_of(versions.check_stack) or (f"install {missing}: docs/install.md" if missing else None)
     yield Finding("releases", releases, fix)
-    profile = profile_for("auto")
-    yield _device(profile.name)
+    unusable = _error_of(lambda: profile_for("auto"))
+    profile = profile_for("cpu" if unusable else "auto")
+    yield _device(profile.name, unusable)
     broken = _error_of(lambda: profile.check(Flags()))
-    yield Finding("compiler", "not ready" if broken else "the code that is compiled on first use can be", broken)
+    compiled = " ".join(profile.notes(Flags())) or "the code that is compiled on first use can be"
+    yield Finding("compiler", "not ready" if broken else compiled, broken)
     if missing or _error_of(versions.check_transformers):  # what follows imports them
         return
     for subject, look in _SURROUNDINGS.items():
@@ -101,6 +103,8 @@ def _examine(model: str | None, report: Report, named: str | None) -> Iterator[F
     attention = f"{release}: OpenRLHF's default attention"
     if profile.name == "cpu":
         attention = "of no use on a CPU; the trainer's attention is PyTorch's own"
+    elif stand_ins.is_flash_attn_installed() and release is None:
+        attention = f"cannot be imported ({stand_ins.flash_attn_failure()}); the trainer's attention is PyTorch's own"
     elif release is None:
         attention = "missing: the trainer's attention is PyTorch's own (docs/install.md)"
     yield Finding("flash-attn", attention)
@@ -142,26 +146,20 @@ def _error_of(check: Callable[[], object]) -> str | None:
     return None
 
 
-def _device(hardware: str) -> Finding:
+def _device(hardware: str, unusable: str | None) -> Finding:
+    """The hardware of the profile that `auto` means; ``unusable`` is the error about a GPU that torch cannot use."""
     import torch
 
-    built, driver = torch.version.cuda, ""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):  # there is no GPU
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        driver = done.stdout.partition("\n")[0]
+    built, driver = torch.version.cuda, cuda.installed_driver()
     if hardware == "cuda":
-        from ngrpo.machine.hardware.cuda import toolkit
-
-        home, release = toolkit()
+        home, release = cuda.toolkit()
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
         compiled = f"toolkit {release or 'missing'} ({home})"
         return Finding("hardware", f"profile cuda: {names}; CUDA {built}, driver {driver or 'unknown'}, {compiled}")
     state = f"profile cpu: torch sees no CUDA device (it is built for {f'CUDA {built}' if built else 'a CPU'})"
-    if not driver:
+    if driver is None:
         return Finding("hardware", state)
-    newer = f"a driver for CUDA {built}" if built else "the extra cuda and a torch that is built for CUDA"
-    fix = f"install {newer}: docs/install.md"
+    fix = unusable or "install the extra cuda and a torch that is built for CUDA: docs/install.md"
     return Finding("hardware", f"{state}, but there is a GPU with driver {driver}", fix)
 
 
@@ -172,16 +170,21 @@ def _placement(hardware: str) -> Finding:
         state = "no GPU; `ngrpo train --hardware cuda --dry-run 1x80 ...` plans for a machine that has one"
         return Finding(subject, state if hardware == "cpu" else "no GPU in the Ray cluster that a run would join")
     size = {"by estimate, with responses of 2,048 tokens": [], "with --ds.adam_offload": [], "too large": []}
-    base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
-    base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path"]
     models = architecture.size_table()
     for name in sorted(models, key=lambda each: models[each]["parameters"]):
-        flags = Flags([*base, name])
-        flags = flags.with_defaults(gpu_plan.default_flags(flags, there))
+        flags = planned_flags(name, there)
         fits = not gpu_plan.notes(flags.args, there)
         size[list(size)[2 if not fits else int(flags.has("--ds.adam_offload"))]].append(name)
     told = "; ".join(f"{how}: {', '.join(names)}" for how, names in size.items() if names)
     return Finding(subject, f"hybrid on {there} where no flag says another; {told}")
+
+
+def planned_flags(model: str, machine: placement.Machine, *words: str) -> Flags:
+    """The flags of a GRPO training on a machine, with ``words`` and a placement."""
+    base = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
+    base += ["--rollout.n_samples_per_prompt", "8", "--actor.model_name_or_path", model]
+    flags = Flags([*base, *words])
+    return flags.with_defaults(gpu_plan.default_flags(flags, machine))
 
 
 def _self_test(model: str) -> Finding:
@@ -232,8 +235,8 @@ def self_test(model: str) -> dict[str, Any]:
     from perturbations import replaying
 
     folder = packaged.resolve(model)
-    cuda = torch.cuda.is_available()
-    place: dict[str, Any] = {"gpu_memory_utilization": 0.3} if cuda else {"distributed_executor_backend": "uni"}
+    has_gpu = torch.cuda.is_available()
+    place: dict[str, Any] = {"gpu_memory_utilization": 0.3} if has_gpu else {"distributed_executor_backend": "uni"}
     llm = LLM(
         folder,
         dtype="float32",
@@ -251,7 +254,9 @@ def self_test(model: str) -> dict[str, Any]:
     outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
     trajectories = take_trajectories(llm)
     rollouts = [(list(output.outputs[0].token_ids), *trajectories[output.request_id]) for output in outputs]
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if cuda else "cpu").eval()
+    reference = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda" if has_gpu else "cpu").eval()
+    )
 
     @torch.no_grad()
     def of_texts(texts: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:

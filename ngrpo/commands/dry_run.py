@@ -144,6 +144,10 @@ def _memory(args: placement.Args, gpu: float) -> list[str]:
             table = text_table([("", *gpu_plan.PHASES, "host"), *rows, ("sum", *map(_gib, sums))])
             formulas = ["", *(part.formula for part in parts), ""]
             lines += [f"  {line}  {formula}".rstrip() for line, formula in zip(table, formulas)]
+            necessary = gpu_plan.needed(group, args, gpu)
+            lines.append(
+                f"  needed: {_gib(necessary)} GiB, with a KV cache for one response; taken: {_gib(max(sums[:-1]))}"
+            )
             if max(sums[:-1]) > gpu:
                 lines.append(f"  {_WRONG}: {_gib(max(sums[:-1]))} GiB do not fit into {_gib(gpu)}")
     return lines

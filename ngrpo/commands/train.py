@@ -112,6 +112,7 @@ from ngrpo.commands import dry_run, extensions
 from ngrpo.config import flag_checks, parse, rules, stretches, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine import console
+from ngrpo.machine.hardware import host_plan
 from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import CannotWrite, read_json, reserved_folder
 from ngrpo.machine.upstream import versions
@@ -202,6 +203,7 @@ def _prepare(run: RunConfig, folder: Path, report: console.Report) -> tuple[RunC
     rules.check("data", complete, run)
     if complete.has(flag_checks.LOAD):
         report(flag_checks.first_step(complete))
+    report(host_plan.about_checkpoints(complete.args))
     if added := rules.in_run_folder(complete, run).added:
         report(f"added to OpenRLHF's flags: {shlex.join(added)}")
 

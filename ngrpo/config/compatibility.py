@@ -172,6 +172,9 @@ TRAINING = (
     Row(given.EVAL_AT_START, _ASYNC, "an asynchronous run evaluates during training", "run `ngrpo eval` before it"),
 )
 
+_MUON = flag("--actor.optim", only="muon")
+_MUON_NEEDS_WHOLE = "DeepSpeed 0.19.6 computes Muon of whole gradients, and the ranks hold slices"
+
 CPU_MODEL = (Row(given.head_size, given.hardware("cpu"), "the engine would not start", "use another model"),)
 HARDWARE = (
     *CPU_MODEL,
@@ -199,6 +202,8 @@ HARDWARE = (
         )
     ),
     Row(_FLOAT32, given.hardware("cuda"), "OpenRLHF's engines compute in bfloat16 there", "use bf16, or leave it out"),
+    Row(_MUON, _ZERO_3, _MUON_NEEDS_WHOLE, "use --ds.zero_stage 2"),
+    Row(_MUON, flag("--ds.adam_offload"), _MUON_NEEDS_WHOLE, "leave --ds.adam_offload out, or use Adam"),
     Row(_RING, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"leave it out, or {_INSTALL}"),
     Row(given.FLASH_ATTENTION_2, given.WITHOUT_FLASH_ATTN, _NO_FLASH_ATTN, f"use sdpa or eager, or {_INSTALL}"),
 )

@@ -20,7 +20,7 @@ from ngrpo.config.features import ASYNC, CORRECTION, ESTIMATOR, MODEL, Combinati
 from ngrpo.config.input_checks import DATASETS, check_files, is_checked, label_note
 from ngrpo.config.kinds import run_level_kinds
 from ngrpo.config.run import GROUP_BASELINES, OVERLONG, PRESETS, RunConfig
-from ngrpo.machine.hardware import gpu_plan, stand_ins, surroundings
+from ngrpo.machine.hardware import gpu_plan, host_plan, stand_ins, surroundings
 from ngrpo.machine.models import architecture, experts, packaged
 from ngrpo.machine.storage.result_folder import writing
 from ngrpo.machine.upstream import placement, versions
@@ -251,6 +251,21 @@ RULES = (
     Rule("start", lambda flags, _: flag_checks.first_step(flags), flag_checks.check_checkpoint),
     Rule("start", "a resumed run has its model and its methods", lambda flags, run: stretches.check(flags, run)),
     Rule("start", lambda _, run: f"{run.run_dir} can be written", flag_checks.check_output),
+    Rule(
+        "start",
+        lambda flags, _: host_plan.about_checkpoints(flags.args),
+        lambda flags, run: host_plan.check_disk(flags.args, machine_of(run)),
+    ),
+    Rule(
+        "start",
+        lambda flags, run: host_plan.about_memory(flags.args, machine_of(run)),
+        lambda flags, run: host_plan.check_memory(flags.args, machine_of(run)),
+    ),
+    Rule(
+        "start",
+        "shared memory for several ranks",
+        lambda flags, run: host_plan.check_shared_memory(flags.args, machine_of(run)),
+    ),
     Rule("data", "dataset and reward", check_data),
     Rule("data", "the last step of a pass", lambda flags, _: flag_checks.check_rows(flags)),
     Rule("data", "evaluation", flag_checks.check_evaluated),
@@ -282,7 +297,12 @@ def outcomes(flags: Flags, run: RunConfig) -> list[tuple[str, Callable[[], str |
 
 def started(run: RunConfig) -> Flags:
     """The complete flags of a run after the rules of a start, which come before the files of its task are written."""
-    flags = on_hardware(run)
+    flags = completed(run)
+    if run.profile.name == "cuda" and not flags.has("--use_ms"):  # ModelScope's models need not be on the hub
+        for flag in flags:
+            if flag.name.endswith(MODEL_NAMES) and flag.values:
+                architecture.ask_hub_for_size(flag.values[0])
+    flags = with_hardware(flags, run)
     check("start", with_stand_ins(flags, run), run)
     return with_task(flags, run)
 
@@ -391,4 +411,5 @@ NOTES: tuple[Callable[[Flags, RunConfig], Iterable[str]], ...] = (
     input_checks.template_notes,
     input_checks.cut_notes,
     lambda flags, run: gpu_plan.notes(flags.args, machine_of(run)),
+    lambda flags, run: run.profile.notes(flags),
 )

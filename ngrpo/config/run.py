@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ngrpo import patches
 from ngrpo.config.kinds import KINDS, of_a_run
-from ngrpo.machine.hardware import Profile, profile_for, stand_ins
+from ngrpo.machine.hardware import Profile, cuda, profile_for, stand_ins
 from ngrpo.machine.storage.result_folder import write_text, writing
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
@@ -263,7 +263,11 @@ class RunConfig:
     def training_conditions(self) -> tuple[str, ...]:
         """:attr:`conditions`, with those of a training and of its hardware."""
         cpu = self.profile.name == "cpu"
-        held = {"cpu": cpu, stand_ins.WITHOUT_FLASH_ATTN: cpu or not stand_ins.has_flash_attn()}
+        held = {
+            "cpu": cpu,
+            "any_adam": not cpu and not cuda.is_moved_by_deepspeed(Flags(self.openrlhf)),
+            stand_ins.WITHOUT_FLASH_ATTN: cpu or not stand_ins.has_flash_attn(),
+        }
         return (patches.TRAINING, *(name for name, holds in held.items() if holds), *self.conditions)
 
     def flags(self) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def test_a_gpu_that_torch_does_not_see(
     program(tmp_path / "nvidia-smi", "echo 580.65.06")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     code, head = findings(capsys, "--no-self-test")
     told = lines_of(head, "hardware")
     assert code == 1 and "there is a GPU with driver 580.65.06" in told

@@ -203,7 +203,7 @@ def called_by(words: list[str], environment: dict[str, str], folder: Path) -> li
 
 
 # pip's, vLLM's, and an option of the perturbation that the docs write as an example.
-OF_OTHERS = {"--no-deps", "--additional-config", "--generation-config", "--perturbation.share"}
+OF_OTHERS = {"--no-deps", "--ipc", "--additional-config", "--generation-config", "--perturbation.share"}
 
 
 def known_flags(capsys: pytest.CaptureFixture[str]) -> set[str]:

@@ -107,22 +107,30 @@ def parts_of(more: str) -> dict[str, tuple[float, ...]]:
 
 
 def test_memory_of_a_trained_model_by_hand() -> None:
-    # ZeRO-2 on 4 GPUs: weights 2·1000, gradients 2·250, in float32 4·250, states 12·250; 50·(3·136 + 10·10).
+    # ZeRO-2 on 4 GPUs: weights 2·1000; of an earlier micro-batch 2·250 bytes of gradients; at the update 2·250, in
+    # float32 and scaled 6·250; states 12·250. At the logits' peak, 50·(3·136 + 16·10), there are no new gradients.
     assert parts_of("--train.micro_batch_size 1") == {
         "weights": (2000, 2000, 2000, 2000, 0),
+        "activations": (0, 0, 28400, 0, 0),
+        "gradients, in exchange": (0, 0, 10**9, 0, 0),
         "gradients": (0, 0, 500, 500, 0),
-        "gradients, float32": (0, 0, 0, 1000, 0),
+        "gradients, float32 and scaled": (0, 0, 0, 1500, 0),
         "optimizer states": (3000, 3000, 3000, 3000, 0),
-        "activations": (0, 0, 25400, 0, 0),
     }
     assert parts_of("--ds.zero_stage 3")["weights"] == (500, 500, 500, 500, 0)
-    assert parts_of("--ds.zero_stage 1")["gradients"] == (0, 0, 2000, 2000, 0)
+    assert parts_of("--ds.zero_stage 1")["gradients"] == (0, 0, 500, 2000, 0)
+    assert parts_of("--ds.zero_stage 3")["gradients, in exchange"] == (10**9,) * 4 + (0,)
     assert parts_of("--ds.enable_sleep --train.colocate_all")["optimizer states"] == (0, 0, 3000, 3000, 3000)
     offloaded = parts_of("--ds.adam_offload")
     assert offloaded["optimizer, offloaded"] == (0, 0, 0, 0, 4500) and "gradients" not in offloaded
-    # Checkpoints: 50·(3·2·4 + 136 + 100); two samples at a time: twice as many tokens.
-    assert parts_of("--actor.gradient_checkpointing_enable")["activations"] == (0, 0, 13000, 0, 0)
-    assert parts_of("--train.micro_batch_size 2")["activations"] == (0, 0, 50800, 0, 0)
+    # Two samples at a time: twice as many tokens, and no earlier micro-batch.
+    assert parts_of("--train.micro_batch_size 2")["activations"] == (0, 0, 56800, 0, 0)
+    assert parts_of("--train.micro_batch_size 2")["gradients"] == (0, 0, 0, 500, 0)
+    # Checkpoints: 50·(3·2·4 + 160); with 10 tokens a layer and the gradients, 10·136 + 500, exceed the logits' 10·160.
+    checkpoints = "--actor.gradient_checkpointing_enable"
+    assert parts_of(checkpoints)["activations"] == (0, 0, 9200, 0, 0)
+    short = parts_of(f"{checkpoints} --data.max_len 10")
+    assert (short["activations"], short["gradients"]) == ((0, 0, 1600, 0, 0), (0, 0, 1000, 500, 0))
 
 
 def test_memory_of_reference_logits_and_engine_by_hand() -> None:
@@ -221,9 +229,13 @@ class TestCommand:
         assert ["actor:", "weights", "3.2", "3.2", "3.2", "3.2", "-", "2P"] in table
         assert ["actor:", "optimizer", "states", "2.4", "2.4", "2.4", "2.4", "-", "12P/D"] in table
         assert ["vLLM", "engine", "39.6", "2.0", "2.0", "2.0", "3.2"] in [row[:7] for row in table]
-        # Beside weights and states, 8.82: 2048 tokens of 151,936 logits of 6 bytes, 1.74; gradients, 0.40,
-        # with 2048 tokens of 28 layers of 112,640 bytes and logits of 10, 8.91; gradients and 0.80 in float32.
-        assert ["sum", "52.4", "16.6", "24.1", "16.0", "3.2"] in table
+        # To weights, states, 2 and 4, 14.81, come 2048 tokens of 151,936 logits of 6 bytes, 1.74; 2048 tokens of 28
+        # layers of 112,640 bytes and logits of 16, 10.65, earlier gradients, 0.40, and their exchange, 0.93; gradients,
+        # 0.40, and 1.20 in float32 and scaled.
+        assert ["sum", "52.4", "16.6", "26.8", "16.4", "3.2"] in table
+        # The rollout takes half of the GPU. It needs weights, states and 4, 12.81, the engine's weights, 3.20, 2 for
+        # its graphs and a cache of 2048 tokens, 0.22: less than the backward pass.
+        assert "needed: 26.8 GiB, with a KV cache for one response; taken: 52.4" in text
         assert list(tmp_path.iterdir()) == []
 
     def test_what_does_not_fit_or_divide_is_said(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +250,7 @@ class TestCommand:
     def test_responses_that_no_micro_batch_has_are_told(self, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
         """OpenRLHF's actor leaves out what is left of its buffer: of 9 × 4 responses the last four."""
         line = f"--model Qwen/Qwen3-0.6B --task arithmetic --rollout.batch_size 9 --train.micro_batch_size 8 {fix}"
+        line += " --actor.gradient_checkpointing_enable"
         text = self.run(f"{line} --vllm.num_engines 1 --dry-run 1x80", capsys)
         lost = "warning: 4 of the 36 responses of a step fill no --train.micro_batch_size and are never trained. Have"
         assert (lost in text) is not bool(fix)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,15 @@ KNOWN = {
     "No module named 'ngrpo.trainers.openrlhf'": "a node of the cluster is without ngrpo",
     "[enforce fail at inline_container.cc:672] . unexpected pos 76800 vs 76694": "a checkpoint could not be written",
     "OSError: [Errno 28] No space left on device: '/tb/events.out'": "a file could not be written",
+    "CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total capacity of": "a GPU ran out of memory",
+    "Free memory on device cuda:0 (21.4/79.11 GiB) on startup is less than desired": "other processes hold memory",
+    "No available memory for the cache blocks. Try increasing": "no room for one response",
+    "Call to wake_up method failed: CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:146": (
+        "an engine could not wake up"
+    ),
+    "Error while creating shared memory segment /dev/shm/nccl-ab12 (size 33030528), No space left on device": (
+        "the shared memory of this machine is used up"
+    ),
 }
 
 
@@ -59,6 +69,16 @@ def test_what_an_engine_process_failed_with(tmp_path: Path) -> None:
     text = "".join(map(line, ("EngineCore failed to start.", "  raise ValueError(", "ValueError: small", "")))
     (tmp_path / "worker-1.out").write_text(text)
     assert engine_error(tmp_path) == "ValueError: small" and engine_error(tmp_path / "none") is None
+
+
+def test_an_engine_that_does_not_start_is_explained_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM logs the reason, and raises an error without it."""
+    said = "ValueError: Free memory on device cuda:0 (21.4/79.11 GiB) on startup is less than desired"
+    (tmp_path / "worker-1.out").write_text(f"(EngineCore pid=7) ERROR 11-26 23:19:21 [core.py:1374] {said}\n")
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path))
+    monkeypatch.setattr(pytest.importorskip("ray")._private.worker, "_global_node", node)
+    told = str(launch._failed(RuntimeError("Engine core initialization failed. See root cause above.")))
+    assert told.startswith("an engine did not start: other processes hold memory of the GPU") and said[12:] in told
 
 
 # A process that starts another and is then gone, as a killed worker leaves its compiler processes.

@@ -139,3 +139,11 @@ def test_openrlhf_takes_the_flags_of_the_trainings(tmp_path: Path) -> None:
         assert words[:4] == ["--hardware", "cuda", "--perturbation", "neighbor"]
         theirs = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in ours for word in pair]
         assert Flags(["--actor.model_name_or_path", "m", *theirs, *hybrid]).args
+
+
+@pytest.mark.parametrize("rehearse", [True, False])
+def test_float32_is_float32_in_every_stage_of_exactness(rehearse: bool) -> None:
+    """Triton's own default for products of float32 is TF32."""
+    exact = [one for one in stages(rehearse) if one.module == "exactness"]
+    kinds = {(one.arguments["dtype"], one.env.get("TRITON_F32_DEFAULT")) for one in exact}
+    assert kinds == {("float32", "ieee")} | (set() if rehearse else {("bfloat16", None)})

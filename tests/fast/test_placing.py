@@ -2,9 +2,15 @@
 """Placement with CUDA: what is added on 1, 8 and 16 GPUs, and each plan that cannot work as one line."""
 
 import dataclasses
+import json
+import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,6 +209,100 @@ def test_doctor_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     fitting, offloaded = state.split("with --ds.adam_offload: ")
     assert state.startswith("hybrid on 1 GPU of 79.2 GiB")
     assert "Qwen/Qwen3-1.7B" in fitting and SEVEN not in fitting and SEVEN in offloaded
+
+
+def test_a_gpu_in_use_is_not_planned_as_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the second GPU another process holds the most; nvidia-smi tells MiB."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    card = SimpleNamespace(total_memory=80 * 2**30)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: card)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho 81000\n[ "$3" = --id=0 ] || echo 21504\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    in_use = placement.here()
+    assert in_use is not None and in_use.free == 21 * 2**30
+    args = completed("", "2x80").args
+    with pytest.raises(
+        UsageError, match=r"0\.6 is 48\.0 GiB of a GPU, and other processes leave 21\.0 GiB of one\. Fix: "
+    ):
+        gpu_plan.check_machine(args, in_use)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    free = placement.here()
+    assert free is not None and free.free == 81000 * 2**20 and free == in_use
+    assert gpu_plan.check_machine(args, dataclasses.replace(free, cpus=None)) is None
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Has one model, owner/llama-8b, and of its files the config.json."""
+
+    def do_HEAD(self) -> None:
+        self.answer(with_content=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_content=True)
+
+    def answer(self, *, with_content: bool) -> None:
+        pages = {
+            "/api/models/owner/llama-8b": {"id": "owner/llama-8b"},
+            "/owner/llama-8b/resolve/main/config.json": LLAMA,
+        }
+        content = json.dumps(pages.get(self.path, {})).encode()
+        self.send_response(200 if self.path in pages else 404)
+        self.send_header("ETag", '"a"')
+        self.send_header("X-Repo-Commit", "c" * 40)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if with_content:
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing is printed."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A hub at this machine, with an empty cache."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield
+        server.shutdown()
+
+
+@pytest.mark.more
+def test_a_hub_models_first_plan_is_its_second(hub: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """A start asks the hub for the model's size; a dry run, which asks nothing, says that it does not have it."""
+    model = "--model owner/llama-8b"
+    line = f"{BASE}{SIZES} {model}"
+    assert cli.main(["train", "--dry-run", "1x80", *line.split()]) == 0
+    told = "warning: the size of owner/llama-8b is unknown, so the placement is that of a small model"
+    assert told in capsys.readouterr().out
+    first, second = (completed(model, "1x80", SIZES) for _ in range(2))
+    assert placed(first) == placed(second) == (1, 1, 1, 1, 0.5, 2, True)
+    assert cli.main(["train", "--dry-run", "1x80", *line.split()]) == 0
+    assert "is unknown" not in capsys.readouterr().out
 
 
 HEAD = """

@@ -11,6 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ngrpo import patches
+from ngrpo.machine.hardware import processes
+
 # A command with a child that has started a child of its own; the innermost waits as an engine's process does.
 COMMAND = """
 import subprocess, sys, time
@@ -87,3 +90,10 @@ def test_a_command_finishes_after_its_terminal_is_closed(tmp_path: Path) -> None
     os.close(terminal)
     assert os.waitpid(child, 0)[1] == 0
     assert (tmp_path / "came").read_text() == str(int(signal.SIGHUP))
+
+
+def test_ports_are_below_those_of_outgoing_connections_on_any_hardware() -> None:
+    rows = [row for row in patches.OPENRLHF if row.attribute == "BaseDistributedActor._get_free_port"]
+    assert [row.when for row in rows] == [patches.TRAINING]
+    ports = {processes.port_below_outgoing(lambda: 0).__func__() for _ in range(8)}
+    assert len(ports) > 1 and all(20000 <= port < 32768 for port in ports)

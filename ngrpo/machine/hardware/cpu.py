@@ -7,12 +7,8 @@ OpenRLHF 0.11.2 assumes CUDA in a handful of places. Each replacement below has 
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from ngrpo.machine.hardware import Profile
@@ -25,8 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 _ROLES = ("actor", "ref", "reward", "critic")
-# Above the ports of Ray's workers (10002 to 19999), below Linux' ports for outgoing connections.
-_PORTS = range(20000, 32768)
 
 
 def check(flags: Flags) -> None:
@@ -161,22 +155,3 @@ def waited_for(original: Callable[..., Any], *args: object, **kwargs: object) ->
     if work is not None:
         work.wait()
     return work
-
-
-def port_below_outgoing(original: Callable[[], int]) -> Any:
-    """`BaseDistributedActor._get_free_port`: a free port that the system gives to no outgoing connection.
-
-    OpenRLHF 0.11.2 listens at its port seconds after it chose it. Ray and vLLM open hundreds of connections meanwhile,
-    from the system's own free ports (TCPStore: EADDRINUSE).
-    """
-
-    @wraps(original)
-    def free_port() -> int:
-        # The system's randomness: two runs of one seed may start at the same time.
-        for port in random.SystemRandom().sample(_PORTS, 64):
-            with socket.socket() as probe, suppress(OSError):
-                probe.bind(("", port))
-                return port
-        return original()
-
-    return staticmethod(free_port)

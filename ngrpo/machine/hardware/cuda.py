@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA profile: OpenRLHF and vLLM as they are, and whether DeepSpeed can compile its Adam here."""
+"""The CUDA profile: OpenRLHF and vLLM as they are, and which Adam DeepSpeed can have on this machine."""
 
 import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from ngrpo.machine.hardware import Profile
+from ngrpo.machine.hardware import Profile, stand_ins
+from ngrpo.machine.models import architecture
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from ngrpo.machine.upstream.patch import around
 from perturbations.errors import UsageError
 
 _DEFAULT_HOME = Path("/usr/local/cuda")
 # The last major release with minor releases that DeepSpeed treats as equal (op_builder/builder.py).
 _MINORS_MIX = 12
+_LEAST_CAPABILITY = 8  # the first with bfloat16
+_BLACKWELL = 10  # the first on which vLLM 0.29 prefers FlashInfer for experts (fused_moe/oracle/unquantized.py)
+_MODEL = "--actor.model_name_or_path"
 # What the CUDA code of DeepSpeed's fused Adam includes through torch 2.13 (ATen/cuda/CUDAContextLight.h).
 HEADERS = ("cuda_runtime_api.h", "cusparse.h", "cublas_v2.h", "cublasLt.h", "cusolverDn.h")
+# What DeepSpeed's two Adams are linked with (op_builder/builder.py, torch's cpp_extension.py).
+LIBRARIES, LIBRARIES_OF_OFFLOADED = ("libcudart.so",), ("libcudart.so", "libcurand.so")
 
 
 def toolkit() -> tuple[Path | None, str | None]:
@@ -33,60 +43,169 @@ def toolkit() -> tuple[Path | None, str | None]:
     return home, match and match[1]
 
 
-def check(flags: Flags) -> str | None:
-    """Raises ``UsageError`` where DeepSpeed 0.19.6 could not compile its Adam; returns why it could not check, or None.
+def installed_driver() -> str | None:
+    """The release of the driver of this machine's GPUs, as ``nvidia-smi`` tells it; None where there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.partition("\n")[0] or None
 
-    DeepSpeed tries it once all models are loaded. The Adam of ``--ds.adam_offload`` is compiled against the toolkit
-    too, and from CUDA 13 on it needs torch's own minor release. The nodes of a Ray cluster have their own toolkits.
+
+def check_unused() -> None:
+    """Raises ``UsageError`` for a GPU that a torch for CUDA cannot use, unless CUDA_VISIBLE_DEVICES hides it.
+
+    To be called where torch sees no GPU.
+    """
+    import torch
+
+    if torch.version.cuda is None or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
+    if (driver := installed_driver()) is None:
+        return
+    try:
+        torch.cuda.init()
+        reason = "it names no reason"
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+    raise UsageError(
+        f"there is a GPU with driver {driver}, and torch, built for CUDA {torch.version.cuda}, cannot use it: {reason}"
+        f" Fix: install a driver for CUDA {torch.version.cuda} (docs/install.md), or a torch for this driver. To use"
+        " the CPU, give --hardware cpu."
+    )
+
+
+def obstacle(*, offload: bool) -> str | None:
+    """What DeepSpeed 0.19.6 lacks here to compile its fused Adam, or that of ``--ds.adam_offload``; None for nothing.
+
+    DeepSpeed compiles on first use, once all models are loaded. From CUDA 13 on, its offloaded Adam needs torch's own
+    minor release.
+    """
+    import torch
+
+    deepspeed = find_spec("deepspeed")
+    extension = "cpu_adam" if offload else "fused_adam"
+    if deepspeed and any(Path(deepspeed.origin or "").parent.glob(f"ops/adam/{extension}_op*.so")):
+        return None  # it came compiled
+    (home, release), (major, minor) = toolkit(), (torch.version.cuda or "").split(".")[:2]
+    if home is None:
+        return f"there is no CUDA toolkit, neither by CUDA_HOME nor as nvcc on PATH nor in {_DEFAULT_HOME}"
+    if release is None:
+        return f"{home} has no bin/nvcc that runs"
+    exactly = offload and int(release.split(".")[0]) > _MINORS_MIX and os.environ.get("DS_SKIP_CUDA_CHECK") != "1"
+    if release != f"{major}.{minor}" if exactly else release.split(".")[0] != major:
+        return f"the toolkit {home} is {release}, and torch is built for {torch.version.cuda}"
+    for program in (os.environ.get("CXX", "g++"), "ninja"):
+        if shutil.which(program, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])) is None:
+            return f"{program} is not on PATH"
+    missing = [name for name in (() if offload else HEADERS) if not (home / "include" / name).is_file()]
+    if missing:
+        return f"{home}/include has no {' and no '.join(missing)}"
+    folders = [home / name for name in ("lib64", "lib")]
+    for name in LIBRARIES_OF_OFFLOADED if offload else LIBRARIES:
+        if not any((folder / name).is_file() for folder in folders):
+            return f"neither {folders[0]} nor {folders[1]} has {name}"
+    unknown = [] if offload else sorted(_architectures() - _architectures_of(home))
+    return f"nvcc {release} does not compile for this machine's GPUs ({', '.join(unknown)})" if unknown else None
+
+
+def _architectures() -> set[str]:
+    """The architectures of the visible GPUs, as ``compute_90``."""
+    import torch
+
+    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+    return {f"compute_{major}{minor}" for major, minor in capabilities}
+
+
+def _architectures_of(home: Path) -> set[str]:
+    """The architectures that a toolkit compiles for."""
+    command = [home / "bin" / "nvcc", "--list-gpu-arch"]
+    return set(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split())
+
+
+def is_moved_by_deepspeed(flags: Flags) -> bool:
+    """Whether DeepSpeed moves the states to the host and back, which ZeRO-3 does for its own fused Adam alone."""
+    sleeps = flags.has("--ds.enable_sleep") and not flags.has("--ds.adam_offload")
+    return sleeps and flags.or_default("--ds.zero_stage") == "3"
+
+
+def _unseen() -> str | None:
+    """Why nothing can be said here of the machines that train; None where this machine trains."""
+    import torch
+
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        return f"not checked: the CUDA toolkits of the nodes of the Ray cluster at {os.environ['RAY_ADDRESS']}."
+    if torch.version.cuda is None:
+        return "not checked: torch is built for a CPU here, so neither a GPU nor its toolkit can be looked at."
+    return None
+
+
+def check(flags: Flags) -> str | None:
+    """Raises ``UsageError`` for GPUs without bfloat16, or that compute experts wrongly, and for a missing Adam.
+
+    Returns why it could not check, or None.
     """
     import torch
 
     if flags.has("--help"):
         return None
-    if os.environ.get("RAY_ADDRESS", "local") != "local":
-        return f"not checked: the CUDA toolkits of the nodes of the Ray cluster at {os.environ['RAY_ADDRESS']}."
-    if torch.version.cuda is None:
-        return "not checked: torch is built for a CPU here, so neither a GPU nor its toolkit can be looked at."
-    offload = flags.has("--ds.adam_offload")
-    subject, extension = ("--ds.adam_offload", "cpu_adam") if offload else ("DeepSpeed's fused Adam", "fused_adam")
-    deepspeed = find_spec("deepspeed")
-    if deepspeed and any(Path(deepspeed.origin or "").parent.glob(f"ops/adam/{extension}_op*.so")):
-        return None  # DS_BUILD_…=1 pip install deepspeed
-    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    if re.search(r"\d[a-z]", listed):
+    if (unseen := _unseen()) is not None:
+        return unseen
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        if major < _LEAST_CAPABILITY:
+            raise UsageError(
+                f"GPU {index}, {torch.cuda.get_device_name(index)}, has compute capability {major}.{minor} and thus no"
+                f" bfloat16, in which OpenRLHF's engines compute. Fix: use GPUs of {_LEAST_CAPABILITY}.0 or later, such"
+                " as an A100, or --hardware cpu."
+            )
+        model = flags.value(_MODEL) or ""
+        if major >= _BLACKWELL and architecture.has_experts(model):
+            raise UsageError(
+                f"{_MODEL} {model} is a mixture of experts, and GPU {index}, {torch.cuda.get_device_name(index)}, has"
+                f" compute capability {major}.{minor}: vLLM computes its experts with FlashInfer there, which a weight"
+                " sync leaves wrong or fails over (vllm-project/vllm#42821). Fix: use GPUs of 9.0 or earlier, such as"
+                " an H200, or a model without experts."
+            )
+    missing = obstacle(offload=False) if is_moved_by_deepspeed(flags) else None
+    if missing is not None:
         raise UsageError(
-            f"TORCH_CUDA_ARCH_LIST={listed}: {subject} is compiled for these architectures on first use, and DeepSpeed"
-            " 0.19.6 reads only numbers, such as 9.0. Fix: unset the variable, or leave out the letters."
-        )
-    (home, release), (major, minor) = toolkit(), torch.version.cuda.split(".")[:2]
-    why = f"{subject} is compiled on first use, for which DeepSpeed needs the CUDA toolkit"
-    install = (
-        f"Fix: install the CUDA toolkit {major}.{minor}, the release of this torch, and set CUDA_HOME to its folder"
-        " (docs/install.md)"
-    )
-    if home is None:
-        raise UsageError(
-            f"{why}: none is found, neither by CUDA_HOME nor as nvcc on PATH nor in {_DEFAULT_HOME}. {install}."
-        )
-    if release is None:
-        raise UsageError(f"{why}: {home} has no bin/nvcc that runs. {install}.")
-    exactly = offload and int(release.split(".")[0]) > _MINORS_MIX and os.environ.get("DS_SKIP_CUDA_CHECK") != "1"
-    if release != f"{major}.{minor}" if exactly else release.split(".")[0] != major:
-        instead = f", or set DS_SKIP_CUDA_CHECK=1 if {release} will do" if exactly else ""
-        raise UsageError(f"{why} of torch's own release {torch.version.cuda}: {home} is {release}. {install}{instead}.")
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise UsageError(
-            f"{why} and a C++ compiler: {compiler!r} is not found. Fix: install one (Debian: apt-get install g++) or"
-            " point CXX at it."
-        )
-    missing = [name for name in (() if offload else HEADERS) if not (home / "include" / name).is_file()]
-    if missing:
-        raise UsageError(
-            f"{why} with its headers: {home}/include has no {' and no '.join(missing)}. Fix: install the development"
-            f" packages of cudart, cublas, cusparse and cusolver for CUDA {release} (docs/install.md)."
+            "--ds.enable_sleep with --ds.zero_stage 3 needs DeepSpeed's fused Adam, which is compiled on first use:"
+            f" {missing}. Fix: install the CUDA toolkit of torch's release {torch.version.cuda} (docs/install.md), use"
+            " --ds.zero_stage 2, or add --ds.adam_offload."
         )
     return None
 
 
-PROFILE = Profile(name="cuda", check=check)
+def notes(flags: Flags) -> list[str]:
+    """Lines about the attention and the Adam that take the place of others on this machine."""
+    lines = []
+    if stand_ins.is_flash_attn_installed() and (failure := stand_ins.flash_attn_failure()) is not None:
+        lines.append(
+            f"flash-attn is installed and cannot be imported ({failure}), so the trainer's attention is PyTorch's own."
+            " Install a build for this torch, or uninstall it (docs/install.md)."
+        )
+    offload = flags.has("--ds.adam_offload")
+    if _unseen() is None and not is_moved_by_deepspeed(flags) and (missing := obstacle(offload=offload)) is not None:
+        name = "the Adam of --ds.adam_offload" if offload else "DeepSpeed's fused Adam"
+        lines.append(f"PyTorch's fused AdamW takes the place of {name}, which cannot be compiled here: {missing}.")
+    return lines
+
+
+@around
+def with_available_adam(original: Callable[..., dict[str, Any]], *args: object, **kwargs: object) -> dict[str, Any]:
+    """`get_train_ds_config`: PyTorch's fused AdamW, by DeepSpeed's own switch, where its own cannot be compiled.
+
+    It runs on the node that trains, which need not have the driver's toolkit.
+    """
+    config = original(*args, **kwargs)
+    offload = config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    if "optimizer" in config and obstacle(offload=offload) is not None:
+        config["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
+    return config
+
+
+# DeepSpeed reads numbers alone: it fails over 9.0a, Hopper, native, 90 and 8.0,9.0. Set to nothing, it compiles for the
+# GPUs that a process sees.
+PROFILE = Profile(name="cuda", check=check, notes=notes, forced_env={"TORCH_CUDA_ARCH_LIST": ""})

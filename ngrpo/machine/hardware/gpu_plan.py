@@ -16,8 +16,12 @@ from ngrpo.machine.upstream.openrlhf_flags import Default, Flags
 from ngrpo.machine.upstream.placement import GIB, Args, Group, Machine
 from perturbations.errors import UsageError
 
-# Bytes of one logit: in the parameters' type and in float32 (models/actor.py), and its float32 gradient.
-_LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 2 + 4 + 4
+# Bytes of one logit: in the parameters' type and in float32 (models/actor.py). In the backward pass of OpenRLHF's
+# log-probabilities without flash-attn, its softmax, the gradient and a copy of it join the float32 ones. Both measured
+# (tests/fast/test_memory_profile.py).
+_LOGIT, _LOGIT_WITH_GRADIENT = 2 + 4, 16
+# DeepSpeed 0.19.6's buffer for the gradients that ranks exchange, 5e8 of 2 bytes whatever the model's size.
+_BUCKET = 2 * 500_000_000
 # What a GPU has to keep free, and what a sleeping engine keeps of it: CUDA contexts, graphs, buffers of NCCL.
 _FREE, _FREE_HYBRID, _ASLEEP = 2 * GIB, 4 * GIB, 2 * GIB
 # An engine counts its graphs and NCCL's buffers in its share of the GPU, so the CUDA context alone is beyond it.
@@ -28,7 +32,7 @@ _ENGINES, _TENSOR, _SHARE = "--vllm.num_engines", "--vllm.tensor_parallel_size",
 _APART = ("--train.colocate_actor_ref", "--train.async_enable", "--train.colocate_critic_reward")
 # What an engine that does not sleep may take of a GPU shared with the trainer.
 _MOST_AWAKE = 0.8
-_DOCS = "docs/clusters.md"
+_DOCS, _ENGINE = "docs/clusters.md", "vLLM engine"
 PHASES = ("rollout", "scoring", "backward", "update")
 """A step's phases: responses are sampled; old and reference log-probabilities; backward passes; optimizer step."""
 
@@ -100,29 +104,48 @@ def trained(role: str, size: architecture.ModelSize, args: Args, world: int) -> 
     split = whole / (max(world // tensor, 1) if stage else 1)  # fewer ranks than that are refused later
     weights, of_weights = (split, of_split) if stage == 3 else (whole, of_whole)
     gradients, of_gradients = (split, of_split) if stage >= 2 else (whole, of_whole)
-    parts = [Part(f"{role}: weights", f"2{of_weights}", (2 * weights,) * 4)]
+    # What the backward pass needs of the forward pass, for the longest samples. Logits come first and are gone before
+    # the layers' gradients are made.
+    tokens, layer = _tokens("train", args), size.saved_bytes_per_token
+    of_logits = 0 if role == placement.CRITIC else _LOGIT_WITH_GRADIENT * size.vocabulary
+    if args["actor.gradient_checkpointing_enable"]:
+        saved, of_saved, recomputed = size.layers * 2 * size.hidden, f"{size.layers} × 2h", layer
+    else:
+        saved, of_saved, recomputed = size.layers * layer, f"{size.layers} × {layer}", 0
+    new_gradients = 0 if args["ds.adam_offload"] else 2 * gradients
+    if tokens * of_logits > tokens * recomputed + new_gradients:
+        new_gradients, largest, of_largest = 0, of_logits, f" + {_LOGIT_WITH_GRADIENT}V"
+    else:
+        largest, of_largest = recomputed, f" + {recomputed}" * (recomputed > 0)
+    activations = (0, 0, tokens * (saved + largest), 0)
+    kept = _BUCKET if stage == 3 else 0  # ZeRO-3 makes its buffer once
+    parts = [
+        Part(f"{role}: weights", f"2{of_weights}", (2 * weights,) * 4),
+        Part(f"{role}: activations", f"{tokens} tokens × ({of_saved}{of_largest}), roughly", activations),
+        Part(f"{role}: gradients, in exchange", "1 GB for any model", (kept, kept, _BUCKET, kept)),
+    ]
     if args["ds.adam_offload"]:
         note = f"states 12{of_split}, float32 gradients 4{of_split} and bfloat16 copies 2{of_split} on the host"
-        parts.append(Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=18 * split))
-    else:
-        # OpenRLHF loads the states for its training alone and takes them off again after it.
-        states = 12 * split
-        note = f"12{of_split}" + (", on the host meanwhile" if asleep else "")
-        at_rest = 0 if asleep else states
-        parts += [
-            Part(f"{role}: gradients", f"2{of_gradients}", (0, 0, 2 * gradients, 2 * gradients)),
-            Part(f"{role}: gradients, float32", f"4{of_split}", (0, 0, 0, 4 * split)),
-            Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=states - at_rest),
-        ]
-    # What the backward pass needs of the forward pass, for the longest samples.
-    tokens, layer = _tokens("train", args), size.saved_bytes_per_token
-    terms, of_layers = f"{size.layers} × {layer}", size.layers * layer
-    if args["actor.gradient_checkpointing_enable"]:
-        terms, of_layers = f"{size.layers} × 2h + {layer}", size.layers * 2 * size.hidden + layer
-    if role != placement.CRITIC:
-        terms, of_layers = f"{terms} + {_LOGIT_WITH_GRADIENT}V", of_layers + _LOGIT_WITH_GRADIENT * size.vocabulary
-    activations = (0, 0, tokens * of_layers, 0)
-    return [*parts, Part(f"{role}: activations", f"{tokens} tokens × ({terms}), roughly", activations)]
+        return [*parts, Part(f"{role}: optimizer, offloaded", note, (0,) * 4, host=18 * split)]
+    # Of a further micro-batch, ZeRO-1 and 2 have the sum and the new gradients before they add them.
+    sums = 2 * split if stage < 3 and _accumulates(args) else 0
+    of_sums = f"2{of_gradients}" + f" + 2{of_split} of earlier micro-batches" * (sums > 0)
+    # OpenRLHF loads the states for its training alone and takes them off again after it.
+    states = 12 * split
+    note = f"12{of_split}" + (", on the host meanwhile" if asleep else "")
+    at_rest = 0 if asleep else states
+    return [
+        *parts,
+        Part(f"{role}: gradients", of_sums, (0, 0, new_gradients + sums, 2 * gradients)),
+        Part(f"{role}: gradients, float32 and scaled", f"6{of_split}", (0, 0, 0, 6 * split)),
+        Part(f"{role}: optimizer states", note, (at_rest, at_rest, states, states), host=states - at_rest),
+    ]
+
+
+def _accumulates(args: Args) -> bool:
+    """Whether an update has several micro-batches."""
+    per_group = args["train.batch_size"] // placement.rank_groups(args)["actor"]
+    return args["train.dynamic_batch_enable"] or per_group > args["train.micro_batch_size"]
 
 
 def _tokens(kind: str, args: Args) -> int:
@@ -157,15 +180,34 @@ def engine(size: architecture.ModelSize, args: Args, gpu: float) -> Part:
     formula = f"{share:g} of the GPU, of which weights {weights / GIB:.1f} GiB"
     if args["vllm.enable_sleep"]:
         asleep = (share * gpu, _ASLEEP, _ASLEEP, _ASLEEP)
-        return Part("vLLM engine", f"{formula}; asleep from then on", asleep, host=weights)
-    return Part("vLLM engine", formula, (share * gpu,) * 4)
+        return Part(_ENGINE, f"{formula}; asleep from then on", asleep, host=weights)
+    return Part(_ENGINE, formula, (share * gpu,) * 4)
 
 
 def kv_cache_tokens(size: architecture.ModelSize, args: Args, gpu: float) -> int:
     """Tokens that an engine's KV cache holds at most: its fraction of the GPU without the weights."""
-    tensor = args["vllm.tensor_parallel_size"]
-    free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / tensor
-    return max(0, int(free // (size.layers * 2 * max(size.kv_heads // tensor, 1) * size.head_dim * 2)))
+    free = args["vllm.gpu_memory_utilization"] * gpu - 2 * size.parameters / args["vllm.tensor_parallel_size"]
+    return max(0, int(free // _token_bytes(size, args)))
+
+
+def _token_bytes(size: architecture.ModelSize, args: Args) -> int:
+    """Bytes of a token in the KV cache of one GPU."""
+    heads = max(size.kv_heads // args["vllm.tensor_parallel_size"], 1)
+    return size.layers * 2 * heads * size.head_dim * 2
+
+
+def needed(group: Group, args: Args, gpu: float) -> float:
+    """Bytes that one GPU of a group must have: its fullest phase, with a KV cache for one response of full length.
+
+    An engine takes its share of any GPU, and so more of a larger one.
+    """
+    size = architecture.size_of(models(args)[placement.ENGINES])
+    phases = [list(part.phases) for part in parts_of(group, args, gpu) if part.name != _ENGINE]
+    if placement.ENGINES in group.models and size is not None:
+        weights = 2 * size.parameters / args["vllm.tensor_parallel_size"]
+        least = weights + _token_bytes(size, args) * args["data.max_len"] + _ASLEEP
+        phases.append([least, *[_ASLEEP if args["vllm.enable_sleep"] else least] * 3])
+    return max(sum(phase) for phase in zip(*phases))
 
 
 def default_flags(flags: Flags, machine: Machine, *, whole: bool = False) -> dict[str, Default]:
@@ -224,8 +266,15 @@ def _ranks(flags: Flags, nodes: int, per_node: int) -> dict[str, Default]:
 
 
 def notes(args: Args, machine: Machine | None) -> list[str]:
-    """What to know of a placement that by its estimate does not fit; nothing without GPUs."""
-    if machine is None or fits(args, machine.memory):
+    """Warnings about a model of unknown size, and a placement that by its estimate does not fit; none without GPUs."""
+    if machine is None:
+        return []
+    names = models(args)
+    held = {names[model] for group in placement.groups(args) for model in group.models}
+    unknown = sorted(name for name in held if name is not None and architecture.size_of(name) is None)
+    if unknown:
+        return [_unknown_size(name) for name in unknown]
+    if fits(args, machine.memory):
         return []
     subject = f"{args['actor.model_name_or_path']} does not fit on {machine}, by the estimate that --dry-run prints."
     smaller = _fitting_share(args, machine.memory)
@@ -239,6 +288,17 @@ def _fitting_share(args: Args, gpu: float) -> float | None:
     given = args[_SHARE.removeprefix("--")]
     shares = (hundredths / 100 for hundredths in range(ceil(100 * given) - 1, 0, -1))
     return next((share for share in shares if fits({**args, _SHARE.removeprefix("--"): share}, gpu)), None)
+
+
+def _unknown_size(name: str) -> str:
+    """The warning about a model that the placement was not fitted to."""
+    plan = f"the size of {name} is unknown, so the placement is that of a small model and its memory is not estimated:"
+    if architecture.find_config(name) is None:
+        return (
+            f"{plan} its config.json is not here, and only a start asks the hub for it. Fix: run `hf download {name}"
+            " config.json`, or give the model's folder."
+        )
+    return f"{plan} transformers cannot make a model from its config.json. Give the placement's flags ({_DOCS})."
 
 
 def check(args: Args) -> None:
@@ -285,6 +345,12 @@ def check_machine(args: Args, machine: Machine | None) -> str | None:
         raise UsageError(
             f"{_SHARE} {share:g} without --vllm.enable_sleep leaves the trainer too little of the GPUs that it shares"
             f" with the engines ({_ALL}). Fix: add --vllm.enable_sleep --ds.enable_sleep {_SHARE} 0.5."
+        )
+    if machine.free is not None and args["vllm.num_engines"] and share * machine.memory > machine.free:
+        raise UsageError(
+            f"{_SHARE} {share:g} is {share * machine.memory / GIB:.1f} GiB of a GPU, and other processes leave"
+            f" {machine.free / GIB:.1f} GiB of one. Fix: end them (`nvidia-smi` lists them), choose GPUs by"
+            " CUDA_VISIBLE_DEVICES, or lower the share."
         )
     groups = placement.groups(args)
     needed = sum(group.gpus for group in groups)

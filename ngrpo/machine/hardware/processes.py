@@ -2,17 +2,23 @@
 """Processes of a command: none outlives it, and each finds the programs of its Python environment."""
 
 import os
+import random
 import select
 import signal
+import socket
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from types import FrameType
+from typing import Any
 
 OWNER = "NGRPO_OWNER"
 _GRACE_SECONDS = 5.0
+# Above the ports of Ray's workers (10002 to 19999), below Linux' ports for outgoing connections.
+_PORTS = range(20000, 32768)
 
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -106,3 +112,22 @@ def end_children() -> None:
 def add_programs_to_path() -> None:
     """Lets DeepSpeed compile with the ninja of this Python environment, activated or not."""
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+
+
+def port_below_outgoing(original: Callable[[], int]) -> Any:
+    """`BaseDistributedActor._get_free_port`: a free port that the system gives to no outgoing connection.
+
+    OpenRLHF 0.11.2 listens at its port seconds after it chose it. Ray and vLLM open hundreds of connections meanwhile,
+    from the system's own free ports (TCPStore: EADDRINUSE).
+    """
+
+    @wraps(original)
+    def free_port() -> int:
+        # The system's randomness: two runs of one seed may start at the same time.
+        for port in random.SystemRandom().sample(_PORTS, 64):
+            with socket.socket() as probe, suppress(OSError):
+                probe.bind(("", port))
+                return port
+        return original()
+
+    return staticmethod(free_port)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from operator import getitem
@@ -33,15 +34,31 @@ DEFAULT_FLAGS: dict[str, Default] = {"--ds.attn_implementation": "sdpa"}
 """OpenRLHF flags that are added without flash-attn; OpenRLHF's default is flash_attention_2."""
 
 
-def has_flash_attn() -> bool:
+def is_flash_attn_installed() -> bool:
     """Whether flash-attn 2 is installed in this Python environment; it is not imported."""
     spec = find_spec("flash_attn")
     # FlashAttention 4 puts flash_attn.cute alone into a folder of that name, which has no __init__.py.
     return spec is not None and spec.origin is not None
 
 
+@lru_cache
+def flash_attn_failure() -> str | None:
+    """Why what OpenRLHF imports of an installed flash-attn cannot be imported; None where it can.
+
+    A build for another torch fails so. It is tried in a process of its own, since a failed import leaves modules there.
+    """
+    command = [sys.executable, "-c", "import flash_attn.bert_padding, flash_attn.utils.distributed"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+
+
+def has_flash_attn() -> bool:
+    """Whether flash-attn 2 can be used in this Python environment."""
+    return is_flash_attn_installed() and flash_attn_failure() is None
+
+
 def missing() -> list[str]:
-    """Packages of attention kernels that are not installed here."""
+    """Packages of attention kernels that are not installed here, or cannot be imported."""
     there = {"flash-attn": has_flash_attn(), "kernels": find_spec("kernels") is not None}
     return [name for name, found in there.items() if not found]
 

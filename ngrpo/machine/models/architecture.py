@@ -140,6 +140,16 @@ def size_of(name: str | None) -> ModelSize | None:
     return size_from(table[name], "the table of this project") if name in table else None
 
 
+def ask_hub_for_size(name: str) -> None:
+    """Loads the config.json of a hub model of unknown size into the hub's cache, where :func:`size_of` looks.
+
+    Raises ``UsageError`` for a model that neither the hub nor its cache has.
+    """
+    if size_of(name) is None:
+        packaged.check_available(name)
+        find_config(name, ask_hub=True)
+
+
 def size_from(config: Mapping[str, Any], source: str) -> ModelSize | None:
     """The sizes in a config.json; None where the installed transformers cannot make a model from it."""
     try:
@@ -186,6 +196,17 @@ def unfit_for_cpu(name: str) -> str:
         return ""
     sizes = ast.literal_eval(returned.value)
     return "" if size.head_dim in sizes else f"{size.head_dim} (vLLM has {', '.join(map(str, sizes))})"
+
+
+def has_experts(name: str) -> bool:
+    """Whether a model is a mixture of experts by its config.json; False where that is not here."""
+    path = find_config(name)
+    if path is None:
+        return False
+    config = read_config(path)
+    text = config.get("text_config") or config
+    numbers = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any((text.get(number) or 0) > 1 for number in numbers)
 
 
 # ---- support ----

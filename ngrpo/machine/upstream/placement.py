@@ -8,8 +8,9 @@ import logging
 import os
 import re
 import socket
+import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -34,6 +35,7 @@ class Machine:
         source: where the values come from.
         assumed: whether nothing is known of the run's GPUs.
         cpus: CPUs that Ray counts; None if unknown.
+        free: bytes that no process holds on the fullest GPU, which differ from call to call; None if unknown.
     """
 
     per_node: tuple[int, ...]
@@ -41,6 +43,7 @@ class Machine:
     source: str
     assumed: bool = False
     cpus: int | None = None
+    free: float | None = field(default=None, compare=False)
 
     @property
     def total(self) -> int:
@@ -84,7 +87,22 @@ def here() -> Machine | None:
     if number == 0:
         return None
     memory = min(torch.cuda.get_device_properties(each).total_memory for each in range(number))
-    return Machine((number,), float(memory), "this machine's", cpus=os.cpu_count())
+    return Machine((number,), float(memory), "this machine's", cpus=os.cpu_count(), free=_free_memory())
+
+
+def _free_memory() -> float | None:
+    """Free bytes of the fullest visible GPU, as ``nvidia-smi`` tells them; None where it does not.
+
+    torch could tell too, but would begin a context of half a gigabyte on each GPU.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        return min(float(line) for line in done.stdout.splitlines()) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def cluster() -> tuple[Machine, bool] | None:

@@ -29,6 +29,8 @@ _CONFIG_CAUSE = (
 _MODEL_CAUSES = (
     "They have not the same weights: an engine that loaded another checkpoint, or a weight sync that was not taken.",
     _CONFIG_CAUSE,
+    "Random weights alone differ so much in bfloat16: the first step of the same run with --perturbation none decides"
+    " (docs/troubleshooting.md).",
 )
 _SCALE_CAUSES = (
     "Only one side is fed other inputs: the engine's override or the trainer's replay misses its row (run"

@@ -29,7 +29,8 @@ _PROGRAM = "openrlhf.cli.train_ppo_ray"
 _OPENRLHF_ENV = {"TOKENIZERS_PARALLELISM": "true", "NCCL_DEBUG": "WARN", "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}
 
 # How the variables begin that docs name and every worker gets as they are here; the last two differ by node.
-_TRAVELS = ("DS_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TRANSFORMERS_", "VLLM_", "WANDB_")
+_TRAVELS = ("DS_", "FI_", "GLOO_", "HF_", "HUGGING_FACE_", "NCCL_", "NGRPO_", "TORCH_NCCL_", "TRANSFORMERS_", "UCX_")
+_TRAVELS += ("VLLM_", "WANDB_")
 _OF_A_NODE = (processes.OWNER, "VLLM_HOST_IP")
 _OPENED = ("path", "_url", "_dir", "dataset")  # the ends of OpenRLHF's flags that take paths
 
@@ -46,13 +47,39 @@ _KNOWN = {
         " --train.micro_batch_size, --rollout.batch_size, --rollout.max_new_tokens, vLLM's memory"
         " (--vllm.gpu_memory_utilization; on a CPU VLLM_CPU_KVCACHE_SPACE) or the model. Ray said:"
     ),
+    # vLLM 0.29's own messages; the allocator's is of a sleeping engine that wakes up (csrc/cumem_allocator.cpp).
+    r"Free memory on device": (
+        "other processes hold memory of the GPU that an engine needs. End them (`nvidia-smi` lists them; `ray stop`"
+        " ends those of an earlier run), or lower --vllm.gpu_memory_utilization. vLLM said:"
+    ),
+    r"No available memory for the cache blocks|larger than the available KV cache": (
+        "an engine's share of the GPU leaves no room for one response. Raise --vllm.gpu_memory_utilization or"
+        " --vllm.tensor_parallel_size, or lower --data.max_len. vLLM said:"
+    ),
+    r"CUDA Error: out of memory at .*cumem_allocator": (
+        "an engine could not wake up, because the trainer had not left it its share of the GPU. Lower"
+        " --vllm.gpu_memory_utilization, or add --ds.enable_sleep or --ds.adam_offload, which move the optimizer's"
+        " states to the host. vLLM said:"
+    ),
+    # torch 2.13.
+    r"CUDA out of memory": (
+        "a GPU ran out of memory. Lower --train.micro_batch_size, --rollout.micro_batch_size, --data.max_len or, where"
+        " engines share the GPU, --vllm.gpu_memory_utilization; or add --actor.gradient_checkpointing_enable,"
+        " --ds.zero_stage 3 or --ds.adam_offload. The same command with --dry-run estimates what each part takes"
+        " (docs/clusters.md). torch said:"
+    ),
+    # NCCL, and Python's multiprocessing. Docker gives a container 64 MB.
+    r"/dev/shm|shared memory segment": (
+        "the shared memory of this machine is used up. Start a container with --ipc host or --shm-size 16g, a pod with"
+        " a memory volume at /dev/shm. The process said:"
+    ),
     # Python's message on a node without this project, or with an older one.
     r"No module named '(ngrpo|perturbations)(\.\w+)*'": (
         "a node of the cluster is without ngrpo, or has another release of it. Install the same one on every node"
         " (docs/install.md). The node said:"
     ),
-    # Python's message at OpenRLHF's import, and transformers 5.15's for a missing attention.
-    r"No module named 'flash_attn|FlashAttention\d has been toggled on, but it cannot be used": (
+    # Python's messages at OpenRLHF's import, and transformers 5.15's for a missing attention.
+    r"No module named 'flash_attn|flash_attn\S*\.so: |FlashAttention\d has been toggled on, but it cannot be used": (
         "a node of the cluster has no working flash-attn, unlike the machine where the run was started. Install the"
         " same one on every node (docs/install.md), or remove it where runs are started. The node said:"
     ),
@@ -97,10 +124,11 @@ def launch(run: RunConfig) -> None:
 
 
 def worker_env(profile: Profile) -> dict[str, str]:
-    """The environment of every Ray worker process; the user's own values win."""
+    """The environment of every Ray worker process; the user's own values win, except over the profile's forced ones."""
     env = {name: os.environ.get(name, value) for name, value in {**_OPENRLHF_ENV, **profile.env}.items()}
     # The processes of a cluster that was joined do not have this process's environment.
     env |= {k: v for k, v in os.environ.items() if k.startswith(_TRAVELS) and k not in _OF_A_NODE}
+    env |= profile.forced_env
     # The setup hook runs before Ray gives a worker the driver's sys.path; a checkout that is not
     # installed must be importable there too (Ray 2.55). On a cluster ngrpo must be installed.
     here = str(Path(__file__).resolve().parents[3])
@@ -167,8 +195,10 @@ def setup_hook(conditions: Sequence[str], run: RunConfig) -> Callable[[], None]:
         files = (Flags(run.openrlhf).value(flag) or "" for flag in ("--reward.remote_url", "--train.agent_func_path"))
         sys.path.extend(str(Path(file).resolve().parent) for file in files if file.endswith(".py"))
         begin(run)
-        # Nodes of a cluster may differ, and the driver looked at its own only.
-        patches.install(conditions if stand_ins.has_flash_attn() else [*conditions, stand_ins.WITHOUT_FLASH_ATTN])
+        # Nodes of a cluster may differ, and the driver looked at its own only. Every worker does this, so that none can
+        # afford the seconds of `stand_ins.flash_attn_failure`.
+        installed = stand_ins.is_flash_attn_installed()
+        patches.install(conditions if installed else [*conditions, stand_ins.WITHOUT_FLASH_ATTN])
 
     return in_worker
 
@@ -214,7 +244,7 @@ def _failed(error: Exception) -> TrainingFailed:
         node = ray._private.worker._global_node  # No public accessor in Ray 2.55.
         if node is not None:
             if "Engine core initialization failed" in cause and (said := engine_error(Path(node.get_logs_dir_path()))):
-                cause = f"an engine did not start: {said}"
+                cause = f"an engine did not start: {explanation(RuntimeError(said)) or said}"
             logs = f"\n  logs of all processes: {node.get_logs_dir_path()}"
     return TrainingFailed(cause + logs)
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that prints the memory of OpenRLHF's actor and DeepSpeed engine on a CPU, as torch's profiler counts it.
+
+The first line has the bytes of a logit, without and with gradients. A line for each stage of ZeRO follows, for updates
+of one and of two micro-batches: bytes at the peak of the last backward pass and of the update, over what is held
+between steps.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import deepspeed
+import deepspeed.comm.torch
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ngrpo.machine.hardware.stand_ins import flash_attn_stand_in
+
+with flash_attn_stand_in():
+    from openrlhf.models.actor import Actor
+    from openrlhf.utils.deepspeed.deepspeed_utils import get_train_ds_config
+
+TOKENS, VOCABULARY, WIDTH, LAYERS = 2048, 8192, 1024, 12
+
+
+def memory_of(action: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that an action has at its peak, and leaves."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        kept = action()  # noqa: F841
+    held = peak = 0
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak, held
+
+
+def logit_bytes(*, train: bool) -> float:
+    """Bytes of a logit at the peak of a forward pass, and of its backward pass."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = LlamaConfig(num_hidden_layers=1, vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **shape)
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+        actor = Actor(folder, attn_implementation="sdpa", param_dtype="bf16")
+    tokens = torch.arange(TOKENS).unsqueeze(0)
+    mask = torch.ones_like(tokens)
+
+    def step() -> Any:
+        log_probs, output = actor(tokens, mask[:, 1:], attention_mask=mask, return_output=True)
+        if train:
+            log_probs.mean().backward()
+        return output
+
+    with nullcontext() if train else torch.no_grad():
+        return memory_of(step)[0] / (TOKENS * VOCABULARY)
+
+
+def peaks(stage: int, micro_batches: int) -> tuple[int, int]:
+    """Bytes at the peak of the last backward pass and of the second update."""
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    model = torch.nn.Sequential(*layers).to(torch.bfloat16)
+    adam = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True, "fused": True}}
+    config = get_train_ds_config(offload=False, adam_offload=False, stage=stage, zpg=1, optim_config=adam)
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches}
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    row = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    backward = update = 0
+    for _ in range(2):
+        held = 0
+        for _ in range(micro_batches):
+            peak, change = memory_of(lambda: engine.backward(engine(row).float().mean()))
+            backward = held + peak
+            held += change
+            peak, change = memory_of(engine.step)
+            update = held + peak
+            held += change
+    return backward, update
+
+
+def main() -> None:
+    deepspeed.comm.torch.build_shm_op = lambda *args: None
+    deepspeed.init_distributed(dist_backend="gloo")
+    print(json.dumps([logit_bytes(train=False), logit_bytes(train=True)]))
+    for stage in map(int, sys.argv[1:]):
+        print(json.dumps([peaks(stage, 1), peaks(stage, 2)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/clusters.md names the smallest card for each model as the project's own planning does."""
+
+import pytest
+
+from benchmarks import smallest_cards
+from ngrpo.machine.models import architecture
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "clusters.md").read_text(encoding="utf-8")
+
+
+def row_of(model: str) -> list[str]:
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {model} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_every_model_has_its_row() -> None:
+    assert all(len(row_of(model)) == 4 for model in architecture.size_table())
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-8B"])
+def test_the_smallest_cards_are_planned_by_this_tree(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openrlhf")
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    planned = [
+        smallest_cards.smallest(model, length, offload=offload)
+        for length in smallest_cards.LENGTHS
+        for offload in (False, True)
+    ]
+    assert row_of(model) == planned, "python -m benchmarks.smallest_cards prints the table"
