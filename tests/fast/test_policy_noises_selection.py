@@ -91,7 +91,9 @@ def test_a_start_and_a_dry_run_refuse_the_model(tmp_path: Path) -> None:
     for name, text in (("config.json", config), ("model.safetensors", "weights"), ("tokenizer.json", "{}")):
         (tmp_path / name).write_text(text)
     model = str(tmp_path)
-    flags, run = Flags(["--actor.model_name_or_path", model]), run_of(policy_noise=AQN)
+    words = ["--reward.remote_url", "r.py", "--algo.advantage.estimator", "group_norm"]
+    words += ["--rollout.n_samples_per_prompt", "4", "--actor.model_name_or_path", model]
+    flags, run = Flags(words), run_of(policy_noise=AQN)
     of_dry_run = dict(rules.outcomes(flags, run))[f"the options fit the model {model}"]
     for check in (partial(rules.check, "model", flags, run), of_dry_run):
         with pytest.raises(UsageError, match="--policy_noise aqn: the model's parameters"):

@@ -68,8 +68,8 @@ def test_an_unperturbed_run_has_stock_training() -> None:
     assert ours == {"samples_generator", "trainer"}
     novelty = active(run_of(advantage=advantages.create("rep_exp").spec()).conditions)
     assert any("PolicyModelActor" in row.target for row in novelty), "its actors hand over hidden states"
-    common = {"trainer", "experience_maker", "step_advantages", "actor_trainer", "rollout_actor", "prompt_rows"}
-    assert always == common
+    of_training = {"trainer", "experience_maker", "step_advantages", "actor_trainer", "rollout_actor", "prompt_rows"}
+    assert always == of_training | {"processes", "build_locks"}, "free ports, and locks of killed builds"
 
 
 def test_the_order_of_prompts_follows_the_seed_alone() -> None:

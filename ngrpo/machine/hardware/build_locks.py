@@ -7,9 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import psutil
+
+from ngrpo.machine.upstream.types import FileBaton
 
 _LONGEST_BUILD = 900.0  # seconds
 _LOCAL_FILE_SYSTEMS = ("btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs", "zfs")
@@ -19,7 +20,7 @@ def without_stale_lock(original: Callable[..., bool]) -> Callable[..., bool]:
     """`FileBaton.try_acquire`: a lock that no build holds any more is removed first."""
 
     @wraps(original)
-    def try_acquire(self: Any) -> bool:
+    def try_acquire(self: FileBaton) -> bool:
         lock = Path(self.lock_file_path)
         if is_stale(lock):
             print(f"ngrpo: {lock} is of a build that was killed; it is removed", flush=True)

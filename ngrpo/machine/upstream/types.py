@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from openrlhf.trainer.ppo_utils.experience import Experience
     from openrlhf.trainer.ppo_utils.replay_buffer import NaiveReplayBuffer
     from openrlhf.utils.deepspeed.deepspeed import DeepspeedStrategy
+    from torch.utils.file_baton import FileBaton
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
     from vllm import LLM, SamplingParams
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
