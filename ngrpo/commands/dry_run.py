@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from ngrpo.config import kinds, parse, rules
+from ngrpo.config import kinds, parse, rules, run_notes
 from ngrpo.config.run import SETTINGS, RunConfig
 from ngrpo.machine.console import text_table
 from ngrpo.machine.hardware import gpu_plan
@@ -36,7 +36,7 @@ def dry_run(run: RunConfig, shape: str, *, checks_only: bool = False) -> int:
     run = replace(run, run_dir=run.run_dir or "runs/dry", machine=machine)
     flags = rules.resolve_flags(run)
     rules.check_parsed(flags)
-    for note in (*run.notes, *rules.notes(flags, run)):
+    for note in (*run.notes, *run_notes.notes(flags, run)):
         print(f"warning: {note}")
     if checks_only:
         return _run_checks(rules.outcomes(flags, run))

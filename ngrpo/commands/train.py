@@ -109,7 +109,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngrpo.commands import dry_run, extensions
-from ngrpo.config import flag_checks, parse, rules, stretches, verl_lines
+from ngrpo.config import flag_checks, parse, rules, run_notes, stretches, verl_lines
 from ngrpo.config.run import FILE, RunConfig
 from ngrpo.machine import console
 from ngrpo.machine.hardware import host_plan
@@ -198,7 +198,7 @@ def _prepare(run: RunConfig, folder: Path, report: console.Report) -> tuple[RunC
     All checks come before the first file in its folder.
     """
     complete = rules.started(run)
-    for note in rules.notes(complete, run):
+    for note in run_notes.notes(complete, run):
         report(f"warning: {note}")
     rules.check("data", complete, run)
     if complete.has(flag_checks.LOAD):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ngrpo.machine.upstream.types import TokenizerLike
@@ -49,7 +50,7 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="replace")
 
 
-def docstring(target: Any) -> str:
+def docstring(target: ModuleType | type | Callable[..., Any]) -> str:
     """The docstring of a module, class or function, which commands print as help.
 
     ``PYTHONOPTIMIZE=2`` drops docstrings, so that they are read from the source.
@@ -57,7 +58,9 @@ def docstring(target: Any) -> str:
     if sys.flags.optimize < 2:
         return target.__doc__ or ""
     tree = ast.parse(textwrap.dedent(inspect.getsource(target)))
-    node: Any = tree if inspect.ismodule(target) else tree.body[0]
+    node = tree if inspect.ismodule(target) else tree.body[0]
+    if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+        return ""
     return ast.get_docstring(node, clean=False) or ""
 
 

@@ -37,7 +37,7 @@ def _part(function: F) -> F:
     """
 
     @wraps(function)
-    def call(self: "StepKernels", *arguments: Any) -> Any:
+    def call(self: "StepKernels", *arguments: object) -> Any:
         if not self.compiled:
             return function(self, *arguments)
         if function.__name__ not in self._parts:

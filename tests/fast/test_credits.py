@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.config import rules
+from ngrpo.config import run_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import credits
 from ngrpo.methods.credits.base import StepTokens
@@ -223,8 +223,8 @@ def test_a_credit_that_answers_in_another_shape(method: str, monkeypatch: pytest
 def test_a_start_says_that_kl_cov_needs_several_updates(words: str, said: bool) -> None:
     """The gradient of |log π − log π_old| is exactly 0 where both are equal."""
     flags = Flags(words.split())
-    notes = [note for note in rules.flag_notes(flags, run_of(credit={"name": "kl_cov"})) if "kl_cov" in note]
+    notes = [note for note in run_notes.flag_notes(flags, run_of(credit={"name": "kl_cov"})) if "kl_cov" in note]
     assert [note.partition(":")[0] for note in notes] == [
         "--credit kl_cov has no effect with one update a rollout"
     ] * said
-    assert not [note for note in rules.flag_notes(flags, run_of(credit={"name": "lp_reg"})) if "lp_reg" in note]
+    assert not [note for note in run_notes.flag_notes(flags, run_of(credit={"name": "lp_reg"})) if "lp_reg" in note]

@@ -58,6 +58,7 @@ def test_a_token_that_a_thinking_budget_forces_is_ordinary() -> None:
         decoding = Decoding(create(name, rate=1.0, burn_in=0), BATCH)
         decoding.perturber.begin(decoding.requests, (PROMPT - 1) * ones, ones, np.full(BATCH, False))
         tokens = decoding.perturber.finish(forced, torch.full((BATCH,), 2.0), forced, None)
+        decoding.perturber.notes.drain(until=1)
         store = decoding.perturber._store
         assert tokens[1] == 5 and [len(store.record(each)[0]) for each in decoding.requests] == [1, 0, 1, 1]
 

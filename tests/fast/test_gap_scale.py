@@ -54,7 +54,7 @@ def test_certain_tokens_are_no_scale() -> None:
 def test_two_models_are_not_one(half: bool, largest: float) -> None:
     GapScale(half).check(step(unperturbed=0.99 * largest), 10.0, strict=True)
     with pytest.raises(
-        ReplayGap, match=r"have not the same weights.* of the same run with --perturbation none decides"
+        ReplayGap, match=r"(?s)have not the same weights.* of the same run with --perturbation none decides"
     ):
         GapScale(half).check(step(unperturbed=1.01 * largest), 10.0, strict=True)
     GapScale(half, noisy=True).check(step(unperturbed=1.01 * largest), 10.0, strict=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ngrpo.config.rules import loss_notes
 from ngrpo.config.run import RunConfig
+from ngrpo.config.run_notes import loss_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags
 from ngrpo.methods import advantages, policy_noises
 from ngrpo.trainers.common.log_probs import densities

@@ -160,7 +160,7 @@ def test_a_file_beside_it_is_read_too(tmp_path: Path) -> None:
 
 def test_they_are_said_at_the_start(tmp_path: Path) -> None:
     """Of training, of an agent's file too, and of evaluation."""
-    from ngrpo.config.rules import alarm_notes as notes_of_run
+    from ngrpo.config.run_notes import alarm_notes as notes_of_run
     from ngrpo.machine.upstream.openrlhf_flags import Flags
 
     file, data, said = tmp_path / "reward.py", tmp_path / "data.jsonl", list[Any]()

@@ -10,7 +10,7 @@ import pytest
 from ngrpo import cli
 from ngrpo.config import flag_checks
 from ngrpo.config.input_checks import check_files
-from ngrpo.config.rules import label_notes
+from ngrpo.config.run_notes import label_notes
 from ngrpo.machine.upstream.openrlhf_flags import Flags, defaults
 from perturbations import registry
 from perturbations.errors import UsageError

@@ -56,7 +56,11 @@ MUTATIONS = {
         ("return given[rows]", "return given[rows + 1]", "the hidden state of the row after the one that decided"),
     ],
     ("ngrpo/rollout/step_kernels.py", "test_tarpo.py"): [
-        ("None if hidden is None else picked(hidden)", "hidden", "the hidden states of other rows than those gated"),
+        (
+            "logits = Logits(*map(picked, logits))",
+            "logits = Logits(*map(picked, logits[:-1]), logits.hidden)",
+            "the hidden states of other rows than those gated",
+        ),
     ],
     ("ngrpo/trainers/openrlhf/model_actors.py", "test_density_actor.py"): [
         ("densities(scope, actor.temperature,", "densities(scope, 1.0,", "the density at temperature 1"),
@@ -126,7 +130,7 @@ MUTATIONS = {
         ),
     ],
     ("ngrpo/rollout/step_kernels.py", "test_gates_state.py"): [
-        ('fed.index_copy_(0, gated[:, 0], recorded["fed"])', "fed[:] = True", "state: told that all is fed"),
+        ('fed.index_copy_(0, gated_rows, edited.recorded["fed"])', "fed[:] = True", "state: told that all is fed"),
     ],
     ("perturbations/replay/routing.py", "test_routing.py"): [
         ("(scores.gather(1, indices), indices)", "(own.values, indices)", "routing: the weights of other experts"),

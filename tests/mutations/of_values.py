@@ -71,14 +71,22 @@ MUTATIONS = {
         ("np.zeros((len(r), *shape", "np.ones((len(r), *shape", "a record without noise beside one with it has noise"),
     ],
     ("ngrpo/rollout/runners.py", "test_sampling_schedules_run.py"): [
-        ("-1)), temperature * factor", "-1)), temperature", "V1: the factor is not told to finish"),
+        (
+            "div_(factor.unsqueeze(-1))\n            temperature = temperature * factor",
+            "div_(factor.unsqueeze(-1))",
+            "V1: the factor is not told to finish",
+        ),
     ],
     ("ngrpo/rollout/perturber.py", _DRAWN): [
         ("at.keys(streams.Stream.TOKEN", "streams.keys(at.seeds, at.first, streams.Stream.TOKEN", "the prompt's draw"),
     ],
     ("ngrpo/rollout/step_kernels.py", _DRAWN): [
-        ("torch.where(greedy >= 0, greedy, tok", "torch.where(greedy > 0, greedy, tok", "greedy token 0 is drawn"),
-        ("proposal.edit, scaled if drawable is None else drawable", "proposal.edit, scaled", "a cut token is proposed"),
+        ("torch.where(logits.greedy >= 0, log", "torch.where(logits.greedy > 0, log", "greedy token 0 is drawn"),
+        (
+            "left = logits.scaled if logits.drawable is None else logits.drawable",
+            "left = logits.scaled",
+            "a cut token is proposed",
+        ),
     ],
     ("perturbations/seeds.py", "test_requests.py"): [
         ("trajectory_seed(perturbation, engine) &", "trajectory_seed(perturbation) &", "engines share their seeds"),

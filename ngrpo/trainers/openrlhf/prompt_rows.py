@@ -23,7 +23,7 @@ class Source(NamedTuple):
     """
 
     subject: str
-    rows: Any
+    rows: Sequence[Row]
 
 
 class PromptRows:
@@ -102,5 +102,5 @@ def _interleaved(
         Dataset.from_list([{"source": source, "row": row} for source, row in places if source == number])
         for number in range(sources)
     ]
-    drawn: Any = interleave_datasets(numbered, probabilities=shares, seed=seed, stopping_strategy=stopping_strategy)
-    return [(place["source"], place["row"]) for place in drawn]
+    drawn = interleave_datasets(numbered, probabilities=shares, seed=seed, stopping_strategy=stopping_strategy)
+    return list(zip(drawn["source"], drawn["row"], strict=True))
