@@ -43,11 +43,8 @@ def test_every_method_has_a_page_that_says_what_it_does(kept: Any, name: str) ->
         assert "https://arxiv.org/abs/" in page
 
 
-def test_the_readme_is_read_in_minutes() -> None:
-    """What it is, the pictures, the commands, one result, where to go on; everything else has its page."""
+def test_the_readme_names_every_perturbation() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    prose = re.sub(r"```.*?```", "", text.partition("\n## Documentation\n")[0], flags=re.DOTALL)
-    assert len(prose.split()) < 550
     assert all(f"`{name}`" in text for name in registry.perturbations.in_tree())
 
 
