@@ -15,11 +15,12 @@ These are the compiled parts of `step_kernels.py`, so that kernels and rounding 
 Inputs and outputs have fixed addresses. Rows beyond the batch belong to a scratch row of the gate, which no trajectory
 has.
 
-A graph holds the addresses of what it reads: the gate's state, neighbor tables, weights and learned parameters. Each
-replay compares them with those of the capture, and captures anew where one has changed.
+A graph holds the addresses of what it reads: the gate's state, neighbor tables, weights and learned parameters. Before
+each replay they are compared with those of the capture; where one has changed, the step is captured again.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,12 @@ def available(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@lru_cache(maxsize=1)
+def _capture_stream() -> torch.cuda.Stream:
+    """One stream for all captures: cuBLAS keeps a workspace for each stream that it has worked on."""
+    return torch.cuda.Stream()
+
+
 class CudaGraph:
     """A captured region of a CUDA stream. Graphs of one pool share the memory of their intermediate values."""
 
@@ -70,7 +77,7 @@ class CudaGraph:
         # Not `torch.cuda.graph`, which collects garbage and empties the cache each time. NCCL's watchdog queries events
         # meanwhile, so that only calls of this thread may end the capture.
         current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
+        side = _capture_stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -136,7 +143,7 @@ class StepGraphs:
         self.forget()
 
     def forget(self) -> None:
-        """Captures anew when a graph is needed next, in a new pool."""
+        """Drops all graphs: each is captured again when it is needed next, in a new pool."""
         self._graphs: dict[tuple[int, torch.dtype, bool], CudaGraph] = {}
         self._pool: _POOL_HANDLE | None = None
         self._addresses: tuple[int, ...] = ()
@@ -144,11 +151,6 @@ class StepGraphs:
     def bucket(self, rows: int) -> int | None:
         """The size of the graph that serves so many rows; None where none does."""
         return next((size for size in self.sizes if size >= rows), None)
-
-    @property
-    def graphs(self) -> int:
-        """How many have been captured since the last :meth:`forget`."""
-        return len(self._graphs)
 
     def run(self, columns: np.ndarray, batch: int, logits: Logits) -> tuple[Tensor, PackedRecord, HostBuffer]:
         """Does a step of B = ``batch`` rows.
@@ -203,11 +205,13 @@ class StepGraphs:
         stride = like.stride(0) if len(like) > 1 else width
         key = (name, like.dtype, width)
         buffer = self._wide.get(key)
-        if buffer is None or (len(like) > 1 and buffer.stride(0) != stride):
-            memory = torch.zeros(self.sizes[-1], stride, dtype=like.dtype, device=self._device)
-            buffer = self._wide[key] = memory[:, :width]
-            self._graphs = {kind: graph for kind, graph in self._graphs.items() if kind[1] != like.dtype}
-        return buffer
+        if buffer is not None and (len(like) == 1 or buffer.stride(0) == stride):
+            return buffer
+        if buffer is not None:
+            self.forget()  # graphs have its address
+        memory = torch.zeros(self.sizes[-1], stride, dtype=like.dtype, device=self._device)
+        self._wide[key] = memory[:, :width]
+        return self._wide[key]
 
     def _check_addresses(self) -> None:
         """Drops the graphs where something that they read has moved since they were captured."""

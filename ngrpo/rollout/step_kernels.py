@@ -26,7 +26,6 @@ from perturbations.row_blocks import Summary, log_total
 
 _FORCED = 1e8  # vLLM gives 1e9 to a token that a thinking budget forces: nothing is drawn, so nothing is perturbed
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import decode_step
 from benchmarks.cuda_without_gpu import recorded
 from benchmarks.cuda_without_gpu.recorded import RecordedGraph
 from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate, together
@@ -97,6 +98,23 @@ def test_buckets() -> None:
     assert bucket_sizes(65)[-1] == 96
     assert bucket_sizes(1024)[-1] == 512
     assert rows_of_buffers(50) == 64 and rows_of_buffers(1024) == 1024
+
+
+def test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "available", lambda device: True)
+    monkeypatch.setattr(step_graphs, "CudaGraph", decode_step._NoGraph)
+    with torch.inference_mode():
+        decoding = decode_step.Decoding(made("gumbel", rate=0.7), 16)
+        decoding.step()
+        graphs = decoding.perturber._graphs
+        assert len(graphs._graphs) == 1
+        graphs._wide_buffer("scaled", torch.zeros(1, 1024))  # of one row the stride says nothing
+        graphs._wide_buffer("drawable", torch.zeros(4, 1024))
+        assert len(graphs._graphs) == 1
+        graphs._wide_buffer("scaled", torch.zeros(4, 1088)[:, :1024])
+        assert not graphs._graphs
+        decoding.step()
+        assert len(graphs._graphs) == 1
 
 
 # --- planted faults -----------------------------------------------------------------------------------------------
