@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 
 _CANDIDATES = 3  # of each made-up perturbed input, as `neighbor` leaves them
 _RATE = 0.5
-# How far a repeated update may be from the first one, as a share of it. The order of sums on a GPU gives about 0.01;
-# Adam's states of another update give 0.12, measured on a CPU.
+# How far a repeated update may be from the first one, as a share of it. Adam's states of another update give 0.12 on a
+# CPU, where a right repetition gives 0. A GPU may sum in another order; 0.01 is an estimate of what that gives.
 _LARGEST_REPETITION = 0.05
 
 

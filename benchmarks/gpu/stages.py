@@ -166,8 +166,8 @@ def _rehearsal() -> list[Stage]:
     step = {"model": "tiny", "attention": "sdpa", "lengths": [24, 9, 17], "pairs": 1, "layouts": ["padded", "packed"]}
     train = {"hardware": "cpu", "model": "tiny", "steps": 2, "batch": 4, "tokens": 12}
     speed = {**decode, "batches": [2], "pairs": 1}
-    # What the default placement on GPUs has.
-    as_on_gpus = ["--ds.enable_sleep", "--actor.gradient_checkpointing_enable"]
+    # What a training on GPUs has by default.
+    as_on_gpus = ["--ds.param_dtype", "bf16", "--ds.enable_sleep", "--actor.gradient_checkpointing_enable"]
     first = {"hardware": "cpu", "model": "tiny", "lengths": [24, 9, 17, 12], "flags": as_on_gpus}
     cores = {**_exactness(1, "float32"), "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     return [
