@@ -4,8 +4,9 @@
 # make test-all runs both, then what is marked slow, and the mutations of formulas (make mutations).
 # make test-verl runs tests/verl in an environment of its own, .venv/verl (4 GB); no part of CI.
 # make matrix runs the tests that meet vLLM with each supported release of it; no part of CI.
-# make gpu    what only a GPU can show, into docs/gpu.json, in LIMIT=600 seconds; a further call continues. STAGE=training
-#             for one stage, REHEARSE=1 in miniature on a CPU
+# make gpu    what only a GPU can show, into docs/gpu.json, in LIMIT=600 seconds: first an optimizer step (without vLLM)
+#             and a training, then throughput and exactness; a further call continues. STAGE=training for one stage,
+#             REHEARSE=1 in miniature on a CPU
 # make docs   the documentation site into site/; a broken link is an error
 # make dist   source archive and wheel into dist/, checked
 # make models is the replay exact on tiny models of every type? docs/models.md; it continues where it stopped

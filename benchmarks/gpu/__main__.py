@@ -2,13 +2,15 @@
 """Runs stages of benchmarks.gpu and prints their verdicts: python -m benchmarks.gpu --help"""
 
 import argparse
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.run import run
+from benchmarks.gpu.run import alone, run
 from benchmarks.gpu.stages import stages
 from benchmarks.machine import ROOT, details
+from perturbations.errors import UsageError
 
 FULL, MINIATURE = ROOT / "docs" / "gpu.json", ROOT / "runs" / "gpu-rehearsal.json"
 
@@ -44,14 +46,19 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("torch sees no CUDA device: --rehearse runs everything in miniature on a CPU")
     if machine["gpu"] is not None and options.rehearse:
         parser.error("--rehearse is for a machine without CUDA; here run the stages themselves")
-    good = run(
-        [chosen[name] for name in names],
-        path,
-        machine,
-        limit=options.limit,
-        force=options.force,
-        report=lambda line: print(line, flush=True),
-    )
+    try:
+        # A rehearsal measures no speed, so that several may run at once.
+        with contextlib.nullcontext() if options.rehearse else alone():
+            good = run(
+                [chosen[name] for name in names],
+                path,
+                machine,
+                limit=options.limit,
+                force=options.force,
+                report=lambda line: print(line, flush=True),
+            )
+    except UsageError as error:
+        parser.error(str(error))
     print(f"figures: {path}; as Markdown: python -m benchmarks.gpu --print --out {path}")
     return 0 if good else 1
 

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +24,29 @@ from typing import Any
 
 from benchmarks.gpu.stages import Stage
 from benchmarks.machine import ROOT, commit
+from perturbations.errors import UsageError
 
+_LOGS = ROOT / "runs" / "gpu"
 _GRACE = 15.0  # seconds for a stage to end after an interrupt: a training ends its Ray
 _SLACK = 3.0  # a stage may take that many times its estimate
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Keeps a second call from running beside this one: stages that share a GPU slow each other down.
+
+    Raises ``UsageError`` where another call has begun.
+    """
+    _LOGS.mkdir(parents=True, exist_ok=True)
+    with (_LOGS / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another call of benchmarks.gpu is running in {ROOT}, and stages beside each other would slow each"
+                " other down. Wait until it has ended, or end it: a later call goes on where it stopped."
+            ) from None
+        yield
 
 
 def run(
@@ -93,9 +114,9 @@ def run(
 
 
 def _run(stage: Stage, timeout: float, left: float, keep: Callable[..., None]) -> None:
-    began, logs = time.monotonic(), ROOT / "runs" / "gpu"
-    logs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, (logs / f"{stage.name}.log").open("w+", errors="replace") as log:
+    began = time.monotonic()
+    _LOGS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, (_LOGS / f"{stage.name}.log").open("w+", errors="replace") as log:
         file = Path(folder) / "rows"
         file.touch()
         module = stage.module if "." in stage.module else f"benchmarks.gpu.{stage.module}"

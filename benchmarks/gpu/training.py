@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of ``ngrpo train`` on the whole stack: the gap of rollout and trainer, as the run's summary has it."""
+"""Steps of ``ngrpo train`` on the whole stack, with a reference model and a checkpoint at the end.
+
+The gap of rollout and trainer is that of the run's summary.
+"""
 
 import json
 import os
@@ -34,7 +37,8 @@ def flags(arguments: dict[str, Any], folder: Path, model: str) -> list[str]:
         "--run-dir": folder / "run",
         "--log-file": folder / "run" / "train.log",
         "--algo.advantage.estimator": "group_norm",
-        "--algo.kl.init_coef": 0,
+        # Not 0, so that there is a reference model, which replays too.
+        "--algo.kl.init_coef": 1e-3,
         "--data.max_samples": batch * arguments["steps"],
         "--data.max_len": 192,
         "--rollout.batch_size": batch,
@@ -48,6 +52,7 @@ def flags(arguments: dict[str, Any], folder: Path, model: str) -> list[str]:
         "--actor.lr_scheduler": "constant",
         "--actor.lr_warmup_ratio": 0,
         "--train.seed": 42,
+        "--ckpt.save_steps": arguments["steps"],
     }
     if model == SMOLLM2:
         options["--task"] = "arithmetic"
@@ -58,7 +63,7 @@ def flags(arguments: dict[str, Any], folder: Path, model: str) -> list[str]:
 
 
 def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row for each step."""
+    """One row for each step; the last one has the size of the checkpoint that was saved after it."""
     from benchmarks.gpu import models
 
     model = arguments["model"] if arguments["model"] == SMOLLM2 else models.made(arguments["model"])
@@ -77,9 +82,15 @@ def measure(arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
             print(log.read_text(errors="replace")[-6000:] if log.exists() else "", flush=True)
             raise RuntimeError(f"the training ended with status {done.returncode}")
         steps = json.loads((folder / "run" / "summary.json").read_text())["steps"]
+        checkpoint = folder / "run" / "checkpoints" / "_actor" / f"global_step{arguments['steps']}"
+        if not checkpoint.is_dir():
+            raise RuntimeError(f"the training left no checkpoint {checkpoint.relative_to(folder)}")
+        checkpoint_gib = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file()) / 2**30
     names = ["reward", "rate", "shift", "gap_perturbed_mean", "gap_perturbed_max", "gap_plain_mean", "step_seconds"]
     for step in steps:
-        yield {"step": step["step"], **{name: step.get(name) for name in names}}
+        figures = {name: step.get(name) for name in names}
+        last = {"checkpoint_gib": checkpoint_gib} if step is steps[-1] else {}
+        yield {"step": step["step"], **figures, **last}
 
 
 def judge(rows: list[dict[str, Any]]) -> tuple[bool, str]:

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import decode_steps, exactness, run, throughput, trainer_step, training
+from benchmarks.gpu import decode_steps, exactness, first_step, models, run, throughput, trainer_step, training
 from benchmarks.gpu.stages import Stage, stages
+from ngrpo.config import parse, rules
+from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags
+from perturbations.errors import UsageError
 from tests.fast import gpu_stage
 from tests.own_process import ends
 
@@ -98,6 +101,14 @@ def test_a_killed_run_ends_its_stage_and_is_resumed(tmp_path: Path) -> None:
     assert found["test-slow"]["state"] == "done"
 
 
+def test_a_second_call_beside_the_first_is_refused() -> None:
+    refusal = r"another call of benchmarks\.gpu is running in .* Wait until it has ended"
+    with run.alone(), pytest.raises(UsageError, match=refusal), run.alone():
+        pass
+    with run.alone():
+        pass
+
+
 def test_stages_have_names_of_their_own_and_the_rehearsal_runs_every_module() -> None:
     full, rehearsal = stages(False), stages(True)
     for found in (full, rehearsal):
@@ -106,10 +117,43 @@ def test_stages_have_names_of_their_own_and_the_rehearsal_runs_every_module() ->
     assert {each.module for each in full} == {each.module for each in rehearsal}
 
 
+def test_half_an_hour_in_calls_of_ten_minutes_has_what_matters_most_first() -> None:
+    """A call skips what does not fit its time, so that a bad estimate would let a lesser stage go first."""
+    open_stages, calls = stages(False), []
+    while open_stages:
+        left, started = 600.0 - run._GRACE, []
+        for one in open_stages:
+            if one.gpus == 1 and one.seconds <= left:
+                started.append(one)
+                left -= one.seconds
+        open_stages = [one for one in open_stages if one.gpus == 1 and one not in started]
+        assert started, f"no call of ten minutes has time for {open_stages[0].name}"
+        calls.append([one.name for one in started])
+    assert calls[0][:3] == ["first-step", "first-step-offload", "training"]
+    assert calls[1][:2] == ["throughput", "exact-graphs-bfloat16"]
+    assert calls[2][0] == "exact-graphs-float32"
+
+
+def test_the_first_steps_need_no_vllm() -> None:
+    for rehearse in (True, False):
+        names = [one.name for one in stages(rehearse)]
+        assert names[:3] == ["first-step", "first-step-offload", "training"]
+        assert all("vllm" not in one.needs for one in stages(rehearse)[:2])
+
+
 ROW = {"perturbation": "gumbel", "rate": 1.0, "tokens": 10, "mean": 1e-3, "max": 1e-2, "edits": 3}
 STEP = {"step": 1, "reward": 0.5, "shift": 0.2, "gap_perturbed_mean": 1e-3, "gap_plain_mean": 1e-3, "step_seconds": 1.0}
 COUNT = {"runner": "no engine", "perturbation": "gumbel", "launches": 9, "waits": 0, "loops": 0, "microseconds": 1.0}
 LOSS = {"layout": "padded", "record": "a", "ratio": 1.0, "plain_s": 1.0, "loss": 2.0}
+UPDATE = {"milliseconds": 90.0, "gradient_norm": 1.0, "moved": 0.9, "shift": 0.5, "device_gib": 8.0, "host_gib": 2.0}
+FIRST_STEPS = [
+    {"part": "start", "adam": "FusedAdam", "device_gib": 1.0, "host_gib": 1.0},
+    {**UPDATE, "part": "update 1"},
+    {"part": "checkpoint saved", "milliseconds": 2000.0, "checkpoint_gib": 7.0, "device_gib": 1.0, "host_gib": 2.0},
+    {**UPDATE, "part": "update 2"},
+    {"part": "checkpoint loaded", "not_restored": 0.0, "device_gib": 1.0, "host_gib": 2.0},
+    {**UPDATE, "part": "update 2 again", "repetition": 0.0},
+]
 SPEED = {"perturbation": "gumbel", "rate": 1.0, "sequences": 64, "ratio": 0.98, "stock": 5000.0}
 
 
@@ -128,17 +172,50 @@ def test_verdicts(module: Any, rows: list[dict[str, Any]], good: bool, told: str
     assert found == good and text.startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("row", "changed", "told"),
+    [
+        (1, {"gradient_norm": float("nan")}, "NOT TRAINED: gradient norm nan in update 1; "),
+        (1, {"gradient_norm": 0.0}, "NOT TRAINED: gradient norm 0.0 in update 1; "),
+        (3, {"moved": 0.0}, "NOT TRAINED: no weight moved in update 2; "),
+        (3, {"shift": 0.0}, "NOT TRAINED: nothing was replayed in update 2; "),
+        (4, {"not_restored": 0.5}, "NOT TRAINED: 50.00% of the loaded weights are not the saved ones; "),
+        (5, {"repetition": 0.3}, "NOT TRAINED: update 2 again is 0.3 of a step off; "),
+        (0, {}, "trained; FusedAdam, gradient norms 1, 1, 1, an update 90 ms, 8.0 GiB of the device, checkpoint 7 GiB"),
+    ],
+)
+def test_verdicts_of_the_first_steps(row: int, changed: dict[str, float], told: str) -> None:
+    rows = [dict(one) for one in FIRST_STEPS]
+    rows[row].update(changed)
+    good, text = first_step.judge(rows)
+    assert good == (not changed) and text.startswith(told)
+
+
 @pytest.mark.skipif(find_spec("openrlhf") is None, reason="needs OpenRLHF's own parser")
 def test_openrlhf_takes_the_flags_of_the_trainings(tmp_path: Path) -> None:
     """They have run on no GPU: OpenRLHF's parser and its conditions are asked, with the default placement beside."""
     hybrid = ["--train.colocate_all", "--vllm.enable_sleep", "--actor.num_gpus_per_node", "1"]
-    hybrid += ["--vllm.num_engines", "1"]
+    hybrid += ["--vllm.num_engines", "1", "--ref.num_gpus_per_node", "1"]
     ours = ("--hardware", "--perturbation", "--perturbation.rate", "--run-dir", "--log-file", "--model")
     for each in (each for each in stages(False) if each.module == "training"):
         words = training.flags({**each.arguments, "model": "m"}, tmp_path, "m")
         assert words[:4] == ["--hardware", "cuda", "--perturbation", "neighbor"]
         theirs = [word for pair in zip(words[::2], words[1::2]) if pair[0] not in ours for word in pair]
-        assert Flags(["--actor.model_name_or_path", "m", *theirs, *hybrid]).args
+        args = Flags(["--actor.model_name_or_path", "m", *theirs, *hybrid]).args
+        assert args["algo.kl.init_coef"] > 0, "else there is no reference model"
+        assert args["ckpt.save_steps"] == each.arguments["steps"]
+
+
+def test_the_first_steps_have_the_plan_of_a_training_on_a_gpu() -> None:
+    """The default placement there moves states to the host between updates; each stage decides on the offload."""
+    model = models.made("tiny", weights=False)
+    for one in (one for one in stages(False) if one.module == "first_step"):
+        asked = parse.run_config(first_step.words(dict(one.arguments), model))
+        for gigabytes in (24, 80):
+            on_a_gpu = replace(asked, machine=placement.Machine((1,), gigabytes * 1e9, "made up"))
+            args = rules.with_hardware(Flags(asked.openrlhf).without_false(), on_a_gpu).args
+            assert args["ds.adam_offload"] == one.arguments["offload"]
+            assert args["ds.enable_sleep"] and args["ds.zero_stage"] == 2 and args["ds.param_dtype"] == "bf16"
 
 
 @pytest.mark.parametrize("rehearse", [True, False])
