@@ -92,6 +92,10 @@ def test_bad_files(text: str, said: str, tmp_path: Path) -> None:
         ("perturbation: neighbor\nperturbation.until: ####\n", "", r'.until. has no value\. .*until: "####"'),
         ("perturbation: neighbor\nperturbation.until:\n", "", "'perturbation.until' has no value"),
         ("rollout.batch_size:\n", "", "'rollout.batch_size' has no value"),
+        ("perturbation: neighbor\nperturbation.until: [no, stop]\n", "", "until takes a text"),
+        ("perturbation: neighbor\nadvantage: no\n", "", "advantage takes a name"),
+        ("rollout.stop: [stop, null]\n", "", "item 2 of the key 'rollout.stop' has no value"),
+        ("log-file: no\n", "", r'log-file takes a text .*quote the text, log-file: "no"'),
     ],
 )
 def test_texts_that_yaml_reads_otherwise(tmp_path: Path, text: str, line: str, said: str) -> None:
