@@ -112,6 +112,17 @@ def test_quoted_texts_and_switches_are_taken(tmp_path: Path) -> None:
     assert parsed(tmp_path, 'perturbation: neighbor\nperturbation.until: "####"\n').spec["until"] == "####"
 
 
+def test_a_boolean_that_a_later_file_replaces_is_not_refused(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.yaml"
+    earlier.write_text("perturbation: neighbor\nperturbation.until: no\n")
+    later = tmp_path / "later.yaml"
+    later.write_text("perturbation.until: END\n")
+    run = parse.run_config(parse.with_files(["--config", str(earlier), "--config", str(later)]))
+    assert run.spec["until"] == "END"
+    with pytest.raises(UsageError, match=r"earlier\.yaml: perturbation\.until takes a text"):
+        parse.with_files(["--config", str(later), "--config", str(earlier)])
+
+
 def test_the_file_of_a_perturbation_refuses_them_too(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
     for value in ("no", "####"):
