@@ -192,6 +192,23 @@ def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert llm.asked == 6
 
 
+def test_a_folder_that_was_scored_anew_is_one_of_the_new_scorer(llm: MadeUp, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0]}\n")
+    evaluate(llm, PROBLEMS, out=tmp_path / "out", n=1)
+    rescore(tmp_path / "out", scorer=str(reward))
+    result = evaluate(llm, [replace(problem, scorer=str(reward)) for problem in PROBLEMS], out=tmp_path / "out", n=1)
+    assert llm.asked == 2 and result["mean_at_n"] == 1.0
+    with pytest.raises(UsageError, match="was begun with other settings"):
+        evaluate(llm, PROBLEMS, out=tmp_path / "out", n=1)
+
+
+def test_a_tenth_of_the_responses_is_no_warning() -> None:
+    tenth = sum([0.1] * 3) / 3
+    assert tenth > 0.1 and evaluation.unscored_warnings("x", {"cut": tenth, "unreadable": None}) == []
+    assert evaluation.unscored_warnings("x", {"cut": 0.11}) == ["x: 11% of the responses were cut by the length limit"]
+
+
 @pytest.mark.parametrize("words", ["--n 4", "--sampling.schedule ead", "--out elsewhere"])
 def test_rescore_refuses_what_only_matters_for_generating(llm: MadeUp, tmp_path: Path, words: str) -> None:
     evaluate(llm, PROBLEMS, out=tmp_path, n=3)

@@ -24,10 +24,12 @@ class Arrival:
         self.has_arrived = True
 
 
-def note_of(slots: list[int], positions: list[int], log_probs: list[float], **parts: Any) -> Note:
-    """A step that edits each of its rows, with its token's log π as the weight."""
+def note_of(
+    slots: list[int], positions: list[int], log_probs: list[float], fed: list[bool] | None = None, **parts: Any
+) -> Note:
+    """A step that edits each of its rows, or those of ``fed``, with its token's log π as the weight."""
     fields = {
-        "fed": torch.ones(len(slots), dtype=torch.bool),
+        "fed": torch.tensor([True] * len(slots) if fed is None else fed),
         "agreed": torch.ones(len(slots), dtype=torch.bool),
         "ids": torch.zeros(len(slots), 1, dtype=torch.int32),
         "weights": torch.tensor(log_probs).unsqueeze(1),
@@ -70,14 +72,20 @@ def test_a_slot_waits_for_its_newest_note_and_for_none_after_it() -> None:
 def test_a_row_whose_token_belongs_to_no_response_is_left_out() -> None:
     """The prompt of slot 0 is not complete, so that its row's token is thrown away."""
     store, notes = notes_of_two()
-    note = note_of([0, 1], [2, 4], [-1.0, -2.0], kept_rows=np.array([1]))
-    note.record.fields["fed"][0] = False
-    notes.add(note)
+    notes.add(note_of([0, 1], [2, 4], [-1.0, -2.0], fed=[False, True], kept_rows=np.array([1])))
     notes.drain()
     assert store.record("a")[1].tolist() == [] and not len(store.record("a")[0])
     record, log_probs = store.record("b")
     assert log_probs.tolist() == [-2.0]
     assert record.positions.tolist() == [4] and record.weights.tolist() == [[-2.0]]
+
+
+def test_an_edit_goes_to_the_slot_of_its_row() -> None:
+    store, notes = notes_of_two()
+    notes.add(note_of([0, 1], [4, 4], [-1.0, -2.0], fed=[False, True]))
+    notes.drain()
+    assert store.record("a")[0].positions.tolist() == [] and store.record("a")[1].tolist() == [-1.0]
+    assert store.record("b")[0].positions.tolist() == [4] and store.record("b")[1].tolist() == [-2.0]
 
 
 def test_an_upload_takes_no_buffer_that_is_still_copied_from() -> None:

@@ -134,6 +134,27 @@ def test_a_step_has_its_own_greedy_tokens_and_temperatures(monkeypatch: pytest.M
         assert placed.greedy.tolist() == [-1, -1, -1, -1] and placed.temperature[:2].tolist() == [1.5, 0.25]
 
 
+def test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may copy them on another stream while the next step writes to the graph's addresses."""
+    monkeypatch.setattr(step_graphs, "available", lambda device: True)
+    monkeypatch.setattr(step_graphs, "CudaGraph", decode_step._NoGraph)
+    drawn: list[torch.Tensor] = []
+
+    def run(self: StepGraphs, *args: Any) -> Any:
+        result = RUN(self, *args)
+        drawn.append(result[0])
+        return result
+
+    monkeypatch.setattr(StepGraphs, "run", run)
+    with torch.inference_mode():
+        decoding = decode_step.Decoding(made("gumbel", rate=0.7), 16)
+        for _ in range(2):
+            decoding.step()
+    written = decoding.perturber._graphs._tokens
+    memories = [tokens.untyped_storage().data_ptr() for tokens in (written, *drawn)]
+    assert len(drawn) == 2 and len(set(memories)) == 3
+
+
 # --- planted faults -----------------------------------------------------------------------------------------------
 
 FAULT_PLAN = Plan(seed=2, lag=3, chunk=5, batch=5, sampling="filtered")
