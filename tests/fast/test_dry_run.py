@@ -163,6 +163,13 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     assert (engine.phases, engine.host) == ((5000, *[2 * 2**30] * 3), 2000)
 
 
+def test_the_ranks_of_a_ring_have_the_same_responses() -> None:
+    assert placement.rank_groups(args_of()) == {"actor": 4, "ref": 4}
+    assert placement.rank_groups(args_of() | {"ds.ring_attn_size": 2}) == {"actor": 2, "ref": 2}
+    both = {"ds.ring_attn_size": 2, "ds.tensor_parallel_size": 2}
+    assert placement.rank_groups(args_of() | both) == {"actor": 1, "ref": 1}
+
+
 def test_ray_needs_a_cpu_for_each_gpu_and_for_openrlhfs_own_processes() -> None:
     """Two engines, four GPUs of the actor and four of the reference; three further processes where rollouts overlap."""
     for more, cpus in (("", 11), ("--train.async_enable", 13)):
