@@ -162,7 +162,7 @@ MUTATIONS = {
             "comparison: cover of 0",
         ),
     ],
-    ("ngrpo/workbench/evaluate/evaluation.py", "test_evaluate_folder.py"): [
+    ("ngrpo/workbench/evaluate/evaluation.py", _FOLDER): [
         ("1.0 - parsed - (timed_out or 0.0)", "1.0 - parsed", "evaluation: timed out is unreadable"),
         ("round(share or 0.0, 9) > 0.1", "(share or 0.0) > 0.1", "evaluation: a tenth is above a tenth"),
         (
@@ -182,18 +182,18 @@ MUTATIONS = {
         ("(step + 1, 10 * (step + 1), 1000 * (step + 1))", "(step + 1,)", "policy: σ of an unknown length"),
         ("if schedule is not None and temperature == 0.0:", "if False:", "policy: greedy with a schedule"),
         ("not file.name.endswith(_WEIGHTS) and not (", "not (", "policy: clean weights beside the noisy ones"),
-    ],
-    ("ngrpo/workbench/evaluate/engine.py", "test_evaluate_folder.py"): [
-        (
-            'if self.finish != "stop" or not self.tokens:',
-            "if not self.tokens:",
-            "evaluation: a cut response has an end",
-        ),
         ('"enabled": perturbed,', '"enabled": True,', "evaluation: unperturbed requests are perturbed"),
         (
             "            engine.abort_request(list(live))",
             "            pass",
             "evaluation: a stopped one's requests go on",
+        ),
+    ],
+    ("ngrpo/workbench/evaluate/engine.py", _FOLDER): [
+        (
+            'if self.finish != "stop" or not self.tokens:',
+            "if not self.tokens:",
+            "evaluation: a cut response has an end",
         ),
     ],
 }

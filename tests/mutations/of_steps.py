@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout step as a graph, its records on their way to the host, the embedding's override, neighbor indices."""
 
-_GRAPHS = "test_step_graphs.py::test_a_graph_has_the_bits_of_its_parts"
-_GRAPHS += " test_step_graphs.py::test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one"
-_GRAPHS += " test_step_graphs.py::test_a_step_has_its_own_greedy_tokens_and_temperatures"
+_GRAPHS = "test_step_graphs.py::test_a_step_has_its_own_greedy_tokens_and_temperatures"
 _GRAPHS += " test_step_graphs.py::test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay"
+_GRAPHS += " test_step_graphs.py::test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one"
+_GRAPHS += " test_step_graphs.py::test_a_graph_has_the_bits_of_its_parts"
 _MOVED = "test_step_graphs.py::test_a_state_that_has_moved_is_captured_anew"
 _RECORDS = "test_step_records.py"
 _NEIGHBORS, _HNSW = "test_neighbors.py", "test_neighbors_hnsw.py"
