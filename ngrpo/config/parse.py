@@ -120,25 +120,41 @@ def with_files(argv: Sequence[str]) -> list[str]:
         of_files = override(of_files, Flags(words))
         for key, value in lines.items():
             booleans.pop(f"--{key}", None)  # of an earlier file
-            if isinstance(value, bool):
+            if datafiles.has_boolean(value):
                 booleans[f"--{key}"] = file
     command_line = flags.without(CONFIG_FILE)
     merged = override(of_files, command_line)
     for flag, file in booleans.items():
         if merged.has(flag) and not command_line.has(flag):
-            _refuse_boolean(flag, file, merged)
+            refuse_boolean(flag, file, merged)
     return merged.argv
 
 
-def _refuse_boolean(flag: str, file: str, flags: Flags) -> None:
-    """Raises ``UsageError`` where YAML has read true or false for an option that takes a text."""
+def refuse_boolean(flag: str, file: str, flags: Flags) -> None:
+    """Refuses true or false, as YAML reads yes, no, on and off, as the value of a flag that takes a text.
+
+    Args:
+        flag: the flag whose value in ``file`` is a boolean of YAML.
+        flags: all flags of the run, which name the perturbation, advantage and so on whose option the flag is.
+
+    Raises:
+        UsageError: where the flag is a setting of ours, or an option of what the flags name, that is no switch.
+    """
+    key = flag.removeprefix("--")
     kind = next((kind for kind in KINDS.values() if kind.flag == _group_of(flag)), None)
-    if kind is None or not (name := flags.value(kind.flag)) or name == "none":
-        return  # a flag of OpenRLHF, a setting, or an option that is refused later
-    option = flag.removeprefix(f"{kind.flag}.")
-    owner, entry = kind.option_fields(name, {}).get(option, (None, None))
+    owner, entry = None, None
+    if flag in SETTINGS:
+        owner, entry = RunConfig, SETTINGS[flag]
+    elif kind is not None and flag == kind.flag:
+        raise UsageError(
+            f"{CONFIG_FILE} {file}: {key} takes a name (see: ngrpo list), and {key}: none is off. YAML reads yes, no,"
+            " on and off as true or false."
+        )
+    elif kind is not None and (name := flags.value(kind.flag)) and name != "none":
+        option = flag.removeprefix(f"{kind.flag}.")
+        owner, entry = kind.option_fields(name, {}).get(option, (None, None))
+    # Without an owner it is a flag of OpenRLHF, or an option that is refused later.
     if owner is not None and entry is not None and bool not in kinds(owner, entry.name):
-        key = flag.removeprefix("--")
         raise UsageError(
             f"{CONFIG_FILE} {file}: {key} takes a text or a number. YAML reads yes, no, on and off as true or false:"
             f' quote the text, {key}: "no".'

@@ -198,6 +198,49 @@ def test_bad_file(tmp_path: Path) -> None:
         read_plan(["--config", str(file), *MODEL])
 
 
+_TWO = "perturbations: none,neighbor\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"{_TWO}sweep:\n  perturbation.until: no\n", r'perturbation\.until takes a text .*until: "no"'),
+        (f"{_TWO}sweep:\n  perturbation.until: [stop, no]\n", "until takes a text or a number"),
+        (f"{_TWO}sweep:\n  perturbation.until: ####\n", r'until. has no value\. .*quote .*until: "####"'),
+        (f"{_TWO}sweep:\n  perturbation.until: [stop, null]\n", "item 2 of the key 'perturbation.until' has no value"),
+        (f"{_TWO}flags:\n  rollout.temperature:\n", "'rollout.temperature' has no value"),
+        (f"{_TWO}flags:\n  rollout.temperature: {{min: 1}}\n", "flags: rollout.temperature: holds lines of its own"),
+        (f"{_TWO}flags:\n  hardware: off\n", r'hardware takes a text .*hardware: "no"'),
+        (f"{_TWO}flags:\n  advantage: no\n", "advantage takes a name .*advantage: none is off"),
+        (f"{_TWO}flags: {{advantage: pkpo, advantage.k_change: no}}\n", "advantage.k_change takes a text or a number"),
+        ("strategies:\n  - none\n  -\n", "item 2 of the key 'strategies' has no value"),
+        ("strategies: [none, no]\n", "strategies has False, and takes texts .*quote the text"),
+        ("strategies:\n  - none\n  - neighbor until: no\n", "strategies has {'neighbor until': False}, and takes"),
+        ("perturbations: [neighbor, off]\n", "perturbations has False, and takes texts"),
+    ],
+)
+def test_texts_that_yaml_reads_otherwise(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "plan.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=rf"--config \S+plan\.yaml: .*{said}"):
+        read_plan(["--config", str(file), *MODEL])
+
+
+def test_quoted_texts_and_switches_of_a_file_are_taken(tmp_path: Path) -> None:
+    file = tmp_path / "plan.yaml"
+    quoted = (
+        f'{_TWO}sweep:\n  perturbation.until: ["no", "####"]\nflags: {{algo.kl.use_loss: yes, reproducible: off}}\n'
+    )
+    file.write_text(quoted)
+    made = read_plan(["--config", str(file), *MODEL])[0]
+    assert [arm.options["until"] for arm in made.arms] == ["no", "####"] * 2
+    file.write_text("perturbations: neighbor\nsweep:\n  perturbation.skip_special: [yes, no]\n")
+    made = read_plan(["--config", str(file), *MODEL])[0]
+    assert [arm.options["skip_special"] for arm in made.arms] == ["true", "false"]
+    file.write_text(f"{_TWO}flags:\n  hardware: off\n")
+    assert "cpu" in read_plan(["--config", str(file), "--hardware", "cpu", *MODEL])[0].shared
+
+
 def test_bad_problems_are_found_before_anything_is_trained(tmp_path: Path) -> None:
     file = tmp_path / "held_out.jsonl"
     file.write_text('{"input": "1+1?", "label": "2"}\n{"input": "2+2?", "label": ""}\n')

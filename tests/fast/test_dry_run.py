@@ -18,6 +18,7 @@ from ngrpo.machine.models import architecture
 from ngrpo.machine.models.architecture import ModelSize
 from ngrpo.machine.upstream import placement
 from ngrpo.machine.upstream.openrlhf_flags import Flags, parsed
+from perturbations.errors import UsageError
 
 BASE = "--actor.model_name_or_path m --algo.advantage.estimator group_norm --rollout.n_samples_per_prompt 4"
 BASE += " --reward.remote_url r.py --data.prompt_dataset p.jsonl --vllm.num_engines 2 --train.batch_size 8"
@@ -120,6 +121,8 @@ def test_memory_of_a_trained_model_by_hand() -> None:
     assert parts_of("--ds.zero_stage 3")["weights"] == (500, 500, 500, 500, 0)
     assert parts_of("--ds.zero_stage 1")["gradients"] == (0, 0, 500, 2000, 0)
     assert parts_of("--ds.zero_stage 3")["gradients, in exchange"] == (10**9,) * 4 + (0,)
+    # ZeRO-3 adds the gradients of earlier micro-batches where they are.
+    assert parts_of("--ds.zero_stage 3 --train.micro_batch_size 1")["gradients"] == (0, 0, 0, 500, 0)
     assert parts_of("--ds.enable_sleep --train.colocate_all")["optimizer states"] == (0, 0, 3000, 3000, 3000)
     offloaded = parts_of("--ds.adam_offload")
     assert offloaded["optimizer, offloaded"] == (0, 0, 0, 0, 4500) and "gradients" not in offloaded
@@ -142,15 +145,38 @@ def test_memory_of_reference_logits_and_engine_by_hand() -> None:
     # Two samples of 50 tokens with 10 logits of 2 + 4 bytes.
     scored = gpu_plan.scored(SIZE, args_of("--data.max_len 50 --rollout.micro_batch_size 2"))
     assert scored.phases == (0, 6000, 0, 0)
+    # The two GPUs of a ring have half of each sample.
+    ring = args_of("--data.max_len 50 --rollout.micro_batch_size 2") | {"ds.ring_attn_size": 2}
+    assert gpu_plan.scored(SIZE, ring).phases == (0, 3000, 0, 0)
     args = args_of("--vllm.gpu_memory_utilization 0.5")
     engine = gpu_plan.engine(SIZE, args, 10_000)
     assert (engine.phases, engine.host) == ((5000,) * 4, 0)
     # 5000 − 2·1000 bytes, of which a token takes 3 layers · 2 · 1 head · 2 wide · 2 bytes.
     assert gpu_plan.kv_cache_tokens(SIZE, args, 10_000) == 125
+    # On two GPUs: 5000 − 1000 bytes, and two of four heads, 3 · 2 · 2 · 2 · 2 bytes; a single head is on both.
+    halves = args_of("--vllm.gpu_memory_utilization 0.5 --vllm.tensor_parallel_size 2")
+    assert gpu_plan.kv_cache_tokens(dataclasses.replace(SIZE, kv_heads=4), halves, 10_000) == 4000 // 48
+    assert gpu_plan.kv_cache_tokens(dataclasses.replace(SIZE, kv_heads=1), halves, 10_000) == 4000 // 24
     asleep = args_of("--vllm.gpu_memory_utilization 0.5 --vllm.enable_sleep --train.colocate_all --vllm.num_engines 4")
     engine = gpu_plan.engine(SIZE, asleep, 10_000)
     # Asleep it keeps 2 GiB.
     assert (engine.phases, engine.host) == ((5000, *[2 * 2**30] * 3), 2000)
+
+
+def test_the_ranks_of_a_ring_have_the_same_responses() -> None:
+    assert placement.rank_groups(args_of()) == {"actor": 4, "ref": 4}
+    assert placement.rank_groups(args_of() | {"ds.ring_attn_size": 2}) == {"actor": 2, "ref": 2}
+    both = {"ds.ring_attn_size": 2, "ds.tensor_parallel_size": 2}
+    assert placement.rank_groups(args_of() | both) == {"actor": 1, "ref": 1}
+
+
+def test_ray_needs_a_cpu_for_each_gpu_and_for_openrlhfs_own_processes() -> None:
+    """Two engines, four GPUs of the actor and four of the reference; three further processes where rollouts overlap."""
+    for more, cpus in (("", 11), ("--train.async_enable", 13)):
+        enough = placement.Machine((8, 8), 80 * 2**30, "by hand", cpus=cpus)
+        assert gpu_plan.check_machine(args_of(more), enough) is None
+        with pytest.raises(UsageError, match=rf"this run needs {cpus} CPUs of Ray and {cpus - 1} are there"):
+            gpu_plan.check_machine(args_of(more), dataclasses.replace(enough, cpus=cpus - 1))
 
 
 @pytest.mark.parametrize("name", sorted(architecture.size_table()))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ngrpo.commands.eval import run
+from ngrpo.machine.models import packaged
 from ngrpo.machine.storage.result_folder import read_json
 from ngrpo.workbench.evaluate import Problem, Sampling, evaluate, evaluation, rescore
 from ngrpo.workbench.evaluate import engine as engines
@@ -190,6 +191,41 @@ def test_rescore(llm: MadeUp, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert result["versions"]["model runner"] == "V2", "of the run that sampled"
     assert [json.loads(line)["text"] for line in lines(tmp_path)] == said
     assert llm.asked == 6
+
+
+def test_a_folder_that_was_scored_anew_is_one_of_the_new_scorer(llm: MadeUp, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward_func(queries, prompts, labels):\n    return {'rewards': [1.0]}\n")
+    evaluate(llm, PROBLEMS, out=tmp_path / "out", n=1)
+    rescore(tmp_path / "out", scorer=str(reward))
+    result = evaluate(llm, [replace(problem, scorer=str(reward)) for problem in PROBLEMS], out=tmp_path / "out", n=1)
+    assert llm.asked == 2 and result["mean_at_n"] == 1.0
+    with pytest.raises(UsageError, match="was begun with other settings"):
+        evaluate(llm, PROBLEMS, out=tmp_path / "out", n=1)
+
+
+def test_a_response_may_fill_the_context(llm: MadeUp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 6 tokens and a response of 14 are the 20 positions of the model."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 20}')
+    monkeypatch.setattr(packaged, "load_tokenizer", lambda name: llm.get_tokenizer())
+    monkeypatch.setattr(engines, "build", lambda *args, **options: llm)
+    evaluate(str(model), PROBLEMS, out=tmp_path / "fits", n=1, sampling=Sampling(max_tokens=14), hardware="cpu")
+    with pytest.raises(UsageError, match=r"that is 21 positions, and .* has 20\. Use at most --max-tokens 14\."):
+        evaluate(str(model), PROBLEMS, out=tmp_path / "long", n=1, sampling=Sampling(max_tokens=15), hardware="cpu")
+
+
+def test_a_response_that_timed_out_in_scoring_is_not_called_unreadable() -> None:
+    shares = evaluation.unscored({"parsed": 0.5, "timed_out": 0.25, "cut": 0.0})
+    assert shares == {"cut": 0.0, "unreadable": 0.25, "timed_out": 0.25}
+    assert evaluation.unscored({"parsed": 0.5})["unreadable"] == 0.5
+
+
+def test_a_tenth_of_the_responses_is_no_warning() -> None:
+    tenth = sum([0.1] * 3) / 3
+    assert tenth > 0.1 and evaluation.unscored_warnings("x", {"cut": tenth, "unreadable": None}) == []
+    assert evaluation.unscored_warnings("x", {"cut": 0.11}) == ["x: 11% of the responses were cut by the length limit"]
 
 
 @pytest.mark.parametrize("words", ["--n 4", "--sampling.schedule ead", "--out elsewhere"])

@@ -4,6 +4,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import psutil
@@ -35,6 +36,7 @@ def args_of(more: str = "") -> dict[str, Any]:
     [
         ("", "no checkpoint is saved before the end"),
         ("--ckpt.save_steps 20", "checkpoints in kept take 25 GB, 3 of 8.3 GB each (one every 20 steps, --ckpt.max_"),
+        ("--ckpt.save_steps 20 --ds.param_dtype fp32", "take 29 GB, 3 of 9.5 GB each"),  # 16 bytes
         ("--ckpt.save_steps 20 --ckpt.save_hf --ckpt.max_num 1", "take 10 GB, 1 of 9.5 GB each"),
         ("--ckpt.save_steps 20 --ckpt.save_hf --ckpt.disable_ds", "take 4 GB, 3 of 1.2 GB each"),
         ("--ckpt.save_steps 20 --ds.lora.rank 8", "checkpoints of unknown size in kept, every 20 steps, 3 at a time"),
@@ -51,6 +53,19 @@ def test_checkpoints_without_room_are_refused() -> None:
     assert host_plan.check_disk(args_of("--ckpt.max_num 100000000"), None) is None, "none is saved"
     elsewhere = host_plan.check_disk(many, placement.planned("8x80", "--dry-run"))
     assert elsewhere is not None and "another machine" in elsewhere
+
+
+def test_checkpoints_that_will_be_replaced_count_as_room(tmp_path: Path) -> None:
+    size = host_plan.checkpoint_bytes(args_of("--ckpt.save_steps 20"))
+    assert size is not None
+    beyond = int(disk_usage(tmp_path).free // size) + 2
+    args = args_of(f"--ckpt.save_steps 20 --ckpt.max_num {beyond}")
+    with pytest.raises(UsageError, match=f"{beyond} checkpoints take"):
+        host_plan.check_disk(args, None)
+    (tmp_path / "kept").mkdir()
+    with (tmp_path / "kept" / "old").open("wb") as old:
+        old.truncate(int(3 * size))  # a hole, which takes no room
+    assert host_plan.check_disk(args, None) is None
 
 
 @pytest.mark.parametrize(

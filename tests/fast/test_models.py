@@ -51,6 +51,18 @@ def test_made_once_and_a_broken_run_leaves_nothing(
     assert list(cache.iterdir()) == [Path(folder)]
 
 
+def test_a_model_that_cannot_be_written_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, made: list[Path]
+) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(packaged, "_convert", full)
+    with pytest.raises(OSError, match="no space left on device"):
+        packaged.resolve(NAME)
+    assert list(cache.iterdir()) == []
+
+
 def test_two_processes_at_once(monkeypatch: pytest.MonkeyPatch, cache: Path, made: list[Path]) -> None:
     def slower(source: Path, target: Path) -> None:
         winner = cache / f"{NAME}-{packaged._RECIPE}"

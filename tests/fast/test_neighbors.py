@@ -126,6 +126,12 @@ def test_zero_vectors_give_no_nan() -> None:
     assert scores[1].tolist() == pytest.approx([1.0, 0.5**0.5, -1.0, -1.0])
 
 
+def test_a_zero_vector_is_farther_than_any_other_that_is_not_opposite() -> None:
+    embedding = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.5]])
+    ids, scores = ExactIndex(embedding).query(torch.tensor([0]), 1)
+    assert ids.tolist() == [[2]] and scores.item() == pytest.approx(-2 / 5**0.5)
+
+
 def test_rows_are_remembered_and_a_larger_k_refills(monkeypatch: pytest.MonkeyPatch) -> None:
     index = ExactIndex(SMALL)
     filled: list[list[int]] = []
@@ -177,6 +183,7 @@ def test_a_table_made_in_inference_mode_serves_outside_it() -> None:
         (lambda: ExactIndex(SMALL).query(torch.tensor([0]), 5), ["k=5", "[1, 4]"]),
         (lambda: ExactIndex(SMALL, exclude=[1, 2]).query(torch.tensor([0]), 3), ["k=3", "[1, 2]", "2 excluded"]),
         (lambda: ExactIndex(SMALL).query(torch.tensor([0, 5]), 2), ["token id 5", "[0, 4]"]),
+        (lambda: ExactIndex(SMALL).query(torch.tensor([0, -1]), 2), ["token id -1", "[0, 4]"]),
     ],
 )
 def test_errors_name_value_and_range(call, words: list[str]) -> None:

@@ -49,6 +49,19 @@ def test_finds_what_the_exact_index_finds(metric: str, kind: str) -> None:
     assert (scores <= best).all()
 
 
+@pytest.mark.parametrize("metric", ["cosine", "l2", "dot"])
+def test_the_hubs_that_are_scored_are_the_nearest_ones(metric: str) -> None:
+    """Of vectors whose lengths differ much, so that products, cosines and distances order them differently."""
+    embedding = matrix("random") * torch.rand(SIZE, 1, generator=torch.Generator().manual_seed(2))
+    graph, exact, tokens = HnswIndex(embedding, metric), ExactIndex(embedding, metric), torch.arange(0, SIZE, 100)
+    candidates = graph._candidates(tokens, 2)
+    assert candidates is not None
+    pairs = torch.arange(len(tokens)).repeat_interleave(graph.hubs)
+    scores = exact.score(tokens, embedding[tokens], pairs, graph._hubs.repeat(len(tokens))).view(len(tokens), -1)
+    nearest = scores.masked_fill(graph._hubs == tokens.unsqueeze(-1), -torch.inf).topk(10, dim=-1).indices
+    assert torch.equal(candidates[:, -10:].sort(dim=-1).values, graph._hubs[nearest].sort(dim=-1).values)
+
+
 def test_a_small_vocabulary_is_served_exactly() -> None:
     """Where the graph would look at everything anyway."""
     embedding, tokens = matrix("clustered")[:150], torch.arange(150)

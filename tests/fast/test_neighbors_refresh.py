@@ -164,3 +164,14 @@ class TestOnADevice:
             if sync % 2:
                 same_sets = ExactIndex(of_weights, "l2").query(torch.arange(400), 2)[0]
                 assert torch.equal(found.query(torch.arange(400), 2)[0], same_sets)
+
+
+def test_a_sync_without_a_query_since_the_last_one_has_no_drift() -> None:
+    matrix = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    neighborhood = Neighborhood(lambda shard, probe: ExactIndex(shard), lambda: matrix, every=1)
+    neighborhood.query(torch.arange(5), 2)
+    assert neighborhood.is_queried
+    neighborhood.weights_changed()
+    assert neighborhood.drift is not None and not neighborhood.is_queried
+    neighborhood.weights_changed()
+    assert neighborhood.drift is None

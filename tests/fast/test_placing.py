@@ -184,6 +184,22 @@ class TestRows:
         # 33 = 2 × 16 + 1: one prompt's 4 answers cannot be dealt to 8 ranks.
         assert self.flags(tmp_path, 33, more).value("--data.max_samples") == "32"
 
+    def test_rows_of_several_episodes_fill_a_batch_together(self, tmp_path: Path) -> None:
+        """10 rows × 4 responses × 2 episodes are 80 responses, and an update takes 64."""
+        one = "--actor.num_gpus_per_node 1"
+        flag_checks.check_rows(self.flags(tmp_path, 10, f"{one} --train.num_episodes 2"))
+        with pytest.raises(UsageError, match=r"are fewer responses than --train\.batch_size 64"):
+            flag_checks.check_rows(self.flags(tmp_path, 10, one))
+
+    def test_the_limit_of_rows_holds_for_several_files_together(self, tmp_path: Path) -> None:
+        """22 and 21 rows are 43, of which a last step would hang; 32 of them are two whole steps."""
+        other = tmp_path / "other.jsonl"
+        other.write_text('{"input": "x", "label": "y"}\n' * 21)
+        both = f"--data.prompt_dataset {tmp_path / 'prompts.jsonl'},{other}"
+        flag_checks.check_rows(self.flags(tmp_path, 22, f"--data.max_samples 32 {both}"))
+        with pytest.raises(UsageError, match="the last step of 43 rows"):
+            flag_checks.check_rows(self.flags(tmp_path, 22, f"--data.max_samples 43 {both}"))
+
 
 @pytest.mark.parametrize("shape", ["0x80", "8x", "x80", "2x2x2x80", "8×80", "-8x80", "8x0"])
 def test_shapes_that_are_none(shape: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,6 +94,7 @@ def of_trainer(text: Any) -> torch.Tensor:
         ("phi3", LONG, STRETCHED, False),
         ("phi3", {**LONG, "long_factor": STRETCHES}, TRAINED, False),
         ("phi3", {**LONG, "long_factor": STRETCHES}, STRETCHED, True),
+        ("phi3", {**LONG, "factor": 2.0 * STRETCHED / TRAINED}, TRAINED, True),  # which vLLM does not read
         ("phi3", {**LONG, "attention_factor": 1.0}, TRAINED, True),
         ("phi3", {**LONG, "short_mscale": 1.0, "long_mscale": 1.0}, TRAINED, True),
         ("phi3", {**LONG, "short_mscale": 1.0, "long_mscale": 1.0, "attention_factor": 1.0}, TRAINED, False),
@@ -134,6 +135,7 @@ def test_the_fix_of_yarn_makes_both_sides_equal(further: dict[str, float], engin
         (config(sliding_window=0), "", None, 0),
         (config("mistral", sliding_window=16), "", None, 0),
         (config("mistral", sliding_window=16, layer_types=["full_attention"] * 2), "", "in all layers, and vLLM", 16),
+        (config("mistral", sliding_window=16, layer_types=["full_attention", "sliding_attention"]), "", "in all", 16),
         (config("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=0), "", None, 0),
         (config(logit_scale=0.5), 'getattr(config, "logit_scale", 1.0)', "vLLM multiplies logits by logit_scale", 0),
         (config(logit_scale=0.5), "", None, 0),

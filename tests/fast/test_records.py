@@ -154,3 +154,42 @@ def test_a_cancelled_trajectory_does_not_hold_up_the_others() -> None:
             await tasks[1]
 
     asyncio.run(run())
+
+
+class AbortedEngine:
+    """An engine with a front end that knows one request that runs, with two samples, and none that has finished."""
+
+    def __init__(self) -> None:
+        ids = {"runs": ["0_runs-a", "1_runs-a"]}
+        self.output_processor = SimpleNamespace(external_req_ids=ids, request_states={}, parent_requests={})
+        self.vllm_config = SimpleNamespace(additional_config={"perturbation": {"name": "neighbor"}})
+        self.dropped: list[Any] = []
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> None:
+        assert method == "perturbation_drop"
+        self.dropped += args
+
+
+def test_an_abort_drops_the_records_of_what_still_runs() -> None:
+    """Whoever leaves `generate()` at a response's last output aborts a request that has finished."""
+    engine = AbortedEngine()
+    abort = records.drop_aborted(lambda engine, names: None)
+    abort(engine, ["finished"])
+    assert not engine.dropped
+    abort(engine, ["finished", "runs"])
+    assert engine.dropped == [["runs", "0_runs-a", "1_runs-a"]]
+
+
+def test_an_asynchronous_engine_takes_one_name_or_several() -> None:
+    async def original(engine: Any, names: list[str]) -> None:
+        return None
+
+    class Asynchronous(AbortedEngine):
+        async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> None:  # type: ignore[override]
+            super().collective_rpc(method, args)
+
+    abort = records.drop_aborted_async(original)
+    for names in ("runs", ["runs"]):
+        engine = Asynchronous()
+        asyncio.run(abort(engine, names))
+        assert engine.dropped == [["runs", "0_runs-a", "1_runs-a"]]

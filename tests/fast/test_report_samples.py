@@ -185,6 +185,12 @@ def test_cover() -> None:
     assert cover["Cover@0.5"](4, 2, 2) == pytest.approx(5 / 6)
 
 
+@pytest.mark.parametrize("tau", ["0", "0.5,1.1"])
+def test_a_share_that_cover_does_not_take(tau: str) -> None:
+    with pytest.raises(UsageError, match=r"--tau [\d.]+: must be in \(0, 1\]"):
+        measures(None, tau, 4)
+
+
 def test_cover_is_compared_at_as_many_responses(tmp_path: Path) -> None:
     """The same success rates at 8 and at 4 responses have the same Cover@τ in expectation."""
     draws = np.random.default_rng(1)

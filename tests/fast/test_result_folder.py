@@ -114,3 +114,13 @@ def test_a_new_folder_belongs_to_one_process(tmp_path: Path, monkeypatch: pytest
     assert given == Path("mine") and not given.exists()
     with ResultFolder.opened(tmp_path / "out"), refused, ResultFolder.opened(tmp_path / "out"):
         pytest.fail("two commands in one folder")
+
+
+def test_an_empty_folder_of_the_user_stays_where_a_start_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(KeyError), reserved_folder(str(tmp_path / "mine"), "none"):
+        raise KeyError
+    assert (tmp_path / "mine").is_dir()
+    with pytest.raises(KeyError), reserved_folder(str(tmp_path / "new"), "none"):
+        raise KeyError
+    assert not (tmp_path / "new").exists()

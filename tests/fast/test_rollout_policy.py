@@ -95,8 +95,10 @@ def test_the_noise_is_that_of_the_trainings_sync(tiny: Path) -> None:
 
 def test_a_folder_with_noise(tiny: Path) -> None:
     asked = policy("--policy_noise", "psn", "--policy_noise.sigma", "0.05")
+    (tiny / "consolidated.pth").touch()  # further weights of the model without noise
     with noisy_folder(str(tiny), asked) as folder:
         noisy = parameters(folder)
+        assert not (Path(folder) / "consolidated.pth").exists()
         assert (Path(folder) / "tokenizer.json").read_text() == "{}"
     assert not Path(folder).exists()
     with noisy_model(str(tiny), asked) as loaded:
@@ -105,13 +107,46 @@ def test_a_folder_with_noise(tiny: Path) -> None:
         assert same == str(tiny)
 
 
-def test_the_engine_is_given_schedule_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: dict[str, Any] = {}
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands for the package, whose import takes seconds."""
     stand_in = SimpleNamespace(SamplingParams=SimpleNamespace, RequestOutputKind=SimpleNamespace(FINAL_ONLY=2))
     stand_in.__spec__ = find_spec("vllm")  # its sources are looked up too
-    stand_in.LLM = lambda model, **given: built.update(given)
     for name in ("vllm", "vllm.sampling_params"):
         monkeypatch.setitem(sys.modules, name, stand_in)
+    return stand_in
+
+
+class TwoRequests:
+    """An engine whose first request ends in the first step, and whose second one never does."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.running.append(name)
+
+    def step(self) -> list[Any]:
+        answer = SimpleNamespace(text="7", token_ids=[1], finish_reason="stop")
+        return [SimpleNamespace(request_id=self.running.pop(0), finished=True, outputs=[answer])]
+
+    def abort_request(self, names: list[str]) -> None:
+        self.running = [name for name in self.running if name not in names]
+
+
+def test_samples_that_nobody_waits_for_are_aborted(vllm: SimpleNamespace) -> None:
+    two: Any = SimpleNamespace(llm_engine=TwoRequests())
+    jobs = [([1], 0, 0), ([1], 0, 1)]
+    stream = engine.generate(two, jobs, Sampling(), perturbed=False, reproducible=False)
+    assert [answer.job for answer in next(stream)] == [0]
+    assert two.llm_engine.running == ["eval-1"]
+    stream.close()
+    assert not two.llm_engine.running
+
+
+def test_the_engine_is_given_schedule_and_step(vllm: SimpleNamespace) -> None:
+    built: dict[str, Any] = {}
+    vllm.LLM = lambda model, **given: built.update(given)
     hot = policy("--sampling.schedule", "ead")
     engine.build("m", None, 10, hardware="cpu", policy=hot)
     assert built["additional_config"]["sampling_schedule"] == hot.specs["sampling_schedule"]

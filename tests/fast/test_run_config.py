@@ -207,3 +207,10 @@ def test_the_run_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="unknown credit"):
         RunConfig(specs={"credit": {"name": "nothing"}}).credit  # noqa: B018
     assert set(FLAGS.values()) == {kind.flag for kind in KINDS.values()}
+
+
+def test_a_step_of_an_engine_has_room_for_a_token_of_each_response() -> None:
+    run = parse.run_config(["--engine.max_num_seqs", "64", "--engine.max_num_batched_tokens", "64"])
+    assert run.engine_limits == {"max_num_seqs": 64, "max_num_batched_tokens": 64}
+    with pytest.raises(UsageError, match=r"--engine\.max_num_seqs is 65 and --engine\.max_num_batched_tokens 64"):
+        parse.run_config(["--engine.max_num_seqs", "65", "--engine.max_num_batched_tokens", "64"])

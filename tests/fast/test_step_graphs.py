@@ -21,6 +21,7 @@ from ngrpo.rollout.async_scheduling import HostBuffers
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.step_graphs import StepGraphs, bucket_sizes, rows_of_buffers
 from ngrpo.rollout.step_kernels import StepKernels
+from ngrpo.rollout.step_rows import Logits
 from perturbations import create
 
 pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="needs PyTorch's build for CPUs")
@@ -115,6 +116,43 @@ def test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one(monkey
         assert not graphs._graphs
         decoding.step()
         assert len(graphs._graphs) == 1
+
+
+def test_a_step_has_its_own_greedy_tokens_and_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_graphs, "available", lambda device: True)
+    monkeypatch.setattr(step_graphs, "CudaGraph", decode_step._NoGraph)
+    with torch.inference_mode():
+        decoding = decode_step.Decoding(made("gumbel", rate=0.7), 16)
+        decoding.step()
+        graphs = decoding.perturber._graphs
+        temperature, greedy = torch.tensor([0.5, 2.0]), torch.tensor([7, -1])
+        logits = Logits(torch.zeros(2, 1024), temperature, drawable=None, greedy=greedy, hidden=None)
+        placed = graphs._placed(logits, batch=2, size=4)
+        assert placed.greedy.tolist() == [7, -1, -1, -1] and placed.temperature[:2].tolist() == [0.5, 2.0]
+        later = logits._replace(temperature=torch.tensor([1.5, 0.25]), greedy=None)
+        placed = graphs._placed(later, batch=2, size=4)
+        assert placed.greedy.tolist() == [-1, -1, -1, -1] and placed.temperature[:2].tolist() == [1.5, 0.25]
+
+
+def test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may copy them on another stream while the next step writes to the graph's addresses."""
+    monkeypatch.setattr(step_graphs, "available", lambda device: True)
+    monkeypatch.setattr(step_graphs, "CudaGraph", decode_step._NoGraph)
+    drawn: list[torch.Tensor] = []
+
+    def run(self: StepGraphs, *args: Any) -> Any:
+        result = RUN(self, *args)
+        drawn.append(result[0])
+        return result
+
+    monkeypatch.setattr(StepGraphs, "run", run)
+    with torch.inference_mode():
+        decoding = decode_step.Decoding(made("gumbel", rate=0.7), 16)
+        for _ in range(2):
+            decoding.step()
+    written = decoding.perturber._graphs._tokens
+    memories = [tokens.untyped_storage().data_ptr() for tokens in (written, *drawn)]
+    assert len(drawn) == 2 and len(set(memories)) == 3
 
 
 # --- planted faults -----------------------------------------------------------------------------------------------

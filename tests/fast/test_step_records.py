@@ -11,6 +11,7 @@ from benchmarks import decode_step
 from benchmarks.decode_step import Decoding, counting
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import STEPS_AT_ONCE, HostBuffers
+from ngrpo.rollout.batch import Rows
 from ngrpo.rollout.step_records import PackedRecord, RecordLayout, SeparateRecord, pack
 from ngrpo.rollout.trajectories import DrawnStep, TrajectoryStore
 from perturbations import create, streams
@@ -111,6 +112,16 @@ def test_a_step_is_one_graph_one_upload_and_one_download(monkeypatch: pytest.Mon
     assert counts.steps == 2 * STEPS_AT_ONCE
     assert counts.uploads == counts.downloads == counts.steps
     assert counts.launches == (1 + 4) * counts.steps and not counts.waits
+
+
+def test_rows_beyond_the_batch_belong_to_the_scratch_row() -> None:
+    batch = {"slots": np.array([3, 5]), "seeds": np.array([7, 8]), "first": np.array([2, 9])}
+    rows = Rows(names=["a", "b"], perturbed=np.ones(2, dtype=bool), **batch)
+    columns = rows.columns_of(size=4, scratch=11)
+    assert columns.slots.tolist() == [3, 5, 11, 11]
+    assert columns.seeds.tolist() == [7, 8, 0, 0] and columns.first.tolist() == [2, 9, 0, 0]
+    columns.positions[:] = 1
+    assert rows.columns_of(size=4, scratch=11).positions.tolist() == [1, 1, 1, 1], "one matrix for all of its steps"
 
 
 def test_buffers_are_used_again() -> None:

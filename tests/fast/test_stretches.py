@@ -112,6 +112,23 @@ def test_a_checkpoint_from_before_a_change_drops_its_stretch(folder: Path) -> No
     assert [stretch["first_step"] for stretch in found] == [1, 3] and "train.seed not given → 8" in told
 
 
+def test_a_stretch_of_a_single_step_stays(folder: Path) -> None:
+    start(folder)
+    before, _ = start(folder, RESUMED, "--train.seed", "7")
+    saved = folder / "checkpoints/_actor"
+    (saved / "global_step4").rename(saved / "global_step5")
+    (saved / "latest").write_text("global_step5")
+    assert start(folder, RESUMED, "--train.seed", "7") == (before, []), "step 5 was the first of the second stretch"
+
+
+def test_a_models_folder_is_the_same_by_any_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "model").mkdir()
+    start(folder, "--actor.model_name_or_path", str(folder / "model"))
+    monkeypatch.chdir(folder)
+    found, _ = start(folder, RESUMED, "--actor.model_name_or_path", "model")
+    assert found[-1]["settings"]["actor.model_name_or_path"] == "model"
+
+
 def run_yaml(folder: Path, where: Path, more: Sequence[str] = ()) -> RunConfig:
     run = run_of(perturbation=NEIGHBOR, openrlhf=tuple(words(folder, *more)))
     run.write(where / FILE)

@@ -36,6 +36,9 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     for name in CACHES:
         monkeypatch.setenv(name, str(tmp_path / name))
     surroundings.check_caches()
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(home))
+    with pytest.raises(UsageError, match=rf"these caches cannot be written: vLLM's \({home}\)\."):
+        surroundings.check_caches()
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,7 @@ def test_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ({"TMPDIR": "/tmp"}, None),
         ({"TMPDIR": "/" + "t" * 74}, r"^TMPDIR=/t+: has 75 bytes, and the sockets that Ray makes there leave room for"),
+        ({"TMPDIR": "/" + "ü" * 37}, r"^TMPDIR=/ü+: has 75 bytes"),
         ({"TMPDIR": "/tmp", "RAY_TMPDIR": "/" + "t" * 74}, "^RAY_TMPDIR=.* Set RAY_TMPDIR to a shorter path"),
         ({"TMPDIR": "/" + "t" * 74, "RAY_TMPDIR": "/tmp"}, "^TMPDIR=.* that vLLM makes there leave room for 70"),
         ({"TMPDIR": "/" + "t" * 74, "RAY_TMPDIR": "/tmp", "VLLM_RPC_BASE_PATH": "/tmp"}, None),

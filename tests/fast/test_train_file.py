@@ -92,6 +92,10 @@ def test_bad_files(text: str, said: str, tmp_path: Path) -> None:
         ("perturbation: neighbor\nperturbation.until: ####\n", "", r'.until. has no value\. .*until: "####"'),
         ("perturbation: neighbor\nperturbation.until:\n", "", "'perturbation.until' has no value"),
         ("rollout.batch_size:\n", "", "'rollout.batch_size' has no value"),
+        ("perturbation: neighbor\nperturbation.until: [no, stop]\n", "", "until takes a text"),
+        ("perturbation: neighbor\nadvantage: no\n", "", "advantage takes a name"),
+        ("rollout.stop: [stop, null]\n", "", "item 2 of the key 'rollout.stop' has no value"),
+        ("log-file: no\n", "", r'log-file takes a text .*quote the text, log-file: "no"'),
     ],
 )
 def test_texts_that_yaml_reads_otherwise(tmp_path: Path, text: str, line: str, said: str) -> None:
@@ -106,6 +110,17 @@ def test_quoted_texts_and_switches_are_taken(tmp_path: Path) -> None:
     unquoted = "perturbation: neighbor\nperturbation.until: no\n"
     assert parsed(tmp_path, unquoted, "--perturbation.until END").spec["until"] == "END"
     assert parsed(tmp_path, 'perturbation: neighbor\nperturbation.until: "####"\n').spec["until"] == "####"
+
+
+def test_a_boolean_that_a_later_file_replaces_is_not_refused(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.yaml"
+    earlier.write_text("perturbation: neighbor\nperturbation.until: no\n")
+    later = tmp_path / "later.yaml"
+    later.write_text("perturbation.until: END\n")
+    run = parse.run_config(parse.with_files(["--config", str(earlier), "--config", str(later)]))
+    assert run.spec["until"] == "END"
+    with pytest.raises(UsageError, match=r"earlier\.yaml: perturbation\.until takes a text"):
+        parse.with_files(["--config", str(later), "--config", str(earlier)])
 
 
 def test_the_file_of_a_perturbation_refuses_them_too(tmp_path: Path) -> None:

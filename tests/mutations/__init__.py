@@ -14,12 +14,12 @@ To add one, append its old text, its new text and what is wrong then to its file
 that was rewritten takes its mutation along.
 """
 
-from tests.mutations import of_edges, of_inputs, of_methods, of_rewards, of_values
+from tests.mutations import of_edges, of_inputs, of_methods, of_rewards, of_settings, of_steps, of_values
 from tests.mutations.mutation import Mutation, problem, survives
 
 MUTATIONS = [
     Mutation(file, old, new, tests, wrong)
-    for part in (of_edges, of_inputs, of_methods, of_rewards, of_values)
+    for part in (of_edges, of_inputs, of_methods, of_rewards, of_settings, of_steps, of_values)
     for (file, tests), rows in part.MUTATIONS.items()
     for old, new, wrong in rows
 ]

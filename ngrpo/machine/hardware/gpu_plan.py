@@ -358,12 +358,12 @@ def check_machine(args: Args, machine: Machine | None) -> str | None:
         return f"not checked: whether there are {needed} GPUs; {machine.source}."
     # OpenRLHF asks for a CPU with each GPU, and for one of its own, or three where rollouts are asynchronous.
     cpus = needed + (3 if args["train.async_enable"] else 1)
-    for count, kind, there in ((needed, "GPU", machine.total), (cpus, "CPU of Ray", machine.cpus)):
+    for count, kind, there in ((needed, "GPUs", machine.total), (cpus, "CPUs of Ray", machine.cpus)):
         if there is not None and count > there:
             held = ", ".join(f"{group.gpus} for {' and '.join(group.models)}" for group in groups)
             fix = "Fix: fewer ranks and engines" if there else "Fix: start it where GPUs are"
             raise UsageError(
-                f"this run needs {count} {kind}s and {there} {'is' if there == 1 else 'are'} there"
+                f"this run needs {count} {kind} and {there} {'is' if there == 1 else 'are'} there"
                 f" ({machine.source}): {held}. {fix}, or leave the placement out ({_DOCS})."
             )
     return None

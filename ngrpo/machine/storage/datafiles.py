@@ -167,7 +167,7 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
     """The lines ``key: value`` of a YAML file.
 
     Raises:
-        UsageError: for any other content, a key given twice, and a key without a value.
+        UsageError: for any other content, a key given twice, and a key or an item of a list without a value.
     """
     import yaml
 
@@ -196,6 +196,11 @@ def read_yaml(path: str, *, flag: str, example: str) -> dict[str, Any]:
                     f"{flag} {path}: the key {key!r} has no value. YAML takes what follows a # for a comment: quote a"
                     f' text that begins with one, {key}: "####". A switch is {key}: true.'
                 )
+            if isinstance(value, list) and None in value:
+                raise UsageError(
+                    f"{flag} {path}: item {value.index(None) + 1} of the key {key!r} has no value. YAML takes what"
+                    ' follows a # for a comment, and null for nothing: quote the text, - "####", or leave the item out.'
+                )
     return loaded
 
 
@@ -222,6 +227,11 @@ def texts(value: object) -> list[str]:
     """A YAML value, or each of a list, in the form of a command line."""
     values = value if isinstance(value, list) else [value]
     return [str(part).lower() if isinstance(part, bool) else str(part) for part in values]
+
+
+def has_boolean(value: object) -> bool:
+    """Whether a YAML value, or one of a list, is true or false."""
+    return any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
 
 
 def event_files(folder: Path) -> list[str]:

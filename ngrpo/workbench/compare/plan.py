@@ -31,6 +31,7 @@ _SET_BY_US = {
 }
 _SHARED = "--perturbation.replay_buffer"  # where records wait changes no result, so all runs have the same
 _SWITCHES = ("stock", "discard-models")
+_TEXTS = ("strategies", "perturbations", "base", "baseline", "out")  # keys of a file whose values are texts
 _OURS = ("perturbations", "base", "seeds", "baseline", "threshold", "out", "config", "strategy", "sweep", *_SWITCHES)
 # Flags of other commands, by their prefix, each with the training flags that share the prefix.
 _TRAINING = tuple(f"--eval.{end}" for end in ("at_start", "dataset", "split", "steps", "temperature_", "n_samples"))
@@ -96,7 +97,9 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     Raises:
         UsageError: for anything that could not be run.
     """
-    own, groups, train = _split_words(argv)
+    file = Flags(argv).value("--config")
+    lines = _file_lines(file) if file else {}
+    own, groups, train = _split_words([*_file_argv(file, lines), *argv] if file else argv)
     rest = Flags(train)
     model = rest.value("--model") or rest.value("--actor.model_name_or_path") or ""
     # Part of the comparison, so that the diagnosis draws with them too.
@@ -104,6 +107,8 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
     single = {name: values[-1] for name, values in own.items()}
     bases, seeds = _listed(single, "base"), _listed(single, "seeds") or ["0"]
     arms = parse_arms(single.get("perturbations"), own["sweep"], own["strategy"], bases=bases, training=True)
+    if file:
+        _refuse_booleans(file, lines, command_line=Flags(argv), shared=rest, arms=arms)
     for arm in arms:
         for key in arm.training:
             _refuse_set_by_us(f"--{key}")
@@ -152,11 +157,10 @@ def read_plan(argv: Sequence[str]) -> tuple[Plan, Path]:
 def _split_words(argv: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, list[str]], list[str]]:
     """Our own flags with all their values, the flags of the other commands, and the rest for ``ngrpo train``.
 
-    The words of the file come before those of the command line, so that the last value of a flag is the user's.
+    The words of the file must come before those of the command line, so that the last value of a flag is the user's.
     """
-    file = Flags(argv).value("--config")
     ours, groups, rest = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list), []
-    for flag in (*Flags(_file_argv(file) if file else ()), *Flags(argv)):
+    for flag in Flags(argv):
         name, value = flag.name.removeprefix("--"), flag.values[0] if flag.values else ""
         group, _, option = name.partition(".")
         of_command = group in _GROUPS and option and not flag.name.startswith(_GROUPS[group])
@@ -188,24 +192,51 @@ def _refuse_set_by_us(name: str) -> None:
             raise UsageError(f"{name} is set by ngrpo compare for each run: {instead} instead.")
 
 
-def _file_argv(path: str) -> list[str]:
-    """The file as command-line words."""
+def _file_lines(path: str) -> dict[str, Any]:
+    """The lines of the file, with keys and values of the right form."""
     keys = sorted({*_OURS, "strategies", "flags", *_GROUPS} - {"config", "strategy"})
-    argv: list[str] = []
-    for key, value in datafiles.read_yaml(path, flag="--config", example="'perturbations: none,neighbor'").items():
+    lines = datafiles.read_yaml(path, flag="--config", example="'perturbations: none,neighbor'")
+    for key, value in lines.items():
         if key not in keys:
             raise UsageError(f"--config {path}: unknown key {key!r}.{nearest(key, keys)} Keys: {', '.join(keys)}.")
+        if key in ("sweep", "flags", *_GROUPS) and not isinstance(value, dict):
+            raise UsageError(f"--config {path}: {key} must hold lines of 'option: value'.")
+        for item in value if isinstance(value, list) else [value]:
+            if key in _TEXTS and isinstance(item, bool | dict | list):
+                raise UsageError(
+                    f"--config {path}: {key} has {item!r}, and takes texts such as 'neighbor rate=0.2'. YAML reads yes,"
+                    " no, on and off as true or false, and a colon before a blank as a key: quote the text."
+                )
+    return lines
+
+
+def _refuse_booleans(
+    path: str, lines: Mapping[str, Any], *, command_line: Flags, shared: Flags, arms: Sequence[Arm]
+) -> None:
+    """Raises ``UsageError`` where YAML has read true or false for a flag or a swept option that takes a text."""
+    for key in ("flags", "sweep"):
+        for name, value in lines.get(key, {}).items():
+            if datafiles.has_boolean(value) and not command_line.has(f"--{name}"):
+                for arm in arms:
+                    parse.refuse_boolean(f"--{name}", path, Flags([*shared.argv, *arm.flags]))
+
+
+def _file_argv(path: str, lines: Mapping[str, Any]) -> list[str]:
+    """The lines of the file as command-line words."""
+    argv: list[str] = []
+    for key, value in lines.items():
         if key == "strategies":
             argv += [word for line in datafiles.texts(value) for word in ("--strategy", line)]
         elif key not in ("sweep", "flags", *_GROUPS):
             argv += [f"--{key}", ",".join(datafiles.texts(value))]
-        elif not isinstance(value, dict):
-            raise UsageError(f"--config {path}: {key} must hold lines of 'option: value'.")
         elif key == "sweep":
             swept = (f"{name}={','.join(datafiles.texts(values))}" for name, values in value.items())
             argv += [word for text in swept for word in ("--sweep", text)]
         else:
-            argv += datafiles.words(value, prefix="" if key == "flags" else f"{key}.")
+            try:
+                argv += datafiles.words(value, prefix="" if key == "flags" else f"{key}.")
+            except UsageError as error:
+                raise UsageError(f"--config {path}: {key}: {error}") from None
     return argv
 
 

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a run, what they need of a machine, result folders, and an evaluation."""
+
+_HOST, _POSITIONS = "test_host_plan.py", "test_positions.py"
+_MEMORY = "test_dry_run.py::test_memory_of_a_trained_model_by_hand"
+_MEMORY += " test_dry_run.py::test_memory_of_reference_logits_and_engine_by_hand"
+_MEMORY += " test_dry_run.py::test_ray_needs_a_cpu_for_each_gpu_and_for_openrlhfs_own_processes"
+_LIMITS = "test_run_config.py::test_a_step_of_an_engine_has_room_for_a_token_of_each_response"
+_GROUPS = "test_dry_run.py::test_the_ranks_of_a_ring_have_the_same_responses"
+_GROUPS += " test_dry_run.py::test_placement_is_that_of_openrlhfs_own_program"
+_PLANS = "test_placing.py::test_plans_that_cannot_work"
+_PLANS += " test_placing.py::test_engines_of_their_own_leave_room_for_a_context"
+_FOLDER, _SAMPLES, _POLICY = "test_evaluate_folder.py", "test_report_samples.py", "test_rollout_policy.py"
+
+MUTATIONS = {
+    ("ngrpo/config/parse.py", "test_train_file.py"): [
+        (
+            '            booleans.pop(f"--{key}", None)  # of an earlier file\n',
+            "",
+            "files: a boolean that a later one replaced",
+        ),
+        (
+            "of_it -= SETTINGS.keys() | ALIASES.keys()",
+            "of_it -= SETTINGS.keys()",
+            "files: another perturbation, reproducible",
+        ),
+        ("        names |= set(_MODEL)\n", "        pass\n", "files: the model twice"),
+    ],
+    ("ngrpo/config/parse.py", _LIMITS): [
+        ("if responses > tokens:", "if responses >= tokens:", "limits: as many tokens as responses"),
+    ],
+    ("ngrpo/config/arms.py", "test_arms.py"): [
+        (
+            'key=lambda name: name.count("."))',
+            'key=lambda name: -name.count("."))',
+            "arms: a gate's option before the gate",
+        ),
+        ("        fits = key not in arm.settings\n", "        fits = True\n", "arms: a sweep over an arm's own value"),
+        ('limits["low"] != limits.get("high"))', "True)", "arms: an option that allows one value is swept"),
+        (
+            "(other.spec, other.training) == (spec, arm.training)",
+            "other.spec == spec",
+            "arms: others by a flag are the same",
+        ),
+    ],
+    ("ngrpo/config/stretches.py", "test_stretches.py"): [
+        ('if stretch["first_step"] <= step]', 'if stretch["first_step"] < step]', "stretches: one of a single step"),
+        ("not (name in before and name in after)", "False", "stretches: the content of another file is a change"),
+        ('"first_step": step + 1, "settings"', '"first_step": step, "settings"', "stretches: a step early"),
+        (
+            'return str(path.resolve()) if path.exists() else value or "none"',
+            'return value or "none"',
+            "stretches: a folder by two names",
+        ),
+    ],
+    ("ngrpo/config/verl_lines.py", "test_verl_lines.py"): [
+        ("max(responses // each, 1)", "max(responses, 1)", "verl: responses for prompts"),
+        (
+            "        if not flags.has(_KL_LOSS):\n",
+            "        if flags.has(_KL_LOSS):\n",
+            "verl: KL in the reward for the loss",
+        ),
+        ('if name == "name" or usual.get(name) != value}', "if True}", "verl: options at their defaults"),
+    ],
+    ("ngrpo/config/flag_checks.py", "test_placing.py::TestRows"): [
+        (
+            "return min(most, sum(min(most, rows) for rows in counted))",
+            "return sum(min(most, rows) for rows in counted)",
+            "rows: of several files beyond the limit",
+        ),
+        ("rows * responses * epochs < batch", "rows * responses < batch", "rows: episodes are not counted"),
+    ],
+    ("ngrpo/machine/hardware/gpu_plan.py", _MEMORY): [
+        ("states = 12 * split", "states = 8 * split", "memory: no master copy"),
+        (
+            "2 * split if stage < 3 and _accumulates(args)",
+            "2 * split if _accumulates(args)",
+            "memory: ZeRO-3 keeps sums",
+        ),
+        (
+            'max(size.kv_heads // args["vllm.tensor_parallel_size"], 1)',
+            "size.kv_heads",
+            "memory: KV heads are on all ranks",
+        ),
+        ("return size.layers * 2 * heads", "return size.layers * heads", "memory: keys without values"),
+        ("cpus = needed + (3 if", "cpus = needed + (1 if", "CPUs of asynchronous rollouts"),
+        ('// args["ds.ring_attn_size"]', "", "memory: a ring's ranks have whole samples"),
+        ("(share * gpu, _ASLEEP, _ASLEEP, _ASLEEP)", "(share * gpu,) * 4", "memory: an engine that sleeps keeps all"),
+    ],
+    ("ngrpo/machine/hardware/gpu_plan.py", _PLANS): [
+        ("range(ceil(100 * given) - 1, 0, -1)", "range(1, ceil(100 * given))", "memory: the smallest share that fits"),
+        ("and share > _MOST_AWAKE:", "and share >= 1.0:", "an engine that does not sleep takes all"),
+    ],
+    ("ngrpo/machine/hardware/host_plan.py", _HOST): [
+        ("return min(limits)", "return max(limits)", "host: a cgroup's limit"),
+        ("for folder in (own, *own.parents):", "for folder in (own,):", "host: the limit of an outer cgroup"),
+        ("if needed > free + kept:", "if needed > free:", "host: checkpoints that will be replaced"),
+        ('needed = size * args["ckpt.max_num"]', "needed = size", "host: one checkpoint of several"),
+        ("weights = 4 if", "weights = 2 if", "host: float32 weights of a checkpoint"),
+    ],
+    ("ngrpo/machine/models/positions.py", _POSITIONS): [
+        ("0.1 * mscale * math.log(factor) + 1.0", "0.1 * math.log(factor) + 1.0", "yarn: mscale"),
+        ('rope.get("factor") or stretched, original)', "stretched, original)", "longrope: its factor"),
+        ('not is_listed or "sliding_attention" in layers', "True", "window: no layer has it"),
+        ('set(layers) == {"sliding_attention"}', '"sliding_attention" in layers', "window: some layers for all"),
+        ("scale not in (None, 1.0) and", "scale is not None and", "logit_scale of 1"),
+    ],
+    ("ngrpo/machine/storage/datafiles.py", "test_datafiles.py"): [
+        ('encoding="utf-8-sig"', 'encoding="utf-8"', "rows: Excel's byte order mark"),
+        ("if isinstance(value, float) and value.is_integer():", "if False:", "labels: 7.0 is no 7"),
+        ("    if len(row) < len(pairs):\n", "    if False:\n", "rows: a key twice"),
+        ("return value is None or value != value", "return value is None", "rows: pandas' NaN is a label"),
+    ],
+    ("ngrpo/machine/storage/result_folder.py", "test_result_folder.py"): [
+        ("value.pop(_CHECKSUM) == _checksum(value)", "value.pop(_CHECKSUM)", "results: any checksum"),
+        (
+            "                    file.truncate(len(data) - len(tail))",
+            "                    pass",
+            "results: a cut line stays",
+        ),
+        ("row.keys() >= set(keys)", "True", "results: lines without their keys"),
+        ("if new and [entry.name", "if [entry.name", "results: a user's empty folder is removed"),
+    ],
+    ("ngrpo/machine/models/packaged.py", "test_models.py"): [
+        (
+            "            if not folder.is_dir():  # otherwise",
+            "            if True:  # otherwise",
+            "models: another process was faster",
+        ),
+        (
+            "                raise\n    return folder",
+            "                pass\n    return folder",
+            "models: no room is no error",
+        ),
+    ],
+    ("ngrpo/machine/upstream/placement.py", _GROUPS): [
+        ("pair = has_critic and args", "pair = args", "placement: a pair without a critic"),
+        (
+            'args["train.colocate_all"] and not args["train.async_enable"]',
+            'args["train.colocate_all"]',
+            "placement: asynchronous engines share",
+        ),
+        ('split = args["ds.ring_attn_size"] * args', "split = args", "placement: ranks of a ring train apart"),
+    ],
+    ("ngrpo/machine/hardware/surroundings.py", "test_surroundings.py"): [
+        ('used = len(folder.rstrip("/").encode())', 'used = len(folder.rstrip("/"))', "sockets: characters for bytes"),
+        ('room = _SOCKET_BYTES - len(f"/{name}")', "room = _SOCKET_BYTES", "sockets: the name itself"),
+        ("in (path, *path.absolute().parents)", "in path.absolute().parents", "caches: the folder itself is not tried"),
+    ],
+    ("ngrpo/workbench/evaluate/sample_comparison.py", _SAMPLES): [
+        ("common = [min(n for", "common = [max(n for", "cover: responses that not all files have"),
+        (
+            "[k for k in DEFAULT_KS if 1 < k <= fewest]",
+            "[k for k in DEFAULT_KS if 1 < k < fewest]",
+            "comparison: no Pass@n",
+        ),
+        ("        seen[text] += 1\n", "", "comparison: equal problems are one"),
+        ('if row["correct"] not in (0, 1):', "if False:", "comparison: half right"),
+        (
+            "if bad := [tau for tau in taus if not 0.0 < tau <= 1.0]:",
+            "if bad := [tau for tau in taus if not 0.0 <= tau <= 1.0]:",
+            "comparison: cover of 0",
+        ),
+    ],
+    ("ngrpo/workbench/evaluate/evaluation.py", _FOLDER): [
+        ("1.0 - parsed - (timed_out or 0.0)", "1.0 - parsed", "evaluation: timed out is unreadable"),
+        ("round(share or 0.0, 9) > 0.1", "(share or 0.0) > 0.1", "evaluation: a tenth is above a tenth"),
+        (
+            "        earlier[prompt] += 1\n",
+            "        earlier[prompt] += name in asked\n",
+            "evaluation: resumed repeats have other seeds",
+        ),
+        ('settings["digest"] = digest(problems)', "pass", "rescored: the digest of the old scorer"),
+        (
+            "isinstance(limit, int) and length > limit",
+            "isinstance(limit, int) and length >= limit",
+            "evaluation: exactly the context",
+        ),
+    ],
+    ("ngrpo/workbench/evaluate/engine.py", _POLICY): [
+        ("if not 0 <= step < (", "if not 0 <= step <= (", "policy: a step after the last"),
+        ("(step + 1, 10 * (step + 1), 1000 * (step + 1))", "(step + 1,)", "policy: σ of an unknown length"),
+        ("if schedule is not None and temperature == 0.0:", "if False:", "policy: greedy with a schedule"),
+        ("not file.name.endswith(_WEIGHTS) and not (", "not (", "policy: clean weights beside the noisy ones"),
+        ('"enabled": perturbed,', '"enabled": True,', "evaluation: unperturbed requests are perturbed"),
+        (
+            "            engine.abort_request(list(live))",
+            "            pass",
+            "evaluation: a stopped one's requests go on",
+        ),
+    ],
+    ("ngrpo/workbench/evaluate/engine.py", _FOLDER): [
+        (
+            'if self.finish != "stop" or not self.tokens:',
+            "if not self.tokens:",
+            "evaluation: a cut response has an end",
+        ),
+    ],
+}

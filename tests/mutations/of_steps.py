@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rollout step as a graph, its records on their way to the host, the embedding's override, neighbor indices."""
+
+_GRAPHS = "test_step_graphs.py::test_a_step_has_its_own_greedy_tokens_and_temperatures"
+_GRAPHS += " test_step_graphs.py::test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay"
+_GRAPHS += " test_step_graphs.py::test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one"
+_GRAPHS += " test_step_graphs.py::test_a_graph_has_the_bits_of_its_parts"
+_MOVED = "test_step_graphs.py::test_a_state_that_has_moved_is_captured_anew"
+_RECORDS = "test_step_records.py"
+_NEIGHBORS, _HNSW = "test_neighbors.py", "test_neighbors_hnsw.py"
+
+MUTATIONS = {
+    ("ngrpo/rollout/step_graphs.py", _MOVED): [
+        (
+            "if self._graphs and self._current_addresses() != self._addresses:",
+            "if False:",
+            "graphs: a state that has moved",
+        ),
+    ],
+    ("ngrpo/rollout/step_graphs.py", _GRAPHS): [
+        ("        elif self._has_greedy:\n", "        elif False:\n", "graphs: greedy tokens of an earlier step"),
+        ("self._tokens[:batch].clone()", "self._tokens[:batch]", "graphs: tokens that the next replay overwrites"),
+        (
+            "if logits.temperature is not self._temperature_of",
+            "if self._temperature_of is None",
+            "graphs: first temperatures",
+        ),
+        ("        flat.copy_(values)\n", "", "graphs: the first run's columns are replayed"),
+        (
+            "            self.forget()  # graphs have its address",
+            "            pass  # graphs have its address",
+            "graphs: a moved buffer",
+        ),
+        ("if size >= rows), None)", "if size > rows), None)", "graphs: a full bucket takes the next"),
+    ],
+    ("ngrpo/rollout/step_records.py", _RECORDS): [
+        ("(words[:, 0] & 2) > 0", "(words[:, 0] & 1) > 0", "packed records: agreed is fed"),
+        (
+            "words if len(rows) == len(words) else words[rows]",
+            "words",
+            "packed records: fields of rows without an edit",
+        ),
+        ("return self.gated_rows[fed], {", "return self.gated_rows, {", "separate records: rows that were not fed"),
+        ("self._places[name] = slice(self.width, end)", "self._places[name] = slice(2, end)", "packed records: places"),
+    ],
+    ("ngrpo/rollout/batch.py", _RECORDS): [
+        ("            columns.slots.fill(scratch)\n", "", "batch: rows beyond the batch have slot 0"),
+        ("            columns.first[:count] = self.first\n", "", "batch: the first positions"),
+    ],
+    ("ngrpo/rollout/async_scheduling.py", _RECORDS): [
+        ("                note.buffer.give_back()\n", "                pass\n", "notes: buffers are never used again"),
+    ],
+    ("ngrpo/rollout/async_scheduling.py", "test_notes.py"): [
+        (
+            "if steps and not self._continues(step):",
+            "if False:",
+            "notes: positions that do not follow are written at once",
+        ),
+        ("        self._newest_note[note.slots] = self.taken\n", "", "notes: a slot's notes are not waited for"),
+        ("else log_probs[self.kept_rows]", "else log_probs[: len(slots)]", "notes: log-probabilities of other rows"),
+        (
+            "edited_slots=self.slots[edited_rows]",
+            "edited_slots=slots[: len(edited_rows)]",
+            "notes: edits of other slots",
+        ),
+        ("wait=self._stored + len(arrived) < until", "wait=False", "notes: nothing is waited for"),
+        ("self._uploading[0].event is None or self._uploading[0].event.query()", "True", "uploads: a buffer in use"),
+    ],
+    ("ngrpo/rollout/input_override.py", "test_input_override.py"): [
+        (
+            "        self.clear_drawn()\n        self.drawn_fed",
+            "        self.drawn_fed",
+            "override: edits of an earlier step",
+        ),
+        ("        if self._laid_out > rows:\n", "        if False:\n", "override: sources of a longer forward stay"),
+        ("self._laid_out = rows if replaces else 0", "self._laid_out = 0", "override: sources are never taken back"),
+        ("index_copy_(0, rows + self.drawn_rows, vectors)", "index_copy_(0, rows, vectors)", "override: stored edits"),
+        (
+            "            self._module.override_sources.copy_(sources)",
+            "            pass",
+            "override: suspended for good",
+        ),
+        ("        self._module.override_sources.fill_(PLAIN)\n", "", "override: acts inside an encoder"),
+    ],
+    ("ngrpo/rollout/records.py", "test_records.py"): [
+        ("expected is not None and fingerprint != expected", "False", "records: another perturbation on a worker"),
+        (
+            "truncate(trajectory.record.prompt_tokens + generated)",
+            "truncate(generated)",
+            "records: cut without the prompt",
+        ),
+        (
+            "[request_id] if isinstance(request_id, str)",
+            "list(request_id) if isinstance(request_id, str)",
+            "records: a name",
+        ),
+        (
+            "names = [name for name in names if name in ids or",
+            "names = [name for name in names if True or",
+            "records: finished",
+        ),
+    ],
+    ("perturbations/neighbors/exact.py", _NEIGHBORS): [
+        ("_ROUNDING_L1 = 2.0**-10", "_ROUNDING_L1 = 0.0", "exact: l1 products are taken for exact"),
+        ("_ROUNDING = 2.0**-7", "_ROUNDING = 0.0", "exact: products are taken for exact"),
+        ("values[:, right == 0.0] = -1.0", "values[:, right == 0.0] = 0.0", "exact: a zero vector is orthogonal"),
+        ("(right > 0.0), 2.0, _ROUNDING)", "(right > 0.0), _ROUNDING, _ROUNDING)", "exact: a tiny row's underflow"),
+        ("_ROUNDING * right.square(), _ROUNDING * left.square()", "_ROUNDING, _ROUNDING", "exact: slack of l2"),
+        (
+            "torch.where(scale > 0.0, score / scale",
+            "torch.where(scale >= 0.0, score / scale",
+            "exact: cosine of zero is 0",
+        ),
+    ],
+    ("perturbations/neighbors/exact.py", "test_neighbors_ranks.py"): [
+        ("others += self._shard.first", "others += 0", "exact: ids of a rank's own rows"),
+        ("here = (at >= 0) & (at", "here = (at < len(self.norms)) & (at", "exact: another rank's token is out"),
+    ],
+    ("perturbations/neighbors/base.py", _NEIGHBORS): [
+        ("self._excluded.sum()) - 1, 0)", "self._excluded.sum()), 0)", "neighbors: a token may be its own"),
+        ("(token_ids < 0) | (token_ids >= self._size)", "(token_ids >= self._size)", "neighbors: a negative id"),
+        (
+            "ids, by_id = ids.sort(dim=-1)",
+            "ids, by_id = ids.sort(dim=-1, descending=True)",
+            "neighbors: ties by the higher id",
+        ),
+    ],
+    ("perturbations/neighbors/hnsw.py", _HNSW): [
+        ("scores[:, 1:].masked_fill_(ids[:, 1:] == ids[:, :-1], -torch.inf)", "pass", "hnsw: a candidate twice"),
+        (
+            "-self._exact.norms.float() if self",
+            "self._exact.norms.float() if self",
+            "hnsw: the shortest are hubs of dot",
+        ),
+        ("products.mul_(2.0).sub_(norms.square())", "products.mul_(1.0).sub_(norms.square())", "hnsw: hubs by l2"),
+        (
+            "            products.div_(norms.clamp_min(torch",
+            "            (norms.clamp_min(torch",
+            "hnsw: hubs by cosine",
+        ),
+    ],
+    ("perturbations/neighbors/words.py", "test_neighbors_words.py"): [
+        ("        if len(short):\n", "        if False:\n", "words: too few others among the nearest"),
+        ("i if _UNKNOWN in text else", "i if False else", "words: parts of characters are one word"),
+        (
+            "[*of_texts, *range(len(of_texts), size)]",
+            "[*of_texts, *[0] * (size - len(of_texts))]",
+            "words: padding is a word",
+        ),
+    ],
+    ("perturbations/neighbors/refresh.py", "test_neighbors_refresh.py"): [
+        ("            changed = changed[:count]", "            pass", "drift: sets of older weights are the last ones"),
+        ("if self._on_demand and self._every != 1:", "if False:", "refresh: rows of later weights"),
+        (
+            "self._outlived = not due and not self._on_demand",
+            "self._outlived = False",
+            "refresh: a larger k of new weights",
+        ),
+        ("        self._k = 0\n        if not k", "        if not k", "drift: counted without a query"),
+    ],
+}
