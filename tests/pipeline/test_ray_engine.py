@@ -16,7 +16,7 @@ import ray
 from ngrpo.config.run import RunConfig, begin
 from ngrpo.machine.hardware import profile_for
 from ngrpo.machine.upstream.openrlhf_flags import Flags
-from ngrpo.patches import install
+from ngrpo.patches import TRAINING, install
 from ngrpo.trainers.openrlhf import launch
 from perturbations import create
 
@@ -38,7 +38,11 @@ def test_an_engine_of_two_ranks_starts_in_ray(tiny: str) -> None:
 
 def main(model: str) -> None:
     run = RunConfig(specs={"perturbation": create("neighbor", rate=0.5).spec()}, max_num_seqs=8)
-    conditions = ("without_flash_attn", *run.conditions)  # not "cpu", whose engines have processes and no Ray workers
+    conditions = (
+        TRAINING,
+        "without_flash_attn",
+        *run.conditions,
+    )  # not "cpu", whose engines have processes and no Ray workers
     profile = profile_for("cpu")
     launch._start_ray(profile, Flags(["--vllm.tensor_parallel_size", "2"]), conditions, run)
     begin(run)
