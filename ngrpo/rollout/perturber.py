@@ -295,9 +295,7 @@ class RolloutPerturber:
         rows = batch.rows
         eligible = kept & rows.perturbed
         if self._gate.plans:  # the host must ask a further gate for its plan; rate and schedule are the device's
-            planned = self._gate.selected(Positions(rows.seeds, rows.first, batch.next_positions), eligible)
-            eligible = np.zeros_like(eligible)
-            eligible[planned] = True
+            eligible = self._gate.planned(Positions(rows.seeds, rows.first, batch.next_positions), eligible)
         columns = rows.columns_of(size, scratch=self._store.slots)
         count = len(batch.slots)
         columns.positions[:count] = batch.next_positions

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from perturbations import Gate, GateStep, Positions, Proposal, Step, UsageError, option, streams
+from perturbations.errors import require
 from perturbations.options import Options
 from perturbations.registry import gates
 
@@ -189,6 +190,14 @@ class BoundGate:
     def scheduled(self, generated: Tensor, gate_keys: Tensor) -> Tensor:
         """On the device, what :meth:`selected` asks of rate and schedule: (N,) bool, as `GateOptions.scheduled`."""
         return self._options.scheduled(generated, gate_keys)
+
+    def planned(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
+        """Which of the eligible rows the further gate's plan leaves open, (B,) bool; rate and schedule aside."""
+        if not self.plans or not eligible.any():
+            return eligible
+        opened = eligible.copy()
+        opened[eligible] = require(self._further, "the further gate").plan(at.where(eligible))
+        return opened
 
     def selected(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
         """Which rows the host lets through, (G,) int64; ``eligible``: of requests to perturb, with tokens to keep."""
