@@ -24,24 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.cuda_without_gpu import guard
-from benchmarks.cuda_without_gpu.recorded import RecordedGraph, on_host
+from benchmarks.cuda_without_gpu.recorded import INDEXES, WAITS, RecordedGraph, on_host
 from ngrpo.rollout import step_graphs
 from perturbations import embeddings
 from perturbations.compilation import Compiled
 
-_WAITS = (
-    "_local_scalar_dense",
-    "item",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "equal",
-    "bincount",
-    "is_nonzero",
-)
 _MOVES = ("_to_copy", "to", "copy_")
-_INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_")
 # Of this clone, whatever its folder is called.
 _OURS = tuple(str(Path(__file__).resolve().parents[2] / part) for part in ("ngrpo", "perturbations", "tests"))
 
@@ -126,7 +114,7 @@ def _dispatched(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     moves = name in _MOVES
     strangers = [part for part in tensors if not isinstance(part, Pretended) and part.dim()]
-    if ours and name in _INDEXES:
+    if ours and name in INDEXES:
         indices = [part for part in args[1] if part is not None]
         if any(part.dtype == torch.bool for part in indices):
             device.wait("index by a mask")
@@ -135,7 +123,7 @@ def _dispatched(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
         strangers = [part for part in strangers if all(part is not index for index in indices)]
     if ours and strangers and not moves:
         raise RuntimeError(f"{func}: expected all tensors on one device, found cuda:0 and cpu")
-    if ours and name in _WAITS:
+    if ours and name in WAITS:
         device.wait(name)
     waiting = not kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
     down, up = moves and ours and not there, moves and there and len(ours) < len(tensors) and bool(strangers)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_WAITS = (
+# Operations that need a value from the device, and those that do where an index is a mask.
+WAITS = (
     "_local_scalar_dense",
     "item",
     "nonzero",
@@ -28,7 +29,7 @@ _WAITS = (
     "bincount",
     "is_nonzero",
 )
-_INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_")
+INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class _Operation(NamedTuple):
@@ -65,9 +66,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if name in _WAITS:
+        if name in WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name} waits for the device")
-        if name in _INDEXES and any(index is not None and index.dtype == torch.bool for index in args[1]):
+        if name in INDEXES and any(index is not None and index.dtype == torch.bool for index in args[1]):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name} by a mask waits")
         if any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name} reads memory of the host")

@@ -68,14 +68,17 @@ def of_start(flags: Flags, run: RunConfig) -> list[Stretch]:
 
 def check(flags: Flags, run: RunConfig) -> None:
     """Raises ``UsageError`` as :func:`of_start`."""
-    of_start(flags, run)
+    if flag_checks.resumed_step(flags):  # nothing else is refused, and the settings of a start read whole files
+        of_start(flags, run)
 
 
 def notes(flags: Flags, run: RunConfig) -> Iterator[str]:
     """A warning that names the settings that change where a run is resumed."""
     step = flag_checks.resumed_step(flags)
+    if not step:
+        return
     stretches = of_start(flags, run)
-    if step and stretches[-1]["first_step"] == step + 1 and len(stretches) > 1:
+    if stretches[-1]["first_step"] == step + 1 and len(stretches) > 1:
         yield f"from step {described(stretches)[-1]}. The summary and the report have the settings of each stretch."
 
 

@@ -74,9 +74,10 @@ class AttachedPerturbation:
         reserved = _reserved(runner.device)
         self.replace(perturbation)
         if self._graphs:
-            # Before vLLM measures how much memory is left for its KV cache, so that buffers and graphs are counted.
             with torch.inference_mode():
                 self.perturber.rehearse(self._example_logits(runner.max_num_reqs))
+        if runner.device.type == "cuda":
+            # Before vLLM measures how much memory is left for its KV cache, so that tables and graphs are counted.
             torch.cuda.empty_cache()
             runner.model_memory_usage += max(_reserved(runner.device) - reserved, 0)
             runner.profile_run = self._with_refresh(runner.profile_run)

@@ -179,11 +179,10 @@ class StepGraphs:
         if logits.temperature is not self._temperature_of:
             self._temperature[:batch].copy_(logits.temperature)
             self._temperature_of = logits.temperature
+        if logits.greedy is not None or self._has_greedy:
+            self._greedy.fill_(-1)
         if logits.greedy is not None:
-            self._greedy.fill_(-1)
             self._greedy[:batch].copy_(logits.greedy)
-        elif self._has_greedy:
-            self._greedy.fill_(-1)
         self._has_greedy = logits.greedy is not None
         return Logits(
             scaled=self._wide_rows("scaled", logits.scaled, size),

@@ -5,7 +5,7 @@ On a GPU each of the functions marked with ``_part`` is compiled, so that a step
 hundred operations. `step_graphs.py` captures a whole step of them as one CUDA graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any, TypeVar
@@ -176,19 +176,7 @@ class StepKernels:
     def _proposed(
         self, gated: GatedRows, rows: StepRows, draw: Drawn, logits: Logits, selected: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        step = Step(
-            logits=logits.scaled.float(),
-            sampled=draw.tokens,
-            temperature=logits.temperature,
-            seeds=rows.seeds,
-            positions=rows.positions,
-            embeddings=self._embeddings,
-            drawable=logits.drawable,
-            keys=gated.keys,
-            summary=draw.summary,
-            hidden=logits.hidden,
-            module=None if logits.hidden is None else self._module,
-        )
+        step = self._step(rows, draw, logits, gated.keys)
         proposal = self._perturbation.propose(step)
         left = logits.scaled if logits.drawable is None else logits.drawable
         allowed = left.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1) > -torch.inf
@@ -202,6 +190,22 @@ class StepKernels:
         else:
             log_probs = self._noted(rows, tokens, left, draw.log_total)
         return tokens, log_probs, _recorded(proposal, fed, agreed=tokens == draw.tokens)
+
+    def _step(self, rows: StepRows, draw: Drawn, logits: Logits, keys: Mapping[streams.Stream, Tensor]) -> Step:
+        """What perturbations and gates see of these rows."""
+        return Step(
+            logits=logits.scaled.float(),
+            sampled=draw.tokens,
+            temperature=logits.temperature,
+            seeds=rows.seeds,
+            positions=rows.positions,
+            embeddings=self._embeddings,
+            drawable=logits.drawable,
+            keys=keys,
+            summary=draw.summary,
+            hidden=logits.hidden,
+            module=None if logits.hidden is None else self._module,
+        )
 
     # A part of its own: within a larger one the compiler would round the mixture otherwise than the trainer's.
     @_part
@@ -228,18 +232,7 @@ class StepKernels:
     def advance_gate(self, rows: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
         """Moves the further gate's state past the tokens of all rows; ``fed``: perturbed, (B,) bool."""
         step_rows = StepRows.view(rows)
-        step = Step(
-            logits=logits.scaled.float(),
-            sampled=draw.tokens,
-            temperature=logits.temperature,
-            seeds=step_rows.seeds,
-            positions=step_rows.positions,
-            embeddings=self._embeddings,
-            drawable=logits.drawable,
-            summary=draw.summary,
-            hidden=logits.hidden,
-            module=None if logits.hidden is None else self._module,
-        )
+        step = self._step(step_rows, draw, logits, keys={})
         self._gate.advance(step_rows.slots, step, step_rows.first, fed, step_rows.kept > 0)
 
     # Only a graph computes keys on the device: as single operations they would be a hundred kernels.

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from perturbations import Gate, GateStep, Positions, Proposal, Step, UsageError, option, streams
-from perturbations.errors import require
 from perturbations.options import Options
 from perturbations.registry import gates
 
@@ -45,9 +44,14 @@ class GateOptions(Options):
     def selects(self, positions: Positions) -> np.ndarray:
         """Which positions the draw, the schedule and the further gate's plan select, (N,) bool."""
         gate_keys = positions.keys(streams.Stream.GATE) if self.rate < 1.0 else None
-        selected = self.scheduled(positions.generated, gate_keys)
-        if isinstance(self.gate, Gate) and selected.any():
-            selected[selected] = self.gate.plan(positions.where(selected))
+        return self.planned(positions, self.scheduled(positions.generated, gate_keys))
+
+    def planned(self, positions: Positions, among: np.ndarray) -> np.ndarray:
+        """Which of the positions ``among``, (N,) bool, the further gate's plan selects, (N,) bool."""
+        if not isinstance(self.gate, Gate) or not among.any():
+            return among
+        selected = among.copy()
+        selected[among] = self.gate.plan(positions.where(among))
         return selected
 
     def scheduled(self, generated: _Array, gate_keys: _Array | None) -> Any:
@@ -193,11 +197,7 @@ class BoundGate:
 
     def planned(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
         """Which of the eligible rows the further gate's plan leaves open, (B,) bool; rate and schedule aside."""
-        if not self.plans or not eligible.any():
-            return eligible
-        opened = eligible.copy()
-        opened[eligible] = require(self._further, "the further gate").plan(at.where(eligible))
-        return opened
+        return self._options.planned(at, eligible)
 
     def selected(self, at: Positions, eligible: np.ndarray) -> np.ndarray:
         """Which rows the host lets through, (G,) int64; ``eligible``: of requests to perturb, with tokens to keep."""

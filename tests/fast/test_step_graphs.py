@@ -101,12 +101,19 @@ def test_buckets() -> None:
     assert rows_of_buffers(50) == 64 and rows_of_buffers(1024) == 1024
 
 
-def test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> Iterator[decode_step.Decoding]:
+    """Sixteen requests after their first step as one graph, whose replay does nothing."""
     monkeypatch.setattr(step_graphs, "available", lambda device: True)
     monkeypatch.setattr(step_graphs, "CudaGraph", decode_step._NoGraph)
     with torch.inference_mode():
-        decoding = decode_step.Decoding(made("gumbel", rate=0.7), 16)
-        decoding.step()
+        started = decode_step.Decoding(made("gumbel", rate=0.7), 16)
+        started.step()
+        yield started
+
+
+def test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one(decoding: decode_step.Decoding) -> None:
+    with torch.inference_mode():
         graphs = decoding.perturber._graphs
         assert len(graphs._graphs) == 1
         graphs._wide_buffer("scaled", torch.zeros(1, 1024))  # of one row the stride says nothing
@@ -118,12 +125,8 @@ def test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one(monkey
         assert len(graphs._graphs) == 1
 
 
-def test_a_step_has_its_own_greedy_tokens_and_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_graphs, "available", lambda device: True)
-    monkeypatch.setattr(step_graphs, "CudaGraph", decode_step._NoGraph)
+def test_a_step_has_its_own_greedy_tokens_and_temperatures(decoding: decode_step.Decoding) -> None:
     with torch.inference_mode():
-        decoding = decode_step.Decoding(made("gumbel", rate=0.7), 16)
-        decoding.step()
         graphs = decoding.perturber._graphs
         temperature, greedy = torch.tensor([0.5, 2.0]), torch.tensor([7, -1])
         logits = Logits(torch.zeros(2, 1024), temperature, drawable=None, greedy=greedy, hidden=None)

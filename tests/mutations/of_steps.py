@@ -18,7 +18,7 @@ MUTATIONS = {
         ),
     ],
     ("ngrpo/rollout/step_graphs.py", _GRAPHS): [
-        ("        elif self._has_greedy:\n", "        elif False:\n", "graphs: greedy tokens of an earlier step"),
+        ("is not None or self._has_greedy:", "is not None:", "graphs: greedy tokens of an earlier step"),
         ("self._tokens[:batch].clone()", "self._tokens[:batch]", "graphs: tokens that the next replay overwrites"),
         (
             "if logits.temperature is not self._temperature_of",
