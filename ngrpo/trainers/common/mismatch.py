@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout against trainer: the gap |log π_trainer − log π_rollout| of a step's tokens, and importance weights.
+"""Training–inference mismatch: the gap |log π_trainer − log π_rollout| of a step's tokens, and importance weights.
 
-A gap after perturbed inputs is judged by the gap at plain positions, and both by the gap of unperturbed responses. So a
-broken replay is seen on the first step.
+The gap after perturbed inputs is judged by the gap at plain positions, and each of them by the gap of unperturbed
+responses (the run's control). So a broken replay is seen on the first step.
 """
 
 from collections import Counter
@@ -11,16 +11,31 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from perturbations import FinishedTrajectory, Perturbation, Positions
+from perturbations import FinishedTrajectory, Perturbation, Positions, ReplayRecord
 
-_FLOOR = 1e-5  # the mean gap of an exact replay in float32: smaller plain gaps say nothing about perturbed positions
-_COARSE = 2.0**-5  # that of bfloat16; tokens before the first perturbed input may be few, and smaller by chance
-_HALF = 2.0**-7  # the least scale in half precision: the first tokens of a response may all be certain
-_PLAIN = 5.0  # how many times the scale plain positions may be; a smaller limit wins
-# By half precision: beyond it, engine and trainer have different weights or models.
-_DIFFERENT = {False: 1e-2, True: 0.25}
+
+class Limits:
+    """Means of |log π_trainer − log π_rollout| over tokens, in nats, that separate rounding from a fault."""
+
+    FLOAT32_MEAN = 1e-5
+    """The mean of an exact replay in float32. A smaller mean at plain positions says nothing about perturbed ones."""
+    BF16_MIN_GAP = 2.0**-5
+    """Floor for the mean before the first perturbed input, which may come from a few tokens: bfloat16's rounding."""
+    HALF_PRECISION_SCALE = 2.0**-7
+    """Floor for the scale in half precision, because the first tokens of a response may all be certain."""
+    PLAIN_TIMES = 5.0
+    """How many times the scale the mean at plain positions may be; ``--perturbation.gap_limit`` may be smaller."""
+    SUSPICIOUS_FLOAT32 = 1e-2
+    """Above it, the two sides have different weights or models: the rounding of float32 is 1,000 times smaller."""
+    SUSPICIOUS_HALF = 0.25
+    """Above it, unperturbed responses in half precision deserve a warning. Random weights can exceed it without a fault
+    (an H200 measured 0.33), so it never ends a run."""
+    UNUSABLE_HALF = 1.0
+    """Above it, the mean importance weight is off by a factor of e, and no training is right, whatever the cause."""
+
 
 _warned: list[str] = []
+_STRICT_HINT = "--perturbation.strict makes this an error."
 
 _CONFIG_CAUSE = (
     "Engine and trainer read the model's config.json differently: rotary settings, a window or a scale of logits (ngrpo"
@@ -78,55 +93,97 @@ def step_metrics(
         perturbation: of the rollouts, for the planned rate.
     """
     totals: Counter[str] = Counter()
-    gaps: dict[str, list[np.ndarray]] = {name: [] for name in _PLACES}
-    for trajectory, trainer in zip(records, log_probs):
+    gaps_by_place: dict[str, list[np.ndarray]] = {place: [] for place in _PLACES}
+    for trajectory, trainer_log_probs in zip(records, log_probs):
         if trajectory is None:
             continue
-        record, rollout = trajectory.record.truncate(len(trainer)), trajectory.log_probs[: len(trainer)]
-        drawn = ~np.isnan(rollout)
-        tokens = np.flatnonzero(drawn & ~np.isnan(trainer[: len(rollout)]))
-        gap, follows = np.abs(trainer[tokens] - rollout[tokens]), np.isin(tokens - 1, record.positions)
-        before = tokens <= record.positions[0] if len(record) else np.ones_like(follows)
-        for name, where in {"perturbed": follows, "plain": ~follows, "before": before}.items():
-            gaps[name].append(gap[where])
+        length = len(trainer_log_probs)
+        record = trajectory.record.truncate(length)
+        rollout_log_probs = trajectory.log_probs[:length]
+        is_trained = ~np.isnan(trainer_log_probs[: len(rollout_log_probs)])
+        is_drawn = ~np.isnan(rollout_log_probs)
+        tokens = np.flatnonzero(is_drawn & is_trained)
+        gaps = np.abs(trainer_log_probs[tokens] - rollout_log_probs[tokens])
+        for place, is_there in _places_of(tokens, record).items():
+            gaps_by_place[place].append(gaps[is_there])
         if perturbation is not None:
-            # The position at which each token's turn began: in a conversation tools speak too.
-            starts = np.where(drawn & ~np.concatenate([[False], drawn[:-1]]), np.arange(len(rollout)), 0)
-            turns = np.maximum.accumulate(starts)[tokens]
-            at = Positions(np.full(len(tokens), record.seed, np.int64), turns, tokens)
-            totals["planned"] += int(perturbation.selects(at).sum())
-        counted = np.isin(record.positions, tokens)
+            totals["planned"] += _planned_count(perturbation, record.seed, tokens, is_drawn)
+        is_counted = np.isin(record.positions, tokens)
         totals.update(
             generated=len(tokens),
-            perturbed=int(counted.sum()),
-            agreed=int(record.agreed[counted].sum()),
+            perturbed=int(is_counted.sum()),
+            agreed=int(record.agreed[is_counted].sum()),
             bytes=len(record.to_bytes()),
-            **{name: getattr(trajectory, name) for name in ("dropped", "prompted", "cached")},
+            dropped=trajectory.dropped,
+            prompted=trajectory.prompted,
+            cached=trajectory.cached,
         )
     if not totals["generated"]:
         return {}
+    metrics = _quotients(totals, with_planned=perturbation is not None)
+    if totals["dropped"]:
+        metrics["dropped_edits"] = float(totals["dropped"])
+    for place, arrays in gaps_by_place.items():
+        gaps = np.concatenate(arrays)
+        if len(gaps):
+            metrics[f"gap_{place}_mean"] = float(gaps.mean())
+            metrics[f"gap_{place}_max"] = float(gaps.max())
+    return {f"perturbation/{name}": value for name, value in metrics.items()}
+
+
+def _places_of(tokens: np.ndarray, record: ReplayRecord) -> dict[str, np.ndarray]:
+    """Masks over the positions ``tokens`` (N,), by the name of the place: which tokens are there, (N,) bool each."""
+    follows_perturbed = np.isin(tokens - 1, record.positions)
+    if len(record):
+        before_first = tokens <= record.positions[0]
+    else:
+        before_first = np.ones(len(tokens), bool)
+    return {"perturbed": follows_perturbed, "plain": ~follows_perturbed, "before": before_first}
+
+
+def _planned_count(perturbation: Perturbation, seed: int, tokens: np.ndarray, is_drawn: np.ndarray) -> int:
+    """How many of the positions ``tokens`` (N,) the perturbation's schedule selects; ``is_drawn`` is (T,) bool.
+
+    A conversation has turns of the model and of tools. The schedule counts from the position where a turn begins.
+    """
+    follows_drawn = np.concatenate([[False], is_drawn[:-1]])
+    turn_starts = np.where(is_drawn & ~follows_drawn, np.arange(len(is_drawn)), 0)
+    turn_of_token = np.maximum.accumulate(turn_starts)[tokens]
+    seeds = np.full(len(tokens), seed, np.int64)
+    return int(perturbation.selects(Positions(seeds, turn_of_token, tokens)).sum())
+
+
+def _quotients(totals: Mapping[str, int], with_planned: bool) -> dict[str, float]:
+    """The metrics that divide two totals; a metric whose denominator is 0 is left out."""
     quotients = {
         "rate": ("perturbed", "generated"),
         "record_bytes_per_token": ("bytes", "generated"),
         "prefix_hit_rate": ("cached", "prompted"),
         "anchor_agreement": ("agreed", "perturbed"),
-        **({} if perturbation is None else {"planned_rate": ("planned", "generated")}),
     }
-    metrics = {name: totals[part] / totals[of] for name, (part, of) in quotients.items() if totals[of]}
-    if totals["dropped"]:
-        metrics["dropped_edits"] = float(totals["dropped"])
-    for name, parts in gaps.items():
-        if len(gap := np.concatenate(parts)):
-            metrics[f"gap_{name}_mean"], metrics[f"gap_{name}_max"] = float(gap.mean()), float(gap.max())
-    return {f"perturbation/{name}": value for name, value in metrics.items()}
+    if with_planned:
+        quotients["planned_rate"] = ("planned", "generated")
+    return {
+        name: totals[numerator] / totals[denominator]
+        for name, (numerator, denominator) in quotients.items()
+        if totals[denominator]
+    }
 
 
 class GapScale:
-    """The gap of engines and trainer where nothing is perturbed, which judges all other gaps of the run."""
+    """The mismatch of the run's own unperturbed responses (its control), by which all other mismatches are judged."""
 
     def __init__(self, half_precision: bool, drifts: bool = False, noisy: bool = False) -> None:
-        """``drifts``: engines may have older weights, as in asynchronous training; ``noisy``: other ones by design."""
-        self._half, self._drifts, self._noisy = half_precision, drifts or noisy, noisy
+        """Starts without a measurement.
+
+        Args:
+            half_precision: whether engine and trainer compute in float16 or bfloat16.
+            drifts: whether engines may have older weights than the trainer, as in asynchronous training.
+            noisy: whether engines have other weights than the trainer by design: a policy noise.
+        """
+        self._half = half_precision
+        self._drifts = drifts or noisy
+        self._noisy = noisy
         self._start: float | None = None
 
     @property
@@ -135,96 +192,168 @@ class GapScale:
         return self._start is None or self._drifts
 
     def of(self, unperturbed: float | None) -> float | None:
-        """The scale of a step in nats: the run's first gap, or the larger one of this step if weights drift."""
+        """The scale of a step in nats; None before the first measurement.
+
+        It is the run's first unperturbed mean. Where weights drift, the mean of this step takes its place if it is
+        larger.
+
+        Args:
+            unperturbed: this step's mean, None if it was not measured.
+        """
         if self._start is None:
             self._start = unperturbed
-        gaps = [part for part in (self._start, unperturbed if self._drifts else None) if part is not None]
-        return max([*gaps, _HALF if self._half else _FLOOR]) if gaps else None
+        if self._start is None:
+            return None
+        floor = Limits.HALF_PRECISION_SCALE if self._half else Limits.FLOAT32_MEAN
+        scale = max(self._start, floor)
+        if self._drifts and unperturbed is not None:
+            scale = max(scale, unperturbed)
+        return scale
 
     def check(self, measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
-        """Compares all gaps of a step with the scale; ratios among them show nothing if all are wrong.
+        """Compares all means of a step with the scale. Ratios among them would show nothing if all are wrong.
 
-        Each may be ``limit`` times the scale, plain positions at most 5 times.
+        After perturbed inputs and before the first of them, a mean may be ``limit`` times the scale; at plain positions
+        at most 5 times, because plain tokens are many, and each is of the same kind as an unperturbed response's.
 
-        Raises ``ReplayGap`` if a gap is larger and ``strict`` is set.
+        Args:
+            measures: of :func:`step_metrics`, with ``perturbation/gap_unperturbed_mean`` where it was measured.
+            limit: ``--perturbation.gap_limit``.
+            strict: ``--perturbation.strict``; otherwise a warning is printed once per process.
+
+        Raises:
+            ReplayGap: a mean is too large, and ``strict`` is set.
         """
         unperturbed = measures.get("perturbation/gap_unperturbed_mean")
         scale = self.of(unperturbed)
         if scale is None:
             return
-        if unperturbed is not None and unperturbed > _DIFFERENT[self._half] and not self._noisy:
-            _report(
-                f"log-probabilities of rollout and trainer differ by {unperturbed:.2g} on average where nothing is"
-                f" perturbed; at most {_DIFFERENT[self._half]:g} is expected of one model on two sides.",
-                strict,
-                _MODEL_CAUSES,
-            )
-        # Plain tokens are many, and each is the same kind of token as an unperturbed response's.
-        parts = []
-        for name, place in _PLACES.items():
-            gap = measures.get(f"perturbation/gap_{name}_mean", 0.0)
-            allowed = scale * (min(limit, _PLAIN) if name == "plain" else limit)
+        if unperturbed is not None and not self._noisy:
+            self._check_unperturbed(unperturbed, strict)
+        violations = []
+        for place, description in _PLACES.items():
+            gap = measures.get(f"perturbation/gap_{place}_mean", 0.0)
+            times = min(limit, Limits.PLAIN_TIMES) if place == "plain" else limit
+            allowed = times * scale
             if gap > allowed:
-                parts.append(f"{place} by {gap:.2g} (at most {allowed:.2g})")
-        if parts:
-            measured = f"log-probabilities of rollout and trainer differ {', '.join(parts)} on average"
-            _report(f"{measured}; where nothing is perturbed they differ by {scale:.2g}.", strict, _SCALE_CAUSES)
+                violations.append(f"{description} by {gap:.2g} (at most {allowed:.2g})")
+        if violations:
+            _report(
+                f"log-probabilities of rollout and trainer differ {', '.join(violations)} on average; where nothing is"
+                f" perturbed they differ by {scale:.2g}.",
+                _SCALE_CAUSES,
+                is_error=strict,
+            )
+
+    def _check_unperturbed(self, unperturbed: float, strict: bool) -> None:
+        """Warns of a large mean. A strict run ends if no rounding explains it.
+
+        In half precision, rounding alone can exceed the mean that deserves a warning, so the run goes on and judges all
+        other means by this one.
+        """
+        suspicious = Limits.SUSPICIOUS_HALF if self._half else Limits.SUSPICIOUS_FLOAT32
+        unusable = Limits.UNUSABLE_HALF if self._half else Limits.SUSPICIOUS_FLOAT32
+        if unperturbed <= suspicious:
+            return
+        message = (
+            f"log-probabilities of rollout and trainer differ by {unperturbed:.2g} on average where nothing is"
+            f" perturbed; at most {suspicious:g} is expected of one model on two sides."
+        )
+        hint = _STRICT_HINT
+        if self._half:
+            hint = f"In half precision, --perturbation.strict makes this an error above {unusable:g}."
+        _report(message, _MODEL_CAUSES, is_error=strict and unperturbed > unusable, hint=hint)
 
 
 def check_gap(measures: Mapping[str, float], limit: float, *, strict: bool) -> None:
-    """Compares a step's mean gap after perturbed inputs with ``limit`` times the one at plain positions.
+    """Compares a step's mean gap after perturbed inputs with ``limit`` times the expected one.
 
-    A wrong replay widens the gap at plain positions too, since they see wrong inputs before them. So the gap before any
-    perturbed input, or 2^-5 if it is smaller, takes its place if that is less, or if there are no other plain tokens.
+    A wrong replay widens the gap at plain positions too, because they see wrong inputs before them. Therefore
+    ``expected = min(plain, max(before, 2**-5))``; without other plain tokens, ``expected = max(before, 2**-5)``.
     A plain gap below 1e-5 counts as 1e-5. A warning is printed once per process.
 
-    Raises ``ReplayGap`` if the gap is larger and ``strict`` is set.
+    Args:
+        measures: of :func:`step_metrics`.
+        limit: ``--perturbation.gap_limit``.
+        strict: ``--perturbation.strict``.
+
+    Raises:
+        ReplayGap: the gap is larger, and ``strict`` is set.
     """
-    perturbed, plain, before = (measures.get(f"perturbation/gap_{name}_mean") for name in _PLACES)
-    expected = max(plain or 0.0, _FLOOR)
+    perturbed = measures.get("perturbation/gap_perturbed_mean")
+    plain = measures.get("perturbation/gap_plain_mean")
+    before = measures.get("perturbation/gap_before_mean")
+    if perturbed is None:
+        return
+    expected = max(plain or 0.0, Limits.FLOAT32_MEAN)
     if before is not None:
-        first = max(before, _COARSE)
+        first = max(before, Limits.BF16_MIN_GAP)
+        # Equal means come from the same tokens: there are no plain tokens but those before the first perturbed input.
         expected = first if before == plain else min(expected, first)
-    if perturbed is None or perturbed <= limit * expected:
+    if perturbed <= limit * expected:
         return
     compared = "there is no plain one" if plain is None else f"at plain ones it is {plain:.2g}"
     if before is not None:
         compared += f", at tokens before the first perturbed input {before:.2g}"
-    measured = f"log-probabilities of rollout and trainer differ by {perturbed:.2g} on average"
-    allowed = f"At most {limit:g} times {expected:.2g} is expected of a replay that works."
-    _report(f"{measured} right after perturbed inputs; {compared}. {allowed}", strict, _CAUSES)
+    _report(
+        f"log-probabilities of rollout and trainer differ by {perturbed:.2g} on average right after perturbed inputs;"
+        f" {compared}. At most {limit:g} times {expected:.2g} is expected of a replay that works.",
+        _CAUSES,
+        is_error=strict,
+    )
 
 
-def _report(message: str, strict: bool, causes: Sequence[str] = ()) -> None:
-    if causes:
-        lines = (f"  {number}. {cause}" for number, cause in enumerate(causes, start=1))
-        message = "\n".join([f"{message} Likely causes, the likeliest first:", *lines])
-    if strict:
+def _report(message: str, causes: Sequence[str], *, is_error: bool, hint: str = _STRICT_HINT) -> None:
+    """Raises ``ReplayGap`` with the message and its likely causes, or prints them once per process.
+
+    ``hint`` is a last line for the warning alone.
+    """
+    numbered = [f"  {number}. {cause}" for number, cause in enumerate(causes, start=1)]
+    message = "\n".join([f"{message} Likely causes, the likeliest first:", *numbered])
+    if is_error:
         raise ReplayGap(message)
     if not _warned:
         _warned.append(message)
-        print(f"ngrpo: warning: {message}\n  --perturbation.strict makes this an error.", flush=True)
+        print(f"ngrpo: warning: {message}\n  {hint}", flush=True)
 
 
 def importance_measures(log_ratio: Tensor, bounds: tuple[float, float] | None, clip: bool) -> dict[str, float]:
-    """The metrics ``importance/…`` of log π_trainer − log π_rollout, (N,); without bounds there are no weights.
+    """The metrics ``importance/…`` of a step (docs/metrics.md).
 
-    ``bounds`` are the least and the largest token-level weight; beyond, it is the bound with ``clip``, otherwise 0.
+    Args:
+        log_ratio: log π_trainer − log π_rollout, (N,).
+        bounds: the least and the largest importance weight of a token; without bounds there are no weights.
+        clip: whether a weight beyond the bounds becomes the bound; otherwise it becomes 0.
     """
-    result = {"divergence": -log_ratio.mean().item()}
-    if bounds is not None:
-        weight = log_ratio.clamp(-20.0, 20.0).exp()
-        beyond = (weight < bounds[0]) | (weight > bounds[1])
-        bounded = weight.clamp(*bounds) if clip else weight.masked_fill(beyond, 0.0)
-        result |= {"weight": bounded.mean().item(), "cut": beyond.float().mean().item()}
-    return {f"importance/{name}": value for name, value in result.items()}
+    measures = {"importance/divergence": -log_ratio.mean().item()}
+    if bounds is None:
+        return measures
+    low, high = bounds
+    weights = log_ratio.clamp(-20.0, 20.0).exp()
+    is_beyond = (weights < low) | (weights > high)
+    if clip:
+        weights = weights.clamp(low, high)
+    else:
+        weights = weights.masked_fill(is_beyond, 0.0)
+    measures["importance/weight"] = weights.mean().item()
+    measures["importance/cut"] = is_beyond.float().mean().item()
+    return measures
 
 
 def with_strength(trainer: Tensor, rollout: Tensor, strength: float, bounds: tuple[float, float]) -> Tensor:
-    """Log-probabilities of the rollout (B, A) with the importance weight 1 + α (w − 1), w = π_trainer / π_rollout.
+    """Log-probabilities to pass as the rollout's, so that a token's importance weight becomes 1 + α (w − 1).
 
-    A loss forms w from two log-probabilities, so ``--sampling.correction_warmup`` replaces the rollout's. α is
-    ``strength``, in [0, 1), and w is within ``bounds``; at 1 the rollout's own are right.
+    w = π_trainer / π_rollout is the full weight. A loss forms it from two log-probabilities, so
+    ``--sampling.correction_warmup`` changes the rollout's.
+
+    Args:
+        trainer: log-probabilities of the trainer, (B, A).
+        rollout: those of the rollout, (B, A).
+        strength: α in [0, 1); at 1 the rollout's own log-probabilities are right.
+        bounds: w is clamped to them.
+
+    Returns:
+        log π_trainer − log(1 + α (w − 1)), (B, A).
     """
     weight = (trainer - rollout).clamp(-20.0, 20.0).exp().clamp(*bounds)
     return trainer - (strength * (weight - 1.0)).log1p()
