@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 from tests.pipeline.harness import ROOT, train
 
 FOLDER = "REHEARSAL"
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _OURS = f"{__name__ if __name__ != '__main__' else 'tests.pipeline.as_on_cuda'}:"
 _ACTOR, _WRAP = "openrlhf.trainer.ray.ppo_actor", "openrlhf.trainer.ray.vllm_worker_wrap"
 _ROWS = (
@@ -78,14 +79,33 @@ def begin_in_engine() -> None:
     place(_patches())
 
 
-def rehearse(folder: Path, model: str, *flags: str) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:
-    """A training under this folder, and its journal."""
+# Python runs this file when a process starts. The core of an engine is spawned, and Triton must be interpreted there
+# before torch is imported, which loads Triton.
+_INTERPRETED_IN_ENGINES = """
+import sys
+
+if any("multiprocessing.spawn" in word for word in sys.orig_argv):
+    from tests.stack.as_on_cuda import interpret_triton
+
+    interpret_triton()
+"""
+
+
+def rehearse(
+    folder: Path, model: str, *flags: str, v2: bool = False
+) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:
+    """A training under this folder, and its journal.
+
+    ``v2`` chooses vLLM's V2 model runner, its default on a GPU, whose Triton kernels are interpreted.
+    """
     plugin = folder / "plugin" / "rehearsal-1.dist-info"
     plugin.mkdir(parents=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: rehearsal\nVersion: 1\n")
     (plugin / "entry_points.txt").write_text(f"[vllm.general_plugins]\nrehearsal = {_OURS}begin_in_engine\n")
     paths = os.pathsep.join([str(ROOT), str(plugin.parent), os.environ.get("PYTHONPATH", "")])
-    environment = {FOLDER: str(folder), "PYTHONPATH": paths}
+    environment = {FOLDER: str(folder), "PYTHONPATH": paths, V2_RUNNER: str(int(v2))}
+    if v2:
+        (plugin.parent / "sitecustomize.py").write_text(_INTERPRETED_IN_ENGINES)
     program = [sys.executable, "-m", _OURS.rstrip(":"), "train", "--run-dir"]
     result = train(folder / "run", model, *flags, env=environment, program=program)
     journal = (folder / "journal").read_text().splitlines() if (folder / "journal").is_file() else []
@@ -282,7 +302,7 @@ def sleeping_worker(plain: type) -> type:
             ours = {part.untyped_storage().data_ptr() for part in _tensors_of(self.perturbation)} - weights
             parts = model.named_parameters()
             awake = [name for name, part in parts if part.untyped_storage().data_ptr() not in asleep]
-            note("sleep", ours=len(ours), lost=len(ours & asleep), awake=awake)
+            note("sleep", ours=len(ours), lost=len(ours & asleep), awake=awake, v2=self.use_v2_model_runner)
             with patch("torch.accelerator.get_memory_info", lambda: (0, 0)):  # of which it must not use more
                 super(plain, self).sleep(level)
 

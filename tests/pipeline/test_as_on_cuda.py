@@ -29,9 +29,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory, smollm2: str) -> str:
     return tiny_folder(folder, smollm2, "qwen2", **options)
 
 
-def run(folder: Path, model: str, *flags: str, engines: int = 1, by: str) -> tuple[list[dict[str, Any]], list[Any]]:
+def run(
+    folder: Path, model: str, *flags: str, engines: int = 1, by: str, v2: bool = False
+) -> tuple[list[dict[str, Any]], list[Any]]:
     """The steps of a training whose syncs all went as they must, and its journal."""
-    result, journal = rehearse(folder, model, *LOUD, *flags)
+    result, journal = rehearse(folder, model, *LOUD, *flags, v2=v2)
     assert result.returncode == 0, result.stdout[-6000:]
     steps = json.loads((folder / "run" / "summary.json").read_text())["steps"]
     syncs = [line["parameters"] for line in journal if line["what"] == "sync"]
@@ -83,6 +85,16 @@ def test_hybrid_with_cuda_ipc(tmp_path: Path, tied: str) -> None:
     assert_exact(steps)
     updated = {line["name"] for line in journal if line["what"] == "update"}
     assert {f"perturbation.{name}" for name in ("w_r", "w_i", "lambda_shift")} <= updated
+
+
+def test_hybrid_with_the_v2_runner(tmp_path: Path, tied: str) -> None:
+    """V2 is vLLM's default on a GPU. Its kernels are interpreted here, so that the responses are short."""
+    short = ["--rollout.max_new_tokens", "4", "--rollout.n_samples_per_prompt", "2", "--train.batch_size", "8"]
+    flags = [*HYBRID, *NO_REFERENCE, "--perturbation", "neighbor", "--perturbation.rate", "0.5", *short]
+    steps, journal = run(tmp_path, tied, *flags, by="update_weight_cuda_ipc", v2=True)
+    assert_slept_well(journal)
+    assert_exact(steps)
+    assert all(line["v2"] for line in journal if line["what"] == "sleep")
 
 
 @pytest.mark.slow

@@ -72,10 +72,13 @@ def test_a_training_that_is_ended(tmp_path: Path, smollm2: str, sent: signal.Sig
     with begun(small(run, smollm2, *flags)) as process:
         wait_for(process, first_step_in(log))
         time.sleep(3.0)
+        started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(sent)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == code
     assert_nothing_runs(tmp_path)
+    _, running = psutil.wait_procs(started, timeout=30)  # Ray's agents would look for their control store for 60 s
+    assert not [process for process in running if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert log.read_text(errors="replace").startswith("of an earlier run\n")
     assert (run / "checkpoints" / "_actor" / "latest").is_file()
     if word:
