@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step as one CUDA graph for each bucket of batch sizes: the host launches one graph, and copies once each way.
 
-With 64 to 256 sequences an engine's speed is set by the host, which needs as long to launch a dozen kernels as the
-device needs for a small model's forward. What is captured, in this order:
+With 64 to 256 sequences the host sets an engine's speed: it needs as long to launch a dozen kernels as the device needs
+for a small model's forward. What is captured, in this order:
 
 1. the keys of all draws, and the rows that rate and schedule select;
 2. the draw of the tokens;
@@ -12,11 +12,12 @@ device needs for a small model's forward. What is captured, in this order:
 6. one matrix of 32-bit words with all that the host records.
 
 These are the compiled parts of `step_kernels.py`, so that kernels and rounding are those of a step without a graph.
-Inputs and outputs have fixed addresses. Rows beyond the batch belong to a scratch row of the gate, which no trajectory
-has.
+Inputs and outputs have fixed addresses. Rows beyond the batch have the slot of a scratch row in the gate's state, which
+no trajectory has.
 
 A graph holds the addresses of what it reads: the gate's state, neighbor tables, weights and learned parameters. Before
-each replay they are compared with those of the capture; where one has changed, the step is captured again.
+each replay the present addresses are compared with those of the capture; where one has changed, the step is captured
+again.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ def available(device: torch.device) -> bool:
 
 @lru_cache(maxsize=1)
 def _capture_stream() -> torch.cuda.Stream:
-    """One stream for all captures: cuBLAS keeps a workspace for each stream that it has worked on."""
+    """The one stream of all captures: cuBLAS keeps a workspace for each stream that it has worked on."""
     return torch.cuda.Stream()
 
 
@@ -74,8 +75,8 @@ class CudaGraph:
 
     def capture(self, region: Callable[[], None]) -> None:
         """Captures a region that neither waits for the device nor reads memory of the host."""
-        # Not `torch.cuda.graph`, which collects garbage and empties the cache each time. NCCL's watchdog queries events
-        # meanwhile, so that only calls of this thread may end the capture.
+        # `torch.cuda.graph` is not used, since it collects garbage and empties the cache each time. NCCL's watchdog
+        # queries events in another thread meanwhile, so that only calls of this thread may invalidate the capture.
         current = torch.cuda.current_stream()
         side = _capture_stream()
         side.wait_stream(current)
@@ -92,15 +93,15 @@ class CudaGraph:
         self._graph.replay()
 
 
-def bucket_sizes(most: int) -> tuple[int, ...]:
-    """The batch sizes that graphs are made for, where a step has at most so many rows."""
-    smaller = [size for size in SIZES if size < most]
+def bucket_sizes(most_rows: int) -> tuple[int, ...]:
+    """The batch sizes that graphs are made for, where a step has at most ``most_rows`` rows."""
+    smaller = [size for size in SIZES if size < most_rows]
     return SIZES[: len(smaller) + 1]
 
 
-def rows_of_buffers(most: int) -> int:
-    """The rows that buffers need, where a step has at most so many: those of its graph."""
-    return max(most, bucket_sizes(most)[-1])
+def rows_of_buffers(most_rows: int) -> int:
+    """The rows of buffers that hold a step of ``most_rows`` rows and the graph that serves it."""
+    return max(most_rows, bucket_sizes(most_rows)[-1])
 
 
 class StepGraphs:
@@ -117,10 +118,10 @@ class StepGraphs:
         """
         Args:
             kernels: the parts of a step.
-            gate: as bound to the trajectories, with a scratch row behind the last slot.
-            override: of the embedding, where the vectors go; it has the rows of the largest step.
+            gate: of the trajectories, with a scratch row behind the last slot.
+            override: of the embedding, which the vectors go to; it has the rows of the largest step.
             device: a CUDA device.
-            watched: gives the tensors whose addresses a graph keeps, besides those made here.
+            watched: returns the tensors whose addresses a graph keeps, apart from the buffers that are made here.
         """
         self.sizes = tuple(size for size in SIZES if size <= override.drawn_rows)
         self._kernels = kernels
@@ -133,17 +134,18 @@ class StepGraphs:
         self._temperature = torch.ones(largest, device=device)
         self._greedy = torch.full((largest,), -1, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._words: Tensor | None = None  # made once the layout is known
+        # The record: its layout is known after the first step, which makes the buffers.
+        self._words: Tensor | None = None
         self._layout: RecordLayout | None = None
-        self._wide: dict[tuple[str, torch.dtype, int], Tensor] = {}  # logits and hidden states, by kind
-        self._uploads = HostBuffers((len(self._columns),), torch.int64, device)
         self._downloads: HostBuffers | None = None
+        self._uploads = HostBuffers((len(self._columns),), torch.int64, device)
+        self._wide: dict[tuple[str, torch.dtype, int], Tensor] = {}  # logits and hidden states: name, dtype, width
         self._temperature_of: Tensor | None = None  # the tensor that the temperatures were copied from
-        self._has_greedy = False
+        self._has_greedy = False  # whether ``self._greedy`` names a token
         self.forget()
 
     def forget(self) -> None:
-        """Drops all graphs: each is captured again when it is needed next, in a new pool."""
+        """Drops all graphs. Each is captured again when it is needed next, in a new pool."""
         self._graphs: dict[tuple[int, torch.dtype, bool], CudaGraph] = {}
         self._pool: _POOL_HANDLE | None = None
         self._addresses: tuple[int, ...] = ()
@@ -153,11 +155,18 @@ class StepGraphs:
         return next((size for size in self.sizes if size >= rows), None)
 
     def run(self, columns: np.ndarray, batch: int, logits: Logits) -> tuple[Tensor, PackedRecord, HostBuffer]:
-        """Does a step of B = ``batch`` rows.
+        """Runs a step of B = ``batch`` rows.
 
-        ``columns``: :class:`HostColumns` as a matrix (6, bucket) int64; rows beyond the batch have the scratch slot.
-        Returns the next tokens, (B,) int64; the record, which is on its way to the host; and the buffer that it is in.
-        Raises :class:`CaptureFailed`, and may be called again with the same step's arguments.
+        Args:
+            columns: :class:`HostColumns` as a matrix (6, bucket) int64; rows beyond the batch have the scratch slot.
+            batch: B.
+            logits: of the B rows.
+
+        Returns:
+            The next tokens, (B,) int64; the record, which is on its way to the host; the buffer that the record is in.
+
+        Raises:
+            CaptureFailed: where the step cannot be captured. Nothing has been drawn then.
         """
         size = columns.shape[1]
         self._uploads.upload(columns.ravel(), self._columns)
@@ -175,7 +184,7 @@ class StepGraphs:
         return tokens, PackedRecord(buffer.tensor[:batch], require(self._layout, "the layout of a capture")), buffer
 
     def _placed(self, logits: Logits, batch: int, size: int) -> Logits:
-        """The step's tensors at their fixed addresses, with ``size`` rows."""
+        """Copies the step's tensors to their fixed addresses; returns them there, with ``size`` rows."""
         if logits.temperature is not self._temperature_of:
             self._temperature[:batch].copy_(logits.temperature)
             self._temperature_of = logits.temperature
@@ -193,13 +202,13 @@ class StepGraphs:
         )
 
     def _wide_rows(self, name: str, rows: Tensor, size: int) -> Tensor:
-        """Rows (B, n) copied to the buffer of their kind, and that buffer's first ``size`` rows."""
+        """Copies rows (B, n) to the buffer of this name; returns the first ``size`` rows of the buffer."""
         static = self._wide_buffer(name, rows)[:size]
         static[: len(rows)].copy_(rows)
         return static
 
     def _wide_buffer(self, name: str, like: Tensor) -> Tensor:
-        """The buffer for rows like these; of their stride, since torch.compile specialises on strides."""
+        """The buffer for rows like these, with their stride, since torch.compile specialises on strides."""
         width = like.shape[1]
         stride = like.stride(0) if len(like) > 1 else width
         key = (name, like.dtype, width)
@@ -213,7 +222,7 @@ class StepGraphs:
         return self._wide[key]
 
     def _check_addresses(self) -> None:
-        """Drops the graphs where something that they read has moved since they were captured."""
+        """Drops the graphs where a tensor that they read has moved since they were captured."""
         if self._graphs and self._current_addresses() != self._addresses:
             self.forget()
 
@@ -225,7 +234,7 @@ class StepGraphs:
     def rehearse(self, logits: Tensor) -> None:
         """Captures a step of every size, for logits like these, (B, V), and for filtered ones.
 
-        The largest comes first, so that the smaller ones find room in its pool.
+        The largest size comes first, so that the smaller ones find room in its pool.
         """
         scaled = logits.float()
         self._rehearse(scaled, drawable=scaled)
@@ -236,29 +245,30 @@ class StepGraphs:
         hidden = self._kernels.example_hidden(count, self._device)
         logits = Logits(scaled, torch.ones(count, device=self._device), drawable, greedy=None, hidden=hidden)
         for size in reversed(self.sizes):
-            rows = min(count, size)
-            here = tree_map_only(Tensor, itemgetter(slice(rows)), logits)
+            batch = min(count, size)
+            logits_of_batch = tree_map_only(Tensor, itemgetter(slice(batch)), logits)
             columns = np.zeros((len(HostColumns._fields), size), dtype=np.int64)
             HostColumns(*columns).slots.fill(self._scratch)
-            *_, buffer = self.run(columns, rows, here)
+            _tokens, _record, buffer = self.run(columns, batch, logits_of_batch)
             buffer.give_back()
 
     @property
     def _scratch(self) -> int:
-        """The gate's last row, which belongs to no trajectory."""
+        """The slot of the gate's last row, which no trajectory has."""
         return len(self._gate.state[0]) - 1
 
     def _captured(self, logits: Logits, size: int) -> CudaGraph:
-        """A graph of the step with these inputs, whose values are in place."""
+        """Captures the step of these inputs, whose values are at their addresses."""
         flat = self._columns[: len(StepColumns._fields) * size]
         columns = StepColumns(*flat.view(-1, size))
-        # The first run loads kernels, fills neighbor tables and tells the layout. It must not move the gate.
+        # A first run loads kernels, fills neighbor tables and makes the buffers of the record. All of its rows have the
+        # scratch slot, so that it does not move the gate's state of a trajectory.
         values = flat.clone()
         columns.slots.fill_(self._scratch)
         columns.kept.zero_()
         columns.eligible.zero_()
         self._step(columns, logits)
-        self._check_addresses()  # the first run may have built a table anew, which older graphs do not have
+        self._check_addresses()  # the first run may have built a new table, and older graphs read the old one
         self._addresses = self._current_addresses()
         if self._pool is None:
             self._pool = CudaGraph.pool()
@@ -272,7 +282,7 @@ class StepGraphs:
         return graph
 
     def _step(self, columns: StepColumns, logits: Logits) -> None:
-        """What is captured."""
+        """The captured region."""
         edited, words = self._kernels.step_in_graph(columns, logits)
         size = len(columns.slots)
         if self._words is None:
