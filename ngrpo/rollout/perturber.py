@@ -25,6 +25,7 @@ from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import HostBuffer, Note, Notes
 from ngrpo.rollout.batch import NO_POSITIONS, NO_ROWS, Batch, Rows
+from ngrpo.rollout.chunks import grown
 from ngrpo.rollout.input_override import PLAIN, InputOverride
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
@@ -32,7 +33,7 @@ from ngrpo.rollout.step_graphs import CaptureFailed, StepGraphs
 from ngrpo.rollout.step_kernels import StepKernels
 from ngrpo.rollout.step_records import SeparateRecord, StepRecord
 from ngrpo.rollout.step_rows import GatedRows, Logits, upload_matrices
-from ngrpo.rollout.trajectories import TrajectoryStore, grown
+from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import InputEdit, Perturbation, Positions, streams
 from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings
@@ -92,7 +93,7 @@ class RolloutPerturber:
         self._rows = NO_ROWS
         self.composition = 0  # counts the changes of the batch's rows
         self._training_steps = torch.zeros(0, dtype=torch.int64)
-        self._answers = torch.zeros(2, 0, dtype=torch.int64)
+        self._response_numbers = torch.zeros(2, 0, dtype=torch.int64)
         self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
         self._last_position = np.full(store.slots, -1, dtype=np.int64)
         # The rows of the last step, whose edits are in the override: slots and positions of their tokens.
@@ -150,7 +151,7 @@ class RolloutPerturber:
         self._row_of_slot[slots] = np.arange(len(names))
         if self._schedule is not None:
             self._training_steps = self._upload(store.training_steps[slots])
-            self._answers = self._upload(store.answers[slots].T)
+            self._response_numbers = self._upload(store.response_numbers[slots].T)
         return False
 
     def _lay_out(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
@@ -234,7 +235,9 @@ class RolloutPerturber:
         batch = require(self._batch, "the batch of begin()")
         generated = np.maximum(batch.next_positions - batch.rows.first, 0)
         steps = self._training_steps
-        at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0), *self._answers)
+        at = NextTokens(
+            scaled.float(), temperature, self._upload(generated), steps.clamp_min(0), *self._response_numbers
+        )
         factor = self._schedule.factor(at)
         if factor is None:
             return None
@@ -256,7 +259,7 @@ class RolloutPerturber:
             greedy=greedy,
             hidden=hidden,
         )
-        kept = batch.sampled & (batch.next_positions < self._store.length)
+        kept = batch.sampled & (batch.next_positions < self._store.max_model_len)
         drawn = self._drawn_by_graph(batch, kept, logits)
         if drawn is None:
             drawn = self._drawn_in_parts(batch, kept, logits)

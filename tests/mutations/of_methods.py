@@ -147,7 +147,7 @@ MUTATIONS = {
         (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
     ],
     ("ngrpo/rollout/perturber.py", "test_sampling_schedules_run.py"): [
-        ("store.answers[slots].T", "store.answers[: len(names)].T", "ladder: by row, not by slot"),
+        ("store.response_numbers[slots].T", "store.response_numbers[: len(names)].T", "ladder: by row, not by slot"),
         ("(steps >= 0) & (greedy < 0)", "(steps >= 0)", "greedy requests follow the schedule"),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", "test_sampling_schedules_run.py"): [
