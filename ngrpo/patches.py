@@ -189,7 +189,7 @@ VLLM: tuple[Patch, ...] = (
     _vllm("v1.engine.llm_engine", "LLMEngine.abort_request", "records:drop_aborted", "(self, request_ids, ...)",
         "the records of aborted requests are dropped"),
     _vllm("v1.engine.async_llm", "AsyncLLM.abort", "records:drop_aborted_async", "(self, request_id, ...)", "the same"),
-    _vllm("v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", "plugin:answers_of_every_rank",
+    _vllm("v1.engine.core_client", "DPLBAsyncMPClient.call_utility_async", "plugin:results_of_every_rank",
         "(self, method)", "vLLM returns the first data-parallel rank's results only"),
     _vllm("v1.engine.core_client", "AsyncMPClient._call_utility_async", None, "(self, method, engine)",
         "asks one rank"),

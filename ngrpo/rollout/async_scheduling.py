@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ngrpo.rollout.chunks import grown
 from ngrpo.rollout.routed_experts import RoutedExperts, RoutedStep
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_records import StepRecord
-from ngrpo.rollout.trajectories import DrawnStep, TrajectoryStore, grown
+from ngrpo.rollout.trajectories import DrawnStep, TrajectoryStore
 from perturbations.errors import require
 
 # The number of steps that are written into the store together. A write costs the host as much for a thousand rows as
