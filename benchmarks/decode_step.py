@@ -11,7 +11,9 @@ steps in which every request decodes:
 - `loops`: lines of Python that each further request adds.
 - `launches`: operations on tensors without views; a compiled part is one.
 - `up`, `down`: copies between host and device.
-- `host µs of a graph`: time of one core for a step that is one CUDA graph, without the replay, by requests and rate.
+- `host µs of a graph`: time of one core for a step that is one CUDA graph, without the replay, by requests and rate;
+  the logits are there before it.
+- `with logits`: the same at rate 1, where the graph computes the logits too.
 
 The last line has the time for the record of a long response, when its request has finished.
 """
@@ -24,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +39,7 @@ from benchmarks.machine import describe
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import STEPS_AT_ONCE
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.step_graphs import rows_of_buffers
 from ngrpo.rollout.trajectories import TrajectoryStore
@@ -189,7 +193,13 @@ class Decoding:
     """A perturber with requests that decode, and no model: the logits are random."""
 
     def __init__(
-        self, perturbation: Perturbation, batch: int, vocabulary: int = 1024, hidden: int = 64, device: str = "cpu"
+        self,
+        perturbation: Perturbation,
+        batch: int,
+        vocabulary: int = 1024,
+        hidden: int = 64,
+        device: str = "cpu",
+        with_logits: bool = False,
     ) -> None:
         """
         Args:
@@ -198,6 +208,7 @@ class Decoding:
             vocabulary: V.
             hidden: D.
             device: where the perturber works.
+            with_logits: whether a graph may compute the logits, by a tied output layer.
         """
         draws = torch.Generator().manual_seed(0)
         self._device = torch.device(device)
@@ -215,9 +226,22 @@ class Decoding:
         # HRPO has a module too, of which the figures of earlier releases were without; a router's is part of the draw.
         module = perturbation.module(hidden) if perturbation.reads_hidden else None
         embeddings = matrix_embeddings(embedding.weight)
-        self.perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, self._device, module)
+        weight = embedding.weight
+        model = SimpleNamespace(compute_logits=lambda hidden: nn.functional.linear(hidden, weight))
+        self._output_layer = OutputLayer(model, tensors=[weight.data], example=weight.data[:1], vocabulary=vocabulary)
+        self._model = model
+        self._last_hidden = torch.zeros(batch, hidden, device=self._device)
+        self.perturber = RolloutPerturber(
+            perturbation,
+            store,
+            gate,
+            embeddings,
+            override,
+            self._device,
+            module=module,
+            output=self._output_layer if with_logits else None,
+        )
         self._reads_hidden = perturbation.reads_hidden
-        self._hidden = hidden
         self.requests = [f"request-{number}" for number in range(batch)]
         for number, name in enumerate(self.requests):
             store.open(name, 1000 + number, _PROMPT, True)
@@ -232,11 +256,16 @@ class Decoding:
         starts = np.full(count, self._position)
         self.perturber.begin(self.requests, starts, np.ones_like(starts), np.zeros(count, dtype=bool))
         if self._reads_hidden:
-            self.perturber.computed(torch.zeros(count, self._hidden, device=self._device))
-        logits = self._logits[:count]
+            self.perturber.computed(torch.zeros_like(self._last_hidden[:count]))
         if len(self._temperature) != count:  # as in an engine, one tensor serves as long as the batch stays the same
             self._temperature = torch.ones(count, device=self._device)
-        self.perturber.finish(logits, self._temperature, logits, None)
+        if self.perturber.computes_logits(count):  # as in the runner's wrapper
+            with self._output_layer.left_to_graph():
+                logits = self._model.compute_logits(self._last_hidden[:count])
+                self.perturber.finish(logits, self._temperature, logits, None, self._output_layer.take())
+        else:
+            logits = self._logits[:count]
+            self.perturber.finish(logits, self._temperature, logits, None)
         self._position += 1
 
 
@@ -290,10 +319,13 @@ class _NoGraph:
         """A replay is one call on the host, and its kernels run on the device."""
 
 
-def host_microseconds(perturbation: Perturbation, batch: int, steps: int = 400) -> tuple[float, float]:
+def host_microseconds(
+    perturbation: Perturbation, batch: int, steps: int = 400, with_logits: bool = False
+) -> tuple[float, float]:
     """Microseconds of one core for a decode step as one graph without its replay: least and mean of many steps.
 
-    Copies are within the host's memory, so that the time of a launch on CUDA is not in these numbers.
+    ``with_logits``: whether the graph computes the logits. Copies are within the host's memory, so that the time of a
+    launch on CUDA is not in these numbers.
     """
     times = []
     with (
@@ -301,7 +333,7 @@ def host_microseconds(perturbation: Perturbation, batch: int, steps: int = 400) 
         patch.object(step_graphs, "CudaGraph", _NoGraph),
         torch.inference_mode(),
     ):
-        decoding = Decoding(perturbation, batch, vocabulary=64)
+        decoding = Decoding(perturbation, batch, vocabulary=64, with_logits=with_logits)
         decoding.step()
         # The records that a replay would write at this rate. Their flags: 1 for a row that is fed, 2 for tokens that
         # agree.
@@ -404,6 +436,11 @@ def _print_row(name: str, options: argparse.Namespace, device: str) -> None:
         for rate in (0.1, 1.0):
             least, _mean = host_microseconds(sampled(name, rate), batch)
             of_graphs.append(f"{batch}@{rate:g} {least:.0f}")
+    if not perturbation.reads_hidden:
+        of_graphs.append("with logits")
+        for batch in (64, 256):
+            least, _mean = host_microseconds(sampled(name, 1.0), batch, with_logits=True)
+            of_graphs.append(f"{batch}@1 {least:.0f}")
     print(" ".join(fields), *of_graphs, sep="  ", flush=True)
 
 

@@ -237,6 +237,8 @@ VLLM: tuple[Patch, ...] = (
     _vllm("v1.sample.ops.topk_topp_sampler", "apply_top_k_top_p", None, "(logits, k, p...)", "called by both"),
     _vllm(_RUNNER_V2, "GPUModelRunner.add_requests", None, "(self, scheduler_output)", "requests come and go"),
     _vllm(_RUNNER_V2, "GPUModelRunner.prepare_inputs", None, "(self, scheduler_output, ...)", "inputs are laid out"),
+    _vllm(_RUNNER_V2, "GPUModelRunner.sample", None, "(self, hidden_states, input_batch, grammar_output)",
+        "a step's graph computes the logits where nothing changes them"),
     _vllm(_RUNNER_V2, "GPUModelRunner.profile_run", None, "(self)", "a weight sync's memory is measured with it"),
     _vllm(f"{_SAMPLER_V2}.sampler", "Sampler.sample", None,
         "(self, logits, expanded_idx_mapping, ...idx_mapping_np, ...)", "tokens are drawn"),
@@ -245,6 +247,8 @@ VLLM: tuple[Patch, ...] = (
     _vllm(f"{_SAMPLER_V2}.states", "SamplingStates.apply_min_p", None,
         "(self, logits, expanded_idx_mapping, idx_mapping_np)", "called after the perturbation has seen the logits"),
     _vllm(f"{_SAMPLER_V2}.states", "SamplingStates.any_greedy", None, "(self, idx_mapping_np)", "called"),
+    _vllm(f"{_SAMPLER_V2}.states", "SamplingStates.max_num_logprobs", None, "(self, idx_mapping_np)", "called"),
+    _vllm(f"{_SAMPLER_V2}.logprob", "LogprobTokenIdsState.max_num_token_ids", None, "(self, idx_mapping_np)", "called"),
     _vllm(f"{_SAMPLER_V2}.states", "SamplingStates.get_top_k_top_p", None,
         "(self, expanded_idx_mapping, idx_mapping_np)", "called; returns top_k and top_p"),
 )

@@ -54,11 +54,12 @@ def on_host(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any,
     """The operation on the host's values, for an operation on tensors of the pretended device."""
 
     def host_device(leaf: Any) -> Any:
-        names_device = isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.startswith("cuda"))
-        return torch.device("cpu") if names_device else leaf
+        if isinstance(leaf, str | torch.device) and torch.device(leaf).type == "cuda":
+            return torch.device("cpu")
+        return leaf
 
     host_args, host_kwargs = tree_map_only(Tensor, _host, (args, kwargs))
-    host_args = tuple(map(host_device, host_args))
+    host_args = tuple(host_device(leaf) if isinstance(leaf, torch.device) else leaf for leaf in host_args)
     if "device" in host_kwargs:
         host_kwargs = {**host_kwargs, "device": host_device(host_kwargs["device"])}
     if function is torch.ops.aten.mm.dtype:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.cuda_without_gpu.pretended import Device, Pretended, host_values, pretended_cuda
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_support import SamplingMaskStore
@@ -51,6 +52,7 @@ class Plan:
         vocabulary: V; not a multiple of 64, so that the last block of a row is filled up.
         dtype: of the embeddings and, where nothing filters, of the logits.
         shuffled: whether requests change rows and miss steps; else a batch keeps decoding in its order.
+        output_layer: whether logits come from last hidden states, by an output layer that a graph may run.
     """
 
     seed: int = 1
@@ -63,6 +65,7 @@ class Plan:
     vocabulary: int = 200
     dtype: torch.dtype = torch.float32
     shuffled: bool = True
+    output_layer: bool = False
 
 
 @dataclass
@@ -107,9 +110,32 @@ def _requests(plan: Plan, count: int) -> list[Request]:
 
 def _logits(name: str, position: int, last_token: int, plan: Plan) -> Tensor:
     """Random logits, (V,), that follow from the request, the position and the last token."""
+    return (_random(name, position, last_token, plan.vocabulary) * 3).to(plan.dtype)
+
+
+def _last_hidden(name: str, position: int, last_token: int, plan: Plan) -> Tensor:
+    """A random last hidden state, (D,), in the same way; its logits have a standard deviation of 3."""
+    return (_random(name, position, last_token, HIDDEN) * 3 / HIDDEN**0.5).to(plan.dtype)
+
+
+def _random(name: str, position: int, last_token: int, size: int) -> Tensor:
     seed = zlib.crc32(f"{name} {position} {last_token}".encode())
-    logits = torch.randn(plan.vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
-    return logits.to(plan.dtype)
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+class Head(nn.Module):
+    """A model with an output layer only, each row of which has the same bits in a batch of any size."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: (V, D)."""
+        super().__init__()
+        self.weight = weight
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Last hidden states (B, D) to logits (B, V), with the strides of vLLM's padded vocabulary."""
+        vocabulary = len(self.weight)
+        logits = (hidden.unsqueeze(1) * self.weight).sum(dim=-1)
+        return nn.functional.pad(logits, (0, -vocabulary % 64))[:, :vocabulary]
 
 
 class _Engine:
@@ -139,6 +165,15 @@ class _Engine:
         module = perturbation.module(HIDDEN)
         if module is not None:
             self._move(module)
+        self.output_layer: OutputLayer | None = None
+        if plan.output_layer:
+            weight = self.up(torch.randn(size, generator=torch.Generator().manual_seed(2)).to(plan.dtype))
+            self.output_layer = OutputLayer(
+                model=Head(weight),
+                tensors=[weight],
+                example=self.up(torch.zeros(1, HIDDEN, dtype=plan.dtype)),
+                vocabulary=plan.vocabulary,
+            )
         self.perturber = RolloutPerturber(
             perturbation,
             self.store,
@@ -148,6 +183,7 @@ class _Engine:
             self.device,
             module=module,
             masks=SamplingMaskStore(plan.vocabulary, self.store.slots) if plan.masked else None,
+            output=self.output_layer,
         )
         self.requests = RunningRequests(perturbation, self.store, self.perturber, registry.buffers.create("memory"))
         perturbation.prepare(embeddings)
@@ -293,6 +329,8 @@ def _compare_vector(at: tuple[str, int], replaced: bool, vector: Tensor, expecte
 
 def _draw(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Plan) -> Tensor:
     """The next tokens of a batch, (B,), whose forward has ended at these positions."""
+    if engine.output_layer is not None:
+        return _draw_from_hidden(engine, engine.output_layer, batch, ends, plan)
     rows = []
     for request, end in zip(batch, ends, strict=True):
         rows.append(_logits(request.name, int(end), request.tokens[end - 1], plan))
@@ -312,6 +350,24 @@ def _draw(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Plan) -
     if engine.reads_hidden:
         engine.perturber.computed(engine.up(hidden))
     return engine.perturber.finish(scaled, engine.up(torch.ones(len(batch))), drawable, greedy)
+
+
+def _draw_from_hidden(
+    engine: _Engine, output_layer: OutputLayer, batch: list[Request], ends: np.ndarray, plan: Plan
+) -> Tensor:
+    """As :func:`_draw`, where the model has an output layer: a graph computes the logits, if it may."""
+    rows = []
+    for request, end in zip(batch, ends, strict=True):
+        rows.append(_last_hidden(request.name, int(end), request.tokens[end - 1], plan))
+    hidden = engine.up(torch.stack(rows))
+    temperature = engine.up(torch.ones(len(batch)))
+    if engine.reads_hidden:
+        engine.perturber.computed(hidden)
+    if engine.perturber.computes_logits(len(batch)):
+        placeholder = output_layer.placeholder(len(batch))
+        return engine.perturber.finish(placeholder, temperature, placeholder, None, output_hidden=hidden)
+    logits = output_layer.compute(hidden)
+    return engine.perturber.finish(logits, temperature, logits, None)
 
 
 def each_alone(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list[Request], dict[str, Any], Any]:

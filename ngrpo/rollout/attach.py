@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ngrpo.machine.storage.parameters_file import load_saved
 from ngrpo.machine.upstream.types import ModelConfig, RunnerV2, VocabParallelEmbedding
 from ngrpo.rollout.input_override import InputOverride, find_input_embedding, language_model, tables_of_text
+from ngrpo.rollout.output_layer import output_layer_of
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.routed_experts import RoutedExperts
@@ -42,6 +43,7 @@ class AttachedPerturbation:
 
     Attributes:
         asleep: whether the engine sleeps. Its weights are not in memory then, and to read them ends the process.
+        output_layer: of the model, where a step's graph may compute the logits; else None.
         reads_tokens: whether a table beside the input embedding reads the token in the text, whatever is fed instead.
     """
 
@@ -77,6 +79,7 @@ class AttachedPerturbation:
         additional_config = runner.vllm_config.additional_config
         self.schedule = read_schedule(additional_config)
         self._routed = RoutedExperts(runner) if additional_config.get(ROUTED_EXPERTS) else None
+        self.output_layer = output_layer_of(runner, self._vocabulary) if self._graphs else None
         reserved_before = _reserved(runner.device)
         self.replace(perturbation)
         if self._graphs:
@@ -149,6 +152,7 @@ class AttachedPerturbation:
             schedule=self.schedule,
             routed=self._routed,
             graphs=self._graphs,
+            output=self.output_layer,
         )
         self._buffer.drop(self._buffer.names())
         rank = runner.vllm_config.parallel_config.data_parallel_index

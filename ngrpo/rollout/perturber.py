@@ -27,6 +27,7 @@ from ngrpo.rollout.async_scheduling import HostBuffer, Note, Notes
 from ngrpo.rollout.batch import NO_POSITIONS, NO_ROWS, Batch, Rows
 from ngrpo.rollout.chunks import grown
 from ngrpo.rollout.input_override import PLAIN, InputOverride
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_graphs import CaptureFailed, StepGraphs
@@ -73,8 +74,12 @@ class RolloutPerturber:
         schedule: SamplingSchedule | None = None,
         routed: RoutedExperts | None = None,
         graphs: bool = True,
+        output: OutputLayer | None = None,
     ) -> None:
-        """graphs: on a GPU a step may be captured; the other arguments are the parts of one worker's perturbation."""
+        """graphs: on a GPU a step may be captured; the other arguments are the parts of one worker's perturbation.
+
+        output: the model's output layer, which a graph may run; None where the logits stay outside.
+        """
         self._perturbation = perturbation
         self._store = store
         self._gate = gate
@@ -94,10 +99,13 @@ class RolloutPerturber:
             module=module,
             masked=masks is not None,
         )
+        # A schedule and the store of masks read the logits outside of graphs, and some perturbations the hidden states.
+        stays_outside = perturbation.reads_hidden or masks is not None or schedule is not None
+        self._output = None if stays_outside else output
         self._graphs: StepGraphs | None = None
         if graphs and perturbation.active and step_graphs.available(device):
             gate.grow(store.slots + 1)  # the scratch row
-            self._graphs = StepGraphs(self._kernels, gate, override, device, self._watched)
+            self._graphs = StepGraphs(self._kernels, gate, override, device, self._watched, self._output)
         self.notes = Notes(store, masks, routed, lambda: self._event())
         # Candidates of stored edits that are mixed at once.
         self._candidates_at_once = REPLAY_CHUNK
@@ -124,6 +132,8 @@ class RolloutPerturber:
         tensors = [*self._gate.tensors, *self._override.tensors, *self._embeddings.tensors()]
         if self._module is not None:
             tensors += self._module.parameters()
+        if self._output is not None:
+            tensors += self._output.tensors
         return tensors
 
     def weights_changed(self) -> None:
@@ -236,6 +246,10 @@ class RolloutPerturber:
         """Whether a step of real requests is in flight (a warm-up run is not)."""
         return self._batch is not None
 
+    def computes_logits(self, rows: int) -> bool:
+        """Whether the graph of a step of so many rows may compute the logits: :meth:`finish` takes hidden states."""
+        return self.busy and self._graphs is not None and self._graphs.computes_logits(rows)
+
     def rehearse(self, logits: Tensor, edits: bool = True) -> None:
         """Does a step's work on logits (B, V) of any values: vLLM measures its memory, and its parts are compiled."""
         if self._graphs is not None:
@@ -284,12 +298,21 @@ class RolloutPerturber:
             applies = applies & (greedy < 0)
         return torch.where(applies, factor, 1.0)
 
-    def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
+    def finish(
+        self,
+        scaled: Tensor,
+        temperature: Tensor,
+        drawable: Tensor,
+        greedy: Tensor | None,
+        output_hidden: Tensor | None = None,
+    ) -> Tensor:
         """Draws the next tokens, (B,) int64, and the edits of the gated rows.
 
         ``scaled``: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
         ``temperature``: (B,) float32, 1 for greedy rows. ``drawable``: logits after top-k, top-p and min-p, (B, V)
         float32. ``greedy``: argmax tokens for greedy rows and -1 elsewhere, (B,) int64; None where no row is greedy.
+        ``output_hidden``: the last hidden states, (B, D), where :meth:`computes_logits` and the other two are a
+        placeholder; else None.
         """
         batch, hidden = self._take_step(scaled)
         logits = Logits(
@@ -300,8 +323,11 @@ class RolloutPerturber:
             hidden=hidden,
         )
         kept = batch.sampled & (batch.next_positions < self._store.max_model_len)
-        drawn = self._draw_by_graph(batch, kept, logits)
+        drawn = self._draw_by_graph(batch, kept, logits, output_hidden)
         if drawn is None:
+            if output_hidden is not None:
+                output = require(self._output, "the output layer")
+                logits = logits._replace(scaled=output.compute(output_hidden))
             drawn = self._draw_in_parts(batch, kept, logits)
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
         routed = None if self.routed is None else self.routed.take(self._download)
@@ -330,7 +356,9 @@ class RolloutPerturber:
             raise RuntimeError(f"{len(scaled)} rows are sampled, of logits of {len(hidden)} last hidden states.")
         return batch, hidden
 
-    def _draw_by_graph(self, batch: Batch, kept: np.ndarray, logits: Logits) -> DrawnBatch | None:
+    def _draw_by_graph(
+        self, batch: Batch, kept: np.ndarray, logits: Logits, output_hidden: Tensor | None
+    ) -> DrawnBatch | None:
         """A step as one graph; None where no graph serves it."""
         size = None if self._graphs is None else self._graphs.bucket(len(batch.slots))
         if size is None:
@@ -345,7 +373,8 @@ class RolloutPerturber:
         columns.positions[:count] = batch.next_positions
         columns.kept[:count] = batch.sampled
         columns.eligible[:count] = eligible
-        result = self._try_graphs(lambda graphs: graphs.run(require(rows.matrix, "the columns"), count, logits))
+        matrix = require(rows.matrix, "the columns")
+        result = self._try_graphs(lambda graphs: graphs.run(matrix, count, logits, output_hidden))
         if result is None:
             return None
         tokens, record, buffer = result

@@ -13,11 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.machine.upstream.types import RunnerV1, RunnerV2, SamplerV1, SamplerV2, SamplingMetadata, SchedulerOutput
+from ngrpo.machine.upstream.types import (
+    InputBatchV2,
+    RunnerV1,
+    RunnerV2,
+    SamplerV1,
+    SamplerV2,
+    SamplingMetadata,
+    SchedulerOutput,
+)
 from ngrpo.rollout.attach import AttachedPerturbation
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from perturbations.errors import UsageError, require
+
+_NO_LOGPROBS = -1  # vLLM's NO_LOGPROBS, of a request that wants none
 
 
 def _with_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
@@ -167,6 +178,57 @@ def attach_v2(runner: RunnerV2, perturbation: AttachedPerturbation) -> None:
     runner.add_requests = _with_requests(runner.add_requests, perturbation)
     runner.prepare_inputs = prepare_inputs
     runner.sampler.sample = _sample_v2(runner.sampler, perturbation)
+    if perturbation.output_layer is not None:
+        runner.sample = _leave_logits_to_graph(runner, perturbation, perturbation.output_layer)
+
+
+def _leave_logits_to_graph(
+    runner: RunnerV2, perturbation: AttachedPerturbation, output_layer: OutputLayer
+) -> Callable[..., Any]:
+    """Wraps ``GPUModelRunner.sample``, which computes the logits and samples.
+
+    The step's graph computes the logits where nothing reads or changes them before the draw.
+    """
+    original: Callable[..., Any] = runner.sample
+    sampler = runner.sampler
+    seen: tuple[RolloutPerturber, int] | None = None  # the composition of the batch that ``unchanged`` is of
+    unchanged = False
+
+    def sample(hidden_states: Tensor, input_batch: InputBatchV2, grammar_output: object) -> Any:
+        nonlocal seen, unchanged
+        perturber = perturbation.perturber
+        if grammar_output is not None or not perturber.computes_logits(input_batch.num_reqs):
+            return original(hidden_states, input_batch, grammar_output)
+        # A request keeps its parameters and its slot while it runs.
+        if seen != (perturber, perturber.composition):
+            seen = (perturber, perturber.composition)
+            unchanged = draws_from_unchanged_logits(sampler, input_batch.idx_mapping_np)
+        if not unchanged:
+            return original(hidden_states, input_batch, grammar_output)
+        with output_layer.left_to_graph():
+            return original(hidden_states, input_batch, grammar_output)
+
+    return sample
+
+
+def draws_from_unchanged_logits(sampler: SamplerV2, slots_np: np.ndarray) -> bool:
+    """Whether the tokens of these slots, (B,), are drawn from the logits as the model computes them.
+
+    They are not where a request is greedy, where its sampling parameters change or filter the logits (a temperature
+    other than 1 too), and where vLLM reports log-probabilities, NaNs or the tokens that sampling left.
+    """
+    if not hasattr(sampler, "needs_logits_processing"):  # vLLM 0.26 applies all parameters in each step
+        return False
+    if sampler.compute_nans or getattr(sampler, "return_sampling_mask", False):
+        return False
+    states = sampler.sampling_states
+    reports_log_probs = (
+        states.max_num_logprobs(slots_np) != _NO_LOGPROBS
+        or sampler.logprob_token_ids_state.max_num_token_ids(slots_np) > 0
+    )
+    return not (
+        reports_log_probs or states.any_greedy(slots_np) or bool(sampler.needs_logits_processing[slots_np].any())
+    )
 
 
 class _SamplingV2(NamedTuple):
@@ -245,6 +307,10 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
         # A request keeps its parameters and its slot while it runs.
         if seen is None or seen.perturber is not perturber or seen.composition != perturber.composition:
             seen = _SamplingV2.of(sampler, slots, slots_np, perturber)
+        output_layer = perturbation.output_layer
+        output_hidden = None if output_layer is None else output_layer.take()
+        if output_hidden is not None:
+            return perturber.finish(logits, seen.temperature, logits, None, output_hidden), logits
         # Where no request changes its logits, these are the model's own, in its dtype: the draw reads them as they are.
         changeable = logits if applies_in_copy else logits.float()
         scaled = sampler.apply_sampling_params(changeable, *rows, skip_top_k_top_p=True)

@@ -11,6 +11,9 @@ for a small model's forward. What is captured, in this order:
 5. the state of a further gate;
 6. one matrix of 32-bit words with all that the host records.
 
+Where nothing changes the logits before the draw, the model's output layer is captured too, ahead of all this
+(`output_layer.py`): the input of the graph is then the last hidden states.
+
 These are the compiled parts of `step_kernels.py`, so that kernels and rounding are those of a step without a graph.
 Inputs and outputs have fixed addresses. Rows beyond the batch have the slot of a scratch row in the gate's state, which
 no trajectory has.
@@ -20,10 +23,11 @@ each replay the present addresses are compared with those of the capture; where 
 again.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from ngrpo.rollout.async_scheduling import HostBuffer, HostBuffers
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.step_kernels import StepKernels
 from ngrpo.rollout.step_records import PackedRecord, RecordLayout
 from ngrpo.rollout.step_rows import HostColumns, Logits, StepColumns
@@ -40,6 +45,8 @@ from perturbations.gates.default import BoundGate
 
 if TYPE_CHECKING:
     from torch.cuda.graphs import _POOL_HANDLE
+
+logger = logging.getLogger("ngrpo.rollout")
 
 # A larger step keeps the device busy for longer than the host needs for its launches.
 SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -104,6 +111,22 @@ def rows_of_buffers(most_rows: int) -> int:
     return max(most_rows, bucket_sizes(most_rows)[-1])
 
 
+class GraphKind(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        size: rows.
+        dtype: of the logits or, where the graph computes them, of the last hidden states.
+        filtered: whether filters left other logits to draw from.
+        computes_logits: whether the graph runs the model's output layer.
+    """
+
+    size: int
+    dtype: torch.dtype
+    filtered: bool
+    computes_logits: bool
+
+
 class StepGraphs:
     """The graphs of one perturbation and one model, and the buffers at fixed addresses that they share."""
 
@@ -114,6 +137,7 @@ class StepGraphs:
         override: InputOverride,
         device: torch.device,
         watched: Callable[[], Sequence[Tensor]],
+        output: OutputLayer | None = None,
     ) -> None:
         """
         Args:
@@ -122,6 +146,7 @@ class StepGraphs:
             override: of the embedding, which the vectors go to; it has the rows of the largest step.
             device: a CUDA device.
             watched: returns the tensors whose addresses a graph keeps, apart from the buffers that are made here.
+            output: of the model, where graphs may compute the logits.
         """
         self.sizes = tuple(size for size in SIZES if size <= override.drawn_rows)
         self._kernels = kernels
@@ -129,6 +154,7 @@ class StepGraphs:
         self._override = override
         self._device = device
         self._watched = watched
+        self._output = output
         largest = self.sizes[-1]
         self._columns = torch.zeros(len(StepColumns._fields) * largest, dtype=torch.int64, device=device)
         self._temperature = torch.ones(largest, device=device)
@@ -146,7 +172,7 @@ class StepGraphs:
 
     def forget(self) -> None:
         """Drops all graphs. Each is captured again when it is needed next, in a new pool."""
-        self._graphs: dict[tuple[int, torch.dtype, bool], CudaGraph] = {}
+        self._graphs: dict[GraphKind, CudaGraph] = {}
         self._pool: _POOL_HANDLE | None = None
         self._addresses: tuple[int, ...] = ()
 
@@ -154,13 +180,21 @@ class StepGraphs:
         """The size of the graph that serves so many rows; None where none does."""
         return next((size for size in self.sizes if size >= rows), None)
 
-    def run(self, columns: np.ndarray, batch: int, logits: Logits) -> tuple[Tensor, PackedRecord, HostBuffer]:
+    def computes_logits(self, rows: int) -> bool:
+        """Whether a graph for so many rows may compute the logits."""
+        return self._output is not None and self.bucket(rows) is not None
+
+    def run(
+        self, columns: np.ndarray, batch: int, logits: Logits, output_hidden: Tensor | None = None
+    ) -> tuple[Tensor, PackedRecord, HostBuffer]:
         """Runs a step of B = ``batch`` rows.
 
         Args:
             columns: :class:`HostColumns` as a matrix (6, bucket) int64; rows beyond the batch have the scratch slot.
             batch: B.
             logits: of the B rows.
+            output_hidden: the last hidden states, (B, D), from which the graph computes the logits; ``logits.scaled``
+                is a placeholder then. None where the logits are there.
 
         Returns:
             The next tokens, (B,) int64; the record, which is on its way to the host; the buffer that the record is in.
@@ -168,13 +202,39 @@ class StepGraphs:
         Raises:
             CaptureFailed: where the step cannot be captured. Nothing has been drawn then.
         """
+        if output_hidden is not None:
+            output = require(self._output, "the output layer")
+            try:
+                return self._run(columns, batch, logits, output_hidden)
+            except CaptureFailed as error:
+                logger.warning(
+                    "perturbation: the logits are computed outside of a step's graph, since they cannot be captured"
+                    " (%s).",
+                    error,
+                )
+                self._output = None
+                logits = logits._replace(scaled=output.compute(output_hidden))
+        return self._run(columns, batch, logits, output_hidden=None)
+
+    def _run(
+        self, columns: np.ndarray, batch: int, logits: Logits, output_hidden: Tensor | None
+    ) -> tuple[Tensor, PackedRecord, HostBuffer]:
+        """As :meth:`run`; raises :class:`CaptureFailed` also where only the logits cannot be captured."""
         size = columns.shape[1]
         self._uploads.upload(columns.ravel(), self._columns)
         static = self._placed(logits, batch, size)
+        static_hidden = None
+        if output_hidden is not None:
+            static_hidden = self._wide_rows("output_hidden", output_hidden, size)
         self._check_addresses()
-        kind = (size, static.scaled.dtype, static.drawable is not None)
+        kind = GraphKind(
+            size=size,
+            dtype=static.scaled.dtype if output_hidden is None else output_hidden.dtype,
+            filtered=static.drawable is not None,
+            computes_logits=output_hidden is not None,
+        )
         if kind not in self._graphs:
-            self._graphs[kind] = self._captured(static, size)
+            self._graphs[kind] = self._captured(static, static_hidden, size)
         self._graphs[kind].replay()
         # The next replay writes to the same addresses, and vLLM may copy its tokens on another stream.
         tokens = self._tokens[:batch].clone()
@@ -194,7 +254,7 @@ class StepGraphs:
             self._greedy[:batch].copy_(logits.greedy)
         self._has_greedy = logits.greedy is not None
         return Logits(
-            scaled=self._wide_rows("scaled", logits.scaled, size),
+            scaled=logits.scaled if logits.scaled.is_meta else self._wide_rows("scaled", logits.scaled, size),
             temperature=self._temperature[:size],
             drawable=None if logits.drawable is None else self._wide_rows("drawable", logits.drawable, size),
             greedy=self._greedy[:size],
@@ -239,8 +299,11 @@ class StepGraphs:
         scaled = logits.float()
         self._rehearse(scaled, drawable=scaled)
         self._rehearse(logits, drawable=None)
+        if self._output is not None:
+            count = len(logits)
+            self._rehearse(self._output.placeholder(count), drawable=None, output_hidden=self._output.examples(count))
 
-    def _rehearse(self, scaled: Tensor, drawable: Tensor | None) -> None:
+    def _rehearse(self, scaled: Tensor, drawable: Tensor | None, output_hidden: Tensor | None = None) -> None:
         count = len(scaled)
         hidden = self._kernels.example_hidden(count, self._device)
         logits = Logits(scaled, torch.ones(count, device=self._device), drawable, greedy=None, hidden=hidden)
@@ -249,7 +312,10 @@ class StepGraphs:
             logits_of_batch = tree_map_only(Tensor, itemgetter(slice(batch)), logits)
             columns = np.zeros((len(HostColumns._fields), size), dtype=np.int64)
             HostColumns(*columns).slots.fill(self._scratch)
-            _tokens, _record, buffer = self.run(columns, batch, logits_of_batch)
+            if output_hidden is not None and not self.computes_logits(batch):
+                return  # a larger size has failed, and its warning says so
+            hidden_of_batch = None if output_hidden is None else output_hidden[:batch]
+            _tokens, _record, buffer = self.run(columns, batch, logits_of_batch, hidden_of_batch)
             buffer.give_back()
 
     @property
@@ -257,7 +323,7 @@ class StepGraphs:
         """The slot of the gate's last row, which no trajectory has."""
         return len(self._gate.state[0]) - 1
 
-    def _captured(self, logits: Logits, size: int) -> CudaGraph:
+    def _captured(self, logits: Logits, output_hidden: Tensor | None, size: int) -> CudaGraph:
         """Captures the step of these inputs, whose values are at their addresses."""
         flat = self._columns[: len(StepColumns._fields) * size]
         columns = StepColumns(*flat.view(-1, size))
@@ -267,22 +333,24 @@ class StepGraphs:
         columns.slots.fill_(self._scratch)
         columns.kept.zero_()
         columns.eligible.zero_()
-        self._step(columns, logits)
+        self._step(columns, logits, output_hidden)
         self._check_addresses()  # the first run may have built a new table, and older graphs read the old one
         self._addresses = self._current_addresses()
         if self._pool is None:
             self._pool = CudaGraph.pool()
         graph = CudaGraph(self._pool)
         try:
-            graph.capture(lambda: self._step(columns, logits))
+            graph.capture(lambda: self._step(columns, logits, output_hidden))
         except RuntimeError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise CaptureFailed(reason) from error
         flat.copy_(values)
         return graph
 
-    def _step(self, columns: StepColumns, logits: Logits) -> None:
+    def _step(self, columns: StepColumns, logits: Logits, output_hidden: Tensor | None) -> None:
         """The captured region."""
+        if output_hidden is not None:
+            logits = logits._replace(scaled=require(self._output, "the output layer").compute(output_hidden))
         edited, words = self._kernels.step_in_graph(columns, logits)
         size = len(columns.slots)
         if self._words is None:
