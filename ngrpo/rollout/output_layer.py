@@ -11,7 +11,7 @@ fails instead of reading wrong ones.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -107,5 +107,6 @@ def output_layer_of(runner: RunnerV1 | RunnerV2, vocabulary: int) -> OutputLayer
     tables = [module for module in language_model(model).modules() if isinstance(module, VocabParallelEmbedding)]
     tensors = [parameter.data for table in tables for parameter in table.parameters()]
     hidden_size = runner.model_config.get_hidden_size()
-    example = torch.zeros(1, hidden_size, dtype=runner.model_config.dtype, device=runner.device)
-    return OutputLayer(model, tensors, example, vocabulary)
+    dtype = cast(torch.dtype, runner.model_config.dtype)  # vLLM has resolved the names that a user may give
+    example = torch.zeros(1, hidden_size, dtype=dtype, device=runner.device)
+    return OutputLayer(cast(ComputesLogits, model), tensors, example, vocabulary)

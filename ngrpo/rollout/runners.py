@@ -190,7 +190,7 @@ def _leave_logits_to_graph(
     The step's graph computes the logits where nothing reads or changes them before the draw.
     """
     original: Callable[..., Any] = runner.sample
-    sampler = runner.sampler
+    sampler = require(runner.sampler, "the sampler of the last pipeline rank")
     seen: tuple[RolloutPerturber, int] | None = None  # the composition of the batch that ``unchanged`` is of
     unchanged = False
 

@@ -324,22 +324,16 @@ def test_a_step_whose_logits_are_left_to_a_graph_that_fails_runs_in_parts(monkey
 
 def test_an_output_layer_that_has_moved_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its old memory has other values, as after vLLM has used it again."""
-    computed = []
-
-    def compute(self: Head, hidden: Any) -> Any:
-        computed.append(self)
-        return COMPUTE(self, hidden)
 
     def opened(self: RolloutPerturber, name: str, prompt: Any = ()) -> None:
         OPENED(self, name, prompt)
-        if self._output is not None and computed:
-            head = computed[-1]
-            old = head.weight
-            head.weight = old.clone()
-            self._output.tensors[:] = [head.weight]
-            old.zero_()
+        output = self._output
+        head = output.compute.__self__
+        old_weight = head.weight
+        head.weight = old_weight.clone()
+        output.tensors[:] = [head.weight]
+        old_weight.zero_()
 
-    monkeypatch.setattr(Head, "compute_logits", compute)
     monkeypatch.setattr(RolloutPerturber, "opened", opened)
     perturbation = made("gumbel", rate=0.7)
     simulate(perturbation, OUTPUT_PLANS["output layer"], count=8)
