@@ -3,12 +3,19 @@
 
     python -m benchmarks.decode_step [--perturbations gumbel,gaussian] [--rate 1] [--batch 16] [--vocabulary 49152]
 
-No model and no engine: random logits are given to a real perturber, on CUDA where there is one. Counted per step, with
-every request decoding. `waits`: operations that need a value from the device (`.item()`, `nonzero`, indexing with a
-mask); on CUDA PyTorch's own check is on as well, and any wait is an error. `loops`: lines of Python that each further
-request adds. `launches`: operations on tensors, views left out, and each compiled part taken as one; up and down:
-copies between host and device. `host µs of a graph`: what a step that is one CUDA graph costs the host beside the
-replay, by requests and rate. At last, what the record of a long response costs when its request has finished.
+There is no model and no engine: a real perturber gets random logits, on CUDA where there is a GPU. What is counted, in
+steps in which every request decodes:
+
+- `waits`: operations that need a value from the device (`.item()`, `nonzero`, indexing with a mask). On CUDA PyTorch's
+  own check is on as well, and any wait is an error.
+- `loops`: lines of Python that each further request adds.
+- `launches`: operations on tensors without views; a compiled part is one.
+- `up`, `down`: copies between host and device.
+- `host µs of a graph`: time of one core for a step that is one CUDA graph, without the replay, by requests and rate;
+  the logits are there before it.
+- `with logits`: the same at rate 1, where the graph computes the logits too.
+
+The last line has the time for the record of a long response, when its request has finished.
 """
 
 import argparse
@@ -19,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +39,7 @@ from benchmarks.machine import describe
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import STEPS_AT_ONCE
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.step_graphs import rows_of_buffers
 from ngrpo.rollout.trajectories import TrajectoryStore
@@ -40,18 +49,18 @@ from perturbations.embeddings import matrix_embeddings
 from perturbations.gates.default import BoundGate
 
 _PROMPT = 20
-# What needs a value on the host, by the name of the operation. Others read a mask and wait for its count.
+# Operations that need a value on the host, and operations that wait for the count of a mask where an index is one.
 _WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "allclose")
-_OURS = ("/ngrpo/", "/perturbations/")
-_MASKED = ("index", "index_put", "index_put_", "_index_put_impl_")
+_INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_")
+_OUR_FOLDERS = ("/ngrpo/", "/perturbations/")
 
 
 @dataclass
 class Counts:
-    """What was seen in some decode steps of a perturber.
+    """Totals of some decode steps of a perturber.
 
     Attributes:
-        steps: decode steps of all requests.
+        steps: steps in which every request decodes.
         waits: operations that wait for the device, by name.
         launches: operations on tensors.
         uploads: copies from the host to the device.
@@ -74,100 +83,123 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        masks = name in _MASKED and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-        if masks or (name.startswith(_WAITS) and name != "nonzero_static"):  # which is told how many there are
+        # nonzero_static is told the number of its results, so that it does not wait.
+        waits = name.startswith(_WAITS) and name != "nonzero_static"
+        if name in _INDEXES:
+            waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if waits:
             self._counts.waits += (name,)
-        self._counts.launches += not func.is_view
+        if not func.is_view:
+            self._counts.launches += 1
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def counting(perturber: RolloutPerturber) -> Iterator[Counts]:
-    """Counts what the perturber of an engine in this process does in its decode steps; prefills are left out.
+    """Counts the decode steps of a perturber, which may be that of an engine in this process. Prefills are left out.
 
     On CUDA a step that waits for the device raises ``RuntimeError``.
     """
-    counts, begin, finish = Counts(), perturber.begin, perturber.finish
-    upload, download, kernels = perturber._upload, perturber._download, perturber._kernels
+    counter = _Counter(perturber)
+    kernels = perturber._kernels
     graphs = perturber._graphs
-    run = None if graphs is None else graphs.run
-    # On a CPU the draw alone is compiled, and it may look at numbers.
+    # On a CPU only the draw counts as compiled: it may look at numbers there.
     names = ("draw", "proposed", "realised", "advance_gate") if kernels.compiled else ("draw",)
-    parts = {name: getattr(kernels, name) for name in names}
-    operations, decoding = _Operations(counts), False
+    with contextlib.ExitStack() as stack:
+        for name in ("begin", "finish", "_upload", "_download"):
+            counted_method = partial(getattr(counter, name.strip("_")), getattr(perturber, name))
+            stack.enter_context(patch.object(perturber, name, counted_method))
+        for name in names:
+            stack.enter_context(patch.object(kernels, name, partial(counter.compiled_part, getattr(kernels, name))))
+        if graphs is not None:
+            stack.enter_context(patch.object(graphs, "run", partial(counter.run_graph, graphs.run)))
+        yield counter.counts
 
-    def lines(frame: Any, event: str, _: Any) -> Any:
-        ours = any(part in frame.f_code.co_filename for part in _OURS)
-        counts.lines += ours and event == "line"
-        return lines if ours else None
 
-    def counted(act: Callable[..., Any], *args: Any) -> Any:
-        on_cuda, tracer = perturber.device.type == "cuda", sys.gettrace()
-        with operations:
-            sys.settrace(lines)
-            if on_cuda:
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                return act(*args)
-            finally:
-                if on_cuda:
-                    torch.cuda.set_sync_debug_mode("default")
-                sys.settrace(tracer)
+class _Counter:
+    """Calls the methods of a perturber and counts what they do. Each method here has the original one first."""
 
-    def counted_begin(names: Any, starts: Any, computed: Any, discard: Any) -> None:
-        nonlocal decoding
-        decoding = bool((computed == 1).all() and not discard.any())
-        counts.steps += decoding
-        (counted if decoding else lambda act, *args: act(*args))(begin, names, starts, computed, discard)
+    def __init__(self, perturber: RolloutPerturber) -> None:
+        self.counts = Counts()
+        self._operations = _Operations(self.counts)
+        self._on_cuda = perturber.device.type == "cuda"
+        self._decoding = False  # whether every request of the step in flight decodes
 
-    def counted_finish(*args: Any) -> Any:
-        return counted(finish, *args) if decoding else finish(*args)
+    def begin(self, original: Callable[..., None], names: Any, starts: Any, counts: Any, discard: Any) -> None:
+        self._decoding = bool((counts == 1).all() and not discard.any())
+        if self._decoding:
+            self.counts.steps += 1
+        self._counted(original, names, starts, counts, discard)
 
-    def counted_upload(array: np.ndarray) -> torch.Tensor:
-        counts.uploads += decoding
-        return upload(array)
+    def finish(self, original: Callable[..., Any], *args: Any) -> Any:
+        return self._counted(original, *args)
 
-    def counted_download(part: torch.Tensor) -> torch.Tensor:
-        counts.downloads += decoding
-        return download(part)
+    def upload(self, original: Callable[[np.ndarray], torch.Tensor], array: np.ndarray) -> torch.Tensor:
+        if self._decoding:
+            self.counts.uploads += 1
+        return original(array)
 
-    def counted_run(columns: np.ndarray, batch: int, logits: Any) -> Any:
+    def download(self, original: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+        if self._decoding:
+            self.counts.downloads += 1
+        return original(tensor)
+
+    def run_graph(self, original: Callable[..., Any], *args: Any) -> Any:
         """A step as one graph: its replay, and one copy each way."""
-        counts.launches += decoding
-        counts.uploads += decoding
-        counts.downloads += decoding
-        return run(columns, batch, logits)
+        if self._decoding:
+            self.counts.launches += 1
+            self.counts.uploads += 1
+            self.counts.downloads += 1
+        return original(*args)
 
-    def compiled(part: Callable[..., Any], *args: Any) -> Any:
-        counts.launches += decoding
+    def compiled_part(self, original: Callable[..., Any], *args: Any) -> Any:
+        """A compiled part is one launch, and the operations and lines within it do not count."""
+        if self._decoding:
+            self.counts.launches += 1
         tracer = sys.gettrace()
         sys.settrace(None)
         try:
             with torch.utils._python_dispatch._disable_current_modes():
-                return part(*args)
+                return original(*args)
         finally:
             sys.settrace(tracer)
 
-    perturber.begin, perturber.finish = counted_begin, counted_finish
-    perturber._upload, perturber._download = counted_upload, counted_download
-    vars(kernels).update({name: partial(compiled, part) for name, part in parts.items()})
-    if graphs is not None:
-        graphs.run = counted_run
-    try:
-        yield counts
-    finally:
-        vars(kernels).update(parts)
-        if graphs is not None:
-            del graphs.run
-        for name in ("begin", "finish", "_upload", "_download"):
-            delattr(perturber, name)
+    def _counted(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function; in a decode step with its operations and lines counted."""
+        if not self._decoding:
+            return function(*args)
+        tracer = sys.gettrace()
+        with self._operations:
+            sys.settrace(self._count_lines)
+            if self._on_cuda:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*args)
+            finally:
+                if self._on_cuda:
+                    torch.cuda.set_sync_debug_mode("default")
+                sys.settrace(tracer)
+
+    def _count_lines(self, frame: Any, event: str, _argument: Any) -> Any:
+        """A trace function, as of ``sys.settrace``."""
+        if not any(folder in frame.f_code.co_filename for folder in _OUR_FOLDERS):
+            return None
+        if event == "line":
+            self.counts.lines += 1
+        return self._count_lines
 
 
 class Decoding:
     """A perturber with requests that decode, and no model: the logits are random."""
 
     def __init__(
-        self, perturbation: Perturbation, batch: int, vocabulary: int = 1024, hidden: int = 64, device: str = "cpu"
+        self,
+        perturbation: Perturbation,
+        batch: int,
+        vocabulary: int = 1024,
+        hidden: int = 64,
+        device: str = "cpu",
+        with_logits: bool = False,
     ) -> None:
         """
         Args:
@@ -176,24 +208,46 @@ class Decoding:
             vocabulary: V.
             hidden: D.
             device: where the perturber works.
+            with_logits: whether a graph may compute the logits, by a tied output layer.
         """
         draws = torch.Generator().manual_seed(0)
-        embedding = nn.Embedding(vocabulary, hidden).requires_grad_(False).to(device)
+        self._device = torch.device(device)
+        embedding = nn.Embedding(vocabulary, hidden).requires_grad_(False).to(self._device)
         store = TrajectoryStore(batch, 1 << 15)
-        gate = BoundGate(perturbation, lambda: [b"a"] * vocabulary, vocabulary, store.slots, torch.device(device))
-        override = InputOverride(embedding, batch, rows_of_buffers(batch), hidden, torch.float32, torch.device(device))
-        # HRPO's gate was never among what is counted here; a router is a part of the draw.
-        module = perturbation.module(hidden) if perturbation.reads_hidden else None
-        self.perturber = RolloutPerturber(
-            perturbation, store, gate, matrix_embeddings(embedding.weight), override, torch.device(device), module
+        gate = BoundGate(perturbation, lambda: [b"a"] * vocabulary, vocabulary, store.slots, self._device)
+        override = InputOverride(
+            embedding,
+            max_tokens=batch,
+            drawn_rows=rows_of_buffers(batch),
+            hidden=hidden,
+            dtype=torch.float32,
+            device=self._device,
         )
-        self._reads_hidden, self._hidden = perturbation.reads_hidden, hidden
-        self.requests = [f"request-{i}" for i in range(batch)]
-        for i, name in enumerate(self.requests):
-            store.open(name, 1000 + i, _PROMPT, True)
+        # HRPO has a module too, of which the figures of earlier releases were without; a router's is part of the draw.
+        module = perturbation.module(hidden) if perturbation.reads_hidden else None
+        embeddings = matrix_embeddings(embedding.weight)
+        weight = embedding.weight
+        model = SimpleNamespace(compute_logits=lambda hidden: nn.functional.linear(hidden, weight))
+        self._output_layer = OutputLayer(model, tensors=[weight.data], example=weight.data[:1], vocabulary=vocabulary)
+        self._model = model
+        self._last_hidden = torch.zeros(batch, hidden, device=self._device)
+        self.perturber = RolloutPerturber(
+            perturbation,
+            store,
+            gate,
+            embeddings,
+            override,
+            self._device,
+            module=module,
+            output=self._output_layer if with_logits else None,
+        )
+        self._reads_hidden = perturbation.reads_hidden
+        self.requests = [f"request-{number}" for number in range(batch)]
+        for number, name in enumerate(self.requests):
+            store.open(name, 1000 + number, _PROMPT, True)
             self.perturber.opened(name)
-        self._logits = torch.randn(batch, vocabulary, generator=draws).to(device) * 3
-        self._temperature = torch.ones(batch, device=device)
+        self._logits = torch.randn(batch, vocabulary, generator=draws).to(self._device) * 3
+        self._temperature = torch.ones(batch, device=self._device)
         self._position = _PROMPT - 1
 
     def step(self) -> None:
@@ -202,11 +256,16 @@ class Decoding:
         starts = np.full(count, self._position)
         self.perturber.begin(self.requests, starts, np.ones_like(starts), np.zeros(count, dtype=bool))
         if self._reads_hidden:
-            self.perturber.computed(torch.zeros(count, self._hidden, device=self._logits.device))
-        logits = self._logits[:count]
+            self.perturber.computed(torch.zeros_like(self._last_hidden[:count]))
         if len(self._temperature) != count:  # as in an engine, one tensor serves as long as the batch stays the same
-            self._temperature = torch.ones(count, device=logits.device)
-        self.perturber.finish(logits, self._temperature, logits, None)
+            self._temperature = torch.ones(count, device=self._device)
+        if self.perturber.computes_logits(count):  # as in the runner's wrapper
+            with self._output_layer.left_to_graph():
+                logits = self._model.compute_logits(self._last_hidden[:count])
+                self.perturber.finish(logits, self._temperature, logits, None, self._output_layer.take())
+        else:
+            logits = self._logits[:count]
+            self.perturber.finish(logits, self._temperature, logits, None)
         self._position += 1
 
 
@@ -224,69 +283,75 @@ def count(
 
 def loops(perturbation: Perturbation, device: str = "cpu") -> float:
     """Lines of Python that a decode step executes for each further request: 0 where nothing loops over them."""
-    few, many = (count(perturbation, batch, device=device) for batch in (4, 64))
-    return (many.lines - few.lines) / few.steps / 60
+    of_4_requests = count(perturbation, 4, device=device)
+    of_64_requests = count(perturbation, 64, device=device)
+    return (of_64_requests.lines - of_4_requests.lines) / of_4_requests.steps / (64 - 4)
 
 
 def microseconds(perturbation: Perturbation, batch: int, vocabulary: int, device: str, steps: int = 100) -> float:
     """Median time of a decode step: of one core of a CPU; on CUDA of the host until the device has done it."""
-    decoding, times = Decoding(perturbation, batch, vocabulary, 576, device), []
+    decoding = Decoding(perturbation, batch, vocabulary, 576, device)
     clock = time.perf_counter if device == "cuda" else time.thread_time
+    times = []
     for step in range(steps + 10):
-        began = clock()
+        start = clock()
         decoding.step()
         if device == "cuda":
             torch.cuda.synchronize()
         if step >= 10:
-            times.append(clock() - began)
+            times.append(clock() - start)
     return statistics.median(times) * 1e6
 
 
 class _NoGraph:
-    """A captured step whose replay is left out: what is done on the host beside it."""
+    """A captured step whose replay does nothing, so that what remains is the host's own work."""
 
     def __init__(self, pool: Any) -> None: ...
 
     @staticmethod
     def pool() -> Any:
-        """A pool is nothing here."""
+        """There is no memory to share."""
 
     def capture(self, region: Callable[[], None]) -> None:
-        """The step has run once before, which makes its buffers."""
+        """Nothing is captured: a first run of the step, before this call, has made its buffers."""
 
     def replay(self) -> None:
-        """The kernels of a replay run on the device, and launching them is one call."""
+        """A replay is one call on the host, and its kernels run on the device."""
 
 
-def host_microseconds(perturbation: Perturbation, batch: int, steps: int = 400) -> tuple[float, float]:
-    """Time of one core for a decode step as one graph, the replay left out: the least, and the mean, of many steps.
+def host_microseconds(
+    perturbation: Perturbation, batch: int, steps: int = 400, with_logits: bool = False
+) -> tuple[float, float]:
+    """Microseconds of one core for a decode step as one graph without its replay: least and mean of many steps.
 
-    Copies are between places of the host's memory, so that what a launch adds on CUDA is counted and not measured.
+    ``with_logits``: whether the graph computes the logits. Copies are within the host's memory, so that the time of a
+    launch on CUDA is not in these numbers.
     """
-    rate, times = perturbation.rate, []
+    times = []
     with (
         patch.object(step_graphs, "available", lambda device: True),
         patch.object(step_graphs, "CudaGraph", _NoGraph),
         torch.inference_mode(),
     ):
-        decoding = Decoding(perturbation, batch, vocabulary=64)
+        decoding = Decoding(perturbation, batch, vocabulary=64, with_logits=with_logits)
         decoding.step()
-        # What the verdict would say at this rate; bit 0 of a record is that it is fed, and bit 1 that the tokens agree.
-        fed = torch.from_numpy(np.random.default_rng(0).random(batch) < rate)
+        # The records that a replay would write at this rate. Their flags: 1 for a row that is fed, 2 for tokens that
+        # agree.
+        fed = torch.from_numpy(np.random.default_rng(0).random(batch) < perturbation.rate)
         decoding.perturber._graphs._words[:batch, 0] = torch.where(fed, 3, 0)
         for _ in range(2 * STEPS_AT_ONCE):
             decoding.step()
         for _ in range(steps // STEPS_AT_ONCE):
             # Records of sixteen steps are written at once, so that sixteen steps are timed together.
-            began = time.thread_time_ns()
+            start = time.thread_time_ns()
             for _ in range(STEPS_AT_ONCE):
                 decoding.step()
-            times.append((time.thread_time_ns() - began) / STEPS_AT_ONCE / 1e3)
+            times.append((time.thread_time_ns() - start) / STEPS_AT_ONCE / 1e3)
     return min(times), statistics.mean(times)
 
 
 def sampled(name: str, rate: float) -> Perturbation:
-    """A perturbation that leaves the token in the text to sampling where it may, since rate 1 would else be greedy."""
+    """A perturbation by name; one that offers it leaves the token in the text to sampling, also at rate 1."""
     options = {"realization": "sampled"} if name == "neighbor" else {}
     return create(name, rate=rate, **options)
 
@@ -309,25 +374,27 @@ def device_microseconds(perturbation: Perturbation, batch: int, vocabulary: int,
 
 
 def record_milliseconds(positions: int = 32_000, candidates: int = 5) -> tuple[float, float]:
-    """Time to build the record of a finished request with this many perturbed positions, and to pack it."""
-    store, draws = TrajectoryStore(1, positions + _PROMPT), np.random.default_rng(0)
+    """Milliseconds to build the record of a finished request with so many perturbed positions, and to pack it."""
+    draws = np.random.default_rng(0)
+    store = TrajectoryStore(1, positions + _PROMPT)
     slot = np.array([store.open("a", 1, _PROMPT, True)])
     for position in range(_PROMPT, _PROMPT + positions):
         weights = draws.random((1, candidates), dtype=np.float32)
         ids = draws.integers(0, 1 << 16, (1, candidates), dtype=np.int32)
         store.write_tokens(slot, np.array([position]), weights[:, 0])
-        parts = {"ids": ids, "weights": weights, "agreed": np.ones(1, dtype=bool)}
-        store.write_edits(slot, np.array([position]), parts)
+        edits = {"ids": ids, "weights": weights, "agreed": np.ones(1, dtype=bool)}
+        store.write_edits(slot, np.array([position]), edits)
 
-    def fastest(act: Callable[[], object]) -> float:
+    def fastest(function: Callable[[], object]) -> float:
         times = []
         for _ in range(9):
-            began = time.thread_time()
-            act()
-            times.append(time.thread_time() - began)
+            start = time.thread_time()
+            function()
+            times.append(time.thread_time() - start)
         return min(times) * 1e3
 
-    return fastest(lambda: store.record("a")), fastest(store.record("a")[0].to_bytes)
+    record, _log_probs = store.record("a")
+    return fastest(lambda: store.record("a")), fastest(record.to_bytes)
 
 
 def main() -> None:
@@ -339,26 +406,42 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
-    names = options.perturbations.split(",") if options.perturbations else [n for n in available() if n != "none"]
+    names = [name for name in available() if name != "none"]
+    if options.perturbations:
+        names = options.perturbations.split(",")
     print(f"{describe()}; {options.batch} requests, {options.vocabulary} tokens, rate {options.rate:g}")
     columns = f"{'name':10s} {'waits':>5s} {'loops':>5s} {'launches':>8s} {'up':>4s} {'down':>4s} {'µs':>7s}"
     print(f"{columns}  host µs of a graph: requests@rate")
     for name in names:
-        perturbation = sampled(name, options.rate)
-        counts, lines = count(perturbation, options.batch, device=device), loops(sampled(name, 1.0), device)
-        spent = microseconds(perturbation, options.batch, options.vocabulary, device)
-        row = (
-            f"{name:10s} {len(counts.waits) / counts.steps:5g} {lines:5.2g} {counts.launches / counts.steps:8.1f}"
-            f" {counts.uploads / counts.steps:4.2g} {counts.downloads / counts.steps:4.2g} {spent:7.0f}"
-        )
-        of_graphs = [
-            f"{batch}@{rate:g} {host_microseconds(sampled(name, rate), batch)[0]:.0f}"
-            for batch in (64, 256)
-            for rate in (0.1, 1.0)
-        ]
-        print(row, *of_graphs, sep="  ", flush=True)
+        _print_row(name, options, device)
     built, packed = record_milliseconds()
     print(f"record of 32,000 positions with 5 candidates: built in {built:.1f} ms, packed in {packed:.1f} ms")
+
+
+def _print_row(name: str, options: argparse.Namespace, device: str) -> None:
+    """The measurements of one perturbation."""
+    perturbation = sampled(name, options.rate)
+    counts = count(perturbation, options.batch, device=device)
+    fields = (
+        f"{name:10s}",
+        f"{len(counts.waits) / counts.steps:5g}",
+        f"{loops(sampled(name, 1.0), device):5.2g}",
+        f"{counts.launches / counts.steps:8.1f}",
+        f"{counts.uploads / counts.steps:4.2g}",
+        f"{counts.downloads / counts.steps:4.2g}",
+        f"{microseconds(perturbation, options.batch, options.vocabulary, device):7.0f}",
+    )
+    of_graphs = []
+    for batch in (64, 256):
+        for rate in (0.1, 1.0):
+            least, _mean = host_microseconds(sampled(name, rate), batch)
+            of_graphs.append(f"{batch}@{rate:g} {least:.0f}")
+    if not perturbation.reads_hidden:
+        of_graphs.append("with logits")
+        for batch in (64, 256):
+            least, _mean = host_microseconds(sampled(name, 1.0), batch, with_logits=True)
+            of_graphs.append(f"{batch}@1 {least:.0f}")
+    print(" ".join(fields), *of_graphs, sep="  ", flush=True)
 
 
 if __name__ == "__main__":

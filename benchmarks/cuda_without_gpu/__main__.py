@@ -3,8 +3,8 @@
 
     python -m benchmarks.cuda_without_gpu [--perturbations gumbel,soft] [--batch 1024] [--dtype float32]
 
-Kernels: launches beyond the draw of the tokens. GB: read and written by all kernels, the draw's included, each kernel's
-operands once. By default for a vocabulary of 151,936 and D = 3,584 (Qwen2.5-7B), every position perturbed.
+Kernels are launches beyond those that draw the tokens. GB are read and written by all kernels, those of the draw too;
+the operands of a kernel count once. The defaults are those of Qwen2.5-7B, with every position perturbed.
 """
 
 import argparse
@@ -25,12 +25,20 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the logits")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    sizes = options.batch, options.vocabulary, options.hidden
-    print(f"batch {sizes[0]}, vocabulary {sizes[1]}, D {sizes[2]}, {options.dtype} logits, PyTorch {torch.__version__}")
+    print(
+        f"batch {options.batch}, vocabulary {options.vocabulary}, D {options.hidden}, {options.dtype} logits,"
+        f" PyTorch {torch.__version__}"
+    )
     print("| | kernels beyond the draw | GB |\n| --- | --- | --- |")
     for name in options.perturbations.split(","):
         perturbation = create(name) if name == "none" else create(name, rate=1.0)
-        cost = decode_step(perturbation, *sizes, getattr(torch, options.dtype))
+        cost = decode_step(
+            perturbation,
+            batch=options.batch,
+            vocabulary=options.vocabulary,
+            hidden=options.hidden,
+            dtype=getattr(torch, options.dtype),
+        )
         print(f"| `{name}` | {cost.beyond_draw} | {cost.bytes / 1e9:.2f} |", flush=True)
     draw = cost.regions["draw"]
     print(f"| the draw alone | {draw.kernels} | {draw.bytes / 1e9:.2f} |")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A perturber's decode step on fake tensors of a real model's size: its kernels and the bytes that they move.
+"""A perturber's decode step on fake tensors with the sizes of a real model: its kernels and the bytes that they move.
 
-What is compiled on a GPU is counted in the code that the compiler writes for an H100; the operations between these
-parts are counted one by one. A mixture of devices is an error of the operation, as on a GPU.
+For a part that is compiled on a GPU, the code that the compiler writes for an H100 is counted. The operations between
+these parts are counted one by one. An operation on a mixture of devices raises an error, as on a GPU.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.cuda_without_gpu import guard, inductor
 from benchmarks.cuda_without_gpu.inductor import Region
-from benchmarks.cuda_without_gpu.recorded import RepeatedGraph
+from benchmarks.cuda_without_gpu.recorded import RepeatedGraph, tensors_in
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.input_override import InputOverride
 from ngrpo.rollout.perturber import RolloutPerturber
@@ -36,8 +36,8 @@ from perturbations.gates.default import BoundGate
 from perturbations.neighbors.base import TableIndex
 
 _PROMPT = 20
-_WARM_UP = 2  # steps until each one clears what the last one wrote
-# The parts that all perturbations share, compiled once.
+_WARM_UP = 2  # the second step clears what the first one wrote to the override, as every later one does
+# Compiled parts that do not depend on the perturbation, by their name and what they are compiled for.
 _SHARED: dict[tuple[Any, ...], Region] = {}
 _GATHERS = ("index", "index_select", "gather", "embedding")
 _SCATTERS = ("index_copy_", "index_put_", "scatter_", "index_fill_", "_index_put_impl_")
@@ -45,11 +45,11 @@ _SCATTERS = ("index_copy_", "index_put_", "scatter_", "index_fill_", "_index_put
 
 @dataclass
 class Cost:
-    """What a part of a step takes.
+    """The work of a step.
 
     Attributes:
         kernels: launches.
-        bytes: read from memory and written to it.
+        bytes: read from the device's memory and written to it.
         between: names of the operations outside of compiled parts.
         regions: the compiled parts by the name of their function.
     """
@@ -61,48 +61,52 @@ class Cost:
 
     @property
     def beyond_draw(self) -> int:
-        """Launches without those of the token's draw."""
+        """Launches without those that draw the tokens."""
         return self.kernels - self.regions["draw"].kernels
 
 
 class _Operations(TorchDispatchMode):
-    """Counts each operation on the device as one kernel: of its operands and results each element once."""
+    """Counts an operation on the device as one kernel, which reads or writes each operand and result once."""
 
     def __init__(self, cost: Cost) -> None:
         super().__init__()
         self._cost = cost
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        tensors = [part for part in tree_leaves((args, kwargs or {})) if isinstance(part, Tensor)]
-        made = [part for part in tree_leaves(out) if isinstance(part, Tensor)]
-        on_device = any(part.device.type == "cuda" for part in (*tensors, *made))
-        same = name in ("to", "_to_copy") and made and tensors and made[0] is tensors[0]
-        if (
-            not on_device
-            or func.is_view
-            or same
-            or name in ("device", "detach")
-            or name.startswith(("empty", "new_empty"))
-        ):
-            return out
-        size = _bytes(made) + _bytes(tensors)
-        if name in _GATHERS:  # only what is picked is read
-            size = 2 * _bytes(made) + _bytes(tensors[1:])
+        name = func.overloadpacket.__name__
+        result = func(*args, **(kwargs or {}))
+        operands = tensors_in((args, kwargs or {}))
+        results = tensors_in(result)
+        on_device = any(tensor.device.type == "cuda" for tensor in (*operands, *results))
+        if not on_device or func.is_view or _launches_nothing(name, operands, results):
+            return result
+        if name in _GATHERS:  # the first operand is read only where an index picks it
+            moved = 2 * _bytes(results) + _bytes(operands[1:])
         elif name in _SCATTERS:
-            size = 2 * _bytes(tensors[1:])
+            moved = 2 * _bytes(operands[1:])
+        else:
+            moved = _bytes(results) + _bytes(operands)
         self._cost.kernels += inductor.OPERATORS.get(name, 1)
-        self._cost.bytes += size
+        self._cost.bytes += moved
         self._cost.between.append(name)
-        return out
+        return result
+
+
+def _launches_nothing(name: str, operands: list[Tensor], results: list[Tensor]) -> bool:
+    """Whether an operation allocates only, or returns its operand."""
+    if name in ("device", "detach") or name.startswith(("empty", "new_empty")):
+        return True
+    if name in ("to", "_to_copy") and operands and results:
+        return results[0] is operands[0]
+    return False
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    return sum(part.numel() * part.element_size() for part in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 class _Event:
-    """``torch.cuda.Event`` of copies that have arrived."""
+    """``torch.cuda.Event``, whose copies have always arrived."""
 
     def record(self) -> None: ...
 
@@ -113,7 +117,7 @@ class _Event:
 
 
 class _Lists(TorchFunctionMode):
-    """``torch.tensor(…, device="cuda")`` asks CUDA itself, fake mode or not: here it is made first and then moved."""
+    """``torch.tensor(…, device="cuda")`` calls CUDA itself, also in a fake mode: the tensor is made, then moved."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -124,10 +128,10 @@ class _Lists(TorchFunctionMode):
 
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[None]:
-    """Tensors made here hold nothing; those on ``cuda`` behave as on a GPU."""
+    """Tensors that are made in this context hold nothing; those on ``cuda`` behave as on a GPU."""
     guard.load()
     with contextlib.ExitStack() as stack:
-        # Or tensors of one element, or of none, would really be copied to the device.
+        # At the default, tensors of up to one element are constants with a value, which is really copied to the device.
         stack.enter_context(patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1))
         stack.enter_context(patch.object(Tensor, "pin_memory", lambda self, *_: self))
         stack.enter_context(patch.object(torch.cuda, "Event", _Event))
@@ -138,6 +142,8 @@ def fake_cuda() -> Iterator[None]:
 
 
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on real tensors."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
             return function(*args, **kwargs)
@@ -145,10 +151,10 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _arrived(part: Tensor) -> Tensor:
-    """What the host finds in the place of a fake tensor."""
+def _arrived(tensor: Tensor) -> Tensor:
+    """The real tensor that the host reads in the place of a fake one."""
     with unset_fake_temporarily():
-        return torch.ones(tuple(part.shape), dtype=part.dtype)
+        return torch.ones(tuple(tensor.shape), dtype=tensor.dtype)
 
 
 class FakeDecoding:
@@ -162,31 +168,37 @@ class FakeDecoding:
             vocabulary: V.
             hidden: D, of embeddings in bfloat16.
         """
-        device, dtype = torch.device("cuda"), torch.bfloat16
+        device = torch.device("cuda")
+        dtype = torch.bfloat16
         embedding = nn.Embedding(vocabulary, hidden, dtype=dtype, device=device).requires_grad_(False)
         store = TrajectoryStore(batch, 1 << 15)
         texts = ["a"] * vocabulary
         gate = BoundGate(perturbation, lambda: [b"a"] * vocabulary, vocabulary, store.slots, device)
-        override = InputOverride(embedding, max(batch, 64), rows_of_buffers(batch), hidden, dtype, device)
+        override = InputOverride(
+            embedding,
+            max_tokens=max(batch, 64),
+            drawn_rows=rows_of_buffers(batch),
+            hidden=hidden,
+            dtype=dtype,
+            device=device,
+        )
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(hidden)
-        if module is not None:  # `Module.to` cannot swap fake parameters
-            for owner in module.modules():
-                for name, part in list(owner._parameters.items()):
-                    owner._parameters[name] = nn.Parameter(torch.empty_like(part, dtype=dtype, device=device), False)
-            if hasattr(module, "lambda_start"):
-                module.lambda_start = torch.empty_like(module.lambda_start, device=device)
+        if module is not None:
+            _move_module(module, dtype, device)
         self.perturber = RolloutPerturber(perturbation, store, gate, embeddings, override, device, module)
         notes = self.perturber.notes
         notes._drain_edits = _on_host(notes._drain_edits)
-        self.perturber._download = lambda part: _arrived(part.to("cpu", non_blocking=True))
+        self.perturber._download = lambda tensor: _arrived(tensor.to("cpu", non_blocking=True))
         perturbation.prepare(embeddings)
-        self.names = [f"request-{i}" for i in range(batch)]
-        self._reads_hidden, self._hidden = perturbation.reads_hidden, hidden
-        for i, name in enumerate(self.names):
-            store.open(name, 100 + i, _PROMPT, True)
+        self._reads_hidden = perturbation.reads_hidden
+        self._hidden = hidden
+        self.names = [f"request-{number}" for number in range(batch)]
+        for number, name in enumerate(self.names):
+            store.open(name, 100 + number, _PROMPT, True)
             self.perturber.opened(name)
-        self._position, self._shape = _PROMPT - 1 + getattr(perturbation, "burn_in", 0), (batch, vocabulary)
+        self._position = _PROMPT - 1 + getattr(perturbation, "burn_in", 0)
+        self._shape = (batch, vocabulary)
 
     def step(self, dtype: torch.dtype = torch.float32) -> None:
         """One decode step of all requests, from logits of a dtype."""
@@ -200,6 +212,16 @@ class FakeDecoding:
         self._position += 1
 
 
+def _move_module(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Moves a perturbation's module to the device, which ``Module.to`` cannot do with fake parameters."""
+    for submodule in module.modules():
+        for name, parameter in list(submodule._parameters.items()):
+            moved = torch.empty_like(parameter, dtype=dtype, device=device)
+            submodule._parameters[name] = nn.Parameter(moved, requires_grad=False)
+    if hasattr(module, "lambda_start"):
+        module.lambda_start = torch.empty_like(module.lambda_start, device=device)
+
+
 def decode_step(
     perturbation: Perturbation,
     batch: int,
@@ -208,7 +230,7 @@ def decode_step(
     dtype: torch.dtype = torch.float32,
     capability: int = 90,
 ) -> Cost:
-    """Counts one decode step with every request in it, after one that warms up.
+    """Counts one decode step of all requests, after a warm-up.
 
     Args:
         perturbation: what acts.
@@ -230,35 +252,34 @@ def decode_step(
         with plain:
             for _ in range(_WARM_UP):
                 decoding.step(dtype)
-        operations = _Operations(cost)
-        known = capability, batch, vocabulary, perturbation.active, perturbation.until is None
+        compiled_for = (capability, batch, vocabulary, perturbation.active, perturbation.until is None)
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        fake_mode = next(mode for mode in modes if isinstance(mode, FakeTensorMode))
 
-        def compiled(self: Compiled, *args: Any) -> Any:
-            with torch.utils._python_dispatch._disable_current_modes(), contextlib.ExitStack() as inner:
-                inner.enter_context(mode)
-                parts = tree_leaves(args)  # of named tuples too
-                for part in parts:
-                    if isinstance(part, Tensor):
-                        torch._dynamo.maybe_mark_dynamic(part, 0)
+        def count_compiled(self: Compiled, *args: Any) -> Any:
+            with torch.utils._python_dispatch._disable_current_modes(), fake_mode:
+                leaves = tree_leaves(args)  # of named tuples too
+                for tensor in tensors_in(args):
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
                 name = self.plain.__name__
-                key = (name, *known, *(part.dtype if isinstance(part, Tensor) else None for part in parts))
+                dtypes = [leaf.dtype if isinstance(leaf, Tensor) else None for leaf in leaves]
+                key = (name, *compiled_for, *dtypes)
                 if name.startswith(("proposed", "realised")) or key not in _SHARED:
                     _SHARED[key] = region(self.plain, *args)
-                entry = cost.regions[name] = _SHARED[key]
-                cost.kernels, cost.bytes = cost.kernels + entry.kernels, cost.bytes + entry.bytes
-                with plain:  # what is compiled within it is part of it
+                compiled = _SHARED[key]
+                cost.regions[name] = compiled
+                cost.kernels += compiled.kernels
+                cost.bytes += compiled.bytes
+                with plain:  # a compiled function within this one is part of it
                     return self.plain(*args)
 
-        mode = next(
-            m for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack() if isinstance(m, FakeTensorMode)
-        )
-        with patch.object(Compiled, "__call__", compiled), operations:
+        with patch.object(Compiled, "__call__", count_compiled), _Operations(cost):
             decoding.step(dtype)
     return cost
 
 
 class _Table(TableIndex):
-    """A neighbor table that is full: to fill one waits for the device, by design and outside of steps."""
+    """A neighbor table that is full. To fill one waits for the device, which an engine does outside of steps."""
 
     def search(self, tokens: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -272,7 +293,7 @@ class _Table(TableIndex):
 
 
 def _prepared() -> dict[tuple[Any, str], Any]:
-    """Tables are there, and no row of the gate's state needs to be set, which takes long on fake tensors."""
+    """Replacements: tables are full, and the gate's state is not set row by row, which is slow on fake tensors."""
     return {
         (BoundGate, "reset"): lambda self, row, prompt: None,
         (library_embeddings, "create_index"): lambda shard, *_: _Table(shard.size, shard.rows.device),

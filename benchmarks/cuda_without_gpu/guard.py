@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device guard for CUDA that PyTorch's CPU build leaves out: without it no tensor can say that it is there."""
+"""The device guard for CUDA, which PyTorch's build for CPUs lacks: without it no tensor can be on ``cuda``."""
 
 import ctypes
 import functools
@@ -17,10 +17,10 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 
 @functools.cache
 def load() -> None:
-    """Compiles the guard, a second's work, and loads it into this process for good.
+    """Compiles the guard, which takes a second, and loads it into this process for good.
 
     Raises:
-        RuntimeError: where PyTorch has a guard of its own, or where there is no compiler.
+        RuntimeError: where PyTorch has a guard of its own, or where the compiler fails.
     """
     from torch.utils.cpp_extension import include_paths
 
@@ -28,11 +28,13 @@ def load() -> None:
         raise RuntimeError("this PyTorch is built for CUDA: what runs without a GPU needs the build for CPUs.")
     lib = Path(torch.__file__).parent / "lib"
     with tempfile.TemporaryDirectory() as folder:
-        source, built = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source = Path(folder, "guard.cpp")
+        library = Path(folder, "guard.so")
         source.write_text(_SOURCE)
         options = ["-std=c++20", "-O1", "-shared", "-fPIC", *(f"-I{path}" for path in include_paths())]
-        linked = [f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"]
-        done = subprocess.run(["g++", *options, str(source), "-o", str(built), *linked], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"the device guard does not compile: {done.stderr[-2000:]}")
-        ctypes.CDLL(str(built))
+        link_options = [f"-L{lib}", "-lc10", f"-Wl,-rpath,{lib}"]
+        command = ["g++", *options, str(source), "-o", str(library), *link_options]
+        compiler = subprocess.run(command, capture_output=True, text=True)
+        if compiler.returncode:
+            raise RuntimeError(f"the device guard does not compile: {compiler.stderr[-2000:]}")
+        ctypes.CDLL(str(library))

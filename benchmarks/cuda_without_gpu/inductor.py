@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that PyTorch's compiler writes for a GPU that is not there, its cost, and Triton's machine code of it."""
+"""The code that PyTorch's compiler writes for a GPU, its cost, and Triton's machine code, on a machine without one."""
 
 import contextlib
 import math
@@ -13,14 +13,14 @@ from unittest.mock import patch
 import torch
 
 # Kernels that PyTorch launches for an operator that the compiler leaves to it; 1 for any other.
-# topk (ATen/native/cuda/TensorTopK.cu, torch 2.13): a row below 10,000 elements is selected by one block; the sort
-# of what it found is one more.
-# Of our own two, rms copies a number, and neighbors notes who was asked and gathers from two tables.
+# - topk (ATen/native/cuda/TensorTopK.cu, torch 2.13): one block selects from a row below 10,000 elements, and one more
+#   kernel sorts the selection.
+# - Our own operators: rms copies a number; neighbors notes the anchors and gathers from two tables.
 OPERATORS = {"topk": 2, "neighbors": 4, "rms": 1}
 
 
 class _Driver:
-    """Triton's: it knows for what to compile, and can launch nothing."""
+    """Triton's driver of a device to compile for, which cannot launch anything."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -47,7 +47,7 @@ class _Driver:
 
 
 def _properties(capability: int) -> Any:
-    """Of an H100 (90) or an A100 (80), by NVIDIA's data sheets."""
+    """The properties of an H100 (90) or an A100 (80), by NVIDIA's data sheets."""
     hopper = capability >= 90
     return SimpleNamespace(
         name="NVIDIA H100 80GB HBM3" if hopper else "NVIDIA A100-SXM4-80GB",
@@ -68,6 +68,7 @@ def _properties(capability: int) -> Any:
 
 
 def _interface(capability: int) -> Any:
+    """What the compiler asks a device for, answered without one."""
     from torch._dynamo.device_interface import DeviceInterface
 
     properties = _properties(capability)
@@ -134,12 +135,12 @@ class Region:
 
 
 class _Written(BaseException):
-    """The code is there; nothing is to be loaded or run. No Exception, so that nobody takes it for a failure."""
+    """The code is written, and nothing is to be loaded or run. No ``Exception``, since PyTorch catches those."""
 
 
 @contextlib.contextmanager
 def target(capability: int = 90) -> Iterator[None]:
-    """The compiler writes for a GPU, and takes it to be there.
+    """The compiler writes for a GPU, as if the machine had one.
 
     Args:
         capability: 90 for an H100, 80 for an A100.
@@ -176,10 +177,10 @@ def target(capability: int = 90) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, create=True))
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
-        for module in (torch_triton, compile_fx, scheduler, pad_mm):  # each has taken the name for itself
+        for module in (torch_triton, compile_fx, scheduler, pad_mm):  # each has imported the name
             stack.enter_context(patch.object(module, "has_triton", lambda *_: True))
         stack.enter_context(patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
-        # Both compile patterns by running them on the device.
+        # These two compile patterns by running them on the device.
         stack.enter_context(patch.object(fuse_attention, "_sfdp_init", lambda *_, **__: None))
         stack.enter_context(patch.object(pad_mm, "_pad_mm_init", lambda *_, **__: None))
         stack.enter_context(patch.dict(device_interface.device_interfaces, {"cuda": interface, "cuda:0": interface}))
@@ -196,7 +197,7 @@ def target(capability: int = 90) -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
-    """A GPU to compile for: gives a function that compiles another one for its arguments, and returns the code.
+    """Yields a function that compiles another function for its arguments, and returns the code.
 
     Args:
         capability: as in :func:`target`.
@@ -206,8 +207,9 @@ def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
     written: list[Region] = []
 
     def write(graph: Any) -> None:
-        code, _ = graph.codegen()
-        written.append(Region(getattr(code, "value", code), sum(map(_memory, graph.scheduler.nodes))))
+        code, _line_map = graph.codegen()
+        bytes_moved = sum(_memory(node) for node in graph.scheduler.nodes)
+        written.append(Region(code=getattr(code, "value", code), bytes=bytes_moved))
         raise _Written
 
     def region(function: Callable[..., Any], *args: Any) -> Region:
@@ -225,7 +227,7 @@ def compiling_for(capability: int = 90) -> Iterator[Callable[..., Region]]:
 def _memory(node: Any) -> int:
     """Bytes that a kernel of Inductor's schedule reads and writes.
 
-    Inductor's own count takes what a fused kernel picks by an index, a row of an embedding say, for the whole tensor.
+    Inductor's own count takes a tensor of which a fused kernel picks some rows by an index for wholly read.
     """
     from torch._inductor.dependencies import MemoryDep
     from torch._inductor.ir import MultiOutputLayout
@@ -234,35 +236,45 @@ def _memory(node: Any) -> int:
     def number(expression: Any) -> int:
         return V.graph.sizevars.optimization_hint(expression, fallback=0)
 
-    def tensor(name: str) -> bool:
+    def is_tensor(name: str) -> bool:
         """False for a node of several results of one operator, each of which is counted separately."""
         return not isinstance(getattr(V.graph.name_to_buffer.get(name), "layout", None), MultiOutputLayout)
 
-    parts = node.get_nodes()
-    names = {part.get_name() for part in parts}
-    made = {buffer.get_name(): buffer for part in parts for buffer in part.get_outputs()}
-    inside = {name for name, buffer in made.items() if all(user.get_name() in names for user in buffer.users)}
-    touched: dict[tuple[str, bool], dict[Any, int]] = {}
-    for part in parts:
-        operator = getattr(part.node, "op_overload", None)
-        ours = getattr(operator, "namespace", "") == "perturbations"  # which do not read all of what they are given
-        reads = () if ours else part.read_writes.reads
-        for kind, dependencies in ((False, reads), (True, part.read_writes.writes)):
-            for each in dependencies:
-                if each.name in inside or (not kind and each.name in made) or not tensor(each.name):
-                    continue
-                numel, index = number(V.graph.get_numel(each.name)), None
-                if isinstance(each, MemoryDep) and each.is_indirect():
-                    numel, index = min(numel, math.prod(map(number, each.size))), each.index
-                elif isinstance(each, MemoryDep):
-                    numel = min(numel, number(each.get_numel()))
-                # The same elements by another order of loops are no further ones; other indices may pick others.
-                of_buffer = touched.setdefault((each.name, kind), {})
-                of_buffer[index] = max(numel, of_buffer.get(index, 0))
-    return sum(
-        min(sum(sizes.values()), number(V.graph.get_numel(name))) * V.graph.get_dtype(name).itemsize
-        for (name, _), sizes in touched.items()
-    )
+    def elements(dependency: Any) -> tuple[Any, int]:
+        """The index of an access, None where it is not by an index; and how many elements it touches at most."""
+        numel = number(V.graph.get_numel(dependency.name))
+        if not isinstance(dependency, MemoryDep):
+            return None, numel
+        if dependency.is_indirect():
+            return dependency.index, min(numel, math.prod(map(number, dependency.size)))
+        return None, min(numel, number(dependency.get_numel()))
+
+    fused_nodes = node.get_nodes()
+    names = {fused.get_name() for fused in fused_nodes}
+    outputs = {buffer.get_name(): buffer for fused in fused_nodes for buffer in fused.get_outputs()}
+    # A buffer that only this kernel reads stays in registers.
+    inside = {name for name, buffer in outputs.items() if all(user.get_name() in names for user in buffer.users)}
+    accesses: list[tuple[str, Any]] = []
+    for fused in fused_nodes:
+        operator = getattr(fused.node, "op_overload", None)
+        # Our own operators do not read all of their operands.
+        if getattr(operator, "namespace", "") != "perturbations":
+            reads = [read for read in fused.read_writes.reads if read.name not in outputs]
+            accesses += [("read", read) for read in reads]
+        accesses += [("write", write) for write in fused.read_writes.writes]
+    touched: dict[tuple[str, str], dict[Any, int]] = {}  # elements by buffer and kind of access, and by index
+    for kind, dependency in accesses:
+        if dependency.name in inside or not is_tensor(dependency.name):
+            continue
+        # Accesses to the same elements in another order of loops count once; another index may pick other elements.
+        index, numel = elements(dependency)
+        by_index = touched.setdefault((dependency.name, kind), {})
+        by_index[index] = max(numel, by_index.get(index, 0))
+    total = 0
+    for (name, _kind), by_index in touched.items():
+        numel = min(sum(by_index.values()), number(V.graph.get_numel(name)))
+        total += numel * V.graph.get_dtype(name).itemsize
+    return total
 
 
 def cubins(region: Region) -> dict[str, int]:
@@ -278,8 +290,8 @@ def cubins(region: Region) -> dict[str, int]:
         kernel = getattr(PyCodeCache.load(source), name)
         for config in kernel.configs:
             try:
-                made = kernel._precompile_config(config)
+                compiled = kernel._precompile_config(config)
             except Exception as error:
                 raise RuntimeError(f"{name} does not compile: {error}") from error
-            sizes[name] = len(made.kernel.asm["cubin"])
+            sizes[name] = len(compiled.kernel.asm["cubin"])
     return sizes

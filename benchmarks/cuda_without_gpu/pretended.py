@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A CPU's tensors that say they are on ``cuda:0``: with values, unlike fake ones, for what depends on them.
+"""Tensors of a CPU that say they are on ``cuda:0``. Unlike fake tensors they have values.
 
-They mix with tensors of the host as a GPU's do, which is an error, and what would make the host wait is noted. A copy
-to the host that does not wait holds rubbish until an event recorded after it has arrived, so that whoever reads it
-too early reads rubbish.
+As on a GPU it is an error to mix them with tensors of the host. What would make the host wait is noted. A copy to the
+host that does not wait holds rubbish until an event that was recorded after it has arrived, so that a reader who is too
+early reads rubbish.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.cuda_without_gpu import guard
-from benchmarks.cuda_without_gpu.recorded import INDEXES, WAITS, RecordedGraph, on_host
+from benchmarks.cuda_without_gpu.recorded import INDEXES, WAITS, RecordedGraph, on_host, tensors_in
 from ngrpo.rollout import step_graphs
 from perturbations import embeddings
 from perturbations.compilation import Compiled
 
 _MOVES = ("_to_copy", "to", "copy_")
-# Of this clone, whatever its folder is called.
-_OURS = tuple(str(Path(__file__).resolve().parents[2] / part) for part in ("ngrpo", "perturbations", "tests"))
+_CLONE = Path(__file__).resolve().parents[2]
+_OUR_FOLDERS = tuple(str(_CLONE / folder) for folder in ("ngrpo", "perturbations", "tests"))
 
 
 @dataclass
 class Device:
-    """What happened on the pretended device.
+    """The state of the pretended device.
 
     Attributes:
-        lag: an event arrives when this many later ones have been recorded, or when it is waited for.
-        waits: what made the host wait, with the line of this project that did.
+        lag: an event arrives when this many later ones have been recorded, or when the host waits for it.
+        waits: how often the host waited, by the kind of operation and the line of this project that called it.
     """
 
     lag: int = 0
@@ -50,14 +50,21 @@ class Device:
 
     def wait(self, kind: str) -> None:
         """Notes that the host waits."""
-        frames = reversed(traceback.extract_stack())
-        line = next((f"{f.filename}:{f.lineno}" for f in frames if f.filename.startswith(_OURS)), "?")
-        self.waits[kind, line] += 1
+        for frame in reversed(traceback.extract_stack()):
+            if frame.filename.startswith(_OUR_FOLDERS):
+                self.waits[kind, f"{frame.filename}:{frame.lineno}"] += 1
+                return
+        self.waits[kind, "?"] += 1
 
     def late(self, copy: Tensor) -> None:
-        """Takes a copy's values away until an event brings them."""
+        """Fills a copy with rubbish; the next event brings its values."""
         values = copy.clone()
-        copy.fill_(torch.nan if copy.is_floating_point() else 1 if copy.dtype == torch.bool else 77)
+        if copy.is_floating_point():
+            copy.fill_(torch.nan)
+        elif copy.dtype == torch.bool:
+            copy.fill_(True)
+        else:
+            copy.fill_(77)
         self._pending.append((copy, values))
 
 
@@ -68,7 +75,8 @@ class Pretended(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> Pretended:
-        values = values.to_dense() if values.is_sparse else values  # a gradient; a wrapper has strides
+        if values.is_sparse:  # a gradient; a wrapper must have strides
+            values = values.to_dense()
         made = Tensor._make_wrapper_subclass(
             cls,
             values.size(),
@@ -89,75 +97,108 @@ class Pretended(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _device is None:
-            raise RuntimeError(f"{func}: a tensor of a pretended device that is gone")
+            raise RuntimeError(f"{func} on a tensor of a pretended device that is gone")
         return _dispatched(_device, func, args, kwargs or {})
+
+
+def host_values(leaf: Any) -> Any:
+    """The host's values of a tensor of the pretended device; anything else as it is."""
+    return leaf.values if isinstance(leaf, Pretended) else leaf
 
 
 _device: Device | None = None
 
 
-def _cuda(place: Any) -> bool:
+def _is_cuda(place: Any) -> bool:
     return isinstance(place, str | torch.device) and torch.device(place).type == "cuda"
 
 
 def _dispatched(device: Device, func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs an operation on the host's values; returns its results on the device where a GPU would have them."""
     if func.namespace == "perturbations":  # an operator of a compiled step: its Python reads tensors of this device
         return getattr(embeddings, f"_{func.overloadpacket.__name__}")._init_fn(*args, **kwargs)
-    name, leaves = func.overloadpacket.__name__, tree_leaves((args, kwargs))
-    tensors = [part for part in leaves if isinstance(part, Tensor)]
-    ours = [part for part in tensors if isinstance(part, Pretended)]
-    place = next((part for part in leaves if isinstance(part, torch.device)), kwargs.get("device"))
-    there = _cuda(place) if place is not None else bool(ours)
-    if name == "copy_":
-        there = isinstance(args[0], Pretended)
+    name = func.overloadpacket.__name__
     if name == "_pin_memory":
         return args[0]
+    tensors = tensors_in((args, kwargs))
+    device_tensors = [tensor for tensor in tensors if isinstance(tensor, Pretended)]
+    # A number of the host, a tensor without dimensions, goes with either device.
+    host_tensors = [tensor for tensor in tensors if not isinstance(tensor, Pretended) and tensor.dim()]
+    if device_tensors and name in INDEXES:
+        _note_indices(device, args[1])
+        host_tensors = [tensor for tensor in host_tensors if all(tensor is not index for index in args[1])]
     moves = name in _MOVES
-    strangers = [part for part in tensors if not isinstance(part, Pretended) and part.dim()]
-    if ours and name in INDEXES:
-        indices = [part for part in args[1] if part is not None]
-        if any(part.dtype == torch.bool for part in indices):
-            device.wait("index by a mask")
-        if any(not isinstance(part, Pretended) for part in indices):
-            device.wait("index from the host")
-        strangers = [part for part in strangers if all(part is not index for index in indices)]
-    if ours and strangers and not moves:
+    if device_tensors and host_tensors and not moves:
         raise RuntimeError(f"{func}: expected all tensors on one device, found cuda:0 and cpu")
-    if ours and name in WAITS:
+    if device_tensors and name in WAITS:
         device.wait(name)
-    waiting = not kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
-    down, up = moves and ours and not there, moves and there and len(ours) < len(tensors) and bool(strangers)
-    if waiting and (down or up):
-        device.wait("copy to the host" if down else "copy to the device")
+    to_device = _results_on_device(name, args, kwargs)
+    downloads = bool(moves and device_tensors and not to_device)
+    uploads = bool(moves and to_device and host_tensors)
+    waits = not kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+    if waits and downloads:
+        device.wait("copy to the host")
+    if waits and uploads:
+        device.wait("copy to the device")
 
-    plain_func, plain_args, plain = on_host(func, args, kwargs)
+    function, host_args, host_kwargs = on_host(func, args, kwargs)
+    if name == "to" and (downloads or uploads):
+        host_kwargs["copy"] = True
     with torch._C.DisableTorchFunction():
-        if name == "to" and (down or up):
-            plain["copy"] = True
-        out = plain_func(*plain_args, **plain)
-    if down:
-        if not waiting:
-            device.late(out)
-        return out
-    known = {id(part.values): part for part in ours}
-    if not (there or ours):
-        return out
-    return tree_map_only(Tensor, lambda part: known[id(part)] if id(part) in known else Pretended(part), out)
+        result = function(*host_args, **host_kwargs)
+    if downloads:
+        if not waits:
+            device.late(result)
+        return result
+    if not (to_device or device_tensors):
+        return result
+    # An operation in place returns the tensor that it was given.
+    inputs = {id(tensor.values): tensor for tensor in device_tensors}
+
+    def on_device(values: Tensor) -> Pretended:
+        return inputs[id(values)] if id(values) in inputs else Pretended(values)
+
+    return tree_map_only(Tensor, on_device, result)
+
+
+def _note_indices(device: Device, indices: Any) -> None:
+    """Notes the waits of an index into a tensor of the device."""
+    tensors = [index for index in indices if index is not None]
+    if any(index.dtype == torch.bool for index in tensors):
+        device.wait("index by a mask")
+    if any(not isinstance(index, Pretended) for index in tensors):
+        device.wait("index from the host")
+
+
+def _results_on_device(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether an operation's results are on the device, by its target, the device it names, or its inputs."""
+    if name == "copy_":
+        return isinstance(args[0], Pretended)
+    leaves = tree_leaves((args, kwargs))
+    place = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), kwargs.get("device"))
+    if place is not None:
+        return _is_cuda(place)
+    return any(isinstance(leaf, Pretended) for leaf in leaves)
 
 
 class _Operations(TorchDispatchMode):
+    """Operations that name the device without having a tensor of it."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatched(_device, func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
+    """Functions that PyTorch does not dispatch as operations."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in (torch.tensor, torch.as_tensor) and _cuda(kwargs.get("device")):
-            made = func(*args, **{key: value for key, value in kwargs.items() if key != "device"})
-            if made.numel():
+        if func in (torch.tensor, torch.as_tensor) and _is_cuda(kwargs.get("device")):
+            del kwargs["device"]
+            values = func(*args, **kwargs)
+            if values.numel():
                 _device.wait("copy to the device")
-            return Pretended(made)
+            return Pretended(values)
         if func is Tensor.pin_memory:
             return args[0]
         if func is Tensor.tolist and isinstance(args[0], Pretended):
@@ -175,9 +216,10 @@ class _Event:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def record(self, *_: Any) -> None:
-        self._copies, _device._pending = _device._pending, []
+        self._copies = _device._pending
+        _device._pending = []
         _device._recorded += 1
-        self._at = _device._recorded
+        self._number = _device._recorded
 
     def _arrive(self) -> None:
         for copy, values in self._copies:
@@ -185,7 +227,7 @@ class _Event:
         self._copies = []
 
     def query(self) -> bool:
-        arrived = _device._recorded >= self._at + _device.lag
+        arrived = _device._recorded >= self._number + _device.lag
         if arrived:
             self._arrive()
         return arrived
@@ -197,7 +239,7 @@ class _Event:
 
 @contextlib.contextmanager
 def pretended_cuda(lag: int = 0) -> Iterator[Device]:
-    """A pretended device, on which the parts of a step run unchanged."""
+    """A pretended device, on which a step runs as on a GPU; compiled functions run as they are written."""
     global _device
     guard.load()
     device = _device = Device(lag)

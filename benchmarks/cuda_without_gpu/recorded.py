@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs on the pretended device: operations that are recorded once, then run at the addresses of the recording.
+"""CUDA graphs on the pretended device: operations are recorded once, and replayed at the addresses of the recording.
 
-As a real graph a recording keeps what Python decided meanwhile, and the address of every tensor. All memory that the
-region made for itself is filled with rubbish before and after a replay, as another graph of the same pool may use it.
-What a capture forbids is a ``RuntimeError``: operations that wait for the device, and reading memory of the host.
+Like a real graph a recording keeps what Python decided at the capture, and the address of every tensor. The memory that
+the region made for itself is filled with rubbish before and after each replay, since another graph of the same pool may
+use it then. What a capture forbids is a ``RuntimeError``: operations that wait for the device, and operations that read
+memory of the host.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-# Operations that need a value from the device, and those that do where an index is a mask.
+# Operations that need a value from the device.
 WAITS = (
     "_local_scalar_dense",
     "item",
@@ -29,63 +30,88 @@ WAITS = (
     "bincount",
     "is_nonzero",
 )
+# Operations that need one where an index is a mask.
 INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class _Operation(NamedTuple):
-    """A recorded operation on the host's values, by reference and not copied: a graph keeps addresses."""
+    """A recorded operation on the host's values. It refers to its tensors and does not copy them, as a graph does.
+
+    Attributes:
+        function: of PyTorch.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        results: the tensors that a replay writes to.
+    """
 
     function: Any
     args: Any
     kwargs: dict[str, Any]
-    results: list[Tensor]  # that a replay writes to
+    results: list[Tensor]
 
 
 def on_host(function: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """An operation on tensors of the pretended device as one on the host's values, which its result is made of."""
+    """The operation on the host's values, for an operation on tensors of the pretended device."""
 
-    def place(leaf: Any) -> Any:
-        named = isinstance(leaf, torch.device) or (isinstance(leaf, str) and leaf.startswith("cuda"))
-        return torch.device("cpu") if named else leaf
+    def host_device(leaf: Any) -> Any:
+        if isinstance(leaf, str | torch.device) and torch.device(leaf).type == "cuda":
+            return torch.device("cpu")
+        return leaf
 
-    args, kwargs = tree_map_only(Tensor, _host, (args, kwargs))
-    args = tuple(map(place, args))
-    kwargs = {name: place(value) if name == "device" else value for name, value in kwargs.items()}
-    if function is torch.ops.aten.mm.dtype:  # of two bfloat16 matrices in float32, which CPUs do not have
-        return torch.ops.aten.mm.default, (args[0].float(), args[1].float()), kwargs
-    return function, args, kwargs
+    host_args, host_kwargs = tree_map_only(Tensor, _host, (args, kwargs))
+    host_args = tuple(host_device(leaf) if isinstance(leaf, torch.device) else leaf for leaf in host_args)
+    if "device" in host_kwargs:
+        host_kwargs = {**host_kwargs, "device": host_device(host_kwargs["device"])}
+    if function is torch.ops.aten.mm.dtype:
+        # A product of bfloat16 matrices in float32, which PyTorch has for CUDA only.
+        matrix, other_matrix = host_args[:2]
+        return torch.ops.aten.mm.default, (matrix.float(), other_matrix.float()), host_kwargs
+    return function, host_args, host_kwargs
 
 
 class _Recorder(TorchDispatchMode):
+    """Runs operations and records them.
+
+    Attributes:
+        operations: in their order.
+        made: tensors in the region's own memory, by address.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
-        self.made: dict[int, Tensor] = {}  # tensors of the region's own memory, by address
+        self.made: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         if name in WAITS:
             raise RuntimeError(f"operation not permitted when stream is capturing: {name} waits for the device")
         if name in INDEXES and any(index is not None and index.dtype == torch.bool for index in args[1]):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name} by a mask waits")
-        if any(tensor.device.type == "cpu" and tensor.dim() for tensor in tensors):
+        if any(tensor.device.type == "cpu" and tensor.dim() for tensor in inputs):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name} reads memory of the host")
         result = func(*args, **kwargs)
         if name == "device":
             return result
-        read = {_address(tensor) for tensor in tensors}
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for leaf in results:
-            if leaf.numel() and _address(leaf) not in read:
-                self.made[_address(leaf)] = leaf
-        self.operations.append(_Operation(*on_host(func, args, kwargs), [_host(leaf) for leaf in results]))
+        results = tensors_in(result)
+        input_addresses = {_address(tensor) for tensor in inputs}
+        for tensor in results:
+            if tensor.numel() and _address(tensor) not in input_addresses:
+                self.made[_address(tensor)] = tensor
+        function, host_args, host_kwargs = on_host(func, args, kwargs)
+        self.operations.append(_Operation(function, host_args, host_kwargs, [_host(tensor) for tensor in results]))
         return result
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of nested containers."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def _host(tensor: Tensor) -> Tensor:
-    """The values of a tensor of the pretended device."""
+    """The values of a tensor of the pretended device; a tensor of the host as it is."""
     values = getattr(tensor, "values", tensor)
     return tensor if callable(values) else values
 
@@ -95,9 +121,10 @@ def _address(tensor: Tensor) -> int:
 
 
 def _spoil(tensor: Tensor) -> None:
+    """Fills the memory of a tensor with rubbish."""
     values = _host(tensor)
     memory = values.untyped_storage()
-    rubbish = 0xFF if values.is_floating_point() else 0x4D  # NaN, or a number that is absurd in any type
+    rubbish = 0xFF if values.is_floating_point() else 0x4D  # bytes of NaN, or of an absurd integer
     ctypes.memset(memory.data_ptr(), rubbish, memory.nbytes())
 
 
@@ -108,15 +135,19 @@ def capturing() -> bool:
 
 
 class RecordedGraph:
-    """The contract of :class:`ngrpo.rollout.step_graphs.CudaGraph`."""
+    """The contract of :class:`ngrpo.rollout.step_graphs.CudaGraph`.
 
-    replays = 0  # of all graphs
+    Attributes:
+        replays: the number of replays of all graphs.
+    """
+
+    replays = 0
 
     def __init__(self, pool: Any) -> None: ...
 
     @staticmethod
     def pool() -> Any:
-        """A pool is nothing here: no two graphs share memory, but all spoil what they made."""
+        """No two graphs share memory here; each spoils its own instead."""
         return object()
 
     def capture(self, region: Callable[[], None]) -> None:
@@ -133,12 +164,15 @@ class RecordedGraph:
         self._spoil_all()
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             for operation in self._operations:
-                made = operation.function(*operation.args, **operation.kwargs)
-                new_results = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-                for new, recorded in zip(new_results, operation.results, strict=True):
-                    if recorded.numel() and _address(recorded) in self._made and _address(new) != _address(recorded):
-                        recorded.copy_(new)
+                results = tensors_in(operation.function(*operation.args, **operation.kwargs))
+                for result, recorded in zip(results, operation.results, strict=True):
+                    self._put(result, recorded)
         self._spoil_all()
+
+    def _put(self, result: Tensor, recorded: Tensor) -> None:
+        """Copies a result to its address in the recording, unless it is there or in memory of another owner."""
+        if recorded.numel() and _address(recorded) in self._made and _address(result) != _address(recorded):
+            recorded.copy_(result)
 
     def _spoil_all(self) -> None:
         for tensor in self._made.values():
@@ -146,13 +180,13 @@ class RecordedGraph:
 
 
 class RepeatedGraph:
-    """Runs its region again at each replay: for kernels that are no operations of PyTorch, and for counting them."""
+    """Runs its region again at each replay: for kernels that are no operations of PyTorch, and to count kernels."""
 
     def __init__(self, pool: Any) -> None: ...
 
     @staticmethod
     def pool() -> Any:
-        """A pool is nothing here."""
+        """There is no memory to share."""
         return object()
 
     def capture(self, region: Callable[[], None]) -> None:

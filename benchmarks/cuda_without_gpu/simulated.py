@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A made-up scheduler that drives a perturber on a pretended GPU, and each request alone on a CPU, which must agree.
+"""A made-up scheduler that drives a perturber on a pretended GPU, and each request alone on a CPU: they must agree.
 
 Requests are preempted, computed in chunks, reordered and left out of steps, and their slots are used again; copies to
-the host arrive late. Compared are the tokens, the records, the log-probabilities, and the vector at every input row.
+the host arrive late. Tokens, records, log-probabilities and the vector at every input row are compared.
 """
 
 import random
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cuda_without_gpu.pretended import Device, Pretended, pretended_cuda
+from benchmarks.cuda_without_gpu.pretended import Device, Pretended, host_values, pretended_cuda
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.requests import RunningRequests
 from ngrpo.rollout.sampling_support import SamplingMaskStore
@@ -42,7 +43,7 @@ class Plan:
 
     Attributes:
         seed: of the requests and of the scheduler.
-        lag: how many steps later copies arrive.
+        lag: how many steps later a copy arrives.
         preempted: probability that a request is preempted in a step.
         chunk: positions of a prompt computed at once.
         batch: requests at once.
@@ -51,6 +52,7 @@ class Plan:
         vocabulary: V; not a multiple of 64, so that the last block of a row is filled up.
         dtype: of the embeddings and, where nothing filters, of the logits.
         shuffled: whether requests change rows and miss steps; else a batch keeps decoding in its order.
+        output_layer: whether logits come from last hidden states, by an output layer that a graph may run.
     """
 
     seed: int = 1
@@ -63,11 +65,24 @@ class Plan:
     vocabulary: int = 200
     dtype: torch.dtype = torch.float32
     shuffled: bool = True
+    output_layer: bool = False
 
 
 @dataclass
 class Request:
-    """A request as the scheduler has it."""
+    """A request as the scheduler has it.
+
+    Attributes:
+        name: of the request.
+        prompt: its tokens.
+        most: tokens to generate.
+        seed: of the trajectory.
+        tokens: the prompt and what was generated.
+        computed: how many of the tokens have been in a forward since the start or the last preemption.
+        opened: whether the engine knows the request.
+        preempted: whether the request comes back as a new one.
+        parameters: what vLLM would hand over.
+    """
 
     name: str
     prompt: list[int]
@@ -85,40 +100,80 @@ class Request:
 
 def _requests(plan: Plan, count: int) -> list[Request]:
     draws = random.Random(plan.seed)
-
-    def one(i: int) -> Request:
+    requests = []
+    for number in range(count):
         prompt = draws.choices(range(plan.vocabulary), k=draws.randrange(1, 12))
-        return Request(f"r{i}-{i:08d}", prompt, draws.randrange(1, 20), 7 * i + 1)
+        most = draws.randrange(1, 20)
+        requests.append(Request(name=f"r{number}-{number:08d}", prompt=prompt, most=most, seed=7 * number + 1))
+    return requests
 
-    return [one(i) for i in range(count)]
+
+def _logits(name: str, position: int, last_token: int, plan: Plan) -> Tensor:
+    """Random logits, (V,), that follow from the request, the position and the last token."""
+    return (_random(name, position, last_token, plan.vocabulary) * 3).to(plan.dtype)
 
 
-def _logits(name: str, position: int, last: int, plan: Plan) -> Tensor:
-    seed = zlib.crc32(f"{name} {position} {last}".encode())
-    return (torch.randn(plan.vocabulary, generator=torch.Generator().manual_seed(seed)) * 3).to(plan.dtype)
+def _last_hidden(name: str, position: int, last_token: int, plan: Plan) -> Tensor:
+    """A random last hidden state, (D,), in the same way; its logits have a standard deviation of 3."""
+    return (_random(name, position, last_token, HIDDEN) * 3 / HIDDEN**0.5).to(plan.dtype)
+
+
+def _random(name: str, position: int, last_token: int, size: int) -> Tensor:
+    seed = zlib.crc32(f"{name} {position} {last_token}".encode())
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+class Head(nn.Module):
+    """A model with an output layer only, each row of which has the same bits in a batch of any size."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: (V, D)."""
+        super().__init__()
+        self.weight = weight
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Last hidden states (B, D) to logits (B, V), with the strides of vLLM's padded vocabulary."""
+        vocabulary = len(self.weight)
+        logits = (hidden.unsqueeze(1) * self.weight).sum(dim=-1)
+        return nn.functional.pad(logits, (0, -vocabulary % 64))[:, :vocabulary]
 
 
 class _Engine:
+    """A perturber with the parts of one worker, and no model."""
+
     def __init__(self, perturbation: Perturbation, device: str, plan: Plan) -> None:
-        self.device, self.reads_hidden = torch.device(device), perturbation.reads_hidden
-        size = plan.vocabulary, HIDDEN
+        self.device = torch.device(device)
+        self.reads_hidden = perturbation.reads_hidden
+        size = (plan.vocabulary, HIDDEN)
         embedding = nn.Embedding(*size, dtype=plan.dtype).requires_grad_(False)
         matrix = torch.randn(size, generator=torch.Generator().manual_seed(1))
         embedding._parameters["weight"] = self.up(matrix.to(plan.dtype))
-        self.embedding, self.store = embedding, TrajectoryStore(plan.batch, 4096, size, perturbation.has_parameters)
-        texts = ["1" if i % 5 == 0 else "b" for i in range(plan.vocabulary)]
-        pieces = [text.encode() for text in texts]
-        gate = BoundGate(perturbation, lambda: pieces, plan.vocabulary, self.store.slots, self.device)
-        override = InputOverride(embedding, 512, rows_of_buffers(plan.batch), HIDDEN, plan.dtype, self.device)
+        self.embedding = embedding
+        self.store = TrajectoryStore(plan.batch, 4096, size, perturbation.has_parameters)
+        texts = ["1" if token % 5 == 0 else "b" for token in range(plan.vocabulary)]
+        token_bytes = [text.encode() for text in texts]
+        gate = BoundGate(perturbation, lambda: token_bytes, plan.vocabulary, self.store.slots, self.device)
+        override = InputOverride(
+            embedding,
+            max_tokens=512,
+            drawn_rows=rows_of_buffers(plan.batch),
+            hidden=HIDDEN,
+            dtype=plan.dtype,
+            device=self.device,
+        )
         embeddings = ModelEmbeddings(override.lookup, lambda: embedding.weight, None, lambda: (), lambda: texts)
         module = perturbation.module(HIDDEN)
         if module is not None:
-            module.requires_grad_(False)
-            for owner in module.modules():
-                for name, part in list(owner._parameters.items()):
-                    owner._parameters[name] = self.up(part.data)
-            if hasattr(module, "lambda_start"):
-                module.lambda_start = self.up(module.lambda_start)
+            self._move(module)
+        self.output_layer: OutputLayer | None = None
+        if plan.output_layer:
+            weight = self.up(torch.randn(size, generator=torch.Generator().manual_seed(2)).to(plan.dtype))
+            self.output_layer = OutputLayer(
+                model=Head(weight),
+                tensors=[weight],
+                example=self.up(torch.zeros(1, HIDDEN, dtype=plan.dtype)),
+                vocabulary=plan.vocabulary,
+            )
         self.perturber = RolloutPerturber(
             perturbation,
             self.store,
@@ -126,33 +181,41 @@ class _Engine:
             embeddings,
             override,
             self.device,
-            module,
-            SamplingMaskStore(plan.vocabulary, self.store.slots) if plan.masked else None,
+            module=module,
+            masks=SamplingMaskStore(plan.vocabulary, self.store.slots) if plan.masked else None,
+            output=self.output_layer,
         )
         self.requests = RunningRequests(perturbation, self.store, self.perturber, registry.buffers.create("memory"))
         perturbation.prepare(embeddings)
 
-    def up(self, part: Tensor) -> Any:
-        return Pretended(part) if self.device.type == "cuda" else part
+    def _move(self, module: nn.Module) -> None:
+        """Moves a perturbation's module to the device, which ``Module.to`` cannot do with tensors like these."""
+        module.requires_grad_(False)
+        for submodule in module.modules():
+            for name, parameter in list(submodule._parameters.items()):
+                submodule._parameters[name] = self.up(parameter.data)
+        if hasattr(module, "lambda_start"):
+            module.lambda_start = self.up(module.lambda_start)
 
-    def logits(self, part: Tensor) -> Any:
-        """As vLLM has them: of more columns than tokens, where a vocabulary is filled up to a multiple of 64."""
-        size = part.shape[-1]
-        return self.up(nn.functional.pad(part, (0, -size % 64))[:, :size])
+    def up(self, tensor: Tensor) -> Any:
+        """The tensor on the device."""
+        return Pretended(tensor) if self.device.type == "cuda" else tensor
+
+    def logits(self, logits: Tensor) -> Any:
+        """Logits (B, V) on the device, with the strides of vLLM's, which pads a vocabulary to a multiple of 64."""
+        vocabulary = logits.shape[-1]
+        return self.up(nn.functional.pad(logits, (0, -vocabulary % 64))[:, :vocabulary])
 
     def overridden(self) -> tuple[Tensor, Tensor]:
         """Which rows of the forward are replaced, and the vectors that they get."""
-        sources = _values(self.embedding.override_sources).long()
+        sources = host_values(self.embedding.override_sources).long()
         vector_rows = sources.clamp_min(0)
-        replaced = (sources >= 0) & _values(self.embedding.override_fed)[vector_rows]
-        return replaced, _values(self.embedding.override_vectors)[vector_rows]
+        replaced = (sources >= 0) & host_values(self.embedding.override_fed)[vector_rows]
+        return replaced, host_values(self.embedding.override_vectors)[vector_rows]
 
 
-def _values(part: Tensor) -> Tensor:
-    return part.values if isinstance(part, Pretended) else part
-
-
-Found = tuple[dict[str, Any], dict[tuple[str, int], Tensor]]
+# The records by request, and the vectors that were fed by request and position.
+Rollouts = tuple[dict[str, Any], dict[tuple[str, int], Tensor]]
 
 
 def _drive(
@@ -162,26 +225,33 @@ def _drive(
     plan: Plan,
     expected: dict[tuple[str, int], Tensor] | None = None,
     warmed_up: Callable[[], None] | None = None,
-) -> Found:
-    """Runs requests: what was recorded of each, and the vectors that were fed, by request and position."""
-    engine, draws = _Engine(perturbation, device, plan), random.Random(plan.seed + 1)
+) -> Rollouts:
+    """Runs requests to their ends; ``expected``: the vectors that must be fed, by request and position."""
+    engine = _Engine(perturbation, device, plan)
+    draws = random.Random(plan.seed + 1)
     if warmed_up is not None:
         for rows in (2, 1):
             engine.perturber.rehearse(engine.logits(torch.zeros(rows, plan.vocabulary, dtype=plan.dtype)))
         warmed_up()
-    queue, running, finished, fed, out = list(requests), [], [], {}, {}
+    queue = list(requests)
+    running: list[Request] = []
+    finished: list[Request] = []
+    fed: dict[tuple[str, int], Tensor] = {}
+    records: dict[str, Any] = {}
     while queue or running or finished:
         while queue and len(running) < plan.batch:
             running.append(queue.pop(0))
         for request in running:
             if request.opened and draws.random() < plan.preempted:
-                request.computed, request.preempted = 0, True
+                request.computed = 0
+                request.preempted = True
         coming = [request for request in running if not request.opened or request.preempted]
         engine.requests.update(_scheduled(coming, finished))
         if draws.random() < 0.7:
-            out.update(engine.requests.take([request.name for request in finished]))
+            records.update(engine.requests.take([request.name for request in finished]))
         for request in coming:
-            request.opened, request.preempted = True, False
+            request.opened = True
+            request.preempted = False
         finished = []
         batch = list(running)
         if plan.shuffled and plan.batch > 1:
@@ -194,24 +264,33 @@ def _drive(
         counts = np.minimum(lengths - starts, plan.chunk)
         engine.perturber.begin([request.name for request in batch], starts, counts, starts + counts < lengths)
         _compare_rows(engine, batch, starts, counts, fed, expected)
-        tokens = _values(_finished(engine, batch, starts + counts, plan))
-        for i, request in enumerate(batch):
-            request.computed = int(starts[i] + counts[i])
-            if request.computed == lengths[i]:
-                request.tokens.append(int(tokens[i]))
+        tokens = host_values(_draw(engine, batch, starts + counts, plan))
+        for row, request in enumerate(batch):
+            request.computed = int(starts[row] + counts[row])
+            if request.computed == lengths[row]:
+                request.tokens.append(int(tokens[row]))
                 if len(request.tokens) - len(request.prompt) >= request.most:
                     running.remove(request)
                     finished.append(request)
     engine.requests.update(_scheduled([], []))
-    out.update(engine.requests.take(None))
+    records.update(engine.requests.take(None))
     if engine.requests.running or engine.store.live:
         raise Disagreement(f"requests are left: {list(engine.store.live)}")
-    return out, fed
+    return records, fed
 
 
 def _scheduled(coming: list[Request], finished: list[Request]) -> Any:
-    new = [SimpleNamespace(req_id=r.name, sampling_params=r.parameters, prompt_token_ids=r.prompt) for r in coming]
-    return SimpleNamespace(finished_req_ids={request.name for request in finished}, scheduled_new_reqs=new)
+    """The fields of vLLM's ``SchedulerOutput`` that the perturber reads."""
+    new_requests = []
+    for request in coming:
+        new_request = SimpleNamespace(
+            req_id=request.name,
+            sampling_params=request.parameters,
+            prompt_token_ids=request.prompt,
+        )
+        new_requests.append(new_request)
+    finished_names = {request.name for request in finished}
+    return SimpleNamespace(finished_req_ids=finished_names, scheduled_new_reqs=new_requests)
 
 
 def _compare_rows(
@@ -222,34 +301,50 @@ def _compare_rows(
     fed: dict[tuple[str, int], Tensor],
     expected: dict[tuple[str, int], Tensor] | None,
 ) -> None:
-    flags, vectors = engine.overridden()
-    row, rounded = 0, 2.0**-7 if vectors.dtype == torch.bfloat16 else 1e-5
-    for i, request in enumerate(batch):
-        for position in range(starts[i], starts[i] + counts[i]):
-            at = request.name, position
+    """Compares the vectors of a forward's rows with the expected ones, or adds them to ``fed``."""
+    replaced, vectors = engine.overridden()
+    row = 0
+    for request, start, count in zip(batch, starts, counts, strict=True):
+        for position in range(start, start + count):
+            at = (request.name, position)
             if expected is not None:
-                want = expected.get(at)
-                if bool(flags[row]) != (want is not None):
-                    raise Disagreement(f"{at}: replaced {bool(flags[row])}, on a CPU {want is not None}")
-                if want is not None and not torch.allclose(vectors[row], want, rtol=rounded, atol=1e-5):
-                    raise Disagreement(f"{at}: the vector is off by {(vectors[row] - want).abs().max():.3g}")
-            elif bool(flags[row]):
+                _compare_vector(at, bool(replaced[row]), vectors[row], expected.get(at))
+            elif replaced[row]:
                 fed[at] = vectors[row].clone()
             row += 1
-    if flags[row:].any():
-        raise Disagreement(f"rows beyond the batch are replaced: {flags[row:].nonzero().flatten().tolist()}")
+    if replaced[row:].any():
+        raise Disagreement(f"rows beyond the batch are replaced: {replaced[row:].nonzero().flatten().tolist()}")
 
 
-def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Plan) -> Tensor:
-    rows = zip(batch, ends, strict=True)
-    logits = torch.stack([_logits(r.name, int(end), r.tokens[end - 1], plan) for r, end in rows])
+def _compare_vector(at: tuple[str, int], replaced: bool, vector: Tensor, expected: Tensor | None) -> None:
+    """``at``: request and position; ``expected``: the vector, or None where the model's own row is fed."""
+    if replaced != (expected is not None):
+        raise Disagreement(f"{at}: replaced {replaced}, on a CPU {expected is not None}")
+    if expected is None:
+        return
+    relative = 2.0**-7 if vector.dtype == torch.bfloat16 else 1e-5
+    if not torch.allclose(vector, expected, rtol=relative, atol=1e-5):
+        raise Disagreement(f"{at}: the vector is off by {(vector - expected).abs().max():.3g}")
+
+
+def _draw(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Plan) -> Tensor:
+    """The next tokens of a batch, (B,), whose forward has ended at these positions."""
+    if engine.output_layer is not None:
+        return _draw_from_hidden(engine, engine.output_layer, batch, ends, plan)
+    rows = []
+    for request, end in zip(batch, ends, strict=True):
+        rows.append(_logits(request.name, int(end), request.tokens[end - 1], plan))
+    logits = torch.stack(rows)
     hidden = logits[:, :HIDDEN].clone()
-    logits = logits if plan.sampling == "all" else logits.float()
-    scaled, greedy, sampling = engine.logits(logits), None, plan.sampling
+    if plan.sampling != "all":
+        logits = logits.float()
+    scaled = engine.logits(logits)
     drawable = scaled
-    if sampling == "filtered":
-        drawable = engine.up(logits.masked_fill(logits < logits.topk(40, dim=-1).values[:, -1:], -torch.inf))
-    if sampling == "greedy":
+    greedy = None
+    if plan.sampling == "filtered":
+        fortieth = logits.topk(40, dim=-1).values[:, -1:]
+        drawable = engine.up(logits.masked_fill(logits < fortieth, -torch.inf))
+    if plan.sampling == "greedy":
         cold = torch.tensor([request.seed % 2 == 0 for request in batch])
         greedy = engine.up(torch.where(cold, logits.argmax(dim=-1), -1))
     if engine.reads_hidden:
@@ -257,28 +352,46 @@ def _finished(engine: _Engine, batch: list[Request], ends: np.ndarray, plan: Pla
     return engine.perturber.finish(scaled, engine.up(torch.ones(len(batch))), drawable, greedy)
 
 
+def _draw_from_hidden(
+    engine: _Engine, output_layer: OutputLayer, batch: list[Request], ends: np.ndarray, plan: Plan
+) -> Tensor:
+    """As :func:`_draw`, where the model has an output layer: a graph computes the logits, if it may."""
+    rows = []
+    for request, end in zip(batch, ends, strict=True):
+        rows.append(_last_hidden(request.name, int(end), request.tokens[end - 1], plan))
+    hidden = engine.up(torch.stack(rows))
+    temperature = engine.up(torch.ones(len(batch)))
+    if engine.reads_hidden:
+        engine.perturber.computed(hidden)
+    if engine.perturber.computes_logits(len(batch)):
+        placeholder = output_layer.placeholder(len(batch))
+        return engine.perturber.finish(placeholder, temperature, placeholder, None, output_hidden=hidden)
+    logits = output_layer.compute(hidden)
+    return engine.perturber.finish(logits, temperature, logits, None)
+
+
 def each_alone(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list[Request], dict[str, Any], Any]:
-    """Runs each request alone: the requests with their tokens, what was recorded of each, and the vectors fed."""
-    recorded: dict[str, Any] = {}
-    fed: dict[tuple[str, int], Tensor] = {}
-    single = replace(plan, lag=0, preempted=0.0, chunk=1 << 20, batch=1)
-    # Of equal logits, of which bfloat16 has many, a GPU's first is the one with the lower id, and a CPU's any.
-    rounded = plan.dtype == torch.bfloat16
+    """Runs each request alone: the requests with their tokens, the records, and the vectors that were fed."""
+    all_records: dict[str, Any] = {}
+    all_fed: dict[tuple[str, int], Tensor] = {}
+    plan_alone = replace(plan, lag=0, preempted=0.0, chunk=1 << 20, batch=1)
+    # bfloat16 has many equal logits. A GPU's argmax is the one with the lowest id among them, and a CPU's any of them.
+    on_gpu = plan.dtype == torch.bfloat16
     requests = _requests(plan, count)
-    with pretended_cuda() if rounded else nullcontext(), torch.inference_mode():
+    with pretended_cuda() if on_gpu else nullcontext(), torch.inference_mode():
         for request in requests:
-            out, vectors = _drive(perturbation, "cuda" if rounded else "cpu", [request], single)
-            recorded |= out
-            fed |= vectors
-    return requests, recorded, fed
+            records, fed = _drive(perturbation, "cuda" if on_gpu else "cpu", [request], plan_alone)
+            all_records |= records
+            all_fed |= fed
+    return requests, all_records, all_fed
 
 
 def together(perturbation: Perturbation, plan: Plan, count: int) -> tuple[list[list[int]], dict[str, Any], Any]:
-    """Runs requests together on the pretended GPU: their tokens, what was recorded of each, and the vectors fed."""
+    """Runs requests together on the pretended GPU: their tokens, the records, and the vectors that were fed."""
     requests = _requests(plan, count)
     with pretended_cuda(plan.lag), torch.inference_mode():
-        recorded, fed = _drive(perturbation, "cuda", requests, plan)
-    return [request.tokens for request in requests], recorded, fed
+        records, fed = _drive(perturbation, "cuda", requests, plan)
+    return [request.tokens for request in requests], records, fed
 
 
 def simulate(
@@ -298,40 +411,42 @@ def simulate(
         warmed_up: called after an engine's warm-up; None for a run without it.
 
     Returns:
-        What made the host wait.
+        The device, with what made the host wait.
 
     Raises:
-        Disagreement: where the two differ.
+        Disagreement: where the two runs differ.
         RuntimeError: where tensors of both devices meet.
     """
-    requests, alone, fed = each_alone(perturbation, plan, count)
-    texts = {request.name: request.tokens for request in requests}
-    batched = _requests(plan, count)
+    requests_alone, records_alone, fed_alone = each_alone(perturbation, plan, count)
+    tokens_alone = {request.name: request.tokens for request in requests_alone}
+    requests = _requests(plan, count)
     with pretended(plan.lag) as device, torch.inference_mode():
-        records, _ = _drive(perturbation, "cuda", batched, plan, fed, warmed_up)
-    for request in batched:
-        if request.tokens != texts[request.name]:
+        records, _fed = _drive(perturbation, "cuda", requests, plan, fed_alone, warmed_up)
+    for request in requests:
+        if request.tokens != tokens_alone[request.name]:
             raise Disagreement(f"{request.name}: other tokens")
-    if set(records) != set(alone):
-        raise Disagreement(f"records of {set(records) ^ set(alone)}")
-    for name, parts in alone.items():
-        _compare_records(name, parts, records[name], plan.masked)
+    if set(records) != set(records_alone):
+        raise Disagreement(f"records of {set(records) ^ set(records_alone)}")
+    for name, packed in records.items():
+        _compare_records(name, packed, records_alone[name], plan.masked)
     return device
 
 
-def _compare_records(name: str, one: Any, other: Any, masked: bool) -> None:
-    one, other = FinishedTrajectory.unpack(one), FinishedTrajectory.unpack(other)
-    a, b = one.record, other.record
-    for part in ("positions", "ids", "agreed"):
-        if not np.array_equal(getattr(a, part), getattr(b, part)):
-            raise Disagreement(f"{name}: other {part}")
-    if not np.allclose(a.weights, b.weights, atol=1e-5):
-        raise Disagreement(f"{name}: weights are off by {np.abs(a.weights - b.weights).max():.3g}")
-    log_probs = [each.log_probs for each in (one, other)]
-    if len(log_probs[0]) != len(log_probs[1]) or not np.allclose(*log_probs, atol=1e-5):
+def _compare_records(name: str, packed: Any, packed_alone: Any, masked: bool) -> None:
+    trajectory = FinishedTrajectory.unpack(packed)
+    alone = FinishedTrajectory.unpack(packed_alone)
+    for field_name in ("positions", "ids", "agreed"):
+        if not np.array_equal(getattr(trajectory.record, field_name), getattr(alone.record, field_name)):
+            raise Disagreement(f"{name}: other {field_name}")
+    weights = trajectory.record.weights
+    weights_alone = alone.record.weights
+    if not np.allclose(weights, weights_alone, atol=1e-5):
+        raise Disagreement(f"{name}: weights are off by {np.abs(weights - weights_alone).max():.3g}")
+    same_length = len(trajectory.log_probs) == len(alone.log_probs)
+    if not same_length or not np.allclose(trajectory.log_probs, alone.log_probs, atol=1e-5):
         raise Disagreement(f"{name}: other log-probabilities")
-    if masked:
-        a, b = one.sampling_mask, other.sampling_mask
-        names = ("positions", "cut", "lengths", "words")
-        if not all(np.array_equal(getattr(a, part), getattr(b, part)) for part in names):
+    if not masked:
+        return
+    for field_name in ("positions", "cut", "lengths", "words"):
+        if not np.array_equal(getattr(trajectory.sampling_mask, field_name), getattr(alone.sampling_mask, field_name)):
             raise Disagreement(f"{name}: another mask")

@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous scheduling: a step is scheduled, and may run, before the last one's tokens are known.
+"""Asynchronous scheduling: a step is scheduled, and may run, before the tokens of the last step are known.
 
-- A step's draws are still on their way to the host when the next steps run. They wait in :class:`Notes`.
-- A request's slot stays its own until its last copies have arrived (`ngrpo.rollout.requests`).
-- A worker computes further tokens before a response's end is seen, any number where vLLM's front end finds a stop
-  string. Only the front end knows how long a response is; `records.py` cuts a worker's trajectory to that.
+- A step's draws are still being copied to the host when the next steps run. They wait in :class:`Notes`.
+- A request keeps its slot until the last copies of its draws have arrived (`ngrpo.rollout.requests`).
+- A worker computes further tokens before the end of a response is seen, any number of them where vLLM's front end looks
+  for a stop string. Only the front end knows how long a response is; `records.py` cuts a worker's trajectory to that.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ngrpo.rollout.chunks import grown
 from ngrpo.rollout.routed_experts import RoutedExperts, RoutedStep
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_records import StepRecord
-from ngrpo.rollout.trajectories import DrawnStep, TrajectoryStore, grown
+from ngrpo.rollout.trajectories import DrawnStep, TrajectoryStore
 from perturbations.errors import require
 
-# Steps that are written into the store together: a write costs the host as much for a thousand rows as for a hundred.
+# The number of steps that are written into the store together. A write costs the host as much for a thousand rows as
+# for a hundred.
 STEPS_AT_ONCE = 16
 
 
@@ -30,17 +32,18 @@ STEPS_AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Note:
-    """What a step drew; it is still being copied from a CUDA device until ``ready``.
+    """What a step drew. On CUDA it is still being copied to the host until ``ready`` has happened.
 
     Attributes:
-        ready: tells when the copies have arrived; None where they have.
-        slots: of the step's B rows.
-        positions: of the tokens that were drawn, (B,).
+        ready: the event behind the copies; None where they have arrived.
+        slots: the trajectory of each of the step's B rows, (B,) int64.
+        positions: of the tokens that were drawn, (B,) int64.
         kept_rows: the rows whose token belongs to a response; None for all.
         record: the draws.
-        support: the tokens that sampling left, or None.
-        routed: the experts of the forward, or None.
-        buffer: memory of the host that the record is in, used again once it is written; None for memory of its own.
+        support: the tokens that top-k, top-p and min-p left; None where they are not recorded.
+        routed: the experts of the forward; None where they are not recorded.
+        buffer: the host's memory that the record is in, which is used again once the record is written; None where the
+            record has memory of its own.
     """
 
     ready: torch.cuda.Event | None
@@ -75,12 +78,16 @@ class Note:
 
 
 class Notes:
-    """A queue of notes in the order of their steps: ``taken`` so far, of which ``written`` are whole in the stores.
+    """The queue of notes, first in, first out.
 
     Tokens and edits of up to :data:`STEPS_AT_ONCE` steps are written together, once they have arrived. Which tokens
-    sampling left is requested only then, since it takes as much memory as there are of them; it arrives later, and has
-    a queue of its own. A worker that records it writes each step at once, so that the device has to keep the bits of a
-    few steps only.
+    sampling left is copied to the host only after that: the size of the copy is their number, which arrives with the
+    tokens. So these copies arrive later and have a queue of their own. A worker that records them writes each step at
+    once, so that the device keeps the bits of few steps.
+
+    Attributes:
+        taken: the number of notes ever added.
+        written: the number of notes that are completely in the stores.
     """
 
     def __init__(
@@ -90,7 +97,13 @@ class Notes:
         routed: RoutedExperts | None,
         event: Callable[[], torch.cuda.Event | None],
     ) -> None:
-        """store: of tokens and edits; event: tells when all earlier copies have arrived, None where they have."""
+        """
+        Args:
+            store: of tokens and edits.
+            masks: the store of the tokens that sampling left; None where they are not recorded.
+            routed: the store of experts; None where they are not recorded.
+            event: records an event behind all earlier copies; None where they have arrived.
+        """
         self._store = store
         self._masks = masks
         self._routed = routed
@@ -98,14 +111,15 @@ class Notes:
         self._at_once = STEPS_AT_ONCE if masks is None else 1
         self._coming: deque[Note] = deque()
         self._masked: deque[Note] = deque()
-        self._newest_note = np.zeros(store.slots, dtype=np.int64)  # number of each slot's newest note
-        self._newest_position = np.full(store.slots, -1, dtype=np.int64)  # of each slot's newest note
+        # Of each slot: the number of its newest note, and the position that its newest written note drew.
+        self._newest_note = np.zeros(store.slots, dtype=np.int64)
+        self._newest_position = np.full(store.slots, -1, dtype=np.int64)
         self.taken = 0
-        self._stored = 0  # notes whose tokens and edits are in the store
+        self._stored = 0  # the number of notes whose tokens and edits are in the store
         self.written = 0
 
     def add(self, note: Note) -> None:
-        """Takes a step's note, and writes what has arrived once enough steps have gathered."""
+        """Queues the note of a step. Once enough steps have gathered, those that have arrived are written."""
         self._coming.append(note)
         self.taken += 1
         self._newest_note[note.slots] = self.taken
@@ -118,33 +132,27 @@ class Notes:
         self._newest_position = grown(self._newest_position, slots, -1)
 
     def drain(self, until: int = 0) -> None:
-        """Writes what has arrived, and the first ``until`` notes ever taken, which are waited for."""
+        """Writes the notes that have arrived, and waits for the first ``until`` notes ever added."""
         self._drain_edits(until)
         while self._masked and _arrived(self._masked[0], wait=self.written < until):
             note = self._masked.popleft()
             masks = require(self._masks, "the store of masks")
             support = require(note.support, "the support")
-            masks.write(*note.kept, *support.read(note.kept_rows))
+            slots, positions = note.kept
+            counts, ids = support.read(note.kept_rows)
+            masks.write(slots, positions, counts, ids)
             self.written += 1
 
     def drain_slot(self, slot: int) -> None:
-        """Waits for a slot's tokens and edits, hence for its newest note and for none after that."""
+        """Waits for the tokens and edits of a slot: for its newest note, and for no note after that."""
         self._drain_edits(int(self._newest_note[slot]))
 
     def _drain_edits(self, until: int) -> None:
+        """As :meth:`drain`, for tokens, edits and experts."""
         arrived: list[Note] = []
         while self._coming and _arrived(self._coming[0], wait=self._stored + len(arrived) < until):
             arrived.append(self._coming.popleft())
-        steps: list[DrawnStep] = []
-        for note in arrived:
-            step = note.drawn_step()
-            if steps and not self._continues(step):
-                self._store.write_steps(steps)
-                steps = []
-            self._newest_position[step.slots] = step.positions
-            steps.append(step)
-        if steps:
-            self._store.write_steps(steps)
+        self._write_steps(arrived)
         for note in arrived:
             self._stored += 1
             if note.buffer is not None:
@@ -157,13 +165,29 @@ class Notes:
                 note.support.ask()
                 self._masked.append(replace(note, ready=self._event()))
 
+    def _write_steps(self, notes: Sequence[Note]) -> None:
+        """Writes the tokens and edits of notes: as many steps together as draw consecutive positions."""
+        consecutive: list[DrawnStep] = []
+        for note in notes:
+            step = note.drawn_step()
+            if consecutive and not self._continues(step):
+                self._store.write_steps(consecutive)
+                consecutive = []
+            self._newest_position[step.slots] = step.positions
+            consecutive.append(step)
+        if consecutive:
+            self._store.write_steps(consecutive)
+
     def _continues(self, step: DrawnStep) -> bool:
-        """Whether a step draws the position after each slot's newest one; not at a start and after a preemption."""
+        """Whether a step draws, in each of its slots, the position after the newest one.
+
+        It does not at the start of a request and after a preemption.
+        """
         return bool((self._newest_position[step.slots] + 1 == step.positions).all())
 
 
 def _arrived(note: Note, wait: bool) -> bool:
-    """Whether the copies of a note are there; with ``wait`` it waits for them."""
+    """Whether the copies of a note have arrived; with ``wait`` they are waited for."""
     if note.ready is None or note.ready.query():
         return True
     if wait:
@@ -171,11 +195,17 @@ def _arrived(note: Note, wait: bool) -> bool:
     return wait
 
 
-# --- memory of the host that copies go through --------------------------------------------------------------------
+# --- the host's memory that copies go through ---------------------------------------------------------------------
 
 
 class HostBuffer:
-    """A tensor on the host that a device copies to or from, with the event that tells when it has done so."""
+    """A tensor on the host that a device copies to or from, and the event behind that copy.
+
+    Attributes:
+        tensor: the memory, pinned for CUDA.
+        array: the same memory as numpy's.
+        event: recorded behind the copy; None without CUDA.
+    """
 
     def __init__(self, pool: "HostBuffers") -> None:
         self._pool = pool
@@ -188,20 +218,20 @@ class HostBuffer:
             self.event = torch.cuda.Event()
 
     def give_back(self) -> None:
-        """The host has read what was copied here, so that a later step may use it."""
+        """The host has read what was copied here, so that a later step may use the buffer."""
         self._pool.free.append(self)
 
 
 class HostBuffers:
-    """Pinned buffers of one shape, which are used again: pinning memory costs more than a step's copies."""
+    """Buffers of one shape, which are used again: to pin memory costs more than the copies of a step."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """device: at the other end of the copies; memory is pinned for CUDA only."""
+        """device: the other end of the copies; memory is pinned for CUDA only."""
         self.shape = shape
         self.dtype = dtype
         self.device = device
         self.free: deque[HostBuffer] = deque()
-        self._uploading: deque[HostBuffer] = deque()
+        self._uploading: deque[HostBuffer] = deque()  # buffers that the device may still read from
 
     def take(self) -> HostBuffer:
         """A buffer for a copy to the host; :meth:`HostBuffer.give_back` ends its use."""
@@ -209,11 +239,15 @@ class HostBuffers:
 
     def upload(self, array: np.ndarray, target: Tensor) -> None:
         """Copies an array (N,) to the first N elements of a tensor on the device, without waiting."""
-        while self._uploading and (self._uploading[0].event is None or self._uploading[0].event.query()):
+        while self._uploading:
+            event = self._uploading[0].event
+            if event is not None and not event.query():
+                break
             self._uploading.popleft().give_back()
         buffer = self.take()
-        buffer.array[: len(array)] = array
-        target[: len(array)].copy_(buffer.tensor[: len(array)], non_blocking=True)
+        count = len(array)
+        buffer.array[:count] = array
+        target[:count].copy_(buffer.tensor[:count], non_blocking=True)
         if buffer.event is not None:
             buffer.event.record()
         self._uploading.append(buffer)

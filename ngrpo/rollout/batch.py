@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trajectories of a batch on the host, and the step in flight."""
+"""What the host knows of a batch: its trajectories, and the step that is in flight."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,16 @@ from ngrpo.rollout.step_rows import HostColumns
 
 @dataclass
 class Rows:
-    """The trajectories of a batch, which stay the same from step to step until a request comes, goes or moves.
+    """The trajectories of a batch's B rows. They stay the same until a request comes, goes or changes its row.
 
     Attributes:
         names: of the requests.
-        slots: (B,) int64, as the further ones.
-        seeds: of the trajectories.
-        first: positions of their first generated tokens.
-        perturbed: whether their requests may be perturbed, (B,) bool.
-        matrix: what a graph is told of them, the rows of :class:`HostColumns`; None until a graph needs it.
+        slots: of the trajectories, (B,) int64.
+        seeds: of the trajectories, (B,) int64.
+        first: positions of their first generated tokens, (B,) int64.
+        perturbed: whether the requests may be perturbed, (B,) bool.
+        matrix: what is uploaded for a graph, with the fields of :class:`HostColumns` as its rows; None until a graph
+            needs it.
     """
 
     names: list[str]
@@ -29,9 +30,9 @@ class Rows:
     matrix: np.ndarray | None = None
 
     def columns_of(self, size: int, scratch: int) -> HostColumns:
-        """What a graph of ``size`` rows is told; rows beyond the batch have the gate's ``scratch`` row.
+        """The columns for a graph of ``size`` rows. Rows beyond the batch have the slot ``scratch``.
 
-        Positions, and what follows from them, are set at each step.
+        The caller sets positions, and what follows from them, at each step.
         """
         if self.matrix is None:
             self.matrix = np.zeros((len(HostColumns._fields), size), dtype=np.int64)
@@ -46,11 +47,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Batch:
-    """The step in flight: which trajectory each row belongs to, and where its next token goes."""
+    """The step in flight.
+
+    Attributes:
+        rows: the trajectory of each row.
+        next_positions: of the tokens that are drawn, (B,) int64.
+        sampled: False where a prompt is not complete, so that vLLM throws the token away, (B,) bool.
+    """
 
     rows: Rows
-    next_positions: np.ndarray  # (B,) int64
-    sampled: np.ndarray  # (B,) bool; False where a prompt is not complete
+    next_positions: np.ndarray
+    sampled: np.ndarray
 
     @property
     def slots(self) -> np.ndarray:
@@ -59,4 +66,10 @@ class Batch:
 
 
 NO_POSITIONS = np.zeros(0, dtype=np.int64)
-NO_ROWS = Rows(names=[], slots=NO_POSITIONS, seeds=NO_POSITIONS, first=NO_POSITIONS, perturbed=np.zeros(0, dtype=bool))
+NO_ROWS = Rows(
+    names=[],
+    slots=NO_POSITIONS,
+    seeds=NO_POSITIONS,
+    first=NO_POSITIONS,
+    perturbed=np.zeros(0, dtype=bool),
+)

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,39 @@ from perturbations.errors import UsageError
 PLAIN = -1  # the source of a row that is the model's own
 
 
+class _OverriddenForward(nn.Module):
+    """The override right after the forward of ``bare_embedding``, inside the work of the module's other classes.
+
+    Attributes:
+        bare_embedding: the class whose forward gives rows of the matrix; a base of the module's class.
+        override_sources: for each row of the forward the row of the vectors, or :data:`PLAIN`, (max_tokens,) int32.
+        override_vectors: what may be fed, (drawn_rows + max_tokens, D).
+        override_fed: whether a vector is fed where a source names it, (drawn_rows + max_tokens,) bool.
+    """
+
+    bare_embedding: type[nn.Module]
+    override_sources: Tensor
+    override_vectors: Tensor
+    override_fed: Tensor
+
+    def forward(self, input_: Tensor) -> Tensor:
+        output = self.bare_embedding.forward(self, input_)
+        # vLLM gives ids of shape (N,), its Transformers backend (1, N): rows are counted in reading order.
+        rows = output.reshape(-1, output.shape[-1])
+        sources = self.override_sources[: rows.shape[0]]
+        vector_rows = sources.clamp_min(0)
+        replaced = (sources >= 0) & self.override_fed[vector_rows]
+        rows = torch.where(replaced.unsqueeze(-1), self.override_vectors[vector_rows], rows)
+        return rows.reshape(output.shape)
+
+
+def _overridden(module_class: type[nn.Module], bare: type[nn.Module]) -> type[nn.Module]:
+    """The class of an embedding with an override after the forward of ``bare``, which may be a base of it."""
+    override = type("Override", (_OverriddenForward, bare), {"bare_embedding": bare})
+    bases = (override,) if module_class is bare else (module_class, override)
+    return type(f"Perturbed{module_class.__name__}", bases, {})
+
+
 class InputOverride:
     """Persistent buffers that replace the embedding's output at chosen rows of the next forward.
 
@@ -24,8 +58,9 @@ class InputOverride:
     which only the device knows.
 
     The buffers exist before compilation and graph capture, at fixed addresses, so torch.compile and CUDA graphs
-    stay on. The module's class is swapped for a subclass: neither its parameters nor its name in the model change.
-    What is replaced are rows of the bare matrix: a factor that the module or the model applies comes after that.
+    stay on. The module's class is swapped for a subclass of it with :class:`_OverriddenForward`: neither its parameters
+    nor its name in the model change. What is replaced are rows of the bare matrix: a factor that the module or the
+    model applies comes after that.
     """
 
     def __init__(
@@ -49,37 +84,17 @@ class InputOverride:
             bare: the class among the module's bases with a forward to rows of the matrix, which Gemma's then scales in
                 vLLM's Transformers backend; the module's own by default.
         """
-        base: type[nn.Module] = type(module)
-        self._bare = bare = base if bare is None else bare
-
-        class Override(bare):
-            """The override right after the forward of ``bare``, inside the work of the module's other classes."""
-
-            override_sources: Tensor
-            override_vectors: Tensor
-            override_fed: Tensor
-
-            def forward(self, input_: Tensor) -> Tensor:
-                output = bare.forward(self, input_)
-                # vLLM gives ids of shape (N,), its Transformers backend (1, N): rows are counted in reading order.
-                flat = output.reshape(-1, output.shape[-1])
-                sources = self.override_sources[: flat.shape[0]]
-                vector_rows = sources.clamp_min(0)
-                replaced = (sources >= 0) & self.override_fed[vector_rows]
-                return torch.where(replaced.unsqueeze(-1), self.override_vectors[vector_rows], flat).reshape(
-                    output.shape
-                )
-
-        self._module: Any = module  # with the three buffers below
+        module_class: type[nn.Module] = type(module)
+        self._bare = module_class if bare is None else bare
+        self._module: Any = module  # with the three buffers of `_OverriddenForward`
         self.drawn_rows = drawn_rows
         vector_rows = drawn_rows + max_tokens
         # Plain attributes and not registered buffers: vLLM 0.29's layerwise reload moves registered ones.
         module.override_sources = torch.full((max_tokens,), PLAIN, dtype=torch.int32, device=device)
         module.override_vectors = torch.zeros(vector_rows, hidden, dtype=dtype, device=device)
         module.override_fed = torch.ones(vector_rows, dtype=torch.bool, device=device)
-        bases = (Override,) if base is bare else (base, Override)
-        module.__class__ = type(f"Perturbed{base.__name__}", bases, {})
-        self._laid_out = 0  # rows of the forward whose source may be set
+        module.__class__ = _overridden(module_class, self._bare)
+        self._laid_out = 0  # rows of the last forward whose source may be set
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -128,13 +143,15 @@ class InputOverride:
             return
         rows = len(sources)
         if self._laid_out > rows:
-            sources = np.concatenate([sources, np.full(self._laid_out - rows, PLAIN, dtype=np.int32)])
+            # The last forward was longer: its further rows must not keep their sources.
+            beyond = np.full(self._laid_out - rows, PLAIN, dtype=np.int32)
+            sources = np.concatenate([sources, beyond])
         self._module.override_sources[: len(sources)].copy_(upload(sources), non_blocking=True)
         self._laid_out = rows if replaces else 0
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Look-ups within are not those of the forward: an encoder may embed a few tokens of its own."""
+        """No override acts within: an encoder that runs before the forward may embed a few tokens of its own."""
         if not self._laid_out:
             yield
             return
@@ -159,18 +176,25 @@ def find_input_embedding(model: nn.Module) -> VocabParallelEmbedding:
         for name, module in model.named_modules()
         if isinstance(module, layers.VocabParallelEmbedding) and not isinstance(module, layers.ParallelLMHead)
     }
-    names, why = list(tables), "and nothing in it says which one the text goes through"
+    names = list(tables)
+    why = "and nothing in it says which one the text goes through"
     if len(tables) != 1 or hasattr(model, "embed_input_ids"):
-        names, why = _looked_up(model, tables) or (names, why)
+        used = _tables_looked_up(model, tables)
+        if used:
+            names = used
+            why = f"and a token's embedding combines {len(used)} of them ({', '.join(used)})"
     if len(names) != 1:
-        found = f"{len(tables)} input embeddings ({', '.join(tables) or 'none'}), {why}; exactly one is needed"
-        fix = "Use a causal language model with one table for its text"
-        raise UsageError(f"perturbation: {type(model).__name__} has {found}. {fix}.")
+        raise UsageError(
+            f"perturbation: {type(model).__name__} has {len(tables)} input embeddings ({', '.join(tables) or 'none'}),"
+            f" {why}; exactly one is needed. Use a causal language model with one table for its text."
+        )
     name = names[0]
     method = tables[name].quant_method
     if not isinstance(method, layers.UnquantizedEmbeddingMethod):
-        why = f"{name} is quantised ({type(method).__name__}), so that the trainer's rows are not the engine's"
-        raise UsageError(f"perturbation: {why}. Use a checkpoint with an unquantised embedding.")
+        raise UsageError(
+            f"perturbation: {name} is quantised ({type(method).__name__}), so that the trainer's rows are not the"
+            " engine's. Use a checkpoint with an unquantised embedding."
+        )
     return tables[name]
 
 
@@ -190,23 +214,35 @@ def tables_of_text(model: nn.Module) -> list[nn.Module]:
     return [module for module in language_model(model).modules() if not isinstance(module, ParallelLMHead)]
 
 
-def _looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> tuple[list[str], str] | None:
-    """Which tables the model's own way of embedding two tokens uses, and what that means; None where it has no way."""
-    ways = [getattr(owner, "embed_input_ids", None) for owner in dict.fromkeys((language_model(model), model))]
-    for owner in (model, getattr(model, "model", None)):
-        table = getattr(owner, "get_input_embeddings", None)
-        ways.append(table and (lambda ids, table=table: table()(ids)))
+def _tables_looked_up(model: nn.Module, tables: Mapping[str, nn.Module]) -> list[str]:
+    """The names of the tables that the model's own way of embedding tokens looks up; empty where it has no way."""
     used: dict[str, None] = {}
-    note = used.setdefault
-    hooks = [table.register_forward_hook(lambda *_, name=name: note(name)) for name, table in tables.items()]
+    hooks = [table.register_forward_hook(partial(_note_use, used, name)) for name, table in tables.items()]
     try:
-        for embed in filter(None, ways):
+        for embed in _ways_of_embedding(model):
             with suppress(AttributeError, NotImplementedError, TypeError), torch.inference_mode():
                 embed(torch.zeros(2, dtype=torch.int32, device=next(model.parameters()).device))
                 if used:
-                    return [*used], f"and a token's embedding combines {len(used)} of them ({', '.join(used)})"
-            used.clear()
+                    return list(used)
+            used.clear()  # a way that failed half-way says nothing
     finally:
         for hook in hooks:
             hook.remove()
-    return None
+    return []
+
+
+def _note_use(used: dict[str, None], name: str, *_: object) -> None:
+    """A forward hook that notes the name of a table, once."""
+    used.setdefault(name)
+
+
+def _ways_of_embedding(model: nn.Module) -> Iterator[Callable[[Tensor], object]]:
+    """Functions by which a model may embed token ids, vLLM's own method first."""
+    for owner in dict.fromkeys([language_model(model), model]):
+        embed = getattr(owner, "embed_input_ids", None)
+        if embed:
+            yield embed
+    for owner in (model, getattr(model, "model", None)):
+        get_table = getattr(owner, "get_input_embeddings", None)
+        if get_table:
+            yield lambda ids, get_table=get_table: get_table()(ids)

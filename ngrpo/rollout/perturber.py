@@ -25,14 +25,16 @@ from ngrpo.methods.sampling_schedules.base import NextTokens, SamplingSchedule
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import HostBuffer, Note, Notes
 from ngrpo.rollout.batch import NO_POSITIONS, NO_ROWS, Batch, Rows
+from ngrpo.rollout.chunks import grown
 from ngrpo.rollout.input_override import PLAIN, InputOverride
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.routed_experts import RoutedExperts
 from ngrpo.rollout.sampling_support import SamplingMaskStore, SamplingSupport
 from ngrpo.rollout.step_graphs import CaptureFailed, StepGraphs
 from ngrpo.rollout.step_kernels import StepKernels
 from ngrpo.rollout.step_records import SeparateRecord, StepRecord
 from ngrpo.rollout.step_rows import GatedRows, Logits, upload_matrices
-from ngrpo.rollout.trajectories import TrajectoryStore, grown
+from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import InputEdit, Perturbation, Positions, streams
 from perturbations.edit import realise
 from perturbations.embeddings import ModelEmbeddings
@@ -47,12 +49,12 @@ T = TypeVar("T")
 REPLAY_CHUNK = 1024
 
 
-class Drawn(NamedTuple):
-    """What was drawn of a batch: the tokens on the device, (B,) int64, and their record on its way to the host."""
+class DrawnBatch(NamedTuple):
+    """What a step drew, on the device and on its way to the host."""
 
-    tokens: Tensor
-    record: StepRecord
-    buffer: HostBuffer | None
+    tokens: Tensor  # the next tokens, (B,) int64
+    record: StepRecord  # their log π, and the edits
+    buffer: HostBuffer | None  # memory of the host that the record is in; None for memory of its own
     may_edit: np.ndarray  # slots of the rows that may have got an edit
 
 
@@ -72,8 +74,12 @@ class RolloutPerturber:
         schedule: SamplingSchedule | None = None,
         routed: RoutedExperts | None = None,
         graphs: bool = True,
+        output: OutputLayer | None = None,
     ) -> None:
-        """graphs: on a GPU a step may be captured; the other arguments are the parts of one worker's perturbation."""
+        """graphs: on a GPU a step may be captured; the other arguments are the parts of one worker's perturbation.
+
+        output: the model's output layer, which a graph may run; None where the logits stay outside.
+        """
         self._perturbation = perturbation
         self._store = store
         self._gate = gate
@@ -84,30 +90,51 @@ class RolloutPerturber:
         self.masks = masks
         self._schedule = schedule
         self.routed = routed
-        self._kernels = StepKernels(perturbation, gate, embeddings, override.lookup, device, module, masks is not None)
+        self._kernels = StepKernels(
+            perturbation,
+            gate,
+            embeddings,
+            lookup=override.lookup,
+            device=device,
+            module=module,
+            masked=masks is not None,
+        )
+        # A schedule and the store of masks read the logits outside of graphs, and some perturbations the hidden states.
+        stays_outside = perturbation.reads_hidden or masks is not None or schedule is not None
+        self._output = None if stays_outside else output
         self._graphs: StepGraphs | None = None
         if graphs and perturbation.active and step_graphs.available(device):
             gate.grow(store.slots + 1)  # the scratch row
-            self._graphs = StepGraphs(self._kernels, gate, override, device, self._watched)
+            self._graphs = StepGraphs(self._kernels, gate, override, device, self._watched, self._output)
+        self.notes = Notes(store, masks, routed, lambda: self._event())
+        # Candidates of stored edits that are mixed at once.
+        self._candidates_at_once = REPLAY_CHUNK
+
+        # The batch, and what stays the same while its rows do.
         self._rows = NO_ROWS
         self.composition = 0  # counts the changes of the batch's rows
-        self._training_steps = torch.zeros(0, dtype=torch.int64)
-        self._answers = torch.zeros(2, 0, dtype=torch.int64)
-        self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)
-        self._last_position = np.full(store.slots, -1, dtype=np.int64)
-        # The rows of the last step, whose edits are in the override: slots and positions of their tokens.
+        self._row_of_slot = np.full(store.slots, -1, dtype=np.int64)  # -1 for slots that are not in the batch
+        self._training_steps = torch.zeros(0, dtype=torch.int64)  # of the rows, (B,); for a schedule only
+        self._response_numbers = torch.zeros(2, 0, dtype=torch.int64)  # number and count, (2, B); for a schedule only
+
+        # The step in flight: set before the forward, read after the logits.
+        self._batch: Batch | None = None
+        self._hidden: Tensor | None = None
+
+        # The last step, whose edits are in the override: slots and positions of its rows' tokens, (B,) each.
         self._drawn_slots = NO_POSITIONS
         self._drawn_positions = NO_POSITIONS
         self._in_order = False  # whether row i of the last forward was fed by row i of the step before
-        self._hidden: Tensor | None = None
-        self._batch: Batch | None = None
-        self._at_once = REPLAY_CHUNK
-        self.notes = Notes(store, masks, routed, lambda: self._event())
+        self._last_position = np.full(store.slots, -1, dtype=np.int64)  # by slot; -1 where it drew none that is kept
 
     def _watched(self) -> list[Tensor]:
         """What a graph reads, beside the buffers that it makes itself."""
         tensors = [*self._gate.tensors, *self._override.tensors, *self._embeddings.tensors()]
-        return tensors if self._module is None else [*tensors, *self._module.parameters()]
+        if self._module is not None:
+            tensors += self._module.parameters()
+        if self._output is not None:
+            tensors += self._output.tensors
+        return tensors
 
     def weights_changed(self) -> None:
         """The model has new weights, so that tables are built anew and a graph must read the new ones."""
@@ -150,7 +177,7 @@ class RolloutPerturber:
         self._row_of_slot[slots] = np.arange(len(names))
         if self._schedule is not None:
             self._training_steps = self._upload(store.training_steps[slots])
-            self._answers = self._upload(store.answers[slots].T)
+            self._response_numbers = self._upload(store.response_numbers[slots].T)
         return False
 
     def _lay_out(self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
@@ -158,25 +185,31 @@ class RolloutPerturber:
         ends = starts + counts
         last_rows = np.cumsum(counts) - 1
         sources = np.full(int(counts.sum()), PLAIN, dtype=np.int32)
+        # An edit of the last step goes to the last position of its request, if that is in the batch and has got there.
         rows = self._row_of_slot[self._drawn_slots]
-        present = (rows >= 0) & (ends[rows] - 1 == self._drawn_positions)
-        drawn_rows = present.nonzero()[0]
+        is_next = (rows >= 0) & (ends[rows] - 1 == self._drawn_positions)
+        drawn_rows = is_next.nonzero()[0]
         sources[last_rows[rows[drawn_rows]]] = drawn_rows
         self._in_order = len(sources) == len(slots) and np.array_equal(sources, np.arange(len(slots)))
         # Ordinary decoding computes just the position that the last step drew; the rest comes from the store.
         fresh = (counts == 1) & (starts == self._last_position[slots])
         stored = (~fresh | self._store.ahead[slots]) & self._store.has_edits[slots]
         for row in stored.nonzero()[0]:
-            first_row = int(last_rows[row] - counts[row] + 1)
-            rows_of_edits = self._place_stored(int(slots[row]), int(starts[row]), int(counts[row]), first_row)
-            sources[rows_of_edits] = self._override.stored(rows_of_edits)
+            edited_rows = self._place_stored(
+                slot=int(slots[row]),
+                start=int(starts[row]),
+                count=int(counts[row]),
+                first_row=int(last_rows[row] - counts[row] + 1),
+            )
+            sources[edited_rows] = self._override.stored(edited_rows)
             self._in_order = False
         self._override.lay_out(sources, self._upload)
 
     def _place_stored(self, slot: int, start: int, count: int, first_row: int) -> np.ndarray:
-        """Recomputation: after a preemption, or for positions that a record of earlier turns covers.
+        """Places the stored edits of positions that are computed again, or that a record of earlier turns covers.
 
-        Returns the rows of the forward that are edited, (N,) int64.
+        ``first_row``: the row of the forward that position ``start`` is in. Returns the rows that are edited, (N,)
+        int64.
         """
         self.notes.drain_slot(slot)
         edits = self._store.edits(slot, start, start + count)
@@ -184,19 +217,21 @@ class RolloutPerturber:
             return NO_POSITIONS
         positions = edits["positions"].astype(np.int64)
         rows = first_row + positions - start
-        noise = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
+        noise_keys = streams.keys(np.full_like(positions, self._store.seeds[slot]), positions, streams.Stream.NOISE)
+        # The start-up check's rows are not of the perturbation, so that they do not pass its module.
         module = None if self._store.ahead[slot] else self._module
-        # A chunk has many times the rows that vLLM measured its memory with. Noise takes as much as four candidates.
-        size = max(self._at_once // max(edits["ids"].shape[1], 4), 1)
-        for start_of_chunk in range(0, len(rows), size):
-            chunk = slice(start_of_chunk, start_of_chunk + size)
+        # A prompt has many times the rows of a step, and vLLM measured its memory with those. The noise of a row takes
+        # as much memory as four candidates.
+        size = max(self._candidates_at_once // max(edits["ids"].shape[1], 4), 1)
+        for first_of_chunk in range(0, len(rows), size):
+            chunk = slice(first_of_chunk, first_of_chunk + size)
             optional = {name: self._upload(edits[name][chunk]) for name in ("sigma", "vectors") if name in edits}
             edit = InputEdit(
                 ids=self._upload(edits["ids"][chunk].astype(np.int64)),
                 weights=self._upload(edits["weights"][chunk]),
                 **optional,
             )
-            vectors = realise(edit, self._override.lookup, self._upload(noise[chunk]), module)
+            vectors = realise(edit, self._override.lookup, self._upload(noise_keys[chunk]), module)
             self._override.store_edits(self._upload(rows[chunk]), vectors)
         return rows
 
@@ -211,44 +246,75 @@ class RolloutPerturber:
         """Whether a step of real requests is in flight (a warm-up run is not)."""
         return self._batch is not None
 
+    def computes_logits(self, rows: int) -> bool:
+        """Whether the graph of a step of so many rows may compute the logits: :meth:`finish` takes hidden states."""
+        return self.busy and self._graphs is not None and self._graphs.computes_logits(rows)
+
     def rehearse(self, logits: Tensor, edits: bool = True) -> None:
         """Does a step's work on logits (B, V) of any values: vLLM measures its memory, and its parts are compiled."""
         if self._graphs is not None:
             self._try_graphs(lambda graphs: graphs.rehearse(logits))
         if self._graphs is None or self._graphs.bucket(len(logits)) is None:
             self._kernels.rehearse(logits, edits)
-        self._at_once = max(self._at_once, self._kernels.candidates * len(logits))
+        self._candidates_at_once = max(self._candidates_at_once, self._kernels.candidates * len(logits))
         # Equal rows, as in `StepKernels.rehearse`.
         scaled = logits[:1].float().repeat(len(logits), 1)
-        rows = torch.arange(len(logits), device=logits.device)
         if self.masks is not None:
             SamplingSupport(scaled, self._download).rehearse()
         if self._schedule is not None:
-            self._schedule.factor(NextTokens(scaled, torch.ones_like(scaled[:, 0]), rows, rows, rows, rows + 1))
+            numbers = torch.arange(len(logits), device=logits.device)
+            next_tokens = NextTokens(
+                logits=scaled,
+                temperature=torch.ones_like(scaled[:, 0]),
+                generated=numbers,
+                step=numbers,
+                answer=numbers,
+                answers=numbers + 1,
+            )
+            self._schedule.factor(next_tokens)
 
     def temperature_factor(self, scaled: Tensor, temperature: Tensor, greedy: Tensor | None) -> Tensor | None:
         """The factor of each temperature (B,), 1 where no schedule applies; None for no schedule."""
         if self._schedule is None:
             return None
-        # A prompt that is not complete yet draws a token that is thrown away.
         batch = require(self._batch, "the batch of begin()")
+        # A prompt that is not complete yet is below its first generated position; its token is thrown away.
         generated = np.maximum(batch.next_positions - batch.rows.first, 0)
         steps = self._training_steps
-        at = NextTokens(scaled.float(), temperature, self._upload(generated), steps.clamp_min(0), *self._answers)
-        factor = self._schedule.factor(at)
+        response_number, response_count = self._response_numbers
+        next_tokens = NextTokens(
+            logits=scaled.float(),
+            temperature=temperature,
+            generated=self._upload(generated),
+            step=steps.clamp_min(0),
+            answer=response_number,
+            answers=response_count,
+        )
+        factor = self._schedule.factor(next_tokens)
         if factor is None:
             return None
-        applies = steps >= 0 if greedy is None else (steps >= 0) & (greedy < 0)
+        applies = steps >= 0
+        if greedy is not None:
+            applies = applies & (greedy < 0)
         return torch.where(applies, factor, 1.0)
 
-    def finish(self, scaled: Tensor, temperature: Tensor, drawable: Tensor, greedy: Tensor | None) -> Tensor:
+    def finish(
+        self,
+        scaled: Tensor,
+        temperature: Tensor,
+        drawable: Tensor,
+        greedy: Tensor | None,
+        output_hidden: Tensor | None = None,
+    ) -> Tensor:
         """Draws the next tokens, (B,) int64, and the edits of the gated rows.
 
         ``scaled``: z̃, (B, V), float32; or as the model computes them, where no request changes or filters any.
         ``temperature``: (B,) float32, 1 for greedy rows. ``drawable``: logits after top-k, top-p and min-p, (B, V)
         float32. ``greedy``: argmax tokens for greedy rows and -1 elsewhere, (B,) int64; None where no row is greedy.
+        ``output_hidden``: the last hidden states, (B, D), where :meth:`computes_logits` and the other two are a
+        placeholder; else None.
         """
-        batch, hidden = self._taken_step(scaled)
+        batch, hidden = self._take_step(scaled)
         logits = Logits(
             scaled=scaled,
             temperature=temperature,
@@ -256,10 +322,13 @@ class RolloutPerturber:
             greedy=greedy,
             hidden=hidden,
         )
-        kept = batch.sampled & (batch.next_positions < self._store.length)
-        drawn = self._drawn_by_graph(batch, kept, logits)
+        kept = batch.sampled & (batch.next_positions < self._store.max_model_len)
+        drawn = self._draw_by_graph(batch, kept, logits, output_hidden)
         if drawn is None:
-            drawn = self._drawn_in_parts(batch, kept, logits)
+            if output_hidden is not None:
+                output = require(self._output, "the output layer")
+                logits = logits._replace(scaled=output.compute(output_hidden))
+            drawn = self._draw_in_parts(batch, kept, logits)
         support = None if self.masks is None else SamplingSupport(drawable, self._download)
         routed = None if self.routed is None else self.routed.take(self._download)
         self._remember(batch, kept, drawn.may_edit)
@@ -277,7 +346,7 @@ class RolloutPerturber:
         )
         return drawn.tokens
 
-    def _taken_step(self, scaled: Tensor) -> tuple[Batch, Tensor | None]:
+    def _take_step(self, scaled: Tensor) -> tuple[Batch, Tensor | None]:
         """The step that :meth:`begin` announced, and its last hidden states."""
         batch = require(self._batch, "the batch of begin()")
         hidden = self._hidden
@@ -287,7 +356,9 @@ class RolloutPerturber:
             raise RuntimeError(f"{len(scaled)} rows are sampled, of logits of {len(hidden)} last hidden states.")
         return batch, hidden
 
-    def _drawn_by_graph(self, batch: Batch, kept: np.ndarray, logits: Logits) -> Drawn | None:
+    def _draw_by_graph(
+        self, batch: Batch, kept: np.ndarray, logits: Logits, output_hidden: Tensor | None
+    ) -> DrawnBatch | None:
         """A step as one graph; None where no graph serves it."""
         size = None if self._graphs is None else self._graphs.bucket(len(batch.slots))
         if size is None:
@@ -295,36 +366,49 @@ class RolloutPerturber:
         rows = batch.rows
         eligible = kept & rows.perturbed
         if self._gate.plans:  # the host must ask a further gate for its plan; rate and schedule are the device's
-            eligible = self._gate.planned(Positions(rows.seeds, rows.first, batch.next_positions), eligible)
+            positions = Positions(seeds=rows.seeds, first=rows.first, positions=batch.next_positions)
+            eligible = self._gate.planned(positions, eligible)
         columns = rows.columns_of(size, scratch=self._store.slots)
         count = len(batch.slots)
         columns.positions[:count] = batch.next_positions
         columns.kept[:count] = batch.sampled
         columns.eligible[:count] = eligible
-        drawn = self._try_graphs(lambda graphs: graphs.run(require(rows.matrix, "the columns"), count, logits))
-        if drawn is None:
+        matrix = require(rows.matrix, "the columns")
+        result = self._try_graphs(lambda graphs: graphs.run(matrix, count, logits, output_hidden))
+        if result is None:
             return None
-        tokens, record, buffer = drawn
-        return Drawn(tokens, record, buffer, may_edit=batch.slots[eligible])
+        tokens, record, buffer = result
+        return DrawnBatch(tokens, record, buffer, may_edit=batch.slots[eligible])
 
     def _try_graphs(self, act: Callable[[StepGraphs], T]) -> T | None:
         """The result of ``act``; None, and no graphs from now on, where a step cannot be captured."""
         try:
             return act(require(self._graphs, "the graphs"))
         except CaptureFailed as error:
-            message = "perturbation %s: a step is no CUDA graph, and takes the host longer: it cannot be captured (%s)."
-            logger.warning(message, self._perturbation.name, error)
+            logger.warning(
+                "perturbation %s: a step is no CUDA graph, and takes the host longer: it cannot be captured (%s).",
+                self._perturbation.name,
+                error,
+            )
             self._graphs = None
             return None
 
-    def _drawn_in_parts(self, batch: Batch, kept: np.ndarray, logits: Logits) -> Drawn:
+    def _draw_in_parts(self, batch: Batch, kept: np.ndarray, logits: Logits) -> DrawnBatch:
         """A step whose parts run one by one; the host selects the rows that may be edited."""
         rows = batch.rows
-        at = Positions(rows.seeds, rows.first, batch.next_positions)
-        gated = self._gate.selected(at, kept & rows.perturbed)
-        columns = [batch.slots, at.first, at.positions, batch.sampled, at.seeds, at.keys(streams.Stream.TOKEN)]
-        keys = streams.of_streams(at.mixed[gated], GatedRows.STREAMS)
-        step_rows, gated_rows = upload_matrices(self._upload, columns, [gated, *keys])
+        positions = Positions(seeds=rows.seeds, first=rows.first, positions=batch.next_positions)
+        gated = self._gate.selected(positions, kept & rows.perturbed)
+        # In the order of `StepRows` and `GatedRows`.
+        columns = [
+            batch.slots,
+            rows.first,
+            batch.next_positions,
+            batch.sampled,
+            rows.seeds,
+            positions.keys(streams.Stream.TOKEN),
+        ]
+        gated_columns = [gated, *streams.of_streams(positions.mixed[gated], GatedRows.STREAMS)]
+        step_rows, gated_rows = upload_matrices(self._upload, columns, gated_columns)
         edited = self._kernels.step(step_rows, gated_rows, logits)
         if edited.vectors is None:
             self._override.clear_drawn()
@@ -335,7 +419,7 @@ class RolloutPerturber:
             gated_rows=gated,
             fields={name: self._download(field) for name, field in edited.recorded.items()},
         )
-        return Drawn(edited.tokens, record, buffer=None, may_edit=batch.slots[gated])
+        return DrawnBatch(edited.tokens, record, buffer=None, may_edit=batch.slots[gated])
 
     def _remember(self, batch: Batch, kept: np.ndarray, may_edit: np.ndarray) -> None:
         """What the next step needs to know of this one."""
@@ -380,7 +464,7 @@ class RolloutPerturber:
             self.masks.grow(slots)
         if self.routed is not None:
             self.routed.grow(slots)
-        self._rows.matrix = None  # it names the scratch row, which is another now
+        self._rows.matrix = None  # it has the number of the scratch row, which has changed
 
     def closed(self, slot: int) -> None:
         """A request is gone; an edit drawn for its next position is dropped, since its slot will be used again."""

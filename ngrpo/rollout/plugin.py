@@ -113,7 +113,7 @@ def warmed_up(original: Callable[[], Any], attached: Any) -> Callable[[], Any]:
 
 
 @around
-async def answers_of_every_rank(original: Callable[..., Any], self: Any, method: str, *args: object) -> Any:
+async def results_of_every_rank(original: Callable[..., Any], self: Any, method: str, *args: object) -> Any:
     """vLLM asks every data-parallel rank, and returns the first one's results only."""
     procedure = args[0] if method == "collective_rpc" else None
     if not isinstance(procedure, str) or not procedure.startswith("perturbation_"):

@@ -51,7 +51,7 @@ def of_answers(front: object, taken: Mapping[str, Mapping[str, bytes]]) -> dict[
     ``front``: the engine's ``output_processor``; ``taken``: internal request id to what a worker sent.
     """
     return {
-        external_id(name): cut_to_answer(FinishedTrajectory.unpack(parts), taken_length(front, name))
+        external_id(name): cut_to_response(FinishedTrajectory.unpack(parts), taken_length(front, name))
         for name, parts in taken.items()
     }
 
@@ -155,7 +155,7 @@ def taken_length(front: Any, name: str) -> int | None:
     return vars(front).get(LENGTHS, {}).pop(name, None)
 
 
-def cut_to_answer(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
+def cut_to_response(trajectory: FinishedTrajectory, generated: int | None) -> FinishedTrajectory:
     """A turn's trajectory without the tokens beyond the response's ``generated`` ones; None for all."""
     return trajectory if generated is None else trajectory.truncate(trajectory.record.prompt_tokens + generated)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of a worker: their names, their seeds and slots while they run, and their records afterwards."""
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 
 from ngrpo.machine.upstream.types import NewRequestData, SchedulerOutput
 from ngrpo.rollout.perturber import RolloutPerturber
@@ -11,16 +10,22 @@ from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import FinishedTrajectory, Perturbation, ReplayBuffer, ReplayRecord, seeds
 from perturbations.errors import require
 
+# Names of requests below which the index is not worth building anew.
+_MIN_NAMES = 1024
+
 
 class RequestNames:
-    """Internal request ids, found by a caller's names without going through all of them, in the order of arrival."""
+    """Internal request ids, found by a caller's names without going through all of them, in the order of arrival.
 
-    # vLLM appends ``-`` and eight characters to the caller's id, and calls the samples of one request ``0_<its internal
-    # id>``, ``1_...``.
+    vLLM appends ``-`` and eight characters to the caller's id. The samples of one request with ``n`` above 1 are
+    requests ``0_<its internal id>``, ``1_<its internal id>`` and so on, and that request is their parent.
+    """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._all: set[str] = set()
-        self._found: dict[tuple[str, str], dict[str, None]] = {}
+        # Internal ids by the caller's id, and by the parent's id. A dictionary of None is a set in order of arrival.
+        self._by_external: dict[str, dict[str, None]] = {}
+        self._by_parent: dict[str, dict[str, None]] = {}
         for name in names:
             self.add(name)
 
@@ -30,38 +35,42 @@ class RequestNames:
     def add(self, name: str) -> None:
         """Takes in an internal id."""
         self._all.add(name)
-        for key in self._keys(name):
-            self._found.setdefault(key, {})[name] = None
+        self._by_external.setdefault(external_id(name), {})[name] = None
+        parent = _parent(name)
+        if parent:
+            self._by_parent.setdefault(parent, {})[name] = None
 
     def discard(self, name: str) -> None:
         """Forgets an internal id."""
         self._all.discard(name)
-        for key in self._keys(name):
-            ids = self._found.get(key, {})
-            ids.pop(name, None)
-            if not ids:
-                self._found.pop(key, None)
+        _discard_from(self._by_external, external_id(name), name)
+        _discard_from(self._by_parent, _parent(name), name)
 
     def matching(self, requests: Iterable[str]) -> list[str]:
         """The internal ids of these external or internal ones, each once."""
-        found: dict[str, None] = {}
-        for one in requests:
-            found |= self._found.get(("external", one), {})
-            if one in self._all:
-                found[one] = None
-        return list(found)
+        internal_ids: dict[str, None] = {}
+        for request in requests:
+            internal_ids |= self._by_external.get(request, {})
+            if request in self._all:
+                internal_ids[request] = None
+        return list(internal_ids)
 
     def with_samples(self, requests: Iterable[str]) -> list[str]:
         """As :meth:`matching`, with all samples of a request that is named by one of them or by its internal id."""
         requests = list(requests)
-        parents = dict.fromkeys(parent for one in requests for parent in (one, _parent(one)))
-        samples = (name for parent in parents for name in sorted(self._found.get(("parent", parent), ())))
-        return list(dict.fromkeys([*self.matching(requests), *samples]))
+        internal_ids = dict.fromkeys(self.matching(requests))
+        for request in requests:
+            for parent in (request, _parent(request)):
+                internal_ids |= dict.fromkeys(sorted(self._by_parent.get(parent, ())))
+        return list(internal_ids)
 
-    @staticmethod
-    def _keys(name: str) -> list[tuple[str, str]]:
-        parent = _parent(name)
-        return [("external", external_id(name)), *([("parent", parent)] if parent else [])]
+
+def _discard_from(names_by_key: dict[str, dict[str, None]], key: str, name: str) -> None:
+    """Removes a name from those of a key, and with its last name the key."""
+    names = names_by_key.get(key, {})
+    names.pop(name, None)
+    if not names:
+        names_by_key.pop(key, None)
 
 
 def external_id(name: str) -> str:
@@ -71,6 +80,7 @@ def external_id(name: str) -> str:
 
 
 def _parent(name: str) -> str:
+    """The internal id of the request that a sample belongs to; empty where it belongs to none."""
     return name.partition("_")[2]
 
 
@@ -85,14 +95,21 @@ class RunningRequests:
         buffer: ReplayBuffer,
         rank: int = 0,
     ) -> None:
-        self._perturbation, self._store, self._perturber, self._buffer = perturbation, store, perturber, buffer
-        self._counts = seeds.PromptCounts(rank)
+        """rank: of the worker's engine among data-parallel ones, which number their responses apart."""
+        self._perturbation = perturbation
+        self._store = store
+        self._perturber = perturber
+        self._buffer = buffer
+        self._prompt_counts = seeds.PromptCounts(rank)
+        # Live requests whose record nobody may get any more: it was handed over, or the request was aborted.
         self._dropped: set[str] = set()
-        # Requests that the scheduler reported as finished, and how many notes had been taken by then: these must all
-        # be in the stores.
+        # Requests that the scheduler reported as finished, with the number of notes that had been taken by then. A
+        # record is complete once all of these are in the stores.
         self._ended: dict[str, int] = {}
-        # All alive, all in the buffer, and some that the buffer has dropped since, until there are as many.
-        self._names, self._names_most = RequestNames([*buffer.names(), *store.live]), 1024
+        # Names of all requests that are alive or in the buffer. A buffer may drop records without telling, so some
+        # names lead nowhere: the index is built anew once it has `_rebuild_names_above` of them.
+        self._names = RequestNames([*buffer.names(), *store.live])
+        self._rebuild_names_above = _MIN_NAMES
 
     @property
     def running(self) -> int:
@@ -105,17 +122,19 @@ class RunningRequests:
             if name in self._store.live:
                 self._ended[name] = self._perturber.notes.taken
         self._finish()
-        for new in scheduler_output.scheduled_new_reqs:
-            self._open(new)
+        for request in scheduler_output.scheduled_new_reqs:
+            self._open(request)
         if self._perturber.routed is not None:
             self._perturber.routed.follow(scheduler_output, self._store.live)
 
     def _finish(self, names: Iterable[str] = ()) -> None:
-        """Puts finished trajectories into the buffer: those with arrived notes, and ``names``, waited for."""
+        """Puts finished trajectories into the buffer: those whose notes have arrived, and ``names``, after a wait."""
         if not self._ended:
             return
-        self._perturber.notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
-        for name in [name for name, noted in self._ended.items() if noted <= self._perturber.notes.written]:
+        notes = self._perturber.notes
+        notes.drain(until=max((self._ended.get(name, 0) for name in names), default=0))
+        complete = [name for name, last_note in self._ended.items() if last_note <= notes.written]
+        for name in complete:
             del self._ended[name]
             slot = self._store.live[name]
             if name in self._dropped:
@@ -126,63 +145,97 @@ class RunningRequests:
             self._store.close(name)
             self._perturber.closed(slot)
 
-    def _open(self, new: NewRequestData) -> None:
-        self._finish([new.req_id])
-        if new.req_id in self._store.live:
+    def _open(self, request: NewRequestData) -> None:
+        """Gives a new request its slot; one that comes back after a preemption has its slot still."""
+        name = request.req_id
+        self._finish([name])  # a caller may use an id again
+        if name in self._store.live:
             return
-        params, prompt = new.sampling_params, require(new.prompt_token_ids, "the prompt's tokens")
-        arguments = request_arguments(params)
+        prompt = require(request.prompt_token_ids, "the prompt's tokens")
+        arguments = request_arguments(request.sampling_params)
         earlier = ReplayRecord.from_bytes(arguments["record"]) if arguments.get("record") else None
-        given = arguments.get("seed", getattr(params, "seed", None))
-        if earlier is not None:  # a further turn keeps its trajectory's seed, so that one record covers all turns
-            seed = earlier.seed
-        elif given is not None:
-            seed = seeds.trajectory_seed(self._perturbation.seed, int(given), int(arguments.get("sample", 0)))
-        else:
-            prompt_seed = seeds.of_prompt(prompt)
-            seed = seeds.trajectory_seed(self._perturbation.seed, prompt_seed, self._counts.next(prompt_seed))
-        step = max(int(arguments.get("training_step", 0)), 0) if arguments.get("scheduled", True) else -1
-        answer = int(arguments.get("answer", 0)), int(arguments.get("answers", 1))
-        slot = self._store.open(new.req_id, seed, len(prompt), bool(arguments.get("enabled", True)), step, answer)
+        training_step = -1  # no schedule
+        if arguments.get("scheduled", True):
+            training_step = max(int(arguments.get("training_step", 0)), 0)
+        slot = self._store.open(
+            name,
+            seed=self._seed(request, prompt, earlier),
+            prompt_tokens=len(prompt),
+            perturbed=bool(arguments.get("enabled", True)),
+            training_step=training_step,
+            response_number=(int(arguments.get("answer", 0)), int(arguments.get("answers", 1))),
+        )
         if earlier is not None:
             self._store.load(slot, earlier, ahead=arguments.get("ahead", False))
-        self._names.add(new.req_id)
-        if len(self._names) > self._names_most:
+        self._names.add(name)
+        if len(self._names) > self._rebuild_names_above:
             self._names = RequestNames([*self._buffer.names(), *self._store.live])
-            self._names_most = 2 * len(self._names) + 1024
-        self._perturber.opened(new.req_id, prompt)
+            self._rebuild_names_above = 2 * len(self._names) + _MIN_NAMES
+        self._perturber.opened(name, prompt)
+
+    def _seed(self, request: NewRequestData, prompt: Sequence[int], earlier: ReplayRecord | None) -> int:
+        """The seed of a new trajectory: of its earlier turns, from the request, or from its prompt."""
+        if earlier is not None:  # so that one record covers all turns
+            return earlier.seed
+        params = request.sampling_params
+        arguments = request_arguments(params)
+        requested = arguments.get("seed", getattr(params, "seed", None))
+        if requested is not None:
+            sample = int(arguments.get("sample", 0))
+            return seeds.trajectory_seed(self._perturbation.seed, int(requested), sample)
+        prompt_seed = seeds.of_prompt(prompt)
+        sample = self._prompt_counts.next(prompt_seed)
+        return seeds.trajectory_seed(self._perturbation.seed, prompt_seed, sample)
 
     def _extract(self, name: str) -> FinishedTrajectory:
+        """All that is stored of a live request's trajectory."""
         slot = self._store.live[name]
-        masks, routed = self._perturber.masks, self._perturber.routed
-        mask = None if masks is None else masks.read(slot)
-        experts = None if routed is None else routed.read(slot)
-        return FinishedTrajectory(*self._store.record(name), mask, experts=experts)
+        record, log_probs = self._store.record(name)
+        masks = self._perturber.masks
+        routed = self._perturber.routed
+        return FinishedTrajectory(
+            record=record,
+            log_probs=log_probs,
+            sampling_mask=None if masks is None else masks.read(slot),
+            experts=None if routed is None else routed.read(slot),
+        )
 
     def take(self, names: list[str] | None, unfinished: list[str] | None = None) -> dict[str, dict[str, bytes]]:
         """Hands over records, once: internal request id to the parts of its :class:`FinishedTrajectory`.
 
         ``names``: internal or external ids, None for all but ``unfinished``, internal ids of requests still running.
         """
-        ids = None if names is None else self._names.matching(names)
-        self._finish(self._ended if ids is None else ids)
-        if ids is None:
-            ids = [*self._buffer.names(), *self._store.live]
-        running, taken = set(unfinished or ()), {}
-        for name in dict.fromkeys(ids):
+        if names is None:
+            self._finish(self._ended)
+            internal_ids = [*self._buffer.names(), *self._store.live]
+        else:
+            internal_ids = self._names.matching(names)
+            self._finish(internal_ids)
+        running = set(unfinished or ())
+        records: dict[str, dict[str, bytes]] = {}
+        for name in dict.fromkeys(internal_ids):
             if name in running:
                 continue
-            with suppress(KeyError):
-                taken[name] = self._buffer.take(name).pack()
-                if name not in self._store.live:
-                    self._names.discard(name)
-                continue
-            if name in self._store.live and name not in self._dropped:
-                # The scheduler tells of the end only with the next step; the record must not come a second time.
-                self._dropped.add(name)
-                self._perturber.notes.drain(until=self._perturber.notes.taken)
-                taken[name] = self._extract(name).pack()
-        return taken
+            trajectory = self._take_one(name)
+            if trajectory is not None:
+                records[name] = trajectory.pack()
+        return records
+
+    def _take_one(self, name: str) -> FinishedTrajectory | None:
+        """The trajectory of a request; None where it is gone: handed over before, or dropped."""
+        try:
+            trajectory = self._buffer.take(name)
+        except KeyError:
+            if name not in self._store.live or name in self._dropped:
+                return None
+            # vLLM's scheduler reports the end of a request only with the next step. The record is complete already,
+            # and must not come a second time.
+            self._dropped.add(name)
+            self._perturber.notes.drain(until=self._perturber.notes.taken)
+            return self._extract(name)
+        if name not in self._store.live:
+            self._names.discard(name)
+        return trajectory
 
     def drop(self, names: list[str]) -> None:
         """Forgets the records of aborted requests, all samples of each; names as in :meth:`take`."""

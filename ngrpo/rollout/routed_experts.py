@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ngrpo.machine.upstream.types import MoERunner, RunnerV1, SchedulerOutput
-from ngrpo.rollout.trajectories import Chunks, TrajectoryStore, grown
+from ngrpo.rollout.chunks import Chunks, grown
+from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations.errors import UsageError
 
 _MOST_IN_A_BYTE = 256

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's two model runners, V1 and V2 (0.26 to 0.31): where the perturber takes part in a step.
+"""vLLM's two model runners, V1 and V2 (0.26 to 0.32): where the perturber takes part in a step.
 
-Three bound methods of one runner are wrapped: requests come and go, the inputs are laid out, tokens are drawn. V2 keeps
-a request's parameters in persistent slots, on the device and on the host, so that nothing here waits for the device.
-Which perturber acts is looked up at each step, since it can be replaced.
+Three bound methods of a runner are wrapped, by which it learns which requests come and go, lays out the inputs of a
+forward, and draws the tokens. The wrappers look up the perturber at each step, since it can be replaced.
 """
 
 import inspect
@@ -14,15 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ngrpo.machine.upstream.types import RunnerV1, RunnerV2, SamplerV1, SamplerV2, SamplingMetadata, SchedulerOutput
+from ngrpo.machine.upstream.types import (
+    InputBatchV2,
+    RunnerV1,
+    RunnerV2,
+    SamplerV1,
+    SamplerV2,
+    SamplingMetadata,
+    SchedulerOutput,
+)
 from ngrpo.rollout.attach import AttachedPerturbation
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.perturber import RolloutPerturber
 from ngrpo.rollout.sample_tokens import GREEDY_BELOW
 from perturbations.errors import UsageError, require
 
+_NO_LOGPROBS = -1  # vLLM's NO_LOGPROBS, of a request that wants none
+
 
 def _with_requests(original: Callable[..., Any], perturbation: AttachedPerturbation) -> Callable[..., Any]:
-    """The method by which a runner learns which requests come and go."""
+    """Wraps the method by which a runner learns which requests come and go."""
 
     def update(scheduler_output: SchedulerOutput) -> Any:
         result = original(scheduler_output)
@@ -40,12 +50,13 @@ def attach_v1(runner: RunnerV1, perturbation: AttachedPerturbation) -> None:
     preprocess: Callable[..., Any] = runner._preprocess
 
     def _preprocess(*args: object, **kwargs: object) -> Any:
-        batch, count = runner.input_batch, runner.input_batch.num_reqs
+        batch = runner.input_batch
+        count = batch.num_reqs
         perturbation.perturber.begin(
-            batch.req_ids[:count],
-            batch.num_computed_tokens_cpu[:count].astype(np.int64),
-            np.diff(runner.query_start_loc.np[: count + 1]).astype(np.int64),
-            runner.discard_request_mask.np[:count],
+            names=batch.req_ids[:count],
+            starts=batch.num_computed_tokens_cpu[:count].astype(np.int64),
+            counts=np.diff(runner.query_start_loc.np[: count + 1]).astype(np.int64),
+            discard=runner.discard_request_mask.np[:count],
         )
         return preprocess(*args, **kwargs)
 
@@ -55,18 +66,26 @@ def attach_v1(runner: RunnerV1, perturbation: AttachedPerturbation) -> None:
 
 
 class _SamplingV1(NamedTuple):
-    """How the rows of a batch are sampled. vLLM makes new metadata only when the batch changes."""
+    """How the rows of a batch are sampled; vLLM makes new metadata only when the batch changes.
+
+    Attributes:
+        metadata: vLLM's.
+        temperature: (B,) float32, 1 for greedy rows.
+        filters: whether top-k, top-p or min-p may exclude tokens of a row.
+    """
 
     metadata: SamplingMetadata
-    temperature: Tensor  # (B,) float32, 1 for greedy rows
-    filters: bool  # whether top-k, top-p or min-p may exclude tokens of a row
+    temperature: Tensor
+    filters: bool
 
     @classmethod
     def of(cls, metadata: SamplingMetadata, logits: Tensor) -> "_SamplingV1":
+        """Reads vLLM's metadata of a batch with logits (B, V)."""
         temperature = metadata.temperature
         if temperature is None:
             temperature = logits.new_ones(len(logits), dtype=torch.float32)
-        # vLLM's own min-p where no request of the batch asks for it would cost a copy of the logits.
+        # vLLM's min-p processor is always in the list. To apply it where no request has a min-p would cost a copy of
+        # the logits; a processor that does not count such requests is taken to filter.
         processors = metadata.logitsprocs.argmax_invariant
         filters = (
             metadata.top_k is not None
@@ -81,6 +100,7 @@ class _SamplingV1(NamedTuple):
 
 
 def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callable[..., Any]:
+    """The perturber in the place of ``Sampler.sample``."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     original: Callable[..., Any] = sampler.sample
@@ -89,7 +109,7 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
     def sample(logits: Tensor, metadata: SamplingMetadata, logprobs_mode_override: str | None = None) -> Any:
         nonlocal seen
         perturber = perturbation.perturber
-        if not perturber.busy:  # vLLM's own dummy runs
+        if not perturber.busy:  # a dummy run, by which vLLM warms up and measures its memory
             perturber.rehearse(logits)
             return original(logits, metadata, logprobs_mode_override)
         if seen is None or seen.metadata is not metadata:
@@ -106,19 +126,21 @@ def _sample_v1(sampler: SamplerV1, perturbation: AttachedPerturbation) -> Callab
             scaled = scaled.div_(factor.unsqueeze(-1))
             temperature = temperature * factor
         drawable = scaled
-        if seen.filters:  # the scaled logits stay as they are: perturbations see those
-            drawable = scaled.clone()
+        if seen.filters:
+            drawable = scaled.clone()  # perturbations see the logits before the filters
             for processor in metadata.logitsprocs.argmax_invariant:
                 drawable = processor.apply(drawable)
             drawable = apply_top_k_top_p(drawable, metadata.top_k, metadata.top_p)
         tokens = perturber.finish(scaled, temperature, drawable, greedy)
-        # vLLM's sampler returns tokens and what its two processed log-probability modes need.
-        mode = logprobs_mode_override or sampler.logprobs_mode
+        # vLLM's sampler returns the tokens, and what its two modes of processed log-probabilities report.
         if metadata.max_num_logprobs is None and not getattr(metadata, "logprob_token_ids", None):
             return tokens, None
+        mode = logprobs_mode_override or sampler.logprobs_mode
         if mode == "processed_logits":
             return tokens, drawable
-        return tokens, sampler.compute_logprobs(drawable) if mode == "processed_logprobs" else None
+        if mode == "processed_logprobs":
+            return tokens, sampler.compute_logprobs(drawable)
+        return tokens, None
 
     return sample
 
@@ -131,39 +153,111 @@ def attach_v2(runner: RunnerV2, perturbation: AttachedPerturbation) -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
     if type(runner.sampler) is not Sampler:
-        model, own = type(runner.get_model()).__name__, type(runner.sampler).__name__
-        fix = "Set VLLM_USE_V2_MODEL_RUNNER=0, in all runs that are compared, or use another model"
+        model = type(runner.get_model()).__name__
+        sampler = type(runner.sampler).__name__
         raise UsageError(
-            f"perturbation: {model} brings a sampler of its own ({own}), which draws tokens unseen. {fix}."
+            f"perturbation: {model} brings a sampler of its own ({sampler}), which draws tokens unseen."
+            f" Set VLLM_USE_V2_MODEL_RUNNER=0, in all runs that are compared, or use another model."
         )
-    inputs: Callable[..., Any] = runner.prepare_inputs
+    original_inputs: Callable[..., Any] = runner.prepare_inputs
 
     def prepare_inputs(*args: object, **kwargs: object) -> Any:
-        batch = inputs(*args, **kwargs)
-        # Exact and not merely V2's upper bound, since speculative decoding is refused.
-        starts, counts = batch.num_computed_tokens_np.astype(np.int64), batch.num_scheduled_tokens.astype(np.int64)
-        perturbation.perturber.begin(batch.req_ids, starts, counts, starts + counts < batch.prefill_len_np)
+        batch = original_inputs(*args, **kwargs)
+        # V2 calls this number an upper bound. It is exact here, since speculative decoding is refused.
+        starts = batch.num_computed_tokens_np.astype(np.int64)
+        counts = batch.num_scheduled_tokens.astype(np.int64)
+        perturbation.perturber.begin(
+            names=batch.req_ids,
+            starts=starts,
+            counts=counts,
+            discard=starts + counts < batch.prefill_len_np,
+        )
         return batch
 
-    # A request that was preempted comes back as a new one; the store still has it, and its records with it.
+    # V2 adds a preempted request again as a new one; the store still has it, and its records with it.
     runner.add_requests = _with_requests(runner.add_requests, perturbation)
     runner.prepare_inputs = prepare_inputs
     runner.sampler.sample = _sample_v2(runner.sampler, perturbation)
+    if perturbation.output_layer is not None:
+        runner.sample = _leave_logits_to_graph(runner, perturbation, perturbation.output_layer)
+
+
+def _leave_logits_to_graph(
+    runner: RunnerV2, perturbation: AttachedPerturbation, output_layer: OutputLayer
+) -> Callable[..., Any]:
+    """Wraps ``GPUModelRunner.sample``, which computes the logits and samples.
+
+    The step's graph computes the logits where nothing reads or changes them before the draw.
+    """
+    original: Callable[..., Any] = runner.sample
+    sampler = require(runner.sampler, "the sampler of the last pipeline rank")
+    seen: tuple[RolloutPerturber, int] | None = None  # the composition of the batch that ``unchanged`` is of
+    unchanged = False
+
+    def sample(hidden_states: Tensor, input_batch: InputBatchV2, grammar_output: object) -> Any:
+        nonlocal seen, unchanged
+        perturber = perturbation.perturber
+        if grammar_output is not None or not perturber.computes_logits(input_batch.num_reqs):
+            return original(hidden_states, input_batch, grammar_output)
+        # A request keeps its parameters and its slot while it runs.
+        if seen != (perturber, perturber.composition):
+            seen = (perturber, perturber.composition)
+            unchanged = draws_from_unchanged_logits(sampler, input_batch.idx_mapping_np)
+        if not unchanged:
+            return original(hidden_states, input_batch, grammar_output)
+        with output_layer.left_to_graph():
+            return original(hidden_states, input_batch, grammar_output)
+
+    return sample
+
+
+def draws_from_unchanged_logits(sampler: SamplerV2, slots_np: np.ndarray) -> bool:
+    """Whether the tokens of these slots, (B,), are drawn from the logits as the model computes them.
+
+    They are not where a request is greedy, where its sampling parameters change or filter the logits (a temperature
+    other than 1 too), and where vLLM reports log-probabilities, NaNs or the tokens that sampling left.
+    """
+    if not hasattr(sampler, "needs_logits_processing"):  # vLLM 0.26 applies all parameters in each step
+        return False
+    if sampler.compute_nans or getattr(sampler, "return_sampling_mask", False):
+        return False
+    states = sampler.sampling_states
+    reports_log_probs = (
+        states.max_num_logprobs(slots_np) != _NO_LOGPROBS
+        or sampler.logprob_token_ids_state.max_num_token_ids(slots_np) > 0
+    )
+    return not (
+        reports_log_probs or states.any_greedy(slots_np) or bool(sampler.needs_logits_processing[slots_np].any())
+    )
 
 
 class _SamplingV2(NamedTuple):
-    """How the rows of a batch are sampled, read from the persistent slots once for each composition of the batch."""
+    """How the rows of a batch are sampled.
+
+    V2 keeps the parameters of a request in a persistent slot, on the device and on the host. They are read once for
+    each composition of the batch, and without waiting for the device.
+
+    Attributes:
+        perturber: that samples.
+        composition: of the perturber's batch.
+        temperature: (B,) float32, 1 for greedy rows.
+        cold: the greedy rows, (B,) bool; None where there are none.
+        min_p: whether any row has one.
+        top_k: (B,); None where no row has one.
+        top_p: (B,); None where no row has one.
+    """
 
     perturber: RolloutPerturber
-    composition: int  # of the perturber's batch
-    temperature: Tensor  # (B,) float32, 1 for greedy rows
-    cold: Tensor | None  # greedy rows, (B,) bool; None where there are none
-    min_p: bool  # whether any row has one
+    composition: int
+    temperature: Tensor
+    cold: Tensor | None
+    min_p: bool
     top_k: Tensor | None
     top_p: Tensor | None
 
     @classmethod
     def of(cls, sampler: SamplerV2, slots: Tensor, slots_np: np.ndarray, perturber: RolloutPerturber) -> "_SamplingV2":
+        """Reads the slots of a batch's rows, (B,), which vLLM has on the device and on the host."""
         states = sampler.sampling_states
         temperature = states.temperature.gpu[slots]
         cold = None
@@ -183,36 +277,43 @@ class _SamplingV2(NamedTuple):
 
 
 def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callable[..., Any]:
+    """The perturber in the place of ``Sampler.sample``."""
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     original = sampler.sample
     states = sampler.sampling_states
-    min_p = states.apply_min_p
-    # Releases differ in what else they pass along.
+    original_min_p = states.apply_min_p
+    # Releases differ in the other arguments, which are handed on as they are.
     names = list(inspect.signature(original).parameters)
     slots_at = names.index("expanded_idx_mapping") - 1
     slots_np_at = names.index("idx_mapping_np") - 1
-    # vLLM 0.26 applies the parameters in-place and in the logits' own dtype, later releases in a float32 copy.
-    copies = hasattr(sampler, "needs_logits_processing")
+    # vLLM 0.26 applies the parameters in place and in the dtype of the logits, later releases in a float32 copy.
+    applies_in_copy = hasattr(sampler, "needs_logits_processing")
     seen: _SamplingV2 | None = None
 
     def apply_min_p(logits: Tensor, expanded_idx_mapping: Tensor, idx_mapping_np: np.ndarray) -> None:
-        """Left to ``sample``: perturbations and sampling schedules see the logits before that."""
+        """Does nothing in a step of requests, where ``sample`` filters by min-p after perturbation and schedule."""
         if not perturbation.perturber.busy:
-            min_p(logits, expanded_idx_mapping, idx_mapping_np)
+            original_min_p(logits, expanded_idx_mapping, idx_mapping_np)
 
     def sample(logits: Tensor, *rows: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
         nonlocal seen
         perturber = perturbation.perturber
-        if not perturber.busy:  # vLLM's own dummy runs
+        if not perturber.busy:  # a dummy run, by which vLLM warms up and measures its memory
             perturber.rehearse(logits)
             return original(logits, *rows, **kwargs)
-        slots, slots_np = rows[slots_at], rows[slots_np_at]
+        slots = rows[slots_at]
+        slots_np = rows[slots_np_at]
         # A request keeps its parameters and its slot while it runs.
         if seen is None or seen.perturber is not perturber or seen.composition != perturber.composition:
             seen = _SamplingV2.of(sampler, slots, slots_np, perturber)
-        # Where no request changes them, these are the model's own, in its dtype: the draw reads them as they are.
-        scaled = sampler.apply_sampling_params(logits if copies else logits.float(), *rows, skip_top_k_top_p=True)
+        output_layer = perturbation.output_layer
+        output_hidden = None if output_layer is None else output_layer.take()
+        if output_hidden is not None:
+            return perturber.finish(logits, seen.temperature, logits, None, output_hidden), logits
+        # Where no request changes its logits, these are the model's own, in its dtype: the draw reads them as they are.
+        changeable = logits if applies_in_copy else logits.float()
+        scaled = sampler.apply_sampling_params(changeable, *rows, skip_top_k_top_p=True)
         greedy = None if seen.cold is None else torch.where(seen.cold, scaled.argmax(dim=-1), -1)
         temperature = seen.temperature
         factor = perturber.temperature_factor(scaled, temperature, greedy)
@@ -222,10 +323,10 @@ def _sample_v2(sampler: SamplerV2, perturbation: AttachedPerturbation) -> Callab
         drawable = scaled
         if seen.min_p:
             drawable = scaled.clone()
-            min_p(drawable, slots, slots_np)
+            original_min_p(drawable, slots, slots_np)
         if seen.top_k is not None or seen.top_p is not None:
-            # vLLM filters in-place where it can.
-            drawable = drawable.clone() if drawable is scaled else drawable
+            if drawable is scaled:  # vLLM filters in place where it can
+                drawable = scaled.clone()
             drawable = apply_top_k_top_p(drawable, seen.top_k, seen.top_p)
         return perturber.finish(scaled, temperature, drawable, greedy), drawable
 

@@ -19,11 +19,13 @@ GREEDY_BELOW = 1e-5
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - (1 << 32)
 
-# Below this, compiling costs more (five seconds at an engine's start) than it saves (0.1 ms a step of 64 rows).
-_COMPILED_FROM = 2048  # tokens of the vocabulary
-# Blocks of a row by which it is told which others cannot hold the token that is drawn.
-_TRIED = 8
-_ROUNDING = 1e-4  # of a score, generously
+# Vocabularies from this size on have compiled hashes and sums on a CPU. For smaller ones compiling costs more (five
+# seconds at an engine's start) than it saves (0.1 ms a step of 64 rows).
+_COMPILED_FROM = 2048
+# The number of best-bounded blocks of a row that are scored first; their best score rules out most other blocks.
+_SCORED_FIRST = 8
+# The rounding error of a score is well below this.
+_ROUNDING = 1e-4
 
 
 def _mix32(x: Tensor) -> Tensor:
@@ -33,58 +35,81 @@ def _mix32(x: Tensor) -> Tensor:
     return x ^ ((x >> 16) & 0xFFFF)
 
 
-def _shares(keys: Tensor, tokens: Tensor) -> Tensor:
+def _hashes(keys: Tensor, tokens: Tensor) -> Tensor:
     """Hashes of keys (B,) int64 and tokens (B or 1, n) int32, from 0 to 2^32: (B, n) float32."""
-    first, second = keys.to(torch.int32).unsqueeze(-1), (keys >> 32).to(torch.int32).unsqueeze(-1)
-    bits = _mix32(_mix32(tokens ^ first) + second)
-    return ((bits >> 16) & 0xFFFF).float() * 65536.0 + (bits & 0xFFFF).float()  # rounded once, as int64's would be
+    low = keys.to(torch.int32).unsqueeze(-1)
+    high = (keys >> 32).to(torch.int32).unsqueeze(-1)
+    bits = _mix32(_mix32(tokens ^ low) + high)
+    # The sum of the two halves is rounded once, as the conversion of an int64 would be.
+    return ((bits >> 16) & 0xFFFF).float() * 65536.0 + (bits & 0xFFFF).float()
 
 
-def _exponential(shares: Tensor) -> Tensor:
-    # The 128 largest of 2^32 hashes round to a share of 1: its exponential is infinite.
-    return -torch.log1p(-((shares + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24))
+def _exponential(hashes: Tensor) -> Tensor:
+    """Exponential(1) draws from hashes of :func:`_hashes`, finite and above 0; a larger hash is a larger draw."""
+    # The 128 largest of 2^32 hashes would round to a share of 1, with an infinite draw.
+    shares = ((hashes + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
+    return -torch.log1p(-shares)
 
 
 def exponentials(keys: Tensor, size: int) -> Tensor:
     """Exponential(1) draws, one per key and token: (B,) int64 keys to (B, size) float32, finite and above 0."""
-    return _exponential(_shares(keys, torch.arange(size, dtype=torch.int32, device=keys.device)))
+    return _exponential(_hashes(keys, torch.arange(size, dtype=torch.int32, device=keys.device)))
 
 
 def sample_tokens(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
-    """As :func:`sample_by_blocks`, in less time on a CPU: a logarithm takes it longer than a hash.
+    """As :func:`sample_by_blocks`, in less time on a CPU, where the logarithm of every draw would be the cost.
 
-    No score in a block is above that of its largest logit with its smallest draw, so few blocks need their logarithms.
+    No score in a block is above that of its largest logit with its smallest draw. So only blocks that could hold the
+    best token are scored, which takes logarithms; the bounds of all blocks take hashes alone.
     """
-    # By the vocabulary alone, so that a row's bits never depend on its batch.
     scaled = scaled.float()
-    sums, least = (_fast_sums, _fast_least) if scaled.shape[-1] >= _COMPILED_FROM else (block_sums, _least)
-    known = summary(scaled, sums=sums)
-    left, maxima = (scaled, known.maxima) if drawable is None else (drawable, blocks(drawable).amax(dim=-1))
-    bounds = maxima - _exponential(least(keys, maxima.shape[-1])).log()
-    parts, places = blocks(left), torch.arange(BLOCK, dtype=torch.int32)
+    block_hashes = _least_hashes
+    sums = block_sums
+    # By the vocabulary alone, so that a row's bits never depend on its batch.
+    if scaled.shape[-1] >= _COMPILED_FROM:
+        block_hashes = _compiled_least_hashes
+        sums = _compiled_block_sums
+    scaled_summary = summary(scaled, sums=sums)
+    if drawable is None:
+        logits = blocks(scaled)
+        maxima = scaled_summary.maxima
+    else:
+        logits = blocks(drawable)
+        maxima = logits.amax(dim=-1)
+    bounds = maxima - _exponential(block_hashes(keys, maxima.shape[-1])).log()
+    places = torch.arange(BLOCK, dtype=torch.int32)
+    batch = len(keys)
 
-    def scored(rows: Tensor, at: Tensor) -> Tensor:
-        shares = _shares(keys[rows], at.int().unsqueeze(-1) * BLOCK + places)
-        return parts[rows, at] - _exponential(shares).log()
+    def scores(rows: Tensor, block: Tensor) -> Tensor:
+        """The scores of N blocks' tokens, (N, BLOCK)."""
+        tokens = block.int().unsqueeze(-1) * BLOCK + places
+        return logits[rows, block] - _exponential(_hashes(keys[rows], tokens)).log()
 
-    rows = torch.arange(len(keys))
-    tried = bounds.topk(min(_TRIED, bounds.shape[-1]), dim=-1, sorted=False).indices
-    reached = scored(rows.repeat_interleave(tried.shape[-1]), tried.flatten()).view(len(keys), -1).amax(dim=-1)
-    some, at = (bounds >= reached.unsqueeze(-1) - _ROUNDING).nonzero(as_tuple=True)
-    best, place = scored(some, at).max(dim=-1)
-    top = best.new_zeros(len(keys)).scatter_reduce(0, some, best, "amax", include_self=False)
-    won = best == top[some]
-    tokens = (at * BLOCK + place)[won]
-    return torch.zeros_like(rows).scatter_reduce(0, some[won], tokens, "amin", include_self=False), known
+    # 1. A score that each row's best token reaches at least.
+    rows = torch.arange(batch)
+    scored_first = bounds.topk(min(_SCORED_FIRST, bounds.shape[-1]), dim=-1, sorted=False).indices
+    rows_of_blocks = rows.repeat_interleave(scored_first.shape[-1])
+    reached = scores(rows_of_blocks, scored_first.flatten()).view(batch, -1).amax(dim=-1)
+    # 2. The best token of each block that could reach as much.
+    contending = bounds >= reached.unsqueeze(-1) - _ROUNDING
+    rows_of_blocks, contenders = contending.nonzero(as_tuple=True)
+    best, place = scores(rows_of_blocks, contenders).max(dim=-1)
+    # 3. The best token of each row; of equal ones the first.
+    row_best = best.new_zeros(batch).scatter_reduce(0, rows_of_blocks, best, "amax", include_self=False)
+    won = best == row_best[rows_of_blocks]
+    winners = (contenders * BLOCK + place)[won]
+    tokens = torch.zeros_like(rows).scatter_reduce(0, rows_of_blocks[won], winners, "amin", include_self=False)
+    return tokens, scaled_summary
 
 
-def _least(keys: Tensor, count: int) -> Tensor:
-    """The smallest hash in each block, (B, count) float32."""
+def _least_hashes(keys: Tensor, count: int) -> Tensor:
+    """The smallest hash in each of ``count`` blocks, (B, count) float32."""
     tokens = torch.arange(count * BLOCK, dtype=torch.int32, device=keys.device)
-    return _shares(keys, tokens).view(len(keys), count, BLOCK).amin(dim=-1)
+    return _hashes(keys, tokens).view(len(keys), count, BLOCK).amin(dim=-1)
 
 
-_fast_least, _fast_sums = (Compiled(each, "the draw of tokens", dynamic=True) for each in (_least, block_sums))
+_compiled_least_hashes = Compiled(_least_hashes, "the draw of tokens", dynamic=True)
+_compiled_block_sums = Compiled(block_sums, "the draw of tokens", dynamic=True)
 
 
 def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> tuple[Tensor, Summary]:
@@ -94,12 +119,13 @@ def sample_by_blocks(scaled: Tensor, drawable: Tensor | None, keys: Tensor) -> t
     float32; None where they are z̃. ``keys``: (B,) int64 of :data:`perturbations.streams.Stream.TOKEN`.
     """
     scaled = scaled.float()
-    left = blocks(scaled if drawable is None else drawable)
-    scores = left - exponentials(keys, left.shape[1] * BLOCK).view_as(left).log()
+    logits = blocks(scaled if drawable is None else drawable)
+    draws = exponentials(keys, logits.shape[1] * BLOCK).view_as(logits)
+    scores = logits - draws.log()
     best = scores.amax(dim=-1)
-    # As argmax: its 64 bits for each block would be a fiftieth of the memory traffic.
-    at = torch.arange(BLOCK, dtype=torch.int32, device=scores.device)
-    place = torch.where(scores == best.unsqueeze(-1), at, BLOCK - 1).amin(dim=-1)
+    # The place of a block's best token, by 32 bits: argmax writes 64 for each block, a fiftieth of the memory traffic.
+    places = torch.arange(BLOCK, dtype=torch.int32, device=scores.device)
+    place = torch.where(scores == best.unsqueeze(-1), places, BLOCK - 1).amin(dim=-1)
     block = best.argmax(dim=-1, keepdim=True)
     tokens = (block * BLOCK + place.gather(1, block)).squeeze(1)
     # A row of NaN, as rows beyond the batch may be, has no best token: it must not point beyond the vocabulary.

@@ -15,15 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ngrpo.rollout.trajectories import Chunks, ChunkTable, grown
+from ngrpo.rollout.chunks import Chunks, ChunkTable, grown, ranges
 from perturbations.errors import require
 from perturbations.replay.trajectory import SamplingMask, as_words
 
 # Eight bytes of 0 or 1 times this number have them as the bits of the highest byte, the first as the lowest.
 _GATHER_BITS = 0x0102040810204080
-# Tokens picked out at once, each of which takes some 60 bytes of the device's memory for a moment.
+# Tokens picked out at once; each takes some 60 bytes of the device's memory while that runs.
 PICKED_AT_ONCE = 1 << 20
 _CHUNK = 512  # words
+_CHUNK_BYTES = 2 * _CHUNK
+_ROW_BYTES = 8  # of a position: its number, and how many words it has
 _MAP_NORESERVE = 0x4000  # Linux's, on x86 and Arm; the module mmap does not have it before Python 3.13
 LIMIT = 8 << 30
 """Bytes that the masks of a worker's live trajectories take at most; half of the machine's memory where it is less."""
@@ -40,7 +42,8 @@ def pack(drawable: Tensor) -> tuple[Tensor, Tensor]:
     if size % 8:
         mask = F.pad(mask, (0, -size % 8))
     bits = (mask.view(torch.int64) * _GATHER_BITS).view(torch.uint8)[:, 7::8]
-    bits = bits ^ (2 * counts > size).mul(0xFF).to(torch.uint8).unsqueeze(-1)
+    inverted = (2 * counts > size).mul(0xFF).to(torch.uint8)
+    bits = bits ^ inverted.unsqueeze(-1)
     if size % 8:
         bits[:, -1] &= (1 << size % 8) - 1
     return bits, counts
@@ -53,36 +56,51 @@ def marked(counts: np.ndarray, size: int) -> np.ndarray:
 
 def pick(bits: Tensor, size: int) -> Tensor:
     """The ``size`` tokens with set bits of :func:`pack`, row by row, ascending, (size,) int32; without a wait."""
-    flat, width = bits.flatten(), bits.shape[1]
-    at = torch.nonzero_static(flat, size=size).squeeze(1)  # bytes with a bit; there may be fewer, then -1 follows
-    held = torch.where(at >= 0, flat[at], 0).unsqueeze(1)
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    which = torch.nonzero_static(((held >> places) & 1).flatten(), size=size).squeeze(1)
-    return (at[which >> 3] % width * 8 + (which & 7)).to(torch.int32)
+    flat = bits.flatten()
+    width = bits.shape[1]
+    # The bytes with a set bit. They may be fewer than the tokens: -1 fills up their places, and has no bits.
+    byte_places = torch.nonzero_static(flat, size=size).squeeze(1)
+    values = torch.where(byte_places >= 0, flat[byte_places], 0)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    bits_of_bytes = (values.unsqueeze(1) >> shifts) & 1
+    bit_places = torch.nonzero_static(bits_of_bytes.flatten(), size=size).squeeze(1)
+    byte_in_row = byte_places[bit_places >> 3] % width
+    return (byte_in_row * 8 + (bit_places & 7)).to(torch.int32)
 
 
 class SamplingSupport:
-    """The tokens left at each row of one step."""
+    """The tokens left at each row of one step.
+
+    They come in three steps: the constructor sends how many each row has, :meth:`ask` sends the tokens themselves once
+    these numbers have arrived, and :meth:`read` gives them once they have arrived too.
+    """
 
     def __init__(self, drawable: Tensor, download: Callable[[Tensor], Tensor]) -> None:
         """drawable: as of :func:`pack`; download: makes a copy on the host that may arrive later."""
-        self._size, self._download = drawable.shape[-1], download
+        self._size = drawable.shape[-1]
+        self._download = download
         bits, counts = pack(drawable)
-        self._bits: Tensor | None = bits
+        self._bits: Tensor | None = bits  # on the device until the tokens are sent
         self._counts = download(counts)
-        self._ids: list[Tensor] = []
+        self._ids: list[Tensor] = []  # marked tokens of the rows, in pieces
 
     def ask(self) -> None:
         """Has the tokens sent; the numbers that the constructor had sent have arrived."""
-        bits, self._bits = require(self._bits, "the bits of a step"), None
+        bits = require(self._bits, "the bits of a step")
+        self._bits = None
         ends = np.cumsum(marked(self._counts.numpy(), self._size))
-        first = done = 0
-        # Rows that add up to what is picked out at once, or single ones that have more.
-        while first < len(ends) and ends[-1] > done:
-            last = max(int(np.searchsorted(ends, done + PICKED_AT_ONCE, side="right")), first + 1)
-            if ends[last - 1] > done:
-                self._ids.append(self._download(pick(bits[first:last], int(ends[last - 1] - done))))
-            first, done = last, int(ends[last - 1])
+        first = 0
+        sent = 0
+        while first < len(ends) and sent < ends[-1]:
+            # As many rows as add up to what is picked out at once, or a single one that has more.
+            fitting = int(np.searchsorted(ends, sent + PICKED_AT_ONCE, side="right"))
+            last = max(fitting, first + 1)
+            end = int(ends[last - 1])
+            if sent < end:
+                ids = pick(bits[first:last], end - sent)
+                self._ids.append(self._download(ids))
+            first = last
+            sent = end
 
     def read(self, rows: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens each of the rows (ascending, or all) has left, (N,) int64, and their marked ids, int32.
@@ -90,13 +108,15 @@ class SamplingSupport:
         The ids ascend within a row, :func:`marked` of them each. The tokens of :meth:`ask` have arrived.
         """
         counts = self._counts.numpy()
-        parts = [part.numpy() for part in self._ids]
-        ids = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype=np.int32), *parts])
+        if len(self._ids) == 1:
+            ids = self._ids[0].numpy()
+        else:
+            ids = np.concatenate([np.zeros(0, dtype=np.int32), *(piece.numpy() for piece in self._ids)])
         if rows is None:
             return counts, ids
-        mask = np.zeros(len(counts), dtype=bool)
-        mask[rows] = True
-        return counts[rows], ids[np.repeat(mask, marked(counts, self._size))]
+        in_rows = np.zeros(len(counts), dtype=bool)
+        in_rows[rows] = True
+        return counts[rows], ids[np.repeat(in_rows, marked(counts, self._size))]
 
     def rehearse(self) -> None:
         """Takes the memory of :meth:`ask` for as many tokens as it picks out at once."""
@@ -112,11 +132,17 @@ class SamplingMaskStore:
 
     def __init__(self, size: int, slots: int, limit: int | None = None) -> None:
         """size: V; limit: bytes that all masks may take, None for :data:`LIMIT`."""
-        half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # of the machine's memory
-        self._size, self._limit = size, min(LIMIT, half) if limit is None else limit
-        self._rows, self._words = Chunks(slots), ChunkTable(slots, _CHUNK)
+        if limit is None:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            limit = min(LIMIT, memory // 2)
+        self._size = size
+        self._limit = limit
+        # Of each position where some tokens were cut: ``positions``, and ``lengths``, which are twice the number of its
+        # words, plus 1 where these name the tokens cut.
+        self._rows = Chunks(slots)
+        self._words = ChunkTable(slots, _CHUNK)
+        self._pool = np.zeros(0, dtype=np.uint16)  # the words of all slots, once there are any
         self._last = np.full(slots, -1, dtype=np.int64)  # position of each slot's last row
-        self._pool = np.zeros(0, dtype=np.uint16)
 
     def grow(self, slots: int) -> None:
         """Makes room for more slots."""
@@ -127,80 +153,112 @@ class SamplingMaskStore:
     @property
     def bytes(self) -> int:
         """Memory in use."""
-        return self._words.in_use * 2 * _CHUNK + 8 * int(self._rows.counts.sum())
+        return self._words.in_use * _CHUNK_BYTES + int(self._rows.counts.sum()) * _ROW_BYTES
 
     def write(self, slots: np.ndarray, positions: np.ndarray, counts: np.ndarray, ids: np.ndarray) -> None:
-        """Notes :meth:`SamplingSupport.read`'s tokens at a position of each slot (N,); RuntimeError without room.
+        """Writes :meth:`SamplingSupport.read`'s tokens at a position of each slot (N,); RuntimeError without room.
 
         A position that is drawn again replaces all after it, as in the trajectory store.
         """
-        slots, positions = np.asarray(slots, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-        for i in (positions <= self._last[slots]).nonzero()[0]:
-            self._rewind(int(slots[i]), int(positions[i]))
+        slots = np.asarray(slots, dtype=np.int64)
+        positions = np.asarray(positions, dtype=np.int64)
+        drawn_again = positions <= self._last[slots]
+        for row in drawn_again.nonzero()[0]:
+            self._rewind(int(slots[row]), int(positions[row]))
         words, lengths = as_words(ids, marked(counts, self._size))
-        cut = 2 * counts > self._size
-        some = counts < self._size
-        if not some.all():
-            slots, positions, lengths, cut = slots[some], positions[some], lengths[some], cut[some]
+        names_cut_tokens = 2 * counts > self._size
+        # Where no token was cut there is nothing to write: such a row has no words.
+        filtered = counts < self._size
+        if not filtered.all():
+            slots = slots[filtered]
+            positions = positions[filtered]
+            lengths = lengths[filtered]
+            names_cut_tokens = names_cut_tokens[filtered]
         if not len(slots):
             return
         self._append(slots, words, lengths)
-        parts = {"positions": positions.astype(np.int32), "lengths": (2 * lengths + cut).astype(np.uint32)}
-        self._rows.write(slots, self._rows.counts[slots], parts)
+        fields = {
+            "positions": positions.astype(np.int32),
+            "lengths": (2 * lengths + names_cut_tokens).astype(np.uint32),
+        }
+        self._rows.write(slots, self._rows.counts[slots], fields)
         self._last[slots] = positions
 
     def _append(self, slots: np.ndarray, words: np.ndarray, lengths: np.ndarray) -> None:
-        """Appends to each slot its part of the words."""
+        """Appends ``lengths[i]`` of the words to each ``slots[i]``, in their order."""
         used = self._words.counts[slots]
         ends = used + lengths
         more = self._words.missing(slots, ends)
-        total = int(more.sum())
-        if self.bytes + total * 2 * _CHUNK + 8 * len(slots) > self._limit:
-            rows, running = int(self._rows.counts.sum()), int((self._words.counts > 0).sum())
-            mean = int(self._words.counts.sum()) / max(rows, 1)
-            raise RuntimeError(
-                f"--sampling.correct_mask: the tokens that sampling left at {rows} positions of {running}"
-                f" running requests take {self.bytes / 2**30:.2f} GiB, {mean:.0f} words a"
-                f" position, above the limit of {self._limit / 2**30:.2f} GiB. Leave fewer tokens (--sampling.top_k,"
-                " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter responses, or"
-                " raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."
-            )
-        if total and not len(self._pool):
-            # Not reserved: Linux joins neighboring pieces, and forks no process where these are more than the memory.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            size = max(self._limit // (2 * _CHUNK), 1) * 2 * _CHUNK
-            self._pool = np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint16)
-        if total:
+        chunks = int(more.sum())
+        self._check_room(rows=len(slots), chunks=chunks)
+        if chunks:
+            if not len(self._pool):
+                self._pool = self._new_pool()
             self._words.reserve(slots, more)
-        first = used // _CHUNK
-        pieces = np.where(lengths > 0, (ends - 1) // _CHUNK - first + 1, 0)  # chunks that a row touches
-        row = np.repeat(np.arange(len(slots)), pieces)
-        chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        start = np.maximum(used[row], chunk * _CHUNK)
-        size = np.minimum(ends[row], (chunk + 1) * _CHUNK) - start
-        target = self._words.table[slots[row], chunk] * _CHUNK + start % _CHUNK
-        places = np.repeat(target - (np.cumsum(size) - size), size)
-        places += np.arange(len(places))
-        self._pool[places] = words
+        self._pool[self._places(slots, used, ends)] = words
         self._words.counts[slots] = ends
+
+    def _check_room(self, rows: int, chunks: int) -> None:
+        """Raises RuntimeError where so many further rows and chunks are above the limit."""
+        if self.bytes + chunks * _CHUNK_BYTES + rows * _ROW_BYTES <= self._limit:
+            return
+        stored_rows = int(self._rows.counts.sum())
+        running = int((self._words.counts > 0).sum())
+        mean = int(self._words.counts.sum()) / max(stored_rows, 1)
+        raise RuntimeError(
+            f"--sampling.correct_mask: the tokens that sampling left at {stored_rows} positions of {running}"
+            f" running requests take {self.bytes / 2**30:.2f} GiB, {mean:.0f} words a"
+            f" position, above the limit of {self._limit / 2**30:.2f} GiB. Leave fewer tokens (--sampling.top_k,"
+            " --sampling.min_p, a lower --rollout.top_p), run fewer requests at once, allow shorter responses, or"
+            " raise --sampling.mask_gib (additional_config['sampling_mask_gib'] of an engine of your own)."
+        )
+
+    def _new_pool(self) -> np.ndarray:
+        """Address space for as many chunks as the limit allows, uint16."""
+        # Not reserved: Linux joins neighboring pieces, and forks no process where these are more than the memory.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        chunks = max(self._limit // _CHUNK_BYTES, 1)
+        memory = mmap.mmap(-1, chunks * _CHUNK_BYTES, flags=flags)
+        return np.frombuffer(memory, dtype=np.uint16)
+
+    def _places(self, slots: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Where the words from ``starts[i]`` to before ``ends[i]`` of each ``slots[i]`` are in the pool, one by one.
+
+        The slots hold the chunks for them. For example, with chunks of 512 words, words 500 to 1029 of a slot with
+        chunks [3, 8, 5] are in three runs: 12 words at the end of chunk 3, all 512 of chunk 8, 6 at the start of 5.
+        """
+        first_chunks = starts // _CHUNK
+        touched = np.where(ends > starts, (ends - 1) // _CHUNK - first_chunks + 1, 0)
+        # One run for each chunk that a row touches.
+        row = np.repeat(np.arange(len(slots)), touched)
+        nth_chunk = ranges(first_chunks, touched)
+        run_starts = np.maximum(starts[row], nth_chunk * _CHUNK)
+        run_ends = np.minimum(ends[row], (nth_chunk + 1) * _CHUNK)
+        run_places = self._words.table[slots[row], nth_chunk] * _CHUNK + run_starts % _CHUNK
+        return ranges(run_places, run_ends - run_starts)
 
     def _rewind(self, slot: int, position: int) -> None:
         """Forgets a slot's rows from a position on."""
-        row = self._rows.find(slot, "positions", position)
-        rows = self._rows.read(slot, 0, row)
-        self._rows.counts[slot] = row
+        count = self._rows.find(slot, "positions", position)
+        rows = self._rows.read(slot, 0, count)
+        self._rows.counts[slot] = count
         self._words.counts[slot] = int((rows["lengths"] // 2).sum()) if rows else 0
         self._last[slot] = rows["positions"][-1] if rows else -1
 
     def read(self, slot: int) -> SamplingMask:
         """The mask of a slot's unfinished trajectory."""
-        rows, used = self._rows.read(slot), int(self._words.counts[slot])
+        rows = self._rows.read(slot)
         if not rows:
             return SamplingMask.of(self._size, {})
-        chunks = self._words.table[slot, : -(-used // _CHUNK)]
-        space = self._pool[: len(self._pool) // _CHUNK * _CHUNK].reshape(-1, _CHUNK)
-        positions, lengths = (rows[name].astype(np.int64) for name in ("positions", "lengths"))
-        return SamplingMask(self._size, positions, lengths % 2 == 1, lengths // 2, space[chunks].reshape(-1)[:used])
+        words = self._pool.reshape(-1, _CHUNK)[self._words.used_chunks(slot)].reshape(-1)
+        lengths = rows["lengths"].astype(np.int64)
+        return SamplingMask(
+            size=self._size,
+            positions=rows["positions"].astype(np.int64),
+            cut=lengths % 2 == 1,
+            lengths=lengths // 2,
+            words=words[: self._words.counts[slot]],
+        )
 
     def clear(self, slot: int) -> None:
         """A trajectory begins or ends."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step as one CUDA graph for each bucket of batch sizes: the host launches one graph, and copies once each way.
 
-With 64 to 256 sequences an engine's speed is set by the host, which needs as long to launch a dozen kernels as the
-device needs for a small model's forward. What is captured, in this order:
+With 64 to 256 sequences the host sets an engine's speed: it needs as long to launch a dozen kernels as the device needs
+for a small model's forward. What is captured, in this order:
 
 1. the keys of all draws, and the rows that rate and schedule select;
 2. the draw of the tokens;
@@ -11,18 +11,23 @@ device needs for a small model's forward. What is captured, in this order:
 5. the state of a further gate;
 6. one matrix of 32-bit words with all that the host records.
 
+Where nothing changes the logits before the draw, the model's output layer is captured too, ahead of all this
+(`output_layer.py`): the input of the graph is then the last hidden states.
+
 These are the compiled parts of `step_kernels.py`, so that kernels and rounding are those of a step without a graph.
-Inputs and outputs have fixed addresses. Rows beyond the batch belong to a scratch row of the gate, which no trajectory
-has.
+Inputs and outputs have fixed addresses. Rows beyond the batch have the slot of a scratch row in the gate's state, which
+no trajectory has.
 
 A graph holds the addresses of what it reads: the gate's state, neighbor tables, weights and learned parameters. Before
-each replay they are compared with those of the capture; where one has changed, the step is captured again.
+each replay the present addresses are compared with those of the capture; where one has changed, the step is captured
+again.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +36,7 @@ from torch.utils._pytree import tree_map_only
 
 from ngrpo.rollout.async_scheduling import HostBuffer, HostBuffers
 from ngrpo.rollout.input_override import InputOverride
+from ngrpo.rollout.output_layer import OutputLayer
 from ngrpo.rollout.step_kernels import StepKernels
 from ngrpo.rollout.step_records import PackedRecord, RecordLayout
 from ngrpo.rollout.step_rows import HostColumns, Logits, StepColumns
@@ -39,6 +45,8 @@ from perturbations.gates.default import BoundGate
 
 if TYPE_CHECKING:
     from torch.cuda.graphs import _POOL_HANDLE
+
+logger = logging.getLogger("ngrpo.rollout")
 
 # A larger step keeps the device busy for longer than the host needs for its launches.
 SIZES = (2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -55,7 +63,7 @@ def available(device: torch.device) -> bool:
 
 @lru_cache(maxsize=1)
 def _capture_stream() -> torch.cuda.Stream:
-    """One stream for all captures: cuBLAS keeps a workspace for each stream that it has worked on."""
+    """The one stream of all captures: cuBLAS keeps a workspace for each stream that it has worked on."""
     return torch.cuda.Stream()
 
 
@@ -74,8 +82,8 @@ class CudaGraph:
 
     def capture(self, region: Callable[[], None]) -> None:
         """Captures a region that neither waits for the device nor reads memory of the host."""
-        # Not `torch.cuda.graph`, which collects garbage and empties the cache each time. NCCL's watchdog queries events
-        # meanwhile, so that only calls of this thread may end the capture.
+        # `torch.cuda.graph` is not used, since it collects garbage and empties the cache each time. NCCL's watchdog
+        # queries events in another thread meanwhile, so that only calls of this thread may invalidate the capture.
         current = torch.cuda.current_stream()
         side = _capture_stream()
         side.wait_stream(current)
@@ -92,15 +100,31 @@ class CudaGraph:
         self._graph.replay()
 
 
-def bucket_sizes(most: int) -> tuple[int, ...]:
-    """The batch sizes that graphs are made for, where a step has at most so many rows."""
-    smaller = [size for size in SIZES if size < most]
+def bucket_sizes(most_rows: int) -> tuple[int, ...]:
+    """The batch sizes that graphs are made for, where a step has at most ``most_rows`` rows."""
+    smaller = [size for size in SIZES if size < most_rows]
     return SIZES[: len(smaller) + 1]
 
 
-def rows_of_buffers(most: int) -> int:
-    """The rows that buffers need, where a step has at most so many: those of its graph."""
-    return max(most, bucket_sizes(most)[-1])
+def rows_of_buffers(most_rows: int) -> int:
+    """The rows of buffers that hold a step of ``most_rows`` rows and the graph that serves it."""
+    return max(most_rows, bucket_sizes(most_rows)[-1])
+
+
+class GraphKind(NamedTuple):
+    """What a graph is captured for.
+
+    Attributes:
+        size: rows.
+        dtype: of the logits or, where the graph computes them, of the last hidden states.
+        filtered: whether filters left other logits to draw from.
+        computes_logits: whether the graph runs the model's output layer.
+    """
+
+    size: int
+    dtype: torch.dtype
+    filtered: bool
+    computes_logits: bool
 
 
 class StepGraphs:
@@ -113,14 +137,16 @@ class StepGraphs:
         override: InputOverride,
         device: torch.device,
         watched: Callable[[], Sequence[Tensor]],
+        output: OutputLayer | None = None,
     ) -> None:
         """
         Args:
             kernels: the parts of a step.
-            gate: as bound to the trajectories, with a scratch row behind the last slot.
-            override: of the embedding, where the vectors go; it has the rows of the largest step.
+            gate: of the trajectories, with a scratch row behind the last slot.
+            override: of the embedding, which the vectors go to; it has the rows of the largest step.
             device: a CUDA device.
-            watched: gives the tensors whose addresses a graph keeps, besides those made here.
+            watched: returns the tensors whose addresses a graph keeps, apart from the buffers that are made here.
+            output: of the model, where graphs may compute the logits.
         """
         self.sizes = tuple(size for size in SIZES if size <= override.drawn_rows)
         self._kernels = kernels
@@ -128,23 +154,25 @@ class StepGraphs:
         self._override = override
         self._device = device
         self._watched = watched
+        self._output = output
         largest = self.sizes[-1]
         self._columns = torch.zeros(len(StepColumns._fields) * largest, dtype=torch.int64, device=device)
         self._temperature = torch.ones(largest, device=device)
         self._greedy = torch.full((largest,), -1, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(largest, dtype=torch.int64, device=device)
-        self._words: Tensor | None = None  # made once the layout is known
+        # The record: its layout is known after the first step, which makes the buffers.
+        self._words: Tensor | None = None
         self._layout: RecordLayout | None = None
-        self._wide: dict[tuple[str, torch.dtype, int], Tensor] = {}  # logits and hidden states, by kind
-        self._uploads = HostBuffers((len(self._columns),), torch.int64, device)
         self._downloads: HostBuffers | None = None
+        self._uploads = HostBuffers((len(self._columns),), torch.int64, device)
+        self._wide: dict[tuple[str, torch.dtype, int], Tensor] = {}  # logits and hidden states: name, dtype, width
         self._temperature_of: Tensor | None = None  # the tensor that the temperatures were copied from
-        self._has_greedy = False
+        self._has_greedy = False  # whether ``self._greedy`` names a token
         self.forget()
 
     def forget(self) -> None:
-        """Drops all graphs: each is captured again when it is needed next, in a new pool."""
-        self._graphs: dict[tuple[int, torch.dtype, bool], CudaGraph] = {}
+        """Drops all graphs. Each is captured again when it is needed next, in a new pool."""
+        self._graphs: dict[GraphKind, CudaGraph] = {}
         self._pool: _POOL_HANDLE | None = None
         self._addresses: tuple[int, ...] = ()
 
@@ -152,20 +180,61 @@ class StepGraphs:
         """The size of the graph that serves so many rows; None where none does."""
         return next((size for size in self.sizes if size >= rows), None)
 
-    def run(self, columns: np.ndarray, batch: int, logits: Logits) -> tuple[Tensor, PackedRecord, HostBuffer]:
-        """Does a step of B = ``batch`` rows.
+    def computes_logits(self, rows: int) -> bool:
+        """Whether a graph for so many rows may compute the logits."""
+        return self._output is not None and self.bucket(rows) is not None
 
-        ``columns``: :class:`HostColumns` as a matrix (6, bucket) int64; rows beyond the batch have the scratch slot.
-        Returns the next tokens, (B,) int64; the record, which is on its way to the host; and the buffer that it is in.
-        Raises :class:`CaptureFailed`, and may be called again with the same step's arguments.
+    def run(
+        self, columns: np.ndarray, batch: int, logits: Logits, output_hidden: Tensor | None = None
+    ) -> tuple[Tensor, PackedRecord, HostBuffer]:
+        """Runs a step of B = ``batch`` rows.
+
+        Args:
+            columns: :class:`HostColumns` as a matrix (6, bucket) int64; rows beyond the batch have the scratch slot.
+            batch: B.
+            logits: of the B rows.
+            output_hidden: the last hidden states, (B, D), from which the graph computes the logits; ``logits.scaled``
+                is a placeholder then. None where the logits are there.
+
+        Returns:
+            The next tokens, (B,) int64; the record, which is on its way to the host; the buffer that the record is in.
+
+        Raises:
+            CaptureFailed: where the step cannot be captured. Nothing has been drawn then.
         """
+        if output_hidden is not None:
+            output = require(self._output, "the output layer")
+            try:
+                return self._run(columns, batch, logits, output_hidden)
+            except CaptureFailed as error:
+                logger.warning(
+                    "perturbation: the logits are computed outside of a step's graph, since they cannot be captured"
+                    " (%s).",
+                    error,
+                )
+                self._output = None
+                logits = logits._replace(scaled=output.compute(output_hidden))
+        return self._run(columns, batch, logits, output_hidden=None)
+
+    def _run(
+        self, columns: np.ndarray, batch: int, logits: Logits, output_hidden: Tensor | None
+    ) -> tuple[Tensor, PackedRecord, HostBuffer]:
+        """As :meth:`run`; raises :class:`CaptureFailed` also where only the logits cannot be captured."""
         size = columns.shape[1]
         self._uploads.upload(columns.ravel(), self._columns)
         static = self._placed(logits, batch, size)
+        static_hidden = None
+        if output_hidden is not None:
+            static_hidden = self._wide_rows("output_hidden", output_hidden, size)
         self._check_addresses()
-        kind = (size, static.scaled.dtype, static.drawable is not None)
+        kind = GraphKind(
+            size=size,
+            dtype=static.scaled.dtype if output_hidden is None else output_hidden.dtype,
+            filtered=static.drawable is not None,
+            computes_logits=output_hidden is not None,
+        )
         if kind not in self._graphs:
-            self._graphs[kind] = self._captured(static, size)
+            self._graphs[kind] = self._captured(static, static_hidden, size)
         self._graphs[kind].replay()
         # The next replay writes to the same addresses, and vLLM may copy its tokens on another stream.
         tokens = self._tokens[:batch].clone()
@@ -175,7 +244,7 @@ class StepGraphs:
         return tokens, PackedRecord(buffer.tensor[:batch], require(self._layout, "the layout of a capture")), buffer
 
     def _placed(self, logits: Logits, batch: int, size: int) -> Logits:
-        """The step's tensors at their fixed addresses, with ``size`` rows."""
+        """Copies the step's tensors to their fixed addresses; returns them there, with ``size`` rows."""
         if logits.temperature is not self._temperature_of:
             self._temperature[:batch].copy_(logits.temperature)
             self._temperature_of = logits.temperature
@@ -185,7 +254,7 @@ class StepGraphs:
             self._greedy[:batch].copy_(logits.greedy)
         self._has_greedy = logits.greedy is not None
         return Logits(
-            scaled=self._wide_rows("scaled", logits.scaled, size),
+            scaled=logits.scaled if logits.scaled.is_meta else self._wide_rows("scaled", logits.scaled, size),
             temperature=self._temperature[:size],
             drawable=None if logits.drawable is None else self._wide_rows("drawable", logits.drawable, size),
             greedy=self._greedy[:size],
@@ -193,13 +262,13 @@ class StepGraphs:
         )
 
     def _wide_rows(self, name: str, rows: Tensor, size: int) -> Tensor:
-        """Rows (B, n) copied to the buffer of their kind, and that buffer's first ``size`` rows."""
+        """Copies rows (B, n) to the buffer of this name; returns the first ``size`` rows of the buffer."""
         static = self._wide_buffer(name, rows)[:size]
         static[: len(rows)].copy_(rows)
         return static
 
     def _wide_buffer(self, name: str, like: Tensor) -> Tensor:
-        """The buffer for rows like these; of their stride, since torch.compile specialises on strides."""
+        """The buffer for rows like these, with their stride, since torch.compile specialises on strides."""
         width = like.shape[1]
         stride = like.stride(0) if len(like) > 1 else width
         key = (name, like.dtype, width)
@@ -213,7 +282,7 @@ class StepGraphs:
         return self._wide[key]
 
     def _check_addresses(self) -> None:
-        """Drops the graphs where something that they read has moved since they were captured."""
+        """Drops the graphs where a tensor that they read has moved since they were captured."""
         if self._graphs and self._current_addresses() != self._addresses:
             self.forget()
 
@@ -225,54 +294,63 @@ class StepGraphs:
     def rehearse(self, logits: Tensor) -> None:
         """Captures a step of every size, for logits like these, (B, V), and for filtered ones.
 
-        The largest comes first, so that the smaller ones find room in its pool.
+        The largest size comes first, so that the smaller ones find room in its pool.
         """
         scaled = logits.float()
         self._rehearse(scaled, drawable=scaled)
         self._rehearse(logits, drawable=None)
+        if self._output is not None:
+            count = len(logits)
+            self._rehearse(self._output.placeholder(count), drawable=None, output_hidden=self._output.examples(count))
 
-    def _rehearse(self, scaled: Tensor, drawable: Tensor | None) -> None:
+    def _rehearse(self, scaled: Tensor, drawable: Tensor | None, output_hidden: Tensor | None = None) -> None:
         count = len(scaled)
         hidden = self._kernels.example_hidden(count, self._device)
         logits = Logits(scaled, torch.ones(count, device=self._device), drawable, greedy=None, hidden=hidden)
         for size in reversed(self.sizes):
-            rows = min(count, size)
-            here = tree_map_only(Tensor, itemgetter(slice(rows)), logits)
+            batch = min(count, size)
+            logits_of_batch = tree_map_only(Tensor, itemgetter(slice(batch)), logits)
             columns = np.zeros((len(HostColumns._fields), size), dtype=np.int64)
             HostColumns(*columns).slots.fill(self._scratch)
-            *_, buffer = self.run(columns, rows, here)
+            if output_hidden is not None and not self.computes_logits(batch):
+                return  # a larger size has failed, and its warning says so
+            hidden_of_batch = None if output_hidden is None else output_hidden[:batch]
+            _tokens, _record, buffer = self.run(columns, batch, logits_of_batch, hidden_of_batch)
             buffer.give_back()
 
     @property
     def _scratch(self) -> int:
-        """The gate's last row, which belongs to no trajectory."""
+        """The slot of the gate's last row, which no trajectory has."""
         return len(self._gate.state[0]) - 1
 
-    def _captured(self, logits: Logits, size: int) -> CudaGraph:
-        """A graph of the step with these inputs, whose values are in place."""
+    def _captured(self, logits: Logits, output_hidden: Tensor | None, size: int) -> CudaGraph:
+        """Captures the step of these inputs, whose values are at their addresses."""
         flat = self._columns[: len(StepColumns._fields) * size]
         columns = StepColumns(*flat.view(-1, size))
-        # The first run loads kernels, fills neighbor tables and tells the layout. It must not move the gate.
+        # A first run loads kernels, fills neighbor tables and makes the buffers of the record. All of its rows have the
+        # scratch slot, so that it does not move the gate's state of a trajectory.
         values = flat.clone()
         columns.slots.fill_(self._scratch)
         columns.kept.zero_()
         columns.eligible.zero_()
-        self._step(columns, logits)
-        self._check_addresses()  # the first run may have built a table anew, which older graphs do not have
+        self._step(columns, logits, output_hidden)
+        self._check_addresses()  # the first run may have built a new table, and older graphs read the old one
         self._addresses = self._current_addresses()
         if self._pool is None:
             self._pool = CudaGraph.pool()
         graph = CudaGraph(self._pool)
         try:
-            graph.capture(lambda: self._step(columns, logits))
+            graph.capture(lambda: self._step(columns, logits, output_hidden))
         except RuntimeError as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise CaptureFailed(reason) from error
         flat.copy_(values)
         return graph
 
-    def _step(self, columns: StepColumns, logits: Logits) -> None:
-        """What is captured."""
+    def _step(self, columns: StepColumns, logits: Logits, output_hidden: Tensor | None) -> None:
+        """The captured region."""
+        if output_hidden is not None:
+            logits = logits._replace(scaled=require(self._output, "the output layer").compute(output_hidden))
         edited, words = self._kernels.step_in_graph(columns, logits)
         size = len(columns.slots)
         if self._words is None:

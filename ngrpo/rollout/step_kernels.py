@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's computations from its logits: the tokens, the edits, and what is recorded of both.
 
-On a GPU each of the functions marked with ``_part`` is compiled, so that a step takes a handful of kernels instead of a
-hundred operations. `step_graphs.py` captures a whole step of them as one CUDA graph.
+On a GPU each of the methods marked with ``_part`` is compiled, so that a step takes a handful of kernels instead of a
+hundred operations. `step_graphs.py` captures a step of all of them as one CUDA graph.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,13 +24,15 @@ from perturbations.embeddings import ModelEmbeddings
 from perturbations.gates.default import BoundGate
 from perturbations.row_blocks import Summary, log_total
 
-_FORCED = 1e8  # vLLM gives 1e9 to a token that a thinking budget forces: nothing is drawn, so nothing is perturbed
+# vLLM gives a logit of 1e9 to a token that a thinking budget forces. From this logit on a row's token is not drawn, so
+# that its input is not perturbed.
+_FORCED = 1e8
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _part(function: F) -> F:
-    """A method of batches of rows, compiled on a GPU; its results have as many rows as its first tensor.
+    """Compiles a method of batches of rows on a GPU; its results have as many rows as its first tensor.
 
     torch.compile specialises on a size of 1, so a batch of 1 is padded to 2.
     """
@@ -46,10 +48,19 @@ def _part(function: F) -> F:
         batch = len(tree_leaves(arguments)[0])
         if batch > 1:
             return compiled(*arguments)
-        doubled = tree_map_only(Tensor, lambda tensor: twice(tensor) if len(tensor) == 1 else tensor, arguments)
-        return tree_map_only(Tensor, lambda tensor: tensor[:1], compiled(*doubled))
+        doubled = tree_map_only(Tensor, _doubled, arguments)
+        return tree_map_only(Tensor, _first_row, compiled(*doubled))
 
     return call  # type: ignore[return-value]
+
+
+def _doubled(rows: Tensor) -> Tensor:
+    """One row twice; a tensor with another number of rows stays as it is."""
+    return twice(rows) if len(rows) == 1 else rows
+
+
+def _first_row(rows: Tensor) -> Tensor:
+    return rows[:1]
 
 
 class StepKernels:
@@ -65,7 +76,16 @@ class StepKernels:
         module: nn.Module | None = None,
         masked: bool = False,
     ) -> None:
-        """lookup: ids of any shape to shape + (D,); masked: log π is normalised over the tokens that filters left."""
+        """
+        Args:
+            perturbation: what proposes the edits.
+            gate: selects and judges the proposals.
+            embeddings: of the model, for perturbations.
+            lookup: goes from ids of any shape to the rows of the embedding matrix, shape + (D,).
+            device: of the logits.
+            module: the perturbation's learned module, if it has one.
+            masked: whether log π is normalised over the tokens that filters left.
+        """
         self._perturbation = perturbation
         self._gate = gate
         self._embeddings = embeddings
@@ -75,7 +95,7 @@ class StepKernels:
         self.compiled = on_gpu(device)
         self._parts: dict[str, Compiled] = {}
         self.candidates = 0  # candidates of a position, known after an edit was rehearsed
-        self._free = torch.zeros(0, dtype=torch.int64, device=device)
+        self._no_greedy = torch.zeros(0, dtype=torch.int64, device=device)  # -1 for as many rows as were ever needed
 
     def step(self, rows: Tensor, gated: Tensor, logits: Logits) -> Edited:
         """Draws the tokens of B rows, proposes at the G that the gate selects, and moves the gate past all.
@@ -85,9 +105,10 @@ class StepKernels:
         batch = len(rows)
         if self.compiled and logits.greedy is None:
             # One compiled version serves batches with and without greedy requests.
-            if len(self._free) < batch:
-                self._free = torch.full((max(batch, 2),), -1, dtype=torch.int64, device=rows.device)
-            logits = logits._replace(greedy=self._free[:batch])
+            if len(self._no_greedy) < batch:
+                size = max(batch, 2)
+                self._no_greedy = torch.full((size,), -1, dtype=torch.int64, device=rows.device)
+            logits = logits._replace(greedy=self._no_greedy[:batch])
         draw = self.draw(rows, logits)
         edited = Edited(tokens=draw.tokens, log_probs=draw.log_probs, vectors=None, recorded={})
         gated_rows = GatedRows.view(gated).rows
@@ -105,9 +126,10 @@ class StepKernels:
         return edited
 
     def edit(self, gated: Tensor, rows: Tensor, draw: Drawn, logits: Logits) -> Edited:
-        """What becomes of the G gated rows alone."""
+        """Proposes at the G gated rows; of these alone are the tokens and log π of the result, (G,)."""
         tokens, log_probs, recorded = self.proposed(gated, rows, draw, logits)
-        return Edited(tokens, log_probs, self._vectors(gated, recorded), recorded)
+        vectors = self._vectors(gated, recorded)
+        return Edited(tokens=tokens, log_probs=log_probs, vectors=vectors, recorded=recorded)
 
     def step_in_graph(self, columns: StepColumns, logits: Logits) -> tuple[Edited, Tensor]:
         """As :meth:`step`, with shapes that follow from B alone: proposes at all rows, edits those that are selected.
@@ -126,7 +148,8 @@ class StepKernels:
         if self._gate.has_state:
             self.advance_gate(rows, draw._replace(tokens=tokens), logits, recorded["fed"])
         vectors = self._vectors(gated, recorded)
-        return Edited(tokens, log_probs, vectors, recorded), self.packed(log_probs, recorded)
+        edited = Edited(tokens=tokens, log_probs=log_probs, vectors=vectors, recorded=recorded)
+        return edited, self.packed(log_probs, recorded)
 
     # --- the parts, each a pure function of tensors but for the gate's state -----------------------------------
 
@@ -139,11 +162,11 @@ class StepKernels:
         if logits.greedy is not None:
             tokens = torch.where(logits.greedy >= 0, logits.greedy, tokens)
         if logits.drawable is None or not self._masked:
-            log_probs = self._noted(step_rows, tokens, logits.scaled, summary.log_total)
-            return Drawn(tokens, log_probs, summary, log_total=None)
+            log_probs = self._observed_log_probs(step_rows, tokens, logits.scaled, summary.log_total)
+            return Drawn(tokens=tokens, log_probs=log_probs, summary=summary, log_total=None)
         total = log_total(logits.drawable)
-        log_probs = self._noted(step_rows, tokens, logits.drawable, total)
-        return Drawn(tokens, log_probs, summary, log_total=total)
+        log_probs = self._observed_log_probs(step_rows, tokens, logits.drawable, total)
+        return Drawn(tokens=tokens, log_probs=log_probs, summary=summary, log_total=total)
 
     @_part
     def proposed(
@@ -178,17 +201,18 @@ class StepKernels:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         step = self._step(rows, draw, logits, gated.keys)
         proposal = self._perturbation.propose(step)
-        left = logits.scaled if logits.drawable is None else logits.drawable
-        allowed = left.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1) > -torch.inf
-        allowed = allowed & (draw.summary.maxima.amax(dim=-1) * step.temperature < _FORCED)
+        drawable = logits.scaled if logits.drawable is None else logits.drawable
+        allowed = drawable.gather(-1, proposal.tokens.unsqueeze(-1)).squeeze(-1) > -torch.inf
+        largest_logits = draw.summary.maxima.amax(dim=-1) * step.temperature
+        allowed = allowed & (largest_logits < _FORCED)
         if selected is not None:
             allowed = allowed & selected
         opened, fed = self._gate.verdict(step, proposal, rows.slots, rows.first, allowed, logits.greedy)
         tokens = torch.where(opened, proposal.tokens, draw.tokens)
         if draw.log_total is None:
-            log_probs = self._noted(rows, tokens, logits.scaled, draw.summary.log_total)
+            log_probs = self._observed_log_probs(rows, tokens, logits.scaled, draw.summary.log_total)
         else:
-            log_probs = self._noted(rows, tokens, left, draw.log_total)
+            log_probs = self._observed_log_probs(rows, tokens, drawable, draw.log_total)
         return tokens, log_probs, _recorded(proposal, fed, agreed=tokens == draw.tokens)
 
     def _step(self, rows: StepRows, draw: Drawn, logits: Logits, keys: Mapping[streams.Stream, Tensor]) -> Step:
@@ -214,19 +238,25 @@ class StepKernels:
     ) -> Tensor:
         """The vectors of the gated rows' edits, (G, D)."""
         noise_keys = None if sigma is None else GatedRows.view(gated).noise.contiguous()
-        return realise(InputEdit(ids.long(), weights, sigma, vectors), self._lookup, noise_keys, self._module)
+        edit = InputEdit(ids=ids.long(), weights=weights, sigma=sigma, vectors=vectors)
+        return realise(edit, self._lookup, noise_keys, self._module)
 
     def _vectors(self, gated: Tensor, recorded: dict[str, Tensor]) -> Tensor:
-        ids = recorded["ids"]
-        weights = recorded["weights"]
-        return self.realised(gated, ids, weights, recorded.get("sigma"), recorded.get("vectors"))
+        """The vectors of the gated rows' edits, (G, D), from what is recorded of them."""
+        return self.realised(
+            gated,
+            recorded["ids"],
+            recorded["weights"],
+            recorded.get("sigma"),
+            recorded.get("vectors"),
+        )
 
-    def _noted(self, rows: StepRows, tokens: Tensor, counted: Tensor, total: Tensor) -> Tensor:
-        """log π of tokens (N,) among the logits ``counted`` (N, V) with this log Σ exp; tells the gate of them."""
+    def _observed_log_probs(self, rows: StepRows, tokens: Tensor, logits: Tensor, total: Tensor) -> Tensor:
+        """log π of tokens (N,) by logits (N, V) with the log Σ exp ``total`` (N,); the gate observes the tokens."""
         if self._gate.tracks_tokens:
             matched = self._gate.matched(rows.slots, rows.positions)
             self._gate.observe(rows.slots, rows.positions, tokens, matched, rows.kept > 0)
-        return counted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - total
+        return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).float() - total
 
     @_part
     def advance_gate(self, rows: Tensor, draw: Drawn, logits: Logits, fed: Tensor) -> None:
@@ -251,11 +281,16 @@ class StepKernels:
             seeds=columns.seeds,
             token_keys=streams.of_stream(mixed, streams.Stream.TOKEN),
         )
-        numbers = torch.arange(len(mixed), device=mixed.device)
-        gated = GatedRows(numbers, *(streams.of_stream(mixed, stream) for stream in GatedRows.STREAMS))
+        gated = GatedRows(
+            rows=torch.arange(len(mixed), device=mixed.device),
+            weights=streams.of_stream(mixed, streams.Stream.WEIGHTS),
+            noise=streams.of_stream(mixed, streams.Stream.NOISE),
+            gate_open=streams.of_stream(mixed, streams.Stream.GATE_OPEN),
+        )
         gate_keys = streams.of_stream(mixed, streams.Stream.GATE)
         scheduled = self._gate.scheduled(columns.positions - columns.first, gate_keys)
-        return torch.stack(rows, dim=1), torch.stack(gated, dim=1), scheduled & (columns.eligible > 0)
+        selected = scheduled & (columns.eligible > 0)
+        return torch.stack(rows, dim=1), torch.stack(gated, dim=1), selected
 
     @_part
     def packed(self, log_probs: Tensor, recorded: dict[str, Tensor]) -> Tensor:
@@ -267,7 +302,7 @@ class StepKernels:
     def rehearse(self, logits: Tensor, edits: bool = True) -> None:
         """Does a step's work on logits (B, V); on a GPU every version of every part is compiled for later ones.
 
-        edits: with those of the perturbation, which may look for neighbors.
+        edits: whether edits are rehearsed too, for which a perturbation may look for neighbors.
         """
         # Equal rows, so that the warm-up looks up the neighbors of one token and does not disturb the drift metric.
         count = max(len(logits), 2) if self.compiled else len(logits)
@@ -276,7 +311,7 @@ class StepKernels:
             # Keep the strides of vLLM's padded vocabulary: torch.compile specialises on strides.
             example = logits.new_empty_strided(logits.shape, logits.stride()).copy_(example)
         scaled = example.float()
-        self._rehearse(scaled, scaled.clone(), edits)
+        self._rehearse(scaled, scaled.clone(), edits)  # as where requests filter
         if self.compiled and example.dtype != torch.float32:
             self._rehearse(example, None, edits)
         if self.compiled:
@@ -285,32 +320,43 @@ class StepKernels:
     def _rehearse(self, scaled: Tensor, drawable: Tensor | None, edits: bool) -> None:
         count = len(scaled)
         device = scaled.device
-        greedy = torch.full((count,), -1, device=device)
         rows = torch.zeros(count, len(StepRows._fields), dtype=torch.int64, device=device)
-        logits = Logits(scaled, torch.ones(count, device=device), drawable, greedy, self.example_hidden(count, device))
+        logits = Logits(
+            scaled=scaled,
+            temperature=torch.ones(count, device=device),
+            drawable=drawable,
+            greedy=torch.full((count,), -1, device=device),
+            hidden=self.example_hidden(count, device),
+        )
         # Batch size, number of gated rows and number of slots are independent dynamic dimensions.
         self._mark_dynamic(rows, logits, self._gate.state)
         draw = self.draw(rows, logits)
         self._mark_dynamic(draw)
         if edits and self._perturbation.active:
-            for some in (max(count - 1, 2), count) if self.compiled else (count,):
-                gated = torch.arange(some, device=device).repeat(len(GatedRows._fields), 1).T.contiguous()
-                self._mark_dynamic(gated)
-                recorded = self.edit(gated, rows, draw, logits).recorded
-                self.candidates = recorded["ids"].shape[-1]
+            if self.compiled:
+                self._rehearse_edit(max(count - 1, 2), rows, draw, logits)
+            self._rehearse_edit(count, rows, draw, logits)
         if self._gate.has_state:
-            fed = torch.zeros_like(greedy, dtype=torch.bool)
+            fed = torch.zeros(count, dtype=torch.bool, device=device)
             self._mark_dynamic(fed)
             self.advance_gate(rows, draw, logits, fed)
+
+    def _rehearse_edit(self, gated_count: int, rows: Tensor, draw: Drawn, logits: Logits) -> None:
+        numbers = torch.arange(gated_count, device=rows.device)
+        gated = numbers.repeat(len(GatedRows._fields), 1).T.contiguous()
+        self._mark_dynamic(gated)
+        edited = self.edit(gated, rows, draw, logits)
+        self.candidates = edited.recorded["ids"].shape[-1]
 
     def example_hidden(self, count: int, device: torch.device) -> Tensor | None:
         """Last hidden states of zeros, (count, D), for a perturbation that reads them; else None."""
         if not self._perturbation.reads_hidden:
             return None
-        known = self._lookup(torch.zeros(1, dtype=torch.int64, device=device))
-        return known.new_zeros(count, known.shape[-1])
+        embedding = self._lookup(torch.zeros(1, dtype=torch.int64, device=device))
+        return embedding.new_zeros(count, embedding.shape[-1])
 
     def _mark_dynamic(self, *tensors: object) -> None:
+        """Has torch.compile take the numbers of rows as variables: without the mark, a second size would recompile."""
         if self.compiled:
             for tensor in tree_leaves(tensors):
                 if isinstance(tensor, Tensor):
@@ -318,6 +364,7 @@ class StepKernels:
 
 
 def _recorded(proposal: Proposal, fed: Tensor, agreed: Tensor) -> dict[str, Tensor]:
+    """What is recorded of a proposal, by name, as of :class:`~ngrpo.rollout.step_rows.Edited`."""
     edit = proposal.edit
     recorded = {
         "fed": fed,

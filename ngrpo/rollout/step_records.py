@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step draws, on its way from the device to the host: in one matrix of a graph, or in a tensor for each field.
+"""The draws of a step on their way from the device to the host.
 
-Both kinds of record are read once their copies have arrived, by `async_scheduling.py`.
+A graph sends them as one matrix of words (:class:`PackedRecord`); the parts of a step without a graph send a tensor for
+each field (:class:`SeparateRecord`). `async_scheduling.py` reads either once the copies have arrived.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The fields of an edit that have 32-bit words, in the order of a packed record.
+# The fields of an edit that take 32-bit words, in their order in a packed record.
 _FIELDS = ("ids", "weights", "sigma", "vectors", "normalizer")
 
 
@@ -32,9 +33,10 @@ class SeparateRecord:
     """A record with a tensor on the host for each field.
 
     Attributes:
-        token_log_probs: (B,) float32.
+        token_log_probs: log π of each row's token, (B,) float32.
         gated_rows: the rows for which an edit was proposed, (G,) int64.
-        fields: of their edits, G rows each, and ``fed``, (G,) bool; empty for no edits.
+        fields: the fields of these edits by name, of G rows each, and ``fed``, (G,) bool; empty where no edit was
+            proposed.
     """
 
     token_log_probs: Tensor
@@ -60,26 +62,27 @@ class RecordLayout:
     """Where the fields of a row's record are among its W 32-bit words.
 
     Word 0 has two flags: bit 0, whether the edit is fed, and bit 1, whether the text has the sampled token. Word 1 is
-    log π. The fields of the edit follow, those that the perturbation has.
+    log π. The fields that the perturbation's edits have follow, in the order of ``_FIELDS``.
     """
 
     def __init__(self, recorded: dict[str, Tensor]) -> None:
-        """recorded: the fields of a step, as of :class:`~ngrpo.rollout.step_kernels.Edited`."""
+        """recorded: the fields of a step, as in :class:`~ngrpo.rollout.step_rows.Edited`."""
         self._places: dict[str, slice | int] = {}
         self.width = 2
         for name in _FIELDS:
-            if name not in recorded:
+            field = recorded.get(name)
+            if field is None:
                 continue
-            if recorded[name].dim() == 1:
-                self._places[name] = self.width
-                self.width += 1
+            start = self.width
+            if field.dim() == 1:
+                self.width = start + 1
+                self._places[name] = start
             else:
-                end = self.width + recorded[name].shape[1]
-                self._places[name] = slice(self.width, end)
-                self.width = end
+                self.width = start + field.shape[1]
+                self._places[name] = slice(start, self.width)
 
     def log_probs(self, words: np.ndarray) -> np.ndarray:
-        """log π, (B,) float32, of words (B, W) int32."""
+        """log π, (B,) float32, in words (B, W) int32."""
         return words[:, 1].view(np.float32)
 
     def fed(self, words: np.ndarray) -> np.ndarray:
@@ -87,7 +90,7 @@ class RecordLayout:
         return (words[:, 0] & 1) > 0
 
     def fields(self, words: np.ndarray) -> dict[str, np.ndarray]:
-        """The fields of all rows by name, ``agreed`` among them."""
+        """The fields of the rows in these words by name, ``agreed`` among them."""
         fields: dict[str, np.ndarray] = {"agreed": (words[:, 0] & 2) > 0}
         for name, place in self._places.items():
             field = words[:, place]
@@ -96,7 +99,7 @@ class RecordLayout:
 
 
 def pack(log_probs: Tensor, recorded: dict[str, Tensor]) -> Tensor:
-    """The words (B, W) int32 of a :class:`RecordLayout`, from log π (B,) float32 and the fields of all B rows."""
+    """Log π (B,) float32 and the fields of all B rows as words (B, W) int32, in the order of :class:`RecordLayout`."""
     flags = recorded["fed"].to(torch.int32) | (recorded["agreed"].to(torch.int32) << 1)
     columns = [flags.unsqueeze(1), log_probs.view(torch.int32).unsqueeze(1)]
     for name in _FIELDS:
@@ -125,6 +128,5 @@ class PackedRecord:
     def edits(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """As :meth:`StepRecord.edits`."""
         words = self.words.numpy()
-        fed = self.layout.fed(words)
-        rows = fed.nonzero()[0]
+        rows = self.layout.fed(words).nonzero()[0]
         return rows, self.layout.fields(words if len(rows) == len(words) else words[rows])

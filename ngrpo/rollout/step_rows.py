@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a step: what goes into its computations, and what comes out."""
+"""The rows of a step: what goes into its computations, and what comes out of them."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,16 +14,24 @@ from perturbations.row_blocks import Summary
 class StepRows(NamedTuple):
     """The B rows of a step, (B,) int64 each.
 
-    Compiled parts take them as one matrix (B, 6): torch.compile specialises on where a tensor begins in its memory, and
-    each column of an upload begins elsewhere.
+    Compiled parts take them as one matrix (B, 6): torch.compile specialises on the alignment of a tensor's memory, and
+    the columns of an upload, taken one by one, begin at different alignments.
+
+    Attributes:
+        slots: of the trajectories.
+        first: positions of their first generated tokens.
+        positions: of the tokens that are drawn.
+        kept: 0 where a prompt is not complete, so that vLLM throws the token away.
+        seeds: of the trajectories.
+        token_keys: the keys of `Stream.TOKEN`.
     """
 
-    slots: Tensor  # of the trajectories
-    first: Tensor  # positions of their first generated tokens
-    positions: Tensor  # of the tokens that are drawn
-    kept: Tensor  # 0 where a prompt is not complete, so that vLLM throws the token away
-    seeds: Tensor  # of the trajectories
-    token_keys: Tensor  # of `Stream.TOKEN`
+    slots: Tensor
+    first: Tensor
+    positions: Tensor
+    kept: Tensor
+    seeds: Tensor
+    token_keys: Tensor
 
     @classmethod
     def view(cls, matrix: Tensor) -> "StepRows":
@@ -32,18 +40,22 @@ class StepRows(NamedTuple):
 
 
 class StepColumns(NamedTuple):
-    """What the host tells a graph of the B rows of a step, (B,) int64 each; :class:`HostColumns` is its other side."""
+    """What is uploaded for a graph, (B,) int64 each: the fields of :class:`StepRows`, without the keys.
+
+    Attributes:
+        eligible: 1 where the request may be perturbed, and the plan of a further gate selects the position.
+    """
 
     slots: Tensor
     first: Tensor
     positions: Tensor
     kept: Tensor
     seeds: Tensor
-    eligible: Tensor  # 1 where the request may be perturbed, and a further gate's plan selects the position
+    eligible: Tensor
 
 
 class HostColumns(NamedTuple):
-    """:class:`StepColumns` on the host, before their upload: the rows of a matrix."""
+    """:class:`StepColumns` on the host, before their upload: the rows of one matrix (6, B) int64."""
 
     slots: np.ndarray
     first: np.ndarray
@@ -54,12 +66,21 @@ class HostColumns(NamedTuple):
 
 
 class GatedRows(NamedTuple):
-    """The G rows of a step that may be edited, and the keys of their draws, (G,) int64 each; one matrix (G, 4)."""
+    """The G rows of a step that may be edited, and the keys of their draws, (G,) int64 each.
 
-    rows: Tensor  # their numbers, ascending
-    weights: Tensor  # keys of `Stream.WEIGHTS`
-    noise: Tensor  # keys of `Stream.NOISE`
-    gate_open: Tensor  # keys of `Stream.GATE_OPEN`
+    Compiled parts take them as one matrix (G, 4), as :class:`StepRows`.
+
+    Attributes:
+        rows: the numbers of the rows in the batch, ascending.
+        weights: the keys of `Stream.WEIGHTS`.
+        noise: the keys of `Stream.NOISE`.
+        gate_open: the keys of `Stream.GATE_OPEN`.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    noise: Tensor
+    gate_open: Tensor
 
     STREAMS = (streams.Stream.WEIGHTS, streams.Stream.NOISE, streams.Stream.GATE_OPEN)
 
@@ -70,14 +91,24 @@ class GatedRows(NamedTuple):
 
     @property
     def keys(self) -> dict[streams.Stream, Tensor]:
-        """As :attr:`perturbations.Step.keys` has them."""
-        return dict(zip(self.STREAMS, self[1:], strict=True))
+        """The keys by stream, for :attr:`perturbations.Step.keys`."""
+        return {
+            streams.Stream.WEIGHTS: self.weights,
+            streams.Stream.NOISE: self.noise,
+            streams.Stream.GATE_OPEN: self.gate_open,
+        }
 
 
 class Logits(NamedTuple):
-    """The sampler's inputs at the B rows of a step, as of :meth:`~ngrpo.rollout.perturber.RolloutPerturber.finish`.
+    """The sampler's inputs at the B rows of a step.
 
-    ``drawable`` is None where no request filters; ``hidden`` (B, D) is there where the perturbation reads it.
+    Attributes:
+        scaled: z̃, the logits divided by the temperature, (B, V) float32; or as the model computes them, in its dtype,
+            where no request changes or filters any.
+        temperature: (B,) float32, 1 for greedy rows.
+        drawable: the logits after top-k, top-p and min-p, (B, V) float32; None where no request filters.
+        greedy: the argmax token of a greedy row and -1 elsewhere, (B,) int64; None where no row is greedy.
+        hidden: the last hidden states, (B, D); None where the perturbation does not read them.
     """
 
     scaled: Tensor
@@ -88,9 +119,14 @@ class Logits(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The next tokens of B rows, (B,) int64, and log π; summary of z̃.
+    """The draw of B rows.
 
-    ``log_total``: log Σ exp of what filters left, where log π is normalised over that; else None.
+    Attributes:
+        tokens: (B,) int64.
+        log_probs: log π of the tokens, (B,) float32.
+        summary: of z̃.
+        log_total: log Σ exp of the logits that filters left, (B,) float32, where log π is normalised over these; else
+            None.
     """
 
     tokens: Tensor
@@ -100,9 +136,13 @@ class Drawn(NamedTuple):
 
 
 class Edited(NamedTuple):
-    """Tokens and log π after the gate's verdict, (N,) each; the edits' vectors, (G, D), and record, by name.
+    """A step after the gate's verdict: N tokens, and the edits of G rows.
 
-    ``recorded`` has ``fed`` and ``agreed``, (G,) bool, and the fields of :class:`perturbations.InputEdit`.
+    Attributes:
+        tokens: (N,) int64.
+        log_probs: log π of the tokens, (N,) float32.
+        vectors: of the edits, (G, D); None where they are not computed yet, or where there are none.
+        recorded: ``fed`` and ``agreed``, (G,) bool, and the fields of :class:`perturbations.InputEdit` by name.
     """
 
     tokens: Tensor
@@ -112,13 +152,18 @@ class Edited(NamedTuple):
 
 
 def upload_matrices(upload: Callable[[np.ndarray], Tensor], *groups: Sequence[np.ndarray]) -> list[Tensor]:
-    """Groups of columns, each (N,) of a number or bool, as a matrix (N, columns) int64 each, by one copy.
+    """Uploads each group of columns as a matrix, all of them with one copy.
 
-    ``upload`` copies an array to the device.
+    Args:
+        upload: copies an array to the device.
+        groups: columns (N,) of numbers or bools; groups may differ in N.
+
+    Returns:
+        A matrix (N, columns) int64 for each group.
     """
     matrices = [np.stack(columns, axis=1, dtype=np.int64, casting="unsafe") for columns in groups]
     # The matrices before the last have an even number of columns, so that each begins at a multiple of 16 bytes: a
     # compiled kernel copies an input that does not.
     uploaded = upload(np.concatenate([matrix.ravel() for matrix in matrices]))
-    sizes = [matrix.size for matrix in matrices]
-    return [part.view(matrix.shape) for part, matrix in zip(uploaded.split(sizes), matrices)]
+    flat_matrices = uploaded.split([matrix.size for matrix in matrices])
+    return [flat.view(matrix.shape) for flat, matrix in zip(flat_matrices, matrices, strict=True)]

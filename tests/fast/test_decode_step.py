@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.decode_step import Decoding, counting, loops
+from ngrpo.rollout.chunks import Chunks
 from ngrpo.rollout.perturber import RolloutPerturber
-from ngrpo.rollout.trajectories import Chunks
 from perturbations import available, create
 
 NAMES = sorted(name for name in available() if name != "none")

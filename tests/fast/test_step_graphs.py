@@ -6,6 +6,7 @@ The stand-in for a CUDA graph keeps addresses and spoils the memory of its regio
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from benchmarks import decode_step
 from benchmarks.cuda_without_gpu import recorded
 from benchmarks.cuda_without_gpu.recorded import RecordedGraph
-from benchmarks.cuda_without_gpu.simulated import Disagreement, Plan, simulate, together
+from benchmarks.cuda_without_gpu.simulated import Disagreement, Head, Plan, simulate, together
 from benchmarks.exactness import in_tree
 from ngrpo.rollout import step_graphs
 from ngrpo.rollout.async_scheduling import HostBuffers
@@ -33,6 +34,11 @@ PLANS = {
     "masked": Plan(seed=3, lag=6, preempted=0.2, chunk=3, batch=6, masked=True, sampling="filtered"),
     "greedy": Plan(seed=4, lag=2, preempted=0.05, chunk=100, batch=3, sampling="greedy"),
     "bfloat16": Plan(seed=6, lag=1, preempted=0.1, chunk=6, batch=3, dtype=torch.bfloat16),
+}
+# The graph computes the logits.
+OUTPUT_PLANS = {
+    "output layer": Plan(seed=7, lag=2, preempted=0.1, chunk=5, batch=5, output_layer=True),
+    "output layer in bfloat16": Plan(seed=8, lag=1, batch=3, dtype=torch.bfloat16, output_layer=True),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "rate 0.1": {"rate": 0.1},
@@ -74,6 +80,52 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "plan", "options"), cases())
 def test_a_graph_has_the_bits_of_its_parts(monkeypatch: pytest.MonkeyPatch, name: str, plan: str, options: str) -> None:
     same_bits(monkeypatch, name, PLANS[plan], **OPTIONS[options])
+
+
+@pytest.fixture
+def computed_in_graphs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each step as a graph, whether the graph computed its logits."""
+    steps: list[bool] = []
+
+    def run(self: StepGraphs, columns: Any, batch: int, logits: Any, output_hidden: Any) -> Any:
+        steps.append(output_hidden is not None)
+        return RUN_KIND(self, columns, batch, logits, output_hidden)
+
+    monkeypatch.setattr(StepGraphs, "_run", run)
+    return steps
+
+
+@pytest.mark.parametrize("plan", OUTPUT_PLANS)
+@pytest.mark.parametrize("name", ["gumbel", pytest.param("neighbor", marks=pytest.mark.more)])
+def test_a_graph_that_computes_the_logits_has_the_bits_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch, computed_in_graphs: list[bool], name: str, plan: str
+) -> None:
+    same_bits(monkeypatch, name, OUTPUT_PLANS[plan], rate=0.7)
+    assert computed_in_graphs and all(computed_in_graphs)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param("tarpo", OUTPUT_PLANS["output layer"], id="the perturbation reads the hidden states"),
+        pytest.param("gumbel", replace(OUTPUT_PLANS["output layer"], masked=True), id="masks are recorded"),
+    ],
+)
+def test_what_reads_logits_or_hidden_states_keeps_the_logits_outside(
+    monkeypatch: pytest.MonkeyPatch, computed_in_graphs: list[bool], name: str, plan: Plan
+) -> None:
+    same_bits(monkeypatch, name, plan, rate=0.7)
+    assert computed_in_graphs and not any(computed_in_graphs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("plan", OUTPUT_PLANS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_configuration_with_its_logits_has_the_bits_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch, name: str, plan: str, options: str
+) -> None:
+    same_bits(monkeypatch, name, OUTPUT_PLANS[plan], **OPTIONS[options])
 
 
 @pytest.mark.slow
@@ -162,6 +214,7 @@ def test_the_tokens_of_a_step_are_out_of_reach_of_the_next_replay(monkeypatch: p
 
 FAULT_PLAN = Plan(seed=2, lag=3, chunk=5, batch=5, sampling="filtered")
 WIDE_ROWS, UPLOAD, STEP, RUN = StepGraphs._wide_rows, HostBuffers.upload, StepKernels.step_in_graph, StepGraphs.run
+RUN_KIND, COMPUTE = StepGraphs._run, Head.compute_logits
 OPENED = RolloutPerturber.opened
 
 
@@ -206,9 +259,9 @@ def test_a_result_that_is_left_in_the_pool_is_seen(monkeypatch: pytest.MonkeyPat
         left.append(edited.tokens)
         return edited, words
 
-    def run(self: StepGraphs, columns: Any, batch: int, logits: Any) -> Any:
-        _, record, buffer = RUN(self, columns, batch, logits)
-        return left[-1][:batch].clone(), record, buffer
+    def run(self: StepGraphs, *args: Any) -> Any:
+        tokens, record, buffer = RUN(self, *args)
+        return left[-1][: len(tokens)].clone(), record, buffer
 
     monkeypatch.setattr(StepKernels, "step_in_graph", step)
     monkeypatch.setattr(StepGraphs, "run", run)
@@ -239,6 +292,54 @@ def test_a_step_that_cannot_be_captured_runs_in_parts_and_says_so_once(
     simulate(made("gumbel", rate=0.7), FAULT_PLAN, count=5)
     said = [record.message for record in caplog.records if "cannot be captured" in record.message]
     assert len(said) == 1 and "perturbation gumbel" in said[0] and "not permitted" in said[0]
+
+
+def test_logits_that_cannot_be_captured_are_computed_outside_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, computed_in_graphs: list[bool]
+) -> None:
+    def compute(self: Head, hidden: Any) -> Any:
+        if recorded.capturing():
+            hidden.max().item()
+        return COMPUTE(self, hidden)
+
+    monkeypatch.setattr(Head, "compute_logits", compute)
+    caplog.set_level(logging.WARNING, logger="ngrpo.rollout")
+    simulate(made("gumbel", rate=0.7), OUTPUT_PLANS["output layer"], count=5)
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 1 and "computed outside" in messages[0] and "not permitted" in messages[0]
+    assert computed_in_graphs.count(True) == 1 and computed_in_graphs[0]
+    assert len(computed_in_graphs) > 2, "the other steps are graphs still"
+
+
+def test_a_step_whose_logits_are_left_to_a_graph_that_fails_runs_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(self: StepKernels, *args: Any) -> Any:
+        edited, words = STEP(self, *args)
+        if recorded.capturing():
+            waits(edited)
+        return edited, words
+
+    monkeypatch.setattr(StepKernels, "step_in_graph", step)
+    simulate(made("gumbel", rate=0.7), OUTPUT_PLANS["output layer"], count=5)
+
+
+def test_an_output_layer_that_has_moved_is_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its old memory has other values, as after vLLM has used it again."""
+
+    def opened(self: RolloutPerturber, name: str, prompt: Any = ()) -> None:
+        OPENED(self, name, prompt)
+        output = self._output
+        head = output.compute.__self__
+        old_weight = head.weight
+        head.weight = old_weight.clone()
+        output.tensors[:] = [head.weight]
+        old_weight.zero_()
+
+    monkeypatch.setattr(RolloutPerturber, "opened", opened)
+    perturbation = made("gumbel", rate=0.7)
+    simulate(perturbation, OUTPUT_PLANS["output layer"], count=8)
+    monkeypatch.setattr(StepGraphs, "_check_addresses", lambda self: None)
+    with pytest.raises((Disagreement, ValueError, IndexError)):
+        simulate(perturbation, OUTPUT_PLANS["output layer"], count=8)
 
 
 def moved(self: RolloutPerturber, name: str, prompt: Any = ()) -> None:

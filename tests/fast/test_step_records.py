@@ -98,12 +98,15 @@ def test_the_device_selects_what_the_host_selects(options: dict[str, Any]) -> No
     assert 0 < host.sum() < 5000
 
 
-def test_a_step_is_one_graph_one_upload_and_one_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the replay: the upload, the logits to their address, the tokens from theirs, and the download."""
+@pytest.mark.parametrize("with_logits", [False, True])
+def test_a_step_is_one_graph_one_upload_and_one_download(monkeypatch: pytest.MonkeyPatch, with_logits: bool) -> None:
+    """Four copies beside the replay: the upload; the logits, or the last hidden states that a graph computes them from,
+    to their address; the tokens from theirs; the download. The placeholder of logits is no launch.
+    """
     monkeypatch.setattr(step_graphs, "available", lambda device: True)
     monkeypatch.setattr(step_graphs, "CudaGraph", decode_step._NoGraph)
     with torch.inference_mode():
-        decoding = Decoding(create("gumbel", rate=0.4), 16)
+        decoding = Decoding(create("gumbel", rate=0.4), 16, with_logits=with_logits)
         for _ in range(3 * STEPS_AT_ONCE):
             decoding.step()
         with counting(decoding.perturber) as counts:

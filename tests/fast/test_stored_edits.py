@@ -55,7 +55,7 @@ def computed_again(record: ReplayRecord, name: str = "gaussian", at_once: int | 
     """What the prompt's rows are replaced with, (positions, D), where the first is plain."""
     perturber, embedding = perturber_for(record, name)
     if at_once is not None:
-        perturber._at_once = at_once
+        perturber._candidates_at_once = at_once
     starts, counts = np.array([0, 0]), np.array([4, record.prompt_tokens])
     with torch.inference_mode():
         perturber.begin(["plain", "edited"], starts, counts, np.zeros(2, dtype=bool))
@@ -98,12 +98,12 @@ def test_blocks_of_any_size_give_the_same_bits(made: Any) -> None:
 def test_what_was_rehearsed_may_be_had_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM measured its memory with 3,000 rows of five candidates: so there is room for as many."""
     perturber, _ = perturber_for(a_record(10, 3), "soft")
-    assert perturber._at_once == BLOCK
+    assert perturber._candidates_at_once == BLOCK
     with torch.inference_mode():
         perturber.rehearse(torch.zeros(3000, V))
-        assert perturber._at_once == 3000 * 5
+        assert perturber._candidates_at_once == 3000 * 5
         perturber.rehearse(torch.zeros(2, V))
-    assert perturber._at_once == 3000 * 5, "the smaller batches of a warm-up leave it as it is"
+    assert perturber._candidates_at_once == 3000 * 5, "the smaller batches of a warm-up leave it as it is"
 
 
 def test_a_perturbations_module_sees_every_row() -> None:

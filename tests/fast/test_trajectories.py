@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 
-from ngrpo.rollout.trajectories import Chunks, TrajectoryStore
+from ngrpo.rollout.chunks import Chunks
+from ngrpo.rollout.trajectories import TrajectoryStore
 from perturbations import ReplayRecord
 
 

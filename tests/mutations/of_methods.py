@@ -147,8 +147,8 @@ MUTATIONS = {
         (".clamp_max(1.0 - 2.0**-24)", "", "the only token allowed may lose to token 0"),
     ],
     ("ngrpo/rollout/perturber.py", "test_sampling_schedules_run.py"): [
-        ("store.answers[slots].T", "store.answers[: len(names)].T", "ladder: by row, not by slot"),
-        ("(steps >= 0) & (greedy < 0)", "(steps >= 0)", "greedy requests follow the schedule"),
+        ("store.response_numbers[slots].T", "store.response_numbers[: len(names)].T", "ladder: by row, not by slot"),
+        ("applies = applies & (greedy < 0)", "pass", "greedy requests follow the schedule"),
     ],
     ("ngrpo/trainers/openrlhf/samples_generator.py", "test_sampling_schedules_run.py"): [
         ("max(self.rollout_round - 1, 0)", "self.rollout_round", "the first step is step 1"),

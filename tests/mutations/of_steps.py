@@ -6,6 +6,8 @@ _GRAPHS += " test_step_graphs.py::test_the_tokens_of_a_step_are_out_of_reach_of_
 _GRAPHS += " test_step_graphs.py::test_a_buffer_of_another_stride_ends_the_graphs_that_read_the_old_one"
 _GRAPHS += " test_step_graphs.py::test_a_graph_has_the_bits_of_its_parts"
 _MOVED = "test_step_graphs.py::test_a_state_that_has_moved_is_captured_anew"
+_MOVED_OUTPUT = "test_step_graphs.py::test_an_output_layer_that_has_moved_is_captured_anew"
+_OUTSIDE = "test_step_graphs.py::test_what_reads_logits_or_hidden_states_keeps_the_logits_outside"
 _RECORDS = "test_step_records.py"
 _NEIGHBORS, _HNSW = "test_neighbors.py", "test_neighbors_hnsw.py"
 
@@ -33,6 +35,34 @@ MUTATIONS = {
         ),
         ("if size >= rows), None)", "if size > rows), None)", "graphs: a full bucket takes the next"),
     ],
+    ("ngrpo/rollout/perturber.py", _MOVED_OUTPUT): [
+        (
+            "            tensors += self._output.tensors\n",
+            "            pass\n",
+            "graphs: an output layer that has moved",
+        ),
+    ],
+    ("ngrpo/rollout/perturber.py", _OUTSIDE): [
+        ("perturbation.reads_hidden or masks is not None", "masks is not None", "graphs: hidden states that are read"),
+        ("masks is not None or schedule is not None\n", "schedule is not None\n", "graphs: logits that masks need"),
+    ],
+    ("ngrpo/rollout/output_layer.py", "test_output_layer.py"): [
+        (
+            "            self._left_to_graph = False\n            self._hidden = None\n",
+            "            pass\n",
+            "output layer: hidden states of a step that failed",
+        ),
+        (
+            "if not runs_v2 or config.parallel_config.world_size > 1 or ",
+            "if not runs_v2 or ",
+            "output layer: several ranks",
+        ),
+    ],
+    ("ngrpo/rollout/runners.py", "test_output_layer.py"): [
+        ("if grammar_output is not None or not perturber", "if not perturber", "logits in a graph: a grammar"),
+        ("reports_log_probs or states.any_greedy", "states.any_greedy", "logits in a graph: log-probabilities"),
+        ("if seen != (perturber, perturber.composition):", "if seen is None:", "logits in a graph: another batch"),
+    ],
     ("ngrpo/rollout/step_records.py", _RECORDS): [
         ("(words[:, 0] & 2) > 0", "(words[:, 0] & 1) > 0", "packed records: agreed is fed"),
         (
@@ -41,7 +71,11 @@ MUTATIONS = {
             "packed records: fields of rows without an edit",
         ),
         ("return self.gated_rows[fed], {", "return self.gated_rows, {", "separate records: rows that were not fed"),
-        ("self._places[name] = slice(self.width, end)", "self._places[name] = slice(2, end)", "packed records: places"),
+        (
+            "self._places[name] = slice(start, self.width)",
+            "self._places[name] = slice(2, self.width)",
+            "packed records: places",
+        ),
     ],
     ("ngrpo/rollout/batch.py", _RECORDS): [
         ("            columns.slots.fill(scratch)\n", "", "batch: rows beyond the batch have slot 0"),
@@ -52,7 +86,7 @@ MUTATIONS = {
     ],
     ("ngrpo/rollout/async_scheduling.py", "test_notes.py"): [
         (
-            "if steps and not self._continues(step):",
+            "if consecutive and not self._continues(step):",
             "if False:",
             "notes: positions that do not follow are written at once",
         ),
@@ -64,7 +98,7 @@ MUTATIONS = {
             "notes: edits of other slots",
         ),
         ("wait=self._stored + len(arrived) < until", "wait=False", "notes: nothing is waited for"),
-        ("self._uploading[0].event is None or self._uploading[0].event.query()", "True", "uploads: a buffer in use"),
+        ("if event is not None and not event.query():", "if False:", "uploads: a buffer in use"),
     ],
     ("ngrpo/rollout/input_override.py", "test_input_override.py"): [
         (

@@ -78,13 +78,17 @@ MUTATIONS = {
         ),
     ],
     ("ngrpo/rollout/perturber.py", _DRAWN): [
-        ("at.keys(streams.Stream.TOKEN", "streams.keys(at.seeds, at.first, streams.Stream.TOKEN", "the prompt's draw"),
+        (
+            "positions.keys(streams.Stream.TOKEN",
+            "streams.keys(rows.seeds, rows.first, streams.Stream.TOKEN",
+            "the prompt's draw",
+        ),
     ],
     ("ngrpo/rollout/step_kernels.py", _DRAWN): [
         ("torch.where(logits.greedy >= 0, log", "torch.where(logits.greedy > 0, log", "greedy token 0 is drawn"),
         (
-            "left = logits.scaled if logits.drawable is None else logits.drawable",
-            "left = logits.scaled",
+            "drawable = logits.scaled if logits.drawable is None else logits.drawable",
+            "drawable = logits.scaled",
             "a cut token is proposed",
         ),
     ],

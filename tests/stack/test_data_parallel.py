@@ -35,7 +35,7 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
     from vllm import AsyncEngineArgs, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from ngrpo.rollout.records import cut_to_answer
+    from ngrpo.rollout.records import cut_to_response
     from ngrpo.rollout.requests import external_id
     from perturbations import FinishedTrajectory
     from tests.stack.harness import Rollout
@@ -59,7 +59,7 @@ async def rollouts(folder: str) -> tuple[list[Any], dict[str, Any]]:
         return [{external_id(name): answer_of(parts) for name, parts in part.items()} for part in taken]
 
     def answer_of(parts: dict[str, bytes]) -> tuple[Any, Any]:
-        found = cut_to_answer(FinishedTrajectory.unpack(parts), TOKENS)
+        found = cut_to_response(FinishedTrajectory.unpack(parts), TOKENS)
         return found.record, found.log_probs
 
     facts: dict[str, Any] = {"fingerprints": await llm.collective_rpc("perturbation_fingerprint")}

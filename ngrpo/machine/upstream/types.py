@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
     from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler as SamplerV1
+    from vllm.v1.worker.gpu.input_batch import InputBatch as InputBatchV2
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start-up check of a trainer's model: does a replayed row land where it belongs?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,19 +26,22 @@ def check_replay(model: PreTrainedModel, log_probs: Callable[[Tensor, Tensor, Te
     embedding: Any = model.get_input_embeddings()
     partly = startup_check.reads_tokens_elsewhere(model.modules(), embedding)
 
-    def answers(*texts: list[int]) -> list[startup_check.Answer]:
-        sequences = torch.tensor(texts)
+    def answers(texts: Mapping[str, list[int]]) -> dict[str, startup_check.Answer]:
+        sequences = torch.tensor(list(texts.values()))
         ones = torch.ones_like(sequences)
-        return [startup_check.Answer(row) for row in log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()]
+        rows = log_probs(sequences, ones[:, 1:], ones).float().cpu().numpy()
+        return {name: startup_check.Answer(row) for name, row in zip(texts, rows)}
 
     def compare(texts: startup_check.CheckTexts) -> list[startup_check.Comparison]:
-        first, text, last, row, other = texts.first, texts.text, texts.last, texts.row, texts.other
-        plain = answers(first, text, last, texts.swapped)
-        records = [None, *(startup_check.record_of({row: token}, 1, len(text)) for token in (other, text[row])), None]
+        text = texts.text
+        plain = answers({"first": texts.first, "text": text, "last": texts.last, "swapped": texts.swapped})
+        other = startup_check.record_of({texts.row: texts.other}, 1, len(text))
+        own = startup_check.record_of({texts.row: texts.own}, 1, len(text))
+        records = [None, other, own, None]
         mask = torch.ones(len(records), len(text), dtype=torch.int64)
         with ReplayScope(embedding, measure=False)(records, mask):
-            fed = answers(first, text, text, last)
-        return startup_check.compared(plain, fed, row, partly=partly, what="replayed", each="sample")
+            fed = answers({"first": texts.first, "other": text, "own": text, "last": texts.last})
+        return startup_check.compared(plain, fed, texts.row, partly=partly, what="replayed", unit="sample")
 
     half, name = next(model.parameters()).dtype != torch.float32, type(model).__name__
     startup_check.check_texts(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ngrpo.machine.upstream.types import AsyncLLM
-from ngrpo.rollout.records import cut_to_answer, of_all_workers, taken_length
+from ngrpo.rollout.records import cut_to_response, of_all_workers, taken_length
 from ngrpo.rollout.requests import external_id
 from perturbations import seeds
 from perturbations.errors import require
@@ -133,7 +133,7 @@ class Conversation:
 
     def add(self, parts: Mapping[str, bytes], prompt: Sequence[int], tokens: Sequence[int], cached: int = 0) -> None:
         """Adds a turn, after :meth:`go_on` with its prompt; ``cached`` prompt tokens were in the prefix cache."""
-        turn = cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
+        turn = cut_to_response(FinishedTrajectory.unpack(parts), len(tokens))
         start, mask, before = len(prompt), turn.sampling_mask, self.trajectory
         log_probs = np.full(start + len(tokens), np.nan, dtype=np.float32)
         log_probs[start:] = turn.log_probs

@@ -263,7 +263,7 @@ async def unperturbed_response(
     short.extra_args = {**(short.extra_args or {}), settings.KEY: {"enabled": False, "scheduled": False, "seed": seed}}
     output, parts = await _asked(actor, {"prompt_token_ids": prompt}, short)
     tokens = list(output.outputs[0].token_ids)
-    taken = records.cut_to_answer(FinishedTrajectory.unpack(parts), len(tokens))
+    taken = records.cut_to_response(FinishedTrajectory.unpack(parts), len(tokens))
     return UnperturbedAnswer(np.array([*prompt, *tokens], dtype=np.int32), taken.log_probs, taken.experts)
 
 

@@ -15,7 +15,7 @@ from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from ngrpo.rollout.records import confirm, cut_to_answer
+from ngrpo.rollout.records import confirm, cut_to_response
 from ngrpo.rollout.settings import KEY, fingerprint
 from ngrpo.trainers.common.sample_records import PickUps
 from ngrpo.trainers.common.weights_file import reload_weights
@@ -100,7 +100,7 @@ class PerturbedHttpServer(vLLMHttpServer):
             raise RuntimeError(f"request {request_id} was aborted: a part of a perturbed response is not trained on.")
         trajectory = FinishedTrajectory.unpack(await self._pick_ups.take(request_id))
         if own.get("enabled", True):
-            trajectory = cut_to_answer(trajectory, len(output.token_ids))
+            trajectory = cut_to_response(trajectory, len(output.token_ids))
             of_tokens = np.full(trajectory.record.num_tokens, np.nan, dtype=np.float32)
             of_tokens[trajectory.record.prompt_tokens :] = trajectory.log_probs
             output.extra_fields[KEY] = dataclasses.replace(trajectory, log_probs=of_tokens).pack()
