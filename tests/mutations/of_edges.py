@@ -83,11 +83,15 @@ MUTATIONS = {
     ("perturbations/replay/routing.py", _ROUTING): [
         ("if choice.choices != 1:", "if choice.choices < 1:", "routing: a router that chooses twice passes"),
         (
-            "                if own is not None:\n                    router.forward = own\n",
+            "                if forward_before is not None:\n                    router.forward = forward_before\n",
             "",
             "routing: an outer scope is lost",
         ),
-        ("if each.shape[1:] != wanted:", "if each.shape[1] != wanted[0]:", "routing: another number of experts passes"),
+        (
+            "if array.shape[1:] != expected:",
+            "if array.shape[1] != expected[0]:",
+            "routing: another number of experts passes",
+        ),
     ],
     ("ngrpo/rollout/routed_experts.py", "test_routed_experts.py"): [
         ("<= _MOST_IN_A_BYTE", "< _MOST_IN_A_BYTE", "routing: 256 experts take two bytes"),
