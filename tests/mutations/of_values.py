@@ -52,7 +52,11 @@ MUTATIONS = {
         ('in ("head", "both")', 'in ("head",)', "freezing both leaves the head out"),
     ],
     ("ngrpo/methods/credits/token_credits.py", "test_credits.py"): [
-        (".unique(return_inverse=True)[1]", "", "first_token: an empty answer before the last group aborts the step"),
+        (
+            "_, groups = tokens.groups[first_tokens].unique(return_inverse=True)",
+            "groups = tokens.groups[first_tokens]",
+            "first_token: an empty answer before the last group aborts the step",
+        ),
     ],
     ("ngrpo/trainers/verl/overrides.py", "test_advantages.py"): [
         ("token_level_rewards.sum(dim=-1)", "token_level_rewards[:, -1]", "verl: the reward of the last column"),
