@@ -56,7 +56,7 @@ class Limits:
         metadata = field.metadata
         return cls(metadata.get("low"), metadata.get("high"), metadata.get("above"), metadata.get("choices"))
 
-    def allow(self, value: Any) -> bool:
+    def allow(self, value: float) -> bool:
         """Whether a number is in the range; the choices aside."""
         if self.low is not None and value < self.low:
             return False
@@ -201,7 +201,7 @@ def coerce(
     limits = Limits.of(field)
     if limits.choices and converted not in limits.choices:
         raise UsageError(f"{label}: must be {allowed(field)}.{nearest(str(converted), limits.choices)}")
-    if not limits.allow(converted):
+    if isinstance(converted, (int, float)) and not limits.allow(converted):
         raise UsageError(f"{label}: must be {allowed(field)}; the default is {field.default!r}.")
     return converted
 

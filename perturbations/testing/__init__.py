@@ -52,18 +52,17 @@ def outcomes(
     target: _Target, registry: registry.Registry, own: Callable[[Any], _Checks], options: dict[str, Any]
 ) -> Iterator[tuple[str, PerturbationError | None]]:
     """As :func:`inspect`, for any registry; ``own`` gives the checks of its kind beyond those of all options."""
-    made: Any = None
     if isinstance(target, str):
         cls = registry.get(target)
     elif isinstance(target, type):
         cls = target
     else:
         cls = type(target)
-        made = target
-        if options:
-            raise ValueError(
-                f"options {', '.join(options)} come too late: this {registry.kind} is already made. Pass its class."
-            )
+    made = None if isinstance(target, (str, type)) else target
+    if made is not None and options:
+        raise ValueError(
+            f"options {', '.join(options)} come too late: this {registry.kind} is already made. Pass its class."
+        )
     error_of_class = _outcome(partial(check_class, registry, cls, registry.base_class()))
     yield "the class, and how its options are declared", error_of_class
     if error_of_class is not None:
